@@ -1,0 +1,14 @@
+"""`python -m train`: the entry of every rank on every substrate."""
+
+from __future__ import annotations
+
+import sys
+
+from train.preemption import Preemption
+
+if __name__ == "__main__":
+    preemption = Preemption()
+    preemption.install()  # before the slow imports: a signal during start-up ends like any other
+    from train.entry import main
+
+    sys.exit(main(preemption))

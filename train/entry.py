@@ -1,0 +1,224 @@
+"""From the command line to an exit code: compose the config, make one attempt at the run, say in one line how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from train import config as schema
+from train.component import arguments, locate
+from train.config import Config
+from train.errors import ConfigError, MusterError, RankLost, nearest
+from train.preemption import Preemption
+
+if TYPE_CHECKING:
+    from train.world import World
+
+FIRST_CAUSE_WAIT_S = 3.0
+
+
+def main(preemption: Preemption) -> int:
+    """Run `python -m train` with sys.argv; gives back the exit code of DESIGN's contract."""
+    die_with_launcher()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's own handler prints a traceback and exits 1: let its errors reach us
+    is_first = os.environ.get("RANK", "0") == "0"
+    if not is_first and {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"} & set(sys.argv):
+        return 0
+    schema.register()
+    codes: list[int] = []
+
+    @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")
+    def job(composed: DictConfig) -> None:
+        codes.append(attempt(composed, preemption))
+
+    try:
+        job()
+    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+        return attempt(explain(error), preemption)
+    return max(codes, default=0)
+
+
+def conf_folder() -> Path:
+    """conf/ of the checkout, or the copy of it inside the installed package."""
+    package = Path(__file__).resolve().parent
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+def attempt(composed: DictConfig | ConfigError, preemption: Preemption) -> int:
+    """One attempt at one run. A config that did not compose is reported the same way, on all ranks' behalf."""
+    from train import world as worlds  # torch: not for --help
+
+    world: World | None = None
+    folder: Path | None = None
+    try:
+        place = worlds.Place.from_env()
+        config = checked(composed)
+        if isinstance(config, ConfigError):
+            worlds.meet(place, config=None, error=config, timeout_s=schema.Dist().start_timeout_s)
+            raise config
+        folder = Path(config.output_dir)
+        world = worlds.start(config, place)
+        from train.run import execute
+
+        execute(config, world, preemption)
+        world.close()
+        return 0
+    except MusterError as error:
+        return leave(error, world, folder)
+    except KeyboardInterrupt:
+        return leave(RankLost("interrupted from the keyboard; the same command goes on from the last checkpoint"), world, folder)
+    except Exception as error:
+        lost = "gloo" in str(error) or "NCCL" in str(error) or type(error).__module__ == "torch.distributed"
+        return leave(error, world, folder, lost=lost)
+
+
+def checked(composed: DictConfig | ConfigError) -> Config | ConfigError:
+    """The typed config with everything checked that can be checked without other ranks, or what is wrong with it."""
+    if isinstance(composed, ConfigError):
+        return composed
+    try:
+        config = schema.from_hydra(composed)
+        for group in schema.GROUPS:
+            component = getattr(config, group)
+            arguments(component, locate(component, key=group), key=group)
+    except ConfigError as error:
+        return error
+    except OmegaConfBaseException as error:
+        return explain(error)
+    if HydraConfig.get().mode == RunMode.MULTIRUN:  # each job of a sweep is a run, and each run has its own folder
+        overridden = {text.lstrip("+").split("=")[0] for text in HydraConfig.get().overrides.task}
+        if not {"output_dir", "name"} & overridden:
+            job = re.sub(r"[^\w.=,+-]+", "_", HydraConfig.get().job.override_dirname) or str(HydraConfig.get().job.num)
+            config = replace(config, output_dir=f"{config.output_dir}/{job}")
+    return config
+
+
+def leave(error: BaseException, world: World | None, folder: Path | None, *, lost: bool = False) -> int:
+    """Report `error` once for all ranks, write outcome.json, and give the exit code."""
+    from train import outcome
+    from train.world import Unheard
+
+    code = error.exit_code if isinstance(error, MusterError) else 1
+    if world is None:
+        if isinstance(error, Unheard) or os.environ.get("RANK", "0") == "0" or not isinstance(error, MusterError):
+            tell(error)
+        return code
+    if lost and (first := world.first_failure(FIRST_CAUSE_WAIT_S)):
+        return quit_group(world, int(first["exit_code"]))
+    known = isinstance(error, MusterError)
+    record = {
+        "outcome": error.outcome if isinstance(error, MusterError) else "rank_lost" if lost else "failed",
+        "exit_code": code,
+        "rank": world.rank,
+        "error": one_line(error) if known else f"{type(error).__name__}: {one_line(error)}",
+        "traceback": None if known else traceback.format_exc(),
+    }
+    mine = json.dumps({**record, "failed_host": socket.gethostname()})
+    first = world.claim_failure(json.loads(mine))
+    if json.dumps(first) == mine:
+        tell(error)
+        if folder and folder.is_dir():
+            with contextlib.suppress(MusterError):  # it could not be written; the line above said why
+                outcome.write(folder, attempt=world.attempt, **first)
+    return quit_group(world, int(first["exit_code"]) if known else code)
+
+
+def quit_group(world: World, code: int) -> int:
+    """Leave without waiting for ranks that may be gone: destroying a broken group can block."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if world.size > 1:
+        if world.is_first:  # which may hold the store: let the others read the cause
+            world.first_failure(0.1)
+            import time
+
+            time.sleep(0.5)
+        os._exit(code)
+    return code
+
+
+def tell(error: BaseException) -> None:
+    """One line for what a person can act on; the traceback for what is a defect."""
+    if isinstance(error, MusterError):
+        print(f"muster: {error.outcome.replace('_', ' ')}: {one_line(error)}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def explain(error: Exception) -> ConfigError:
+    """Say what Hydra or OmegaConf found in one line, with the nearest valid name."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    text = str(error)
+    if match := re.search(r"Could not (?:override|delete from config) '([^']+)'", text):
+        return unknown_key(match[1])
+    if match := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
+        group, option = match[1], match[2]
+        options = available(group)
+        if not options:
+            return ConfigError(f"{group}={option}: there is no config group {group}; {nearest(group, schema.GROUPS)}")
+        own = f", or {group}._target_=your.Own" if group in schema.GROUPS else ""
+        return ConfigError(f"{group}={option} is unknown; {nearest(option, options)}{own}")
+    if match := re.search(r"Could not override '([^']+)'\. No match in the defaults list", text):
+        return unknown_key(match[1])
+    if key := getattr(cause, "full_key", None):
+        reason = one_line(cause).split(" full_key:")[0]
+        if "Interpolation" in type(cause).__name__ or "nterpolation" in reason:
+            return ConfigError(f"{key}: {reason}")
+        return ConfigError(f"{key}: {reason}; see `python -m train --help` for its type")
+    if match := re.match(r"Error parsing override '(.*)'", text):
+        return ConfigError(f"cannot read the override {match[1]!r}: write key=value, +key=value to add one, or ~key to drop one")
+    return ConfigError(f"{one_line(error)}: write overrides as key=value")
+
+
+def unknown_key(key: str) -> ConfigError:
+    parent, _, last = key.rpartition(".")
+    names = known_keys(parent)
+    if names is None:
+        top = key.split(".")[0]
+        return ConfigError(f"unknown key {key}; {nearest(top, known_keys('') or [])}")
+    own = f"; for a parameter of your own class write +{key}=..." if parent in schema.GROUPS else ""
+    return ConfigError(f"unknown key {key}; {nearest(last, names)}{own}")
+
+
+def known_keys(parent: str) -> list[str] | None:
+    """Keys below `parent`; of a group, those of all its options. None if there is no such place."""
+    tree: Any = schema.to_dict(Config())
+    if parent in schema.GROUPS:
+        return sorted({key for option in schema.SCHEMAS[parent].values() for key in schema.to_dict(option())})
+    for part in parent.split(".") if parent else []:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return sorted(tree) if isinstance(tree, dict) else None
+
+
+def available(group: str) -> list[str]:
+    folder = conf_folder() / group
+    return sorted(path.stem for path in folder.glob("*.yaml")) if folder.is_dir() else []
+
+
+def die_with_launcher() -> None:
+    """Under torchrun, die when the agent dies: an orphan would train on beside the worker that replaces it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() == 1 and os.environ.get("TORCHELASTIC_AGENT_PID", "1") != "1":  # it was dead before we asked
+            os._exit(1)

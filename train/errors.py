@@ -1,0 +1,75 @@
+"""Errors that end a run, each with the exit code that a launcher acts on."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+
+
+class MusterError(Exception):
+    """A run cannot go on, for a reason that a person can act on.
+
+    The message is one line: what was given, what is valid, what to do.
+    """
+
+    exit_code = 1
+    outcome = "failed"
+
+
+class ConfigError(MusterError):
+    exit_code = 2
+    outcome = "config_error"
+
+
+class DataError(MusterError):
+    exit_code = 3
+    outcome = "data_error"
+
+
+class NoValidCheckpoint(MusterError):
+    exit_code = 4
+    outcome = "no_valid_checkpoint"
+
+
+class StorageError(MusterError):
+    exit_code = 5
+    outcome = "storage_error"
+
+
+class Diverged(MusterError):
+    exit_code = 6
+    outcome = "diverged"
+
+
+class CrashLoop(MusterError):
+    exit_code = 7
+    outcome = "crash_loop"
+
+
+class Preempted(MusterError):
+    """The run was told to stop and has saved its place: run the same command again."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
+    outcome = "preempted"
+
+
+class RankLost(MusterError):
+    """Another rank is gone, hangs or failed first; the launcher restarts the group."""
+
+    exit_code = 1
+    outcome = "rank_lost"
+
+
+def storage_error(doing: str, error: OSError) -> StorageError:
+    """Name the path and the system's reason, so that nobody has to read a traceback."""
+    where = f" {os.fspath(error.filename)}" if error.filename else ""
+    return StorageError(f"cannot {doing}{where}: {error.strerror or error}; free or fix it, then run again")
+
+
+def nearest(given: str, valid: Iterable[str]) -> str:
+    """`valid: a, b, c`, led by the likeliest meaning of a misspelt `given`."""
+    names = sorted(set(valid))
+    close = difflib.get_close_matches(given, names, n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{hint}valid: {', '.join(names)}"

@@ -1,0 +1,162 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from train.checkpoint import Checkpoints
+from train.config import Config, NonFinite, Precision
+from train.data.loader import Batch, Data, batches
+from train.errors import Diverged, Preempted
+from train.metrics import Metrics
+from train.plan import Plan
+from train.preemption import Preemption
+from train.strategies.base import StepResult, Strategy
+from train.world import World
+
+EVAL_BATCH = 256
+
+
+@dataclass
+class Run:
+    """One attempt at a run. `step` counts the optimizer steps that are done, over all attempts."""
+
+    config: Config
+    world: World
+    data: Data
+    plan: Plan
+    strategy: Strategy
+    checkpoints: Checkpoints
+    metrics: Metrics
+    preemption: Preemption
+    identity: dict[str, Any]
+    total_steps: int
+    step: int = 0
+    skipped_in_a_row: int = 0
+
+
+def train(run: Run) -> None:
+    """Train from `run.step` to the end. Collective.
+
+        while steps are left:
+            stop here, if the ranks agreed to
+            one optimizer step on the next micro-batches
+            log, evaluate, save, each at its interval
+        save and evaluate
+
+    Raises:
+        Preempted: told to stop; the place is saved.
+        Diverged: a gradient or loss is not finite, and the config says stop.
+        StorageError: checkpoints cannot be written.
+    """
+    config, total = run.config, run.total_steps
+    eval_every = config.eval.every_steps or run.plan.steps_per_epoch
+    for micro_batches in load(run, run.data.train, run.plan, range(run.step, total)):
+        stop_if_told(run)
+        result = run.strategy.step(run.step, micro_batches)
+        run.step += 1
+        count_skips(run, result)
+        run.metrics.progress(run.step)
+        if run.step % config.log.every_steps == 0 or run.step == total:
+            log(run, result)
+        if run.step % eval_every == 0 and run.step < total:
+            evaluate(run)
+        if run.step % config.checkpoint.every_steps == 0 and run.step < total:
+            save(run, result)
+    save(run)
+    evaluate(run)
+    run.checkpoints.flush()
+
+
+def load(run: Run, dataset: Any, plan: Plan, steps: range) -> Iterator[list[Batch]]:
+    """This rank's micro-batches of each of `steps`; empty ones on a rank that takes no samples."""
+    if run.strategy.shard is None:
+        return iter([] for _ in steps)
+    return batches(
+        dataset,
+        plan,
+        steps=steps,
+        shard=run.strategy.shard,
+        micro_batch_size=run.config.micro_batch_size,
+        num_workers=run.config.loader.num_workers,
+        seed=run.config.seed,
+        augment=dataset is run.data.train,
+        device=run.world.device,
+    )
+
+
+def evaluate(run: Run) -> None:
+    """Measure the test split, every sample exactly once whatever the world size. Collective."""
+    if not run.data.test:
+        return
+    started, totals = time.perf_counter(), dict[str, Any]()
+    ranks = run.strategy.shard[1] if run.strategy.shard else 1
+    plan = Plan(len(run.data.test), batch_size=min(len(run.data.test), EVAL_BATCH * ranks), shuffle=False)
+    for micro_batches in load(run, run.data.test, plan, range(plan.steps_per_epoch)):
+        stop_if_told(run)
+        for batch in micro_batches:
+            for name, value in run.strategy.evaluate(batch).items():
+                totals[name] = totals.get(name, 0) + value.double()
+    stop_if_told(run)
+    sums = run.world.sum_named({name: float(value) for name, value in totals.items()})
+    means = {name: value / len(run.data.test) for name, value in sums.items()}
+    run.metrics.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=means)
+
+
+def log(run: Run, result: StepResult) -> None:
+    """Report the step just done. Collective; the one place in the loop that waits for the device."""
+    loss = run.world.sum([float(result.loss)])[0]
+    if not math.isfinite(loss) and run.config.on_nonfinite is NonFinite.stop:
+        raise diverged(run)
+    run.metrics.train(
+        step=run.step,
+        epoch=epoch(run),
+        loss=loss,
+        lr=run.strategy.lr,
+        grad_norm=float(result.grad_norm),
+        samples=run.plan.samples_before(run.step),
+    )
+
+
+def save(run: Run, result: StepResult | None = None) -> None:
+    """Begin to write a checkpoint of this step; never one of weights that are not finite. Collective."""
+    if result is not None and run.config.precision is not Precision.fp16 and not result.skipped:
+        if not math.isfinite(float(result.grad_norm)):  # the same on every rank
+            raise diverged(run)
+    position = {"step": run.step, "epoch": epoch(run), "samples": run.plan.samples_before(run.step), **run.identity}
+    run.checkpoints.save(state=run.strategy.state(), rank_state=run.strategy.rank_state(), position=position)
+
+
+def stop_if_told(run: Run) -> None:
+    """Save and leave, if all ranks agreed to stop here."""
+    if run.preemption.proceed():
+        return
+    save(run)
+    run.checkpoints.flush()
+    raise Preempted(f"stopped at step {run.step} of {run.total_steps} and saved it: run the same command again to go on")
+
+
+def count_skips(run: Run, result: StepResult) -> None:
+    """Bound the steps left out in a row for a gradient that was not finite. All ranks count alike."""
+    run.skipped_in_a_row = run.skipped_in_a_row + 1 if result.skipped else 0
+    if not result.skipped:
+        return
+    if run.config.on_nonfinite is NonFinite.stop or run.skipped_in_a_row > run.config.max_skipped_steps:
+        raise diverged(run)
+    run.metrics.event("skipped", step=run.step, in_a_row=run.skipped_in_a_row)
+
+
+def diverged(run: Run) -> Diverged:
+    return Diverged(
+        f"loss or gradient is not finite at step {run.step} ({run.skipped_in_a_row} in a row): lower optimizer.lr, "
+        "set grad_clip, or leave such steps out with on_nonfinite=skip"
+    )
+
+
+def epoch(run: Run) -> int:
+    """The epoch of the step just done, from 0."""
+    return run.plan.epoch(max(0, run.step - 1))

@@ -1,0 +1,36 @@
+"""outcome.json: how the last attempt ended, for launchers that hide exit codes, and for the attempt after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from train.checkpoint import replace_file
+
+RUNNING = "running"
+FINISHED = ("done", "preempted")
+
+
+def write(folder: Path, outcome: str, *, exit_code: int | None, attempt: str, **details: Any) -> None:
+    """Replace the file in one step. Raises StorageError."""
+    record = {"outcome": outcome, "exit_code": exit_code, "attempt": attempt, "host": socket.gethostname(), "time": round(time.time(), 3), "launcher": launcher(), **details}
+    replace_file(folder / "outcome.json", lambda draft: draft.write_text(json.dumps(record, indent=1) + "\n"))
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The last attempt's record; `{}` if there is none that can be read."""
+    try:
+        record = json.loads((folder / "outcome.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def launcher() -> str:
+    """The same for all attempts that one launcher starts, and different for the next launch."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return run_id if run_id != "none" else f"{socket.gethostname()}:{os.getppid() if 'RANK' in os.environ else os.getpid()}"

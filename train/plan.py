@@ -1,0 +1,139 @@
+"""Which sample goes to which rank at which step.
+
+A pure function of (seed, epoch, step): no state, no stored permutation, no communication. Global step `s` takes
+the next `batch_size` entries of its epoch's permutation whatever the world size; a rank takes its slice of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+Keys = npt.NDArray[np.uint64]
+
+ROUNDS = 6
+
+
+def mix(x: Keys) -> Keys:
+    """Hash 64-bit words, elementwise: the splitmix64 finaliser.
+
+    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
+    """
+    with np.errstate(over="ignore"):
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample_keys(*, seed: int, epoch: int, indices: Indices) -> Keys:
+    """One 64-bit key a sample, `[B] uint64`: what augmentation may depend on, and nothing else."""
+    stream = mix(mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch))
+    return mix(stream ^ indices.astype(np.uint64))
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """A pseudo-random bijection of `range(size)`, computed entry by entry in O(1) memory.
+
+    A Feistel network over pairs (left, right) of digits in base ceil(sqrt(size)) with addition modulo the base;
+    values outside the range are walked on until they fall inside, which keeps it a bijection.
+
+    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (cycle-walking and
+    generalised Feistel).
+    """
+
+    size: int
+    seed: int
+    epoch: int
+
+    def __call__(self, positions: Indices) -> Indices:
+        """Map `[B] int64` positions in `range(size)` to `[B] int64` sample indices."""
+        base = max(1, int(np.ceil(np.sqrt(float(self.size)))))
+        while base * base < self.size:  # sqrt of a large integer may round down
+            base += 1
+        values = self._encrypt(positions.astype(np.uint64), np.uint64(base))
+        outside = np.flatnonzero(values >= np.uint64(self.size))
+        while outside.size:
+            values[outside] = self._encrypt(values[outside], np.uint64(base))
+            outside = outside[values[outside] >= np.uint64(self.size)]
+        return values.astype(np.int64)
+
+    def _encrypt(self, values: Keys, base: np.uint64) -> Keys:
+        left, right = values // base, values % base
+        stream = mix(mix(np.array([self.seed], dtype=np.uint64)) ^ np.uint64(self.epoch))
+        for r in range(ROUNDS):
+            round_key = mix(stream ^ np.uint64((r + 1) << 32))
+            left, right = right, (left + mix(round_key ^ right) % base) % base
+        return left * base + right
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank puts through its model at once.
+
+    `count` is the number of samples that are truly this rank's. A rank whose share is empty still has to take part
+    in the collectives: it gets one sample with `count` 0, which weighs nothing.
+    """
+
+    epoch: int
+    indices: Indices
+    count: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The order in which `size` samples are trained on, in global batches of `batch_size`."""
+
+    size: int
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
+
+    def epoch(self, step: int) -> int:
+        """The epoch that global step `step` (from 0) belongs to."""
+        return step // self.steps_per_epoch
+
+    def samples_before(self, step: int) -> int:
+        """How many samples the steps before `step` take in all."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        per_epoch = min(self.size, self.steps_per_epoch * self.batch_size)
+        return epoch * per_epoch + min(within * self.batch_size, self.size)
+
+    def count(self, step: int) -> int:
+        """How many samples step `step` takes: `batch_size`, or fewer at the end of an epoch."""
+        start = (step % self.steps_per_epoch) * self.batch_size
+        return min(self.batch_size, self.size - start)
+
+    def batch(self, step: int) -> Indices:
+        """The global batch of step `step`: `[count] int64` sample indices in order."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        start = within * self.batch_size
+        positions = np.arange(start, start + self.count(step), dtype=np.int64)
+        return Permutation(self.size, self.seed, epoch)(positions) if self.shuffle else positions
+
+    def pieces(self, step: int, *, world_size: int, micro_batch_size: int | None = None) -> int:
+        """How many micro-batches each rank puts through its model in step `step`."""
+        largest = -(-self.count(step) // world_size)
+        return -(-largest // (micro_batch_size or largest))
+
+    def share(self, step: int, *, rank: int, world_size: int, micro_batch_size: int | None = None) -> list[MicroBatch]:
+        """Rank `rank`'s slice of step `step`, cut into micro-batches of at most `micro_batch_size`.
+
+        Every rank gets the same number of micro-batches, because a model with synchronised layers has to run as
+        many forward passes on each.
+        """
+        batch, epoch = self.batch(step), self.epoch(step)
+        pieces = self.pieces(step, world_size=world_size, micro_batch_size=micro_batch_size)
+        mine = np.array_split(batch, world_size)[rank]
+        return [
+            MicroBatch(epoch, part if len(part) else batch[:1], len(part)) for part in np.array_split(mine, pieces)
+        ]

@@ -1,0 +1,224 @@
+"""One attempt at a run, put together in the order in which data flows: world, data, model, strategy, checkpoint, loop."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train import checkpoint, outcome
+from train.checkpoint import Checkpoints, Saved, replace_file
+from train.component import build
+from train.config import Config, differences, to_dict
+from train.data.loader import Data
+from train.data.loader import load as load_data
+from train.errors import ConfigError, DataError, MusterError, NoValidCheckpoint
+from train.loop import Run, train
+from train.metrics import Metrics
+from train.optim import build_optimizer
+from train.plan import Plan
+from train.preemption import Preemption
+from train.strategies.base import Recipe, Strategy
+from train.world import World
+
+OF_A_RUN = ("checkpoints", "metrics.jsonl", "config.yaml", "outcome.json", "model.pt", "tensorboard", "report.html")
+
+
+def execute(config: Config, world: World, preemption: Preemption) -> Run:
+    """Train, or go on training, in `config.output_dir`. Collective.
+
+    Raises:
+        MusterError: the run cannot go on; see errors.py.
+    """
+    folder = Path(config.output_dir)
+    set_numerics(config, world)
+    saved, before = open_folder(folder, config, world)
+    data = load_data(config, world)
+    plan = Plan(len(data.train), min(config.batch_size, len(data.train)), config.seed, drop_last=config.loader.drop_last)
+    total_steps = config.max_steps or config.epochs * plan.steps_per_epoch
+    world.together(refuse_changes(config, data, saved) if saved else None)
+
+    strategy: Strategy = build(config.strategy, key="strategy", world=world)
+    strategy.build(recipe(config, data, plan, total_steps))
+    torch.manual_seed(int.from_bytes(hashlib.sha256(f"{config.seed}/{world.rank}".encode()).digest()[:7]))
+    if saved:
+        state, own = checkpoint.read(saved, world=world)
+        strategy.load(state, own)
+        if own:
+            checkpoint.set_rng_state(own["rng"])
+
+    step = saved.step if saved else 0
+    metrics = Metrics(folder, config=config, world=world, step=step, samples=plan.samples_before(step), total_steps=total_steps)
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        world=world,
+        keep=config.checkpoint.keep,
+        on_commit=lambda facts: metrics.event("checkpoint_failed" if "failed" in facts else "checkpoint", **facts),
+    )
+    checkpoints.newest_step = saved.step if saved else None
+    identity = {"fingerprint": data.fingerprint, "config_hash": config_hash(config), "config": to_dict(config)}
+    run = Run(config, world, data, plan, strategy, checkpoints, metrics, preemption, identity, total_steps, step)
+    announce(run, saved, before)
+    preemption.watch(world)
+    try:
+        if not (step >= total_steps and before.get("outcome") == "done" and (folder / "model.pt").exists()):
+            train(run)
+            finish(run, folder)
+        else:
+            metrics.event("done", step=step, note="finished already")
+    finally:
+        preemption.close()
+        metrics.close()
+    return run
+
+
+def set_numerics(config: Config, world: World) -> None:
+    """Seeds and switches that have to be set before the first tensor."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = not config.deterministic
+    torch.manual_seed(config.seed)
+
+
+def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | None, dict[str, Any]]:
+    """Make the run's folder, choose the checkpoint to resume from; also how the attempt before ended. Collective.
+
+    Rank 0 looks and chooses for all: two ranks that look for themselves may see different files.
+    """
+    failure: MusterError | None = None
+    choice: dict[str, Any] = {}
+    if world.is_first:
+        try:
+            before = outcome.read(folder)
+            if config.checkpoint.resume == "never" and before.get("launcher") != outcome.launcher():
+                set_aside(folder)
+                before = {}
+            checkpoint.prepare(folder / "checkpoints")
+            saved, bad = find_checkpoint(folder, config)
+            outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, step=saved.step if saved else 0)
+            write_config(folder, config)
+            choice = {"path": str(saved.folder) if saved else None, "before": before, "bad": bad}
+        except MusterError as error:
+            failure = error
+    world.together(failure)
+    choice = world.broadcast(choice)
+    for line in choice["bad"] if world.is_first else []:
+        print(f"muster: put aside a bad checkpoint: {line}", flush=True)
+    saved = None
+    if choice["path"]:
+        manifest = json.loads((Path(choice["path"]) / checkpoint.MANIFEST).read_text())
+        saved = Saved(Path(choice["path"]), manifest)
+    return saved, {**choice["before"], "bad": choice["bad"]}
+
+
+def find_checkpoint(folder: Path, config: Config) -> tuple[Saved | None, list[str]]:
+    """The run's own newest checkpoint, else the one that `checkpoint.resume` names; and what was wrong with others."""
+    bad: list[str] = []
+    own = checkpoint.newest(folder / "checkpoints", on_bad=lambda _, reason: bad.append(reason))
+    named = config.checkpoint.resume
+    if own or named in ("auto", "never"):
+        return own, bad
+    path = Path(named)
+    if not path.is_dir():
+        raise ConfigError(f"checkpoint.resume={named} is no folder: give auto, never, a run's folder or one checkpoint's")
+    if (path / checkpoint.MANIFEST).exists():
+        return checkpoint.verify(path), bad
+    other = checkpoint.newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path, on_bad=lambda _, reason: bad.append(reason))
+    if other is None:
+        raise NoValidCheckpoint(f"checkpoint.resume={named} holds no checkpoint: give a run's folder or one checkpoint's")
+    return other, bad
+
+
+def set_aside(folder: Path) -> None:
+    """Move an earlier run in this folder to `previous-N`: starting over loses nothing."""
+    there = [folder / name for name in OF_A_RUN if (folder / name).exists()]
+    if there:
+        number = 1 + len(list(folder.glob("previous-*")))
+        aside = folder / f"previous-{number}"
+        try:
+            aside.mkdir()
+            for path in there:
+                path.rename(aside / path.name)
+        except OSError as error:
+            raise checkpoint.storage_error("set the earlier run aside:", error) from error
+
+
+def write_config(folder: Path, config: Config) -> None:
+    from omegaconf import OmegaConf
+
+    text = OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+    replace_file(folder / "config.yaml", lambda draft: draft.write_text(text))
+
+
+def config_hash(config: Config) -> str:
+    return hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def refuse_changes(config: Config, data: Data, saved: Saved) -> MusterError | None:
+    """What forbids to go on from `saved` with this config and this data, if anything does."""
+    if config.checkpoint.accept_changes:
+        return None
+    changed = differences(saved.manifest["config"], config)
+    if changed:
+        return ConfigError(
+            f"{config.output_dir} holds another run: {'; '.join(changed[:5])}{'; ...' if len(changed) > 5 else ''}. "
+            "Give another name or output_dir, go on all the same with checkpoint.accept_changes=true, or start over with checkpoint.resume=never"
+        )
+    if saved.manifest["fingerprint"] != data.fingerprint:
+        return DataError(
+            f"the training data has changed since {saved.folder.name} was written (fingerprint {saved.manifest['fingerprint']}, "
+            f"now {data.fingerprint}): restore it, or go on all the same with checkpoint.accept_changes=true"
+        )
+    return None
+
+
+def recipe(config: Config, data: Data, plan: Plan, total_steps: int) -> Recipe:
+    """How to build the parts, for the strategy to do in its own order."""
+    offered = {"input_shape": data.input_shape, **({"num_classes": data.num_classes} if data.num_classes else {})}
+    return Recipe(
+        build_model=partial(build, config.model, key="model", **offered),
+        build_optimizer=partial(build_optimizer, config.optimizer, precision=config.precision),
+        objective=build(config.objective, key="objective"),
+        schedule=build(config.scheduler, key="scheduler", total_steps=total_steps, steps_per_epoch=plan.steps_per_epoch),
+        precision=config.precision,
+        grad_clip=config.grad_clip,
+        compile=config.compile,
+        channels_last=config.channels_last,
+        on_nonfinite=config.on_nonfinite,
+    )
+
+
+def announce(run: Run, saved: Saved | None, before: dict[str, Any]) -> None:
+    """Say in metrics.jsonl how this attempt begins."""
+    facts = {"step": run.step, "total_steps": run.total_steps, "world_size": run.world.size, "device": str(run.world.device.type), "attempt": run.world.attempt}
+    if before.get("outcome") and before["outcome"] not in outcome.FINISHED:
+        run.metrics.event("restart", step=run.step, after=before["outcome"], cause=before.get("error"))
+    if saved:
+        run.metrics.event("resume", checkpoint=str(saved.folder), **facts)
+    else:
+        run.metrics.event("start", output_dir=str(run.config.output_dir), samples_per_epoch=len(run.data.train), **facts)
+
+
+def finish(run: Run, folder: Path) -> None:
+    """Write what a finished run leaves behind. Collective."""
+    run.strategy.agree()
+    weights = run.strategy.weights()
+    failure: MusterError | None = None
+    if run.world.is_first:
+        try:
+            replace_file(folder / "model.pt", lambda draft: torch.save({k: v.detach().cpu() for k, v in weights.items()}, draft))
+            if run.config.log.report:
+                from train.report import write_report
+
+                write_report(folder)
+            run.metrics.event("done", step=run.step, output_dir=str(folder))
+            outcome.write(folder, "done", exit_code=0, attempt=run.world.attempt, step=run.step, total_steps=run.total_steps)
+        except MusterError as error:
+            failure = error
+    run.world.together(failure)
