@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from train.preemption import Preemption
@@ -11,4 +12,8 @@ if __name__ == "__main__":
     preemption.install()  # before the slow imports: a signal during start-up ends like any other
     from train.entry import main
 
-    sys.exit(main(preemption))
+    code = main(preemption)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:  # a tear-down would put SIGTERM's default back, and the launcher's signal then hides the code
+        os._exit(code)

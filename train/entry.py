@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import sys
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -29,6 +31,7 @@ from train.errors import ConfigError, MusterError, RankLost, nearest
 from train.preemption import Preemption
 
 if TYPE_CHECKING:
+    from train.loop import Run
     from train.world import World
 
 FIRST_CAUSE_WAIT_S = 3.0
@@ -66,7 +69,12 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption) -> int:
     from train import world as worlds  # torch: not for --help
 
     world: World | None = None
+    run: Run | None = None
     folder: Path | None = None
+
+    def quit_with(error: BaseException, *, lost: bool = False) -> int:
+        return leave(error, world, folder, step=run.step if run else None, lost=lost)
+
     try:
         place = worlds.Place.from_env()
         config = checked(composed)
@@ -75,18 +83,19 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption) -> int:
             raise config
         folder = Path(config.output_dir)
         world = worlds.start(config, place)
-        from train.run import execute
+        from train.run import carry_out, prepare
 
-        execute(config, world, preemption)
+        run = prepare(config, world, preemption)
+        carry_out(run)
         world.close()
         return 0
     except MusterError as error:
-        return leave(error, world, folder)
+        return quit_with(error)
     except KeyboardInterrupt:
-        return leave(RankLost("interrupted from the keyboard; the same command goes on from the last checkpoint"), world, folder)
+        return quit_with(RankLost("interrupted from the keyboard; the same command goes on from the last checkpoint"))
     except Exception as error:
         lost = "gloo" in str(error) or "NCCL" in str(error) or type(error).__module__ == "torch.distributed"
-        return leave(error, world, folder, lost=lost)
+        return quit_with(error, lost=lost)
 
 
 def checked(composed: DictConfig | ConfigError) -> Config | ConfigError:
@@ -102,20 +111,28 @@ def checked(composed: DictConfig | ConfigError) -> Config | ConfigError:
         return error
     except OmegaConfBaseException as error:
         return explain(error)
-    if HydraConfig.get().mode == RunMode.MULTIRUN:  # each job of a sweep is a run, and each run has its own folder
-        overridden = {text.lstrip("+").split("=")[0] for text in HydraConfig.get().overrides.task}
-        if not {"output_dir", "name"} & overridden:
-            job = re.sub(r"[^\w.=,+-]+", "_", HydraConfig.get().job.override_dirname) or str(HydraConfig.get().job.num)
-            config = replace(config, output_dir=f"{config.output_dir}/{job}")
-    return config
+    return own_folder(config) if HydraConfig.get().mode == RunMode.MULTIRUN else config
 
 
-def leave(error: BaseException, world: World | None, folder: Path | None, *, lost: bool = False) -> int:
+def own_folder(config: Config) -> Config:
+    """Each job of a sweep is a run, and each run has a folder of its own, named by what is swept."""
+    job = HydraConfig.get()
+    if any(re.match(r"\+*(output_dir|name)=", text) for text in job.overrides.task):
+        return config
+    given = OverridesParser.create().parse_overrides([text for text in sys.argv[1:] if re.match(r"[^-][^=]*=", text)])
+    keys = {override.key_or_group for override in given if override.is_sweep_override()}
+    swept = ",".join(text for text in job.overrides.task if text.lstrip("+").split("=")[0] in keys) or str(job.job.num)
+    name = re.sub(r"[^\w.=,+-]+", "_", swept)
+    return replace(config, output_dir=f"{config.output_dir}/{name}")
+
+
+def leave(error: BaseException, world: World | None, folder: Path | None, *, step: int | None, lost: bool = False) -> int:
     """Report `error` once for all ranks, write outcome.json, and give the exit code."""
     from train import outcome
     from train.world import Unheard
 
     code = error.exit_code if isinstance(error, MusterError) else 1
+    tell_agent(error)
     if world is None:
         if isinstance(error, Unheard) or os.environ.get("RANK", "0") == "0" or not isinstance(error, MusterError):
             tell(error)
@@ -126,6 +143,7 @@ def leave(error: BaseException, world: World | None, folder: Path | None, *, los
     record = {
         "outcome": error.outcome if isinstance(error, MusterError) else "rank_lost" if lost else "failed",
         "exit_code": code,
+        "step": step,
         "rank": world.rank,
         "error": one_line(error) if known else f"{type(error).__name__}: {one_line(error)}",
         "traceback": None if known else traceback.format_exc(),
@@ -147,8 +165,6 @@ def quit_group(world: World, code: int) -> int:
     if world.size > 1:
         if world.is_first:  # which may hold the store: let the others read the cause
             world.first_failure(0.1)
-            import time
-
             time.sleep(0.5)
         os._exit(code)
     return code
@@ -160,6 +176,15 @@ def tell(error: BaseException) -> None:
         print(f"muster: {error.outcome.replace('_', ' ')}: {one_line(error)}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)
+
+
+def tell_agent(error: BaseException) -> None:
+    """Give torchrun the reason for its own report, through the file that it names for that."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = one_line(error) if isinstance(error, MusterError) else traceback.format_exc()
+        message = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(message))
 
 
 def one_line(error: BaseException) -> str:
@@ -194,9 +219,10 @@ def explain(error: Exception) -> ConfigError:
 def unknown_key(key: str) -> ConfigError:
     parent, _, last = key.rpartition(".")
     names = known_keys(parent)
+    if elsewhere := [known for known in all_keys() if known.endswith(f".{last}")]:
+        return ConfigError(f"unknown key {key}; did you mean {' or '.join(elsewhere[:3])}?")
     if names is None:
-        top = key.split(".")[0]
-        return ConfigError(f"unknown key {key}; {nearest(top, known_keys('') or [])}")
+        return ConfigError(f"unknown key {key}; {nearest(key.split('.')[0], known_keys('') or [])}")
     own = f"; for a parameter of your own class write +{key}=..." if parent in schema.GROUPS else ""
     return ConfigError(f"unknown key {key}; {nearest(last, names)}{own}")
 
@@ -209,6 +235,12 @@ def known_keys(parent: str) -> list[str] | None:
     for part in parent.split(".") if parent else []:
         tree = tree.get(part) if isinstance(tree, dict) else None
     return sorted(tree) if isinstance(tree, dict) else None
+
+
+def all_keys() -> list[str]:
+    """Every key of the schema by its full name, those of all options included."""
+    options = [f"{group}.{key}" for group in schema.GROUPS for key in known_keys(group) or [] if key != "_target_"]
+    return sorted({*options, *schema.flatten(Config())})
 
 
 def available(group: str) -> list[str]:

@@ -37,6 +37,7 @@ class Run:
     total_steps: int
     step: int = 0
     skipped_in_a_row: int = 0
+    finished_before: bool = False
 
 
 def train(run: Run) -> None:
@@ -137,6 +138,7 @@ def stop_if_told(run: Run) -> None:
         return
     save(run)
     run.checkpoints.flush()
+    run.metrics.event("preempted", step=run.step)
     raise Preempted(f"stopped at step {run.step} of {run.total_steps} and saved it: run the same command again to go on")
 
 

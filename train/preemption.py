@@ -29,12 +29,7 @@ class Preemption:
 
     def __init__(self) -> None:
         self.signalled = False
-        self._begun = 0
-        self._target: int | None = None
-        self._holding = False
         self._change = threading.Condition()
-        self._ended = threading.Event()
-        self._watcher: threading.Thread | None = None
 
     def install(self) -> None:
         """Take SIGTERM from now on. A second one changes nothing."""
@@ -44,8 +39,13 @@ class Preemption:
         self.signalled = True
 
     def watch(self, world: World) -> None:
-        """Start to look for the other ranks' signals."""
+        """Start to look for the other ranks' signals, at the start of a run."""
         self._world = world
+        self._begun = 0
+        self._target: int | None = None
+        self._holding = False
+        self._ended = threading.Event()
+        self._watcher: threading.Thread | None = None
         if world.size > 1:
             self._watcher = threading.Thread(target=self._watch, name="preemption", daemon=True)
             self._watcher.start()

@@ -29,8 +29,8 @@ from train.world import World
 OF_A_RUN = ("checkpoints", "metrics.jsonl", "config.yaml", "outcome.json", "model.pt", "tensorboard", "report.html")
 
 
-def execute(config: Config, world: World, preemption: Preemption) -> Run:
-    """Train, or go on training, in `config.output_dir`. Collective.
+def prepare(config: Config, world: World, preemption: Preemption) -> Run:
+    """Open `config.output_dir` and build everything, from where the newest checkpoint left it. Collective.
 
     Raises:
         MusterError: the run cannot go on; see errors.py.
@@ -62,19 +62,26 @@ def execute(config: Config, world: World, preemption: Preemption) -> Run:
     )
     checkpoints.newest_step = saved.step if saved else None
     identity = {"fingerprint": data.fingerprint, "config_hash": config_hash(config), "config": to_dict(config)}
-    run = Run(config, world, data, plan, strategy, checkpoints, metrics, preemption, identity, total_steps, step)
+    done = before.get("outcome") == "done" and (folder / "model.pt").exists()
+    run = Run(config, world, data, plan, strategy, checkpoints, metrics, preemption, identity, total_steps, step, finished_before=done)
     announce(run, saved, before)
-    preemption.watch(world)
+    return run
+
+
+def carry_out(run: Run) -> None:
+    """Train to the end, unless that was done before. Collective. Raises MusterError as `train.loop.train` does."""
+    folder = Path(run.config.output_dir)
+    run.preemption.watch(run.world)
     try:
-        if not (step >= total_steps and before.get("outcome") == "done" and (folder / "model.pt").exists()):
+        if run.step >= run.total_steps and run.finished_before:
+            run.metrics.event("done", step=run.step, note="finished already")
+            end(run, folder)
+        else:
             train(run)
             finish(run, folder)
-        else:
-            metrics.event("done", step=step, note="finished already")
     finally:
-        preemption.close()
-        metrics.close()
-    return run
+        run.preemption.close()
+        run.metrics.close()
 
 
 def set_numerics(config: Config, world: World) -> None:
@@ -205,6 +212,12 @@ def announce(run: Run, saved: Saved | None, before: dict[str, Any]) -> None:
         run.metrics.event("start", output_dir=str(run.config.output_dir), samples_per_epoch=len(run.data.train), **facts)
 
 
+def end(run: Run, folder: Path) -> None:
+    """Put on record that the run is done. Raises StorageError."""
+    if run.world.is_first:
+        outcome.write(folder, "done", exit_code=0, attempt=run.world.attempt, step=run.step, total_steps=run.total_steps)
+
+
 def finish(run: Run, folder: Path) -> None:
     """Write what a finished run leaves behind. Collective."""
     run.strategy.agree()
@@ -218,7 +231,7 @@ def finish(run: Run, folder: Path) -> None:
 
                 write_report(folder)
             run.metrics.event("done", step=run.step, output_dir=str(folder))
-            outcome.write(folder, "done", exit_code=0, attempt=run.world.attempt, step=run.step, total_steps=run.total_steps)
+            end(run, folder)
         except MusterError as error:
             failure = error
     run.world.together(failure)

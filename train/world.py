@@ -132,7 +132,7 @@ class World:
     def sum_named(self, values: dict[str, float]) -> dict[str, float]:
         """Sum by name; a rank may lack names that others have (one without samples, say). Collective."""
         if self.size == 1:
-            return values
+            return dict(sorted(values.items()))
         self.store.set(f"names/{self.rank}", json.dumps(sorted(values)))
         self.sum([0.0])
         names = sorted({name for rank in range(self.size) for name in json.loads(self.store.get(f"names/{rank}"))})
@@ -266,8 +266,11 @@ def meet(place: Place, *, config: Config | None, error: MusterError | None, time
         if verdict["error"]:
             _await_acknowledgements(raw, attempt, hellos)
     else:
-        attempt, verdict = _await_verdict(raw, hello, place, deadline)
-        raw.set(f"meet/{attempt}/ack/{place.rank}", b"1")
+        try:
+            attempt, verdict = _await_verdict(raw, hello, place, deadline)
+            raw.set(f"meet/{attempt}/ack/{place.rank}", b"1")
+        except RuntimeError as broken:
+            raise Unheard(f"rank {place.rank} lost rank 0 at {os.environ['MASTER_ADDR']} during start-up: see its log") from broken
     if error:
         raise error
     if verdict["error"]:
@@ -290,8 +293,18 @@ def _connect(place: Place, timeout_s: float) -> dist.Store:
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
     except OSError as error:
         raise Unheard(f"MASTER_ADDR={os.environ['MASTER_ADDR']} does not resolve ({error}): give an address that every node knows") from None
+    hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        # As env:// does, but without its wait for all clients: who is missing is for `meet` to say.
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            world_size=place.world_size,
+            is_master=place.rank == 0 and not hosted_by_agent,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0][:200]
         raise Unheard(f"rank {place.rank} cannot reach the rendezvous store at {address}: {reason}; is rank 0 up, and the port free and open?") from None

@@ -88,8 +88,14 @@ class Single(Strategy):
         return {"buffers": dict(self.model.named_buffers())}
 
     def load(self, state: dict[str, Any], rank_state: dict[str, Any] | None) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"the checkpoint does not fit this model and optimizer: {error}") from error
+        for group, configured in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(configured)  # the config decides, also where it was changed on purpose
         if state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         own = dict(self.model.named_buffers())

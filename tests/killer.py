@@ -1,0 +1,45 @@
+"""The kit's entry, with a SIGKILL at a chosen point of the checkpoint protocol: KILL_AT=point:step."""
+
+import os
+import signal
+import sys
+
+from train import checkpoint
+from train.preemption import Preemption
+
+point, step = os.environ["KILL_AT"].split(":")
+
+
+def die_before(function, when):
+    def wrapper(*args, **kwargs):
+        if when(*args):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def die_in_the_middle_of_writing(path, value):
+    result = write_tensors(path, value)
+    if f"{int(step):08d}" in str(path) and path.name == "state.pt":
+        os.truncate(path, result["size"] // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+
+write_tensors, rename = checkpoint.write_tensors, os.rename
+if point == "write":
+    checkpoint.write_tensors = die_in_the_middle_of_writing
+elif point == "manifest":
+    checkpoint.sync_folder = die_before(checkpoint.sync_folder, lambda folder: f"{int(step):08d}" in str(folder))
+elif point == "rename":
+    checkpoint.os.rename = die_before(rename, lambda source, target: str(target).endswith(f"/step-{int(step):08d}"))
+elif point == "prune":
+    checkpoint.shutil.rmtree = die_before(checkpoint.shutil.rmtree, lambda doomed, **_: str(doomed).endswith(".old") and os.path.exists(os.path.join(os.path.dirname(doomed), f"step-{int(step):08d}")))
+
+if __name__ == "__main__":
+    preemption = Preemption()
+    preemption.install()
+    from train.entry import main
+
+    sys.exit(main(preemption))

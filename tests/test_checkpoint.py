@@ -1,0 +1,166 @@
+"""Checkpoints are whole or not there, and nothing else is ever taken for one."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from launch import finish, reached, run, start, wait_for
+
+SAVING = ("checkpoint.every_steps=5", "max_steps=20")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of 20 steps with checkpoints at 10, 15 and 20."""
+    return run(tmp_path_factory.mktemp("trained") / "run", *SAVING, ranks=2)
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    return shutil.copytree(trained.folder, tmp_path / "run")
+
+
+def names(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_the_newest_are_kept(trained):
+    assert names(trained.folder) == ["step-00000010", "step-00000015", "step-00000020"]
+    assert [event["step"] for event in trained.events("checkpoint")] == [5, 10, 15, 20]
+
+
+SPOILS = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "bit flipped": lambda path: path.write_bytes(path.read_bytes()[:1000] + bytes([path.read_bytes()[1000] ^ 1]) + path.read_bytes()[1001:]),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+@pytest.mark.parametrize("name", ["state.pt", "rank-00001.pt", "manifest.json"])
+def test_a_bad_checkpoint_is_put_aside_and_the_one_before_is_used(trained, copy, spoil, name):
+    if (spoil, name) == ("bit flipped", "manifest.json"):
+        (copy / "checkpoints/step-00000020/manifest.json").write_text("{")
+    else:
+        SPOILS[spoil](copy / "checkpoints/step-00000020" / name)
+    os.remove(copy / "outcome.json")
+    result = run(copy, *SAVING)
+    assert result.events("resume")[-1]["step"] == 15
+    assert "put aside a bad checkpoint" in result.out and "step-00000020" in result.out
+    assert any(name.startswith("bad-step-00000020") for name in names(copy))
+    assert "step-00000020" in names(copy)
+
+
+def test_all_bad_is_never_a_start_from_zero(copy):
+    for folder in (copy / "checkpoints").iterdir():
+        SPOILS["bit flipped"](folder / "state.pt")
+    for _ in range(2):  # the second time they are all put aside already
+        result = run(copy, *SAVING, "max_steps=30", ok=False)
+        assert result.code == 4, result.out
+        assert "no valid checkpoint" in result.said[0] and "resume=never" in result.said[0]
+    assert run(copy, *SAVING, "checkpoint.resume=never").events("start")
+
+
+def test_a_draft_is_no_checkpoint(copy):
+    draft = copy / "checkpoints" / ".step-00000099.abc"
+    shutil.copytree(copy / "checkpoints/step-00000020", draft)
+    result = run(copy, *SAVING)
+    assert result.events("done")[-1]["step"] == 20
+    assert not draft.exists()
+
+
+@pytest.mark.parametrize("point", ["write", "manifest", "rename", "prune"])
+def test_killed_anywhere_in_the_protocol_there_is_a_valid_one(tmp_path, point):
+    saving = (*SAVING, "checkpoint.keep=2", "model.hidden=[64]")
+    whole = run(tmp_path / "whole", *saving)
+    killed = run(tmp_path / "run", *saving, ok=False, env={"KILL_AT": f"{point}:15"}, module="killer")
+    assert killed.code == -signal.SIGKILL, killed.out
+    result = run(tmp_path / "run", *saving)
+    assert result.events("resume")[-1]["step"] == (15 if point == "prune" else 10)
+    assert result.losses == whole.losses
+    assert all(torch.equal(weight, result.weights[name]) for name, weight in whole.weights.items())
+    assert not [name for name in names(result.folder) if name.startswith(".")]
+
+
+def test_another_config_in_the_same_folder_is_refused(copy):
+    result = run(copy, *SAVING, "optimizer.lr=0.5", "model.hidden=[16]", ranks=2, ok=False)
+    assert len(result.said) == 1, result.out
+    assert "optimizer.lr: 0.1 -> 0.5" in result.said[0] and "model.hidden: [512] -> [16]" in result.said[0]
+    assert "exitcode  : 2 " in result.out
+
+
+def test_what_may_change_may_change(copy):
+    result = run(copy, *SAVING, "max_steps=25", "log.every_steps=5", "checkpoint.keep=1", "micro_batch_size=16")
+    assert result.events("resume")[-1]["step"] == 20
+    assert names(copy) == ["step-00000025"]
+
+
+def test_going_on_with_another_learning_rate_when_told_to(copy):
+    result = run(copy, *SAVING, "max_steps=25", "optimizer.lr=0.01", "checkpoint.accept_changes=true")
+    assert result.events("resume")[-1]["step"] == 20
+    assert result.lines("train")[-1]["lr"] == pytest.approx(0.01)
+
+
+def test_changed_data_is_noticed(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("to be or not to be, " * 200)
+    overrides = ("data=text", f"data.root={text}", "data.pattern=*.txt", "data.block_size=16", "model=gpt", "objective=language_modeling", "batch_size=8")
+    run(tmp_path / "run", *overrides, "max_steps=2")
+    (text / "a.txt").write_text("that is a question, " * 200)
+    result = run(tmp_path / "run", *overrides, "max_steps=4", ok=False)
+    assert result.code == 3 and "has changed" in result.said[0], result.out
+
+
+def test_resume_never_sets_the_old_run_aside(copy):
+    result = run(copy, *SAVING, "checkpoint.resume=never", "optimizer.lr=0.2")
+    assert result.events("start") and not result.events("resume")
+    assert (copy / "previous-1/checkpoints/step-00000020/manifest.json").exists()
+
+
+def test_resume_from_a_path(trained, tmp_path):
+    from_run = run(tmp_path / "a", *SAVING, "max_steps=22", f"checkpoint.resume={trained.folder}")
+    assert from_run.events("resume")[0]["step"] == 20
+    from_step = run(tmp_path / "b", *SAVING, "max_steps=22", f"checkpoint.resume={trained.folder}/checkpoints/step-00000015")
+    assert from_step.events("resume")[0]["step"] == 15
+
+
+def test_model_pt_is_the_plain_model(trained):
+    from train.models.image import Mlp
+
+    model = Mlp(input_shape=(1, 8, 8), num_classes=10)
+    model.load_state_dict(trained.weights)
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_sigterm_saves_once_and_the_same_command_goes_on(tmp_path, ranks):
+    slow = ("model=convnet", "batch_size=32", "max_steps=150", "checkpoint.every_steps=1000")
+    whole = run(tmp_path / "whole", *slow, ranks=ranks)
+    process = start(tmp_path / "run", *slow, ranks=ranks)
+    wait_for(tmp_path / "run", reached(20), process=process)
+    process.send_signal(signal.SIGTERM)
+    stopped = finish(process, tmp_path / "run", timeout_s=40)
+    assert stopped.code == (75 if ranks is None else 1), stopped.out
+    assert "Traceback" not in "\n".join(stopped.said)
+    assert stopped.outcome["outcome"] == "preempted" and stopped.outcome["exit_code"] == 75
+    at = stopped.outcome["step"]
+    assert names(tmp_path / "run") == [f"step-{at:08d}"] and at == max(stopped.losses)
+    result = run(tmp_path / "run", *slow, ranks=ranks)
+    assert result.events("resume")[-1]["step"] == at
+    assert result.losses == whole.losses and list(result.losses) == sorted(result.losses)
+    assert all(torch.equal(weight, result.weights[name]) for name, weight in whole.weights.items())
+
+
+def test_metrics_have_no_step_twice_after_a_kill(tmp_path):
+    slow = ("model=convnet", "batch_size=32", "max_steps=60", "checkpoint.every_steps=10")
+    process = start(tmp_path / "run", *slow)
+    wait_for(tmp_path / "run", reached(25), process=process)
+    process.kill()
+    finish(process, tmp_path / "run")
+    result = run(tmp_path / "run", *slow)
+    assert [line["step"] for line in result.lines("train")] == list(range(1, 61))
+    assert result.events("restart")[0]["after"] == "running"
+    assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "done"

@@ -1,0 +1,143 @@
+"""Every mistake gives one line that says what was given, what is valid and what to do, and the contract's exit code."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from launch import environment, finish, free_port, run, start
+
+MISTAKES = {
+    "unknown key": (["epoch=3"], 2, "epoch", "epochs"),
+    "key of another place": (["lr=3"], 2, "lr", "optimizer.lr"),
+    "nested key": (["optimizer.lrr=3"], 2, "lrr", "lr"),
+    "unknown model": (["model=resnt18"], 2, "resnt18", "resnet18"),
+    "unknown group": (["modell=mlp"], 2, "modell", "model"),
+    "unknown experiment": (["+experiment=mnist"], 2, "mnist", "mnist_mlp"),
+    "wrong type": (["epochs=many"], 2, "many", "epochs"),
+    "wrong choice": (["precision=fp8"], 2, "fp8", "bf16"),
+    "impossible value": (["batch_size=0"], 2, "batch_size=0", "at least 1"),
+    "impossible in a component": (["strategy.bucket_cap_mb=-1"], 2, "bucket_cap_mb", "above 0"),
+    "no such module": (["model._target_=nowhere.Net"], 2, "nowhere", "install"),
+    "no such class": (["model._target_=custom.Statefull"], 2, "Statefull", "Stateful"),
+    "no such parameter": (["model._target_=custom.Stateful", "+model.width=3"], 2, "width", "input_shape"),
+    "not an override": (["epochs"], 2, "epochs", "key=value"),
+    "no such device": (["device=cuda"], 2, "device=cuda", "device=cpu"),
+    "no such gpu": (["gpus=[0]"], 2, "gpus=[0]", "device=cpu"),
+    "backend for another device": (["dist.backend=nccl"], 2, "nccl", "gloo"),
+    "model for other data": (["model=gpt"], 2, "gpt", "data=text"),
+    "objective for another model": (["data=text", "model=gpt"], 2, "classification", "language_modeling"),
+    "nothing to train": (["model._target_=custom.Frozen"], 2, "no trainable parameter", ""),
+    "warm-up past the end": (["scheduler=cosine", "scheduler.warmup_steps=50", "max_steps=5"], 2, "warmup_steps=50", "5 steps"),
+    "missing folder": (["data=imagefolder", "data.root=/nowhere"], 3, "/nowhere/train", "data.root"),
+    "no text": (["data=text", "data.root=/nowhere"], 3, "nowhere", "data.root"),
+    "no network": (["data=mnist", "data.root=empty"], 3, "place the files", "data.root"),
+    "no checkpoint there": (["checkpoint.resume=/nowhere"], 2, "/nowhere", "auto, never"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(tmp_path, name):
+    overrides, code, given, remedy = MISTAKES[name]
+    result = run(tmp_path / "run", *overrides, ok=False)
+    assert result.code == code, result.out
+    assert len(result.said) == 1 and given in result.said[0] and remedy in result.said[0], result.out
+    assert "Traceback" not in result.out
+    assert result.seconds < 20
+
+
+@pytest.mark.parametrize("name", ["unknown model", "no such device", "no network", "no such class"])
+def test_it_is_said_once_for_all_ranks(tmp_path, name):
+    overrides, code, given, remedy = MISTAKES[name]
+    result = run(tmp_path / "run", *overrides, ranks=3, ok=False)
+    assert len(result.said) == 1 and given in result.said[0] and remedy in result.said[0], result.out
+    assert len(re.findall(rf"exitcode  : {code} ", result.out)) == 3, result.out
+    assert 'File "' not in "".join(line for line in result.out.splitlines() if "site-packages" not in line and "runpy" not in line)
+    assert result.seconds < 25
+
+
+def test_an_unwritable_folder(tmp_path):
+    """Root may write anywhere, so a file stands where the folder should be."""
+    (tmp_path / "file").write_text("")
+    result = run(tmp_path / "file" / "run", "max_steps=2", ranks=2, ok=False, cwd=tmp_path)
+    assert len(result.said) == 1 and "storage error" in result.said[0] and str(tmp_path / "file") in result.said[0], result.out
+    assert "exitcode  : 5 " in result.out
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to mount")
+def test_a_read_only_folder(tmp_path):
+    mount = f"mount -t tmpfs -o ro none '{tmp_path}' && exec \"$@\""
+    line = ["unshare", "-m", "sh", "-c", mount, "sh", sys.executable, "-m", "train", f"output_dir={tmp_path / 'run'}", "max_steps=2"]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=60, cwd="/")
+    assert done.returncode == 5, done.stderr
+    assert "Read-only file system" in done.stderr and "Traceback" not in done.stderr
+
+
+def bare_rank(folder, rank, world_size, port, *overrides):
+    env = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return start(folder, *overrides, env=env)
+
+
+def test_too_few_processes(tmp_path):
+    port = free_port()
+    ranks = [bare_rank(tmp_path / "run", rank, 3, port, "dist.start_timeout_s=5") for rank in (0, 2)]
+    results = [finish(process, tmp_path / "run", timeout_s=40) for process in ranks]
+    assert [result.code for result in results] == [2, 2]
+    assert "2 of 3 ranks arrived" in results[0].said[0] and "missing: 1" in results[0].said[0]
+    assert not results[1].said
+
+
+def test_ranks_that_disagree(tmp_path):
+    port = free_port()
+    ranks = [bare_rank(tmp_path / "run", rank, 2, port, f"optimizer.lr={lr}") for rank, lr in enumerate((0.1, 0.2))]
+    results = [finish(process, tmp_path / "run", timeout_s=60) for process in ranks]
+    assert [result.code for result in results] == [2, 2]
+    assert "optimizer.lr=0.2 (rank 0: 0.1)" in results[0].said[0] and "rank 1" in results[0].said[0]
+    assert not results[1].said
+
+
+def test_a_mistake_on_one_rank_alone_ends_all(tmp_path):
+    port = free_port()
+    ranks = [bare_rank(tmp_path / "run", rank, 2, port, override) for rank, override in enumerate(("seed=1", "sead=1"))]
+    results = [finish(process, tmp_path / "run", timeout_s=60) for process in ranks]
+    assert [result.code for result in results] == [2, 2]
+    assert "rank 1" in results[0].said[0] and "sead" in results[0].said[0]
+
+
+def test_a_master_that_does_not_resolve(tmp_path):
+    started = time.monotonic()
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29500"}
+    result = finish(start(tmp_path / "run", env=env), tmp_path / "run", timeout_s=30)
+    assert result.code == 2 and "no-such-host.invalid" in result.said[0], result.out
+    assert time.monotonic() - started < 15
+
+
+def test_an_exception_in_one_rank_is_the_first_cause(tmp_path):
+    result = run(tmp_path / "run", "model._target_=custom.Crashing", "max_steps=5", ranks=2, ok=False)
+    outcome = result.outcome
+    assert outcome["outcome"] == "failed" and outcome["rank"] == 1
+    assert "the user's own mistake" in outcome["error"] and "custom.py" in outcome["traceback"]
+    assert outcome["failed_host"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_not_a_number_stops_the_run(tmp_path, ranks):
+    result = run(tmp_path / "run", "model._target_=custom.Exploding", "checkpoint.every_steps=1", "max_steps=9", ranks=ranks, ok=False)
+    assert result.outcome["outcome"] == "diverged" and result.outcome["exit_code"] == 6
+    assert len(result.said) == 1 and "step 4" in result.said[0], result.out
+    assert sorted(path.name for path in (result.folder / "checkpoints").iterdir())[-1] == "step-00000003"
+
+
+def test_not_a_number_can_be_left_out(tmp_path):
+    result = run(tmp_path / "run", "model._target_=custom.Exploding", "on_nonfinite=skip", "max_steps=9", ranks=2)
+    assert [event["step"] for event in result.events("skipped")] == [4]
+    assert all(weight.isfinite().all() for weight in result.weights.values())
+    assert result.losses[4] is None and result.losses[9] is not None
+
+
+def test_leaving_out_is_bounded(tmp_path):
+    overrides = ("model._target_=custom.Exploding", "+model.bad_steps=[2,3,4,5,6,7]", "on_nonfinite=skip", "max_skipped_steps=3")
+    result = run(tmp_path / "run", *overrides, "max_steps=9", ok=False)
+    assert result.code == 6 and "4 in a row" in result.said[0], result.out

@@ -1,0 +1,75 @@
+"""The sample plan: a pure function that every other promise rests on."""
+
+import resource
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from train.plan import Permutation, Plan, sample_keys
+
+
+@pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 65_537])
+def test_permutation_is_a_bijection(size):
+    values = Permutation(size, seed=3, epoch=1)(np.arange(size))
+    assert sorted(values.tolist()) == list(range(size))
+
+
+@given(size=st.integers(1, 5000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
+@settings(max_examples=200, deadline=None)
+def test_permutation_is_a_bijection_for_any_seed_and_epoch(size, seed, epoch):
+    values = Permutation(size, seed, epoch)(np.arange(size))
+    assert len(np.unique(values)) == size and values.min() == 0 and values.max() == size - 1
+
+
+def test_epochs_and_seeds_shuffle_differently_and_no_entry_is_favoured():
+    positions = np.arange(50)
+    orders = {tuple(Permutation(50, seed, epoch)(positions)) for seed in range(20) for epoch in range(20)}
+    assert len(orders) == 400
+    first = [int(Permutation(10, 0, epoch)(np.array([0]))[0]) for epoch in range(5000)]
+    counts = np.bincount(first, minlength=10)
+    assert ((counts - 500) ** 2 / 500).sum() < 30  # chi-squared with 9 degrees of freedom: p about 0.0004
+
+
+def test_a_trillion_samples_cost_no_memory():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    plan = Plan(10**12, batch_size=4096, seed=1)
+    batches = [plan.batch(step) for step in (0, 10**6, plan.steps_per_epoch - 1, 3 * plan.steps_per_epoch)]
+    assert all(((0 <= batch) & (batch < 10**12)).all() for batch in batches)
+    assert len(np.unique(np.concatenate(batches))) == sum(map(len, batches))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
+
+
+@given(
+    size=st.integers(1, 300), batch=st.integers(1, 40), world=st.integers(1, 9), micro=st.one_of(st.none(), st.integers(1, 9)),
+    drop=st.booleans(), step=st.integers(0, 200),
+)  # fmt: skip
+@settings(max_examples=400, deadline=None)
+def test_the_ranks_shares_are_the_global_batch(size, batch, world, micro, drop, step):
+    plan = Plan(size, min(batch, size), seed=5, drop_last=drop)
+    shares = [plan.share(step, rank=rank, world_size=world, micro_batch_size=micro) for rank in range(world)]
+    counted = [index for share in shares for part in share for index in part.indices[: part.count].tolist()]
+    assert counted == plan.batch(step).tolist()
+    assert len({len(share) for share in shares}) == 1, "every rank must run as many forward passes"
+    assert len(shares[0]) == plan.pieces(step, world_size=world, micro_batch_size=micro)
+    assert all(len(part.indices) >= 1 for share in shares for part in share)
+    if micro:
+        assert all(len(part.indices) <= micro for share in shares for part in share)
+
+
+@given(size=st.integers(1, 200), batch=st.integers(1, 50), drop=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_an_epoch_takes_every_sample_once(size, batch, drop):
+    plan = Plan(size, min(batch, size), seed=2, drop_last=drop)
+    taken = [i for step in range(plan.steps_per_epoch) for i in plan.batch(step).tolist()]
+    assert len(set(taken)) == len(taken) == plan.samples_before(plan.steps_per_epoch)
+    assert drop or len(taken) == size
+    assert plan.samples_before(plan.steps_per_epoch + 1) == len(taken) + plan.count(0)
+
+
+def test_sample_keys_depend_on_sample_epoch_and_seed_alone():
+    one = sample_keys(seed=1, epoch=2, indices=np.array([5, 6, 7]))
+    assert one[1] == sample_keys(seed=1, epoch=2, indices=np.array([6]))[0]
+    others = [sample_keys(seed=s, epoch=e, indices=np.array([6]))[0] for s, e in ((1, 3), (2, 2), (2, 1))]
+    assert len({int(one[1]), *map(int, others)}) == 4
