@@ -35,7 +35,13 @@ elif point == "manifest":
 elif point == "rename":
     checkpoint.os.rename = die_before(rename, lambda source, target: str(target).endswith(f"/step-{int(step):08d}"))
 elif point == "prune":
-    checkpoint.shutil.rmtree = die_before(checkpoint.shutil.rmtree, lambda doomed, **_: str(doomed).endswith(".old") and os.path.exists(os.path.join(os.path.dirname(doomed), f"step-{int(step):08d}")))
+    checkpoint.shutil.rmtree = die_before(
+        checkpoint.shutil.rmtree,
+        lambda doomed, **_: (
+            str(doomed).endswith(".old")
+            and os.path.exists(os.path.join(os.path.dirname(doomed), f"step-{int(step):08d}"))
+        ),
+    )
 
 if __name__ == "__main__":
     preemption = Preemption()

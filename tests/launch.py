@@ -68,15 +68,37 @@ def command(*overrides: str, ranks: int | None, torchrun: Sequence[str] = (), mo
 
 
 def environment(**extra: str) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **extra}
 
 
-def start(folder: Path, *overrides: str, ranks: int | None = None, torchrun: Sequence[str] = (), env: dict[str, str] | None = None, quiet: bool = True, module: str = "train", **popen: Any) -> subprocess.Popen[str]:
+def start(
+    folder: Path,
+    *overrides: str,
+    ranks: int | None = None,
+    torchrun: Sequence[str] = (),
+    env: dict[str, str] | None = None,
+    quiet: bool = True,
+    module: str = "train",
+    **popen: Any,
+) -> subprocess.Popen[str]:
     """Start a run in `folder` and come back at once."""
-    line = command(f"output_dir={folder}", *(QUIET if quiet else ()), *overrides, ranks=ranks, torchrun=torchrun, module=module)
-    return subprocess.Popen(line, env=environment(**(env or {})), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **{"cwd": folder.parent, **popen})
+    line = command(
+        f"output_dir={folder}", *(QUIET if quiet else ()), *overrides, ranks=ranks, torchrun=torchrun, module=module
+    )
+    return subprocess.Popen(
+        line,
+        env=environment(**(env or {})),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **{"cwd": folder.parent, **popen},
+    )
 
 
 def finish(process: subprocess.Popen[str], folder: Path, *, timeout_s: float = 120) -> Result:
@@ -90,14 +112,18 @@ def finish(process: subprocess.Popen[str], folder: Path, *, timeout_s: float = 1
     return Result(process.returncode, out, folder, time.monotonic() - started)
 
 
-def run(folder: Path, *overrides: str, ranks: int | None = None, ok: bool = True, timeout_s: float = 120, **kwargs: Any) -> Result:
+def run(
+    folder: Path, *overrides: str, ranks: int | None = None, ok: bool = True, timeout_s: float = 120, **kwargs: Any
+) -> Result:
     """A run from start to end; asserts that it ended well unless told otherwise."""
     result = finish(start(folder, *overrides, ranks=ranks, **kwargs), folder, timeout_s=timeout_s)
     assert not ok or result.code == 0, result.out
     return result
 
 
-def wait_for(folder: Path, condition: Callable[[Result], Any], *, process: subprocess.Popen[str], timeout_s: float = 60) -> None:
+def wait_for(
+    folder: Path, condition: Callable[[Result], Any], *, process: subprocess.Popen[str], timeout_s: float = 60
+) -> None:
     """Until `condition` holds of what the run has written so far."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -127,7 +153,9 @@ def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """Call `function(*args)` in `ranks` fresh processes that find RANK and its kin set; one value a rank."""
     context = mp.get_context("spawn")
     port, queue = free_port(), context.Queue()
-    processes = [context.Process(target=_on_rank, args=(queue, function, args, rank, ranks, port)) for rank in range(ranks)]
+    processes = [
+        context.Process(target=_on_rank, args=(queue, function, args, rank, ranks, port)) for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
     values = dict(queue.get(timeout=120) for _ in processes)
@@ -141,7 +169,14 @@ def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
 def _on_rank(queue: Any, function: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, port: int) -> None:
     import traceback
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     torch.set_num_threads(1)
     try:
         queue.put((rank, (function(*args), None)))

@@ -34,7 +34,9 @@ def test_the_newest_are_kept(trained):
 
 SPOILS = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "bit flipped": lambda path: path.write_bytes(path.read_bytes()[:1000] + bytes([path.read_bytes()[1000] ^ 1]) + path.read_bytes()[1001:]),
+    "bit flipped": lambda path: path.write_bytes(
+        path.read_bytes()[:1000] + bytes([path.read_bytes()[1000] ^ 1]) + path.read_bytes()[1001:]
+    ),
     "missing": lambda path: path.unlink(),
 }
 
@@ -108,7 +110,15 @@ def test_changed_data_is_noticed(tmp_path):
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.txt").write_text("to be or not to be, " * 200)
-    overrides = ("data=text", f"data.root={text}", "data.pattern=*.txt", "data.block_size=16", "model=gpt", "objective=language_modeling", "batch_size=8")
+    overrides = (
+        "data=text",
+        f"data.root={text}",
+        "data.pattern=*.txt",
+        "data.block_size=16",
+        "model=gpt",
+        "objective=language_modeling",
+        "batch_size=8",
+    )
     run(tmp_path / "run", *overrides, "max_steps=2")
     (text / "a.txt").write_text("that is a question, " * 200)
     result = run(tmp_path / "run", *overrides, "max_steps=4", ok=False)
@@ -124,7 +134,9 @@ def test_resume_never_sets_the_old_run_aside(copy):
 def test_resume_from_a_path(trained, tmp_path):
     from_run = run(tmp_path / "a", *SAVING, "max_steps=22", f"checkpoint.resume={trained.folder}")
     assert from_run.events("resume")[0]["step"] == 20
-    from_step = run(tmp_path / "b", *SAVING, "max_steps=22", f"checkpoint.resume={trained.folder}/checkpoints/step-00000015")
+    from_step = run(
+        tmp_path / "b", *SAVING, "max_steps=22", f"checkpoint.resume={trained.folder}/checkpoints/step-00000015"
+    )
     assert from_step.events("resume")[0]["step"] == 15
 
 
@@ -137,7 +149,7 @@ def test_model_pt_is_the_plain_model(trained):
 
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_sigterm_saves_once_and_the_same_command_goes_on(tmp_path, ranks):
-    slow = ("model=convnet", "batch_size=32", "max_steps=150", "checkpoint.every_steps=1000")
+    slow = ("model=convnet", "batch_size=32", "max_steps=90", "checkpoint.every_steps=1000")
     whole = run(tmp_path / "whole", *slow, ranks=ranks)
     process = start(tmp_path / "run", *slow, ranks=ranks)
     wait_for(tmp_path / "run", reached(20), process=process)

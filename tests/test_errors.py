@@ -30,7 +30,12 @@ MISTAKES = {
     "model for other data": (["model=gpt"], 2, "gpt", "data=text"),
     "objective for another model": (["data=text", "model=gpt"], 2, "classification", "language_modeling"),
     "nothing to train": (["model._target_=custom.Frozen"], 2, "no trainable parameter", ""),
-    "warm-up past the end": (["scheduler=cosine", "scheduler.warmup_steps=50", "max_steps=5"], 2, "warmup_steps=50", "5 steps"),
+    "warm-up past the end": (
+        ["scheduler=cosine", "scheduler.warmup_steps=50", "max_steps=5"],
+        2,
+        "warmup_steps=50",
+        "5 steps",
+    ),
     "missing folder": (["data=imagefolder", "data.root=/nowhere"], 3, "/nowhere/train", "data.root"),
     "no text": (["data=text", "data.root=/nowhere"], 3, "nowhere", "data.root"),
     "no network": (["data=mnist", "data.root=empty"], 3, "place the files", "data.root"),
@@ -54,7 +59,9 @@ def test_it_is_said_once_for_all_ranks(tmp_path, name):
     result = run(tmp_path / "run", *overrides, ranks=3, ok=False)
     assert len(result.said) == 1 and given in result.said[0] and remedy in result.said[0], result.out
     assert len(re.findall(rf"exitcode  : {code} ", result.out)) == 3, result.out
-    assert 'File "' not in "".join(line for line in result.out.splitlines() if "site-packages" not in line and "runpy" not in line)
+    assert 'File "' not in "".join(
+        line for line in result.out.splitlines() if "site-packages" not in line and "runpy" not in line
+    )
     assert result.seconds < 25
 
 
@@ -62,21 +69,42 @@ def test_an_unwritable_folder(tmp_path):
     """Root may write anywhere, so a file stands where the folder should be."""
     (tmp_path / "file").write_text("")
     result = run(tmp_path / "file" / "run", "max_steps=2", ranks=2, ok=False, cwd=tmp_path)
-    assert len(result.said) == 1 and "storage error" in result.said[0] and str(tmp_path / "file") in result.said[0], result.out
+    assert len(result.said) == 1 and "storage error" in result.said[0] and str(tmp_path / "file") in result.said[0], (
+        result.out
+    )
     assert "exitcode  : 5 " in result.out
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to mount")
 def test_a_read_only_folder(tmp_path):
     mount = f"mount -t tmpfs -o ro none '{tmp_path}' && exec \"$@\""
-    line = ["unshare", "-m", "sh", "-c", mount, "sh", sys.executable, "-m", "train", f"output_dir={tmp_path / 'run'}", "max_steps=2"]
+    line = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        mount,
+        "sh",
+        sys.executable,
+        "-m",
+        "train",
+        f"output_dir={tmp_path / 'run'}",
+        "max_steps=2",
+    ]
     done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=60, cwd="/")
     assert done.returncode == 5, done.stderr
     assert "Read-only file system" in done.stderr and "Traceback" not in done.stderr
 
 
 def bare_rank(folder, rank, world_size, port, *overrides):
-    env = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     return start(folder, *overrides, env=env)
 
 
@@ -124,7 +152,14 @@ def test_an_exception_in_one_rank_is_the_first_cause(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_not_a_number_stops_the_run(tmp_path, ranks):
-    result = run(tmp_path / "run", "model._target_=custom.Exploding", "checkpoint.every_steps=1", "max_steps=9", ranks=ranks, ok=False)
+    result = run(
+        tmp_path / "run",
+        "model._target_=custom.Exploding",
+        "checkpoint.every_steps=1",
+        "max_steps=9",
+        ranks=ranks,
+        ok=False,
+    )
     assert result.outcome["outcome"] == "diverged" and result.outcome["exit_code"] == 6
     assert len(result.said) == 1 and "step 4" in result.said[0], result.out
     assert sorted(path.name for path in (result.folder / "checkpoints").iterdir())[-1] == "step-00000003"
@@ -138,6 +173,11 @@ def test_not_a_number_can_be_left_out(tmp_path):
 
 
 def test_leaving_out_is_bounded(tmp_path):
-    overrides = ("model._target_=custom.Exploding", "+model.bad_steps=[2,3,4,5,6,7]", "on_nonfinite=skip", "max_skipped_steps=3")
+    overrides = (
+        "model._target_=custom.Exploding",
+        "+model.bad_steps=[2,3,4,5,6,7]",
+        "on_nonfinite=skip",
+        "max_skipped_steps=3",
+    )
     result = run(tmp_path / "run", *overrides, "max_steps=9", ok=False)
     assert result.code == 6 and "4 in a row" in result.said[0], result.out

@@ -36,7 +36,7 @@ def test_a_trillion_samples_cost_no_memory():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     plan = Plan(10**12, batch_size=4096, seed=1)
     batches = [plan.batch(step) for step in (0, 10**6, plan.steps_per_epoch - 1, 3 * plan.steps_per_epoch)]
-    assert all(((0 <= batch) & (batch < 10**12)).all() for batch in batches)
+    assert all(((batch >= 0) & (batch < 10**12)).all() for batch in batches)
     assert len(np.unique(np.concatenate(batches))) == sum(map(len, batches))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 

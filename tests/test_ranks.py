@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from launch import ROOT, free_port, run, start, finish
+from launch import ROOT, finish, free_port, run, start
 from ledger import read
 
 LEDGER = ("data._target_=ledger.Ledger", "model.hidden=[8]", "batch_size=10", "max_steps=23", "optimizer.lr=0.05")
@@ -27,7 +27,7 @@ def ledgers(tmp_path_factory):
 
 def steps_of(ledger, *, batch=10, size=101, steps=23):
     """Merge the ranks' reads into step -> samples in the plan's order, from their contiguous slices."""
-    ranks, taken, at = sorted(ledger), [], {rank: 0 for rank in ledger}
+    ranks, taken, at = sorted(ledger), [], dict.fromkeys(ledger, 0)
     for step in range(steps):
         count = min(batch, size - (step % 11) * batch)
         merged = []
@@ -42,7 +42,7 @@ def steps_of(ledger, *, batch=10, size=101, steps=23):
 
 def test_every_world_size_takes_the_same_samples_in_the_same_order(ledgers):
     alone = ledgers[1][1][0]
-    assert steps_of({0: alone}) == [alone[i : i + 10] if False else s for i, s in enumerate(steps_of({0: alone}))]
+    assert [sample for step in steps_of({0: alone}) for sample in step] == alone
     for ranks in (2, 3, 4):
         assert steps_of(ledgers[ranks][1]) == steps_of({0: alone})
 
@@ -75,7 +75,9 @@ def test_evaluation_counts_every_test_sample_once(ledgers):
         evaluations = len(result.lines("eval"))
         counts = torch.bincount(torch.tensor([i for reads in tests.values() for i in reads]), minlength=101)
         assert counts.tolist() == [evaluations] * 101, ranks
-        assert result.lines("eval")[-1]["accuracy"] == pytest.approx(ledgers[1][0].lines("eval")[-1]["accuracy"], abs=1e-9)
+        assert result.lines("eval")[-1]["accuracy"] == pytest.approx(
+            ledgers[1][0].lines("eval")[-1]["accuracy"], abs=1e-9
+        )
 
 
 def test_the_loss_is_printed_once_per_interval(ledgers):
@@ -86,12 +88,18 @@ def test_the_loss_is_printed_once_per_interval(ledgers):
 @pytest.mark.parametrize("ranks", [None, 2, 3])
 def test_a_resumed_run_ends_with_bit_identical_weights(tmp_path, ranks):
     """Model with dropout, batch norm, momentum and augmentation: every kind of state that a resume can lose."""
-    overrides = ("model._target_=custom.Stateful", "data.augment=true", "batch_size=31", "seed=7", "checkpoint.every_steps=9")
+    overrides = (
+        "model._target_=custom.Stateful",
+        "data.augment=true",
+        "batch_size=31",
+        "seed=7",
+        "checkpoint.every_steps=9",
+    )
     whole = run(tmp_path / "whole", *overrides, "max_steps=30", ranks=ranks)
     run(tmp_path / "parts", *overrides, "max_steps=13", ranks=ranks)
     parts = run(tmp_path / "parts", *overrides, "max_steps=30", ranks=ranks)
     assert parts.events("resume")[0]["step"] == 13
-    assert {s: l for s, l in parts.losses.items()} == whole.losses
+    assert parts.losses == whole.losses
     for name, weight in whole.weights.items():
         assert torch.equal(weight, parts.weights[name]), name
 
@@ -105,7 +113,7 @@ def test_another_world_size_goes_on_with_the_same_samples(tmp_path):
         part = run(tmp_path / "parts", *LEDGER, f"max_steps={until}", ranks=ranks, env={"LEDGER": str(notes)})
         reads = read(notes)
         counts = [10 if (step % 11) < 10 else 1 for step in range(*{5: (0, 5), 14: (5, 14), 23: (14, 23)}[until])]
-        at = {rank: 0 for rank in reads}
+        at = dict.fromkeys(reads, 0)
         for count in counts:
             for rank in sorted(reads):
                 share = count // ranks + (rank < count % ranks)
@@ -119,7 +127,9 @@ def test_another_world_size_goes_on_with_the_same_samples(tmp_path):
 
 
 def test_weights_of_two_ranks_never_differ(tmp_path):
-    result = run(tmp_path / "run", "strategy._target_=custom.Watched", "model=convnet", "max_steps=12", "batch_size=37", ranks=3)
+    result = run(
+        tmp_path / "run", "strategy._target_=custom.Watched", "model=convnet", "max_steps=12", "batch_size=37", ranks=3
+    )
     seen = [json.loads(line) for path in sorted((tmp_path).glob("digests-*")) for line in path.read_text().splitlines()]
     assert len(seen) == 36, result.out
     for step in range(12):
@@ -167,7 +177,15 @@ def test_any_working_folder_and_one_run_folder(tmp_path):
     result = finish(process, elsewhere / "runs" / "x")
     assert result.code == 0, result.out
     left = {path.name for path in result.folder.iterdir()}
-    assert left == {"config.yaml", "metrics.jsonl", "outcome.json", "model.pt", "checkpoints", "tensorboard", "report.html"}
+    assert left == {
+        "config.yaml",
+        "metrics.jsonl",
+        "outcome.json",
+        "model.pt",
+        "checkpoints",
+        "tensorboard",
+        "report.html",
+    }
     assert [path.name for path in elsewhere.iterdir()] == ["runs"]
     manifest = json.loads((result.folder / "checkpoints/step-00000003/manifest.json").read_text())
     assert {"files", "step", "samples", "world_size", "config_hash"} <= set(manifest)
@@ -190,7 +208,9 @@ def test_a_sweep_gives_each_job_its_own_folder(tmp_path):
 
     from launch import command, environment
 
-    line = [*command("-m", "optimizer.lr=0.1,0.01", "max_steps=3", "log.report=false", "log.tensorboard=false", ranks=2)]
+    line = [
+        *command("-m", "optimizer.lr=0.1,0.01", "max_steps=3", "log.report=false", "log.tensorboard=false", ranks=2)
+    ]
     done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(p.name for p in (tmp_path / "runs/run").iterdir()) == ["optimizer.lr=0.01", "optimizer.lr=0.1"]

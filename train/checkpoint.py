@@ -50,7 +50,9 @@ class Saved:
 class Checkpoints:
     """The checkpoints of one run: written behind the training's back, one at a time, the newest `keep` kept."""
 
-    def __init__(self, folder: Path, *, world: World, keep: int, on_commit: Callable[[dict[str, Any]], None] = lambda _: None):
+    def __init__(
+        self, folder: Path, *, world: World, keep: int, on_commit: Callable[[dict[str, Any]], None] = lambda _: None
+    ):
         self.folder, self.world, self.keep, self.on_commit = folder, world, keep, on_commit
         self._writer: threading.Thread | None = None
         self._failures: list[StorageError] = []
@@ -114,7 +116,9 @@ class Checkpoints:
         except StorageError as error:
             self._give_up(store, key, draft, error)
         except RuntimeError as error:  # the store is gone, and with it the group
-            self._give_up(None, key, draft, StorageError(f"checkpoint {name} was not finished: {str(error).splitlines()[0]}"))
+            self._give_up(
+                None, key, draft, StorageError(f"checkpoint {name} was not finished: {str(error).splitlines()[0]}")
+            )
 
     def _commit(self, store: Any, draft: Path, name: str, position: dict[str, Any], started: float) -> None:
         """Rank 0: wait for every rank's files, write the manifest, rename, sync the folder, drop old ones."""
@@ -128,8 +132,17 @@ class Checkpoints:
             files |= said["files"]
         final = self.folder / name
         if final.exists():  # a step is never written twice; another writer of this folder came first
-            raise StorageError(f"{final} is there already, written by somebody else: give every run an output_dir of its own")
-        manifest = {"format": 1, **position, "world_size": self.world.size, "attempt": self.world.attempt, "torch": torch.__version__, "files": files}
+            raise StorageError(
+                f"{final} is there already, written by somebody else: give every run an output_dir of its own"
+            )
+        manifest = {
+            "format": 1,
+            **position,
+            "world_size": self.world.size,
+            "attempt": self.world.attempt,
+            "torch": torch.__version__,
+            "files": files,
+        }
         with (draft / MANIFEST).open("w") as file:
             json.dump(manifest, file, indent=1)
             file.flush()
@@ -137,7 +150,14 @@ class Checkpoints:
         sync_folder(draft)
         os.rename(draft, final)
         sync_folder(self.folder)
-        self.on_commit({"step": position["step"], "path": str(final), "bytes": sum(f["size"] for f in files.values()), "seconds": round(time.perf_counter() - started, 3)})
+        self.on_commit(
+            {
+                "step": position["step"],
+                "path": str(final),
+                "bytes": sum(f["size"] for f in files.values()),
+                "seconds": round(time.perf_counter() - started, 3),
+            }
+        )
         for old in steps(self.folder)[self.keep :]:
             doomed = old.with_name(f".{old.name}.old")
             os.rename(old, doomed)  # so that no half-removed folder is ever taken for a checkpoint

@@ -30,7 +30,9 @@ def locate(component: Component, *, key: str) -> Any:
             break
         except ModuleNotFoundError as error:
             if error.name is None or not (candidate == error.name or candidate.startswith(f"{error.name}.")):
-                raise ConfigError(f"{key}._target_={path}: importing {candidate} failed: {error}; install what it needs") from error
+                raise ConfigError(
+                    f"{key}._target_={path}: importing {candidate} failed: {error}; install what it needs"
+                ) from error
     if found is None:
         raise ConfigError(
             f"{key}._target_={path}: there is no module {parents[0]}; install it, or run in the folder that holds it"

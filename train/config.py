@@ -317,12 +317,16 @@ def from_hydra(composed: DictConfig) -> Config:
     config: Config = OmegaConf.to_object(composed)  # type: ignore[assignment]
     for group in GROUPS:
         if not isinstance(getattr(config, group), Component):
-            raise ConfigError(f"{group} is not chosen; valid: {', '.join(SCHEMAS[group])}, or {group}._target_=your.Own")
+            raise ConfigError(
+                f"{group} is not chosen; valid: {', '.join(SCHEMAS[group])}, or {group}._target_=your.Own"
+            )
     values = flatten(config)
     for key, least, exclusive in LIMITS:
         value = values[key]
         if value is not None and (value < least or (exclusive and value == least)):
-            raise ConfigError(f"{key}={value:g} is out of range: use a value {'above' if exclusive else 'of at least'} {least:g}")
+            raise ConfigError(
+                f"{key}={value:g} is out of range: use a value {'above' if exclusive else 'of at least'} {least:g}"
+            )
     if config.gpus is not None and len(set(config.gpus)) != len(config.gpus):
         raise ConfigError(f"gpus={config.gpus} names a device twice: give each local rank one of its own")
     return config

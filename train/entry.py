@@ -47,7 +47,7 @@ def main(preemption: Preemption) -> int:
     schema.register()
     codes: list[int] = []
 
-    @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")
+    @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")  # type: ignore[untyped-decorator]
     def job(composed: DictConfig) -> None:
         codes.append(attempt(composed, preemption))
 
@@ -126,7 +126,9 @@ def own_folder(config: Config) -> Config:
     return replace(config, output_dir=f"{config.output_dir}/{name}")
 
 
-def leave(error: BaseException, world: World | None, folder: Path | None, *, step: int | None, lost: bool = False) -> int:
+def leave(
+    error: BaseException, world: World | None, folder: Path | None, *, step: int | None, lost: bool = False
+) -> int:
     """Report `error` once for all ranks, write outcome.json, and give the exit code."""
     from train import outcome
     from train.world import Unheard
@@ -182,7 +184,9 @@ def tell_agent(error: BaseException) -> None:
     """Give torchrun the reason for its own report, through the file that it names for that."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = one_line(error) if isinstance(error, MusterError) else traceback.format_exc()
-        message = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}}
+        message = {
+            "message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        }
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps(message))
 
@@ -212,7 +216,9 @@ def explain(error: Exception) -> ConfigError:
             return ConfigError(f"{key}: {reason}")
         return ConfigError(f"{key}: {reason}; see `python -m train --help` for its type")
     if match := re.match(r"Error parsing override '(.*)'", text):
-        return ConfigError(f"cannot read the override {match[1]!r}: write key=value, +key=value to add one, or ~key to drop one")
+        return ConfigError(
+            f"cannot read the override {match[1]!r}: write key=value, +key=value to add one, or ~key to drop one"
+        )
     return ConfigError(f"{one_line(error)}: write overrides as key=value")
 
 

@@ -18,31 +18,43 @@ class MusterError(Exception):
 
 
 class ConfigError(MusterError):
+    """A mistake in the configuration, the command line or the environment."""
+
     exit_code = 2
     outcome = "config_error"
 
 
 class DataError(MusterError):
+    """Data that is missing, broken or not what it was."""
+
     exit_code = 3
     outcome = "data_error"
 
 
 class NoValidCheckpoint(MusterError):
+    """There are checkpoints, and none of them is whole."""
+
     exit_code = 4
     outcome = "no_valid_checkpoint"
 
 
 class StorageError(MusterError):
+    """The run's folder cannot be written or read."""
+
     exit_code = 5
     outcome = "storage_error"
 
 
 class Diverged(MusterError):
+    """The loss or the gradient is not finite."""
+
     exit_code = 6
     outcome = "diverged"
 
 
 class CrashLoop(MusterError):
+    """Restarts without a step of progress."""
+
     exit_code = 7
     outcome = "crash_loop"
 

@@ -139,7 +139,9 @@ def stop_if_told(run: Run) -> None:
     save(run)
     run.checkpoints.flush()
     run.metrics.event("preempted", step=run.step)
-    raise Preempted(f"stopped at step {run.step} of {run.total_steps} and saved it: run the same command again to go on")
+    raise Preempted(
+        f"stopped at step {run.step} of {run.total_steps} and saved it: run the same command again to go on"
+    )
 
 
 def count_skips(run: Run, result: StepResult) -> None:

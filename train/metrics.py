@@ -44,7 +44,16 @@ class Metrics:
             (samples_then, then), now = self._since, time.perf_counter()
             speed = (samples - samples_then) / (now - then)
             self._since = (samples, now)
-            self._write("train", step=step, epoch=epoch, loss=loss, lr=lr, grad_norm=grad_norm, samples=samples, samples_per_s=round(speed, 1))
+            self._write(
+                "train",
+                step=step,
+                epoch=epoch,
+                loss=loss,
+                lr=lr,
+                grad_norm=grad_norm,
+                samples=samples,
+                samples_per_s=round(speed, 1),
+            )
 
     def eval(self, *, step: int, epoch: int, seconds: float, values: dict[str, float]) -> None:
         """One `eval` line. `seconds` is how long it took, which does not count into the training's speed."""
@@ -85,7 +94,9 @@ class Metrics:
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     """JSON has no NaN and no infinity: they become null."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in fields.items()}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in fields.items()
+    }
 
 
 def truncate(path: Path, step: int) -> None:
@@ -130,7 +141,13 @@ class _Bar(_Plain):
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         self.bar = RichProgress(*columns, refresh_per_second=5)
         self.task = self.bar.add_task("training", total=total, completed=done)
         self.bar.start()
@@ -140,7 +157,10 @@ class _Bar(_Plain):
 
     def show(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "train":  # the bar carries it: a terminal need not scroll
-            self.bar.update(self.task, description=f"epoch {fields['epoch']}  loss {fields['loss']:.4f}  {fields['samples_per_s']:.0f}/s")
+            self.bar.update(
+                self.task,
+                description=f"epoch {fields['epoch']}  loss {fields['loss']:.4f}  {fields['samples_per_s']:.0f}/s",
+            )
         else:
             self.bar.console.print(describe(kind, fields, self.total), highlight=False, markup=False)
 

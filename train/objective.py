@@ -25,7 +25,9 @@ class Classification:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.dim() != 2:
-            raise ConfigError(f"objective=classification takes logits [B, classes], and the model gives {outputs.dim()} dimensions: try objective=language_modeling")
+            raise ConfigError(
+                f"objective=classification takes logits [B, classes], and the model gives {outputs.dim()} dimensions: try objective=language_modeling"
+            )
         return F.cross_entropy(outputs.float(), targets, label_smoothing=self.label_smoothing)
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -38,7 +40,9 @@ class LanguageModeling:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.dim() != 3:
-            raise ConfigError(f"objective=language_modeling takes logits [B, T, classes], and the model gives {outputs.dim()} dimensions: try objective=classification")
+            raise ConfigError(
+                f"objective=language_modeling takes logits [B, T, classes], and the model gives {outputs.dim()} dimensions: try objective=classification"
+            )
         return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:

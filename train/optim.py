@@ -37,7 +37,9 @@ class Cosine:
 
     def __post_init__(self) -> None:
         if self.warmup_steps >= self.total_steps:
-            raise ConfigError(f"scheduler.warmup_steps={self.warmup_steps} must be below the run's {self.total_steps} steps")
+            raise ConfigError(
+                f"scheduler.warmup_steps={self.warmup_steps} must be below the run's {self.total_steps} steps"
+            )
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
@@ -64,12 +66,17 @@ class Step:
         return float(warm * self.factor ** (step // max(1, round(self.every_epochs * self.steps_per_epoch))))
 
 
-def build_optimizer(component: Component, parameters: Iterable[torch.nn.Parameter], *, precision: Precision) -> torch.optim.Optimizer:
+def build_optimizer(
+    component: Component, parameters: Iterable[torch.nn.Parameter], *, precision: Precision
+) -> torch.optim.Optimizer:
     """The configured optimizer over `parameters`, in its fused form where torch has one for CPU and CUDA alike.
 
     Not under fp16: the loss scaler lets a fused SGD skip its first step, and its momentum is uninitialised after that.
     """
-    fused = component._target_ in ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW") and precision is not Precision.fp16
+    fused = (
+        component._target_ in ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")
+        and precision is not Precision.fp16
+    )
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
         raise ConfigError("the model has no trainable parameter: nothing to optimise")

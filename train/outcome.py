@@ -17,7 +17,15 @@ FINISHED = ("done", "preempted")
 
 def write(folder: Path, outcome: str, *, exit_code: int | None, attempt: str, **details: Any) -> None:
     """Replace the file in one step. Raises StorageError."""
-    record = {"outcome": outcome, "exit_code": exit_code, "attempt": attempt, "host": socket.gethostname(), "time": round(time.time(), 3), "launcher": launcher(), **details}
+    record = {
+        "outcome": outcome,
+        "exit_code": exit_code,
+        "attempt": attempt,
+        "host": socket.gethostname(),
+        "time": round(time.time(), 3),
+        "launcher": launcher(),
+        **details,
+    }
     replace_file(folder / "outcome.json", lambda draft: draft.write_text(json.dumps(record, indent=1) + "\n"))
 
 
@@ -33,4 +41,8 @@ def read(folder: Path) -> dict[str, Any]:
 def launcher() -> str:
     """The same for all attempts that one launcher starts, and different for the next launch."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return run_id if run_id != "none" else f"{socket.gethostname()}:{os.getppid() if 'RANK' in os.environ else os.getpid()}"
+    return (
+        run_id
+        if run_id != "none"
+        else f"{socket.gethostname()}:{os.getppid() if 'RANK' in os.environ else os.getpid()}"
+    )

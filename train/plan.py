@@ -134,6 +134,4 @@ class Plan:
         batch, epoch = self.batch(step), self.epoch(step)
         pieces = self.pieces(step, world_size=world_size, micro_batch_size=micro_batch_size)
         mine = np.array_split(batch, world_size)[rank]
-        return [
-            MicroBatch(epoch, part if len(part) else batch[:1], len(part)) for part in np.array_split(mine, pieces)
-        ]
+        return [MicroBatch(epoch, part if len(part) else batch[:1], len(part)) for part in np.array_split(mine, pieces)]

@@ -83,7 +83,7 @@ class Preemption:
         with contextlib.suppress(RuntimeError):
             while not self._ended.wait(POLL_S if not self._holding else POLL_S / 10):
                 if self.signalled and not announced:
-                    store.set("stop", b"1")
+                    store.set("stop", "1")
                     announced = True
                 if not self._holding and store.check(["stop"]):
                     with self._change:

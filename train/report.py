@@ -39,7 +39,13 @@ def write_report(folder: Path) -> Path:
         title=html.escape(f"Run {folder.resolve().name}"),
         summary=_rows(_summary(lines)),
         figure=figure(lines),
-        events=_rows([(line["event"], _details(line)) for line in lines if line["kind"] == "event" and line["event"] != "checkpoint"]),
+        events=_rows(
+            [
+                (line["event"], _details(line))
+                for line in lines
+                if line["kind"] == "event" and line["event"] != "checkpoint"
+            ]
+        ),
         config=html.escape(config),
     )
     path = folder / "report.html"
@@ -64,7 +70,9 @@ def figure(lines: list[dict[str, Any]], *, file_format: str = "svg") -> Any:
         axes[0].set_yscale("log")
     axes[0].set_title("loss")
     for name in sorted({name for line in evals for name in line} - {"kind", "step", "epoch", "loss"}):
-        axes[1].plot([l["step"] for l in evals], [l.get(name) for l in evals], label=f"test {name}", marker="o", ms=3, color="C1")
+        axes[1].plot(
+            [l["step"] for l in evals], [l.get(name) for l in evals], label=f"test {name}", marker="o", ms=3, color="C1"
+        )
     axes[1].set_title("test")
     axes[2].plot([l["step"] for l in train], [l["samples_per_s"] for l in train], lw=1, color="C2", label="samples/s")
     axes[2].set_title("speed")
@@ -90,11 +98,19 @@ def _summary(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
     if starts:
         rows.append(("ranks", str(starts[-1]["world_size"])))
     if train:
-        rows += [("steps", str(train[-1]["step"])), ("samples", str(train[-1]["samples"])), ("train loss", f"{train[-1]['loss']:.4f}")]
+        rows += [
+            ("steps", str(train[-1]["step"])),
+            ("samples", str(train[-1]["samples"])),
+            ("train loss", f"{train[-1]['loss']:.4f}"),
+        ]
         speeds = sorted(line["samples_per_s"] for line in train)
         rows.append(("median speed", f"{speeds[len(speeds) // 2]:.0f} samples/s"))
     if evals:
-        rows += [(f"test {name}", f"{value:.4f}") for name, value in evals[-1].items() if name not in ("kind", "step", "epoch")]
+        rows += [
+            (f"test {name}", f"{value:.4f}")
+            for name, value in evals[-1].items()
+            if name not in ("kind", "step", "epoch")
+        ]
     return rows
 
 

@@ -17,7 +17,7 @@ from train.component import build
 from train.config import Config, differences, to_dict
 from train.data.loader import Data
 from train.data.loader import load as load_data
-from train.errors import ConfigError, DataError, MusterError, NoValidCheckpoint
+from train.errors import ConfigError, DataError, MusterError, NoValidCheckpoint, storage_error
 from train.loop import Run, train
 from train.metrics import Metrics
 from train.optim import build_optimizer
@@ -39,7 +39,9 @@ def prepare(config: Config, world: World, preemption: Preemption) -> Run:
     set_numerics(config, world)
     saved, before = open_folder(folder, config, world)
     data = load_data(config, world)
-    plan = Plan(len(data.train), min(config.batch_size, len(data.train)), config.seed, drop_last=config.loader.drop_last)
+    plan = Plan(
+        len(data.train), min(config.batch_size, len(data.train)), config.seed, drop_last=config.loader.drop_last
+    )
     total_steps = config.max_steps or config.epochs * plan.steps_per_epoch
     world.together(refuse_changes(config, data, saved) if saved else None)
 
@@ -53,7 +55,9 @@ def prepare(config: Config, world: World, preemption: Preemption) -> Run:
             checkpoint.set_rng_state(own["rng"])
 
     step = saved.step if saved else 0
-    metrics = Metrics(folder, config=config, world=world, step=step, samples=plan.samples_before(step), total_steps=total_steps)
+    metrics = Metrics(
+        folder, config=config, world=world, step=step, samples=plan.samples_before(step), total_steps=total_steps
+    )
     checkpoints = Checkpoints(
         folder / "checkpoints",
         world=world,
@@ -63,7 +67,20 @@ def prepare(config: Config, world: World, preemption: Preemption) -> Run:
     checkpoints.newest_step = saved.step if saved else None
     identity = {"fingerprint": data.fingerprint, "config_hash": config_hash(config), "config": to_dict(config)}
     done = before.get("outcome") == "done" and (folder / "model.pt").exists()
-    run = Run(config, world, data, plan, strategy, checkpoints, metrics, preemption, identity, total_steps, step, finished_before=done)
+    run = Run(
+        config,
+        world,
+        data,
+        plan,
+        strategy,
+        checkpoints,
+        metrics,
+        preemption,
+        identity,
+        total_steps,
+        step,
+        finished_before=done,
+    )
     announce(run, saved, before)
     return run
 
@@ -108,7 +125,9 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
                 before = {}
             checkpoint.prepare(folder / "checkpoints")
             saved, bad = find_checkpoint(folder, config)
-            outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, step=saved.step if saved else 0)
+            outcome.write(
+                folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, step=saved.step if saved else 0
+            )
             write_config(folder, config)
             choice = {"path": str(saved.folder) if saved else None, "before": before, "bad": bad}
         except MusterError as error:
@@ -133,12 +152,18 @@ def find_checkpoint(folder: Path, config: Config) -> tuple[Saved | None, list[st
         return own, bad
     path = Path(named)
     if not path.is_dir():
-        raise ConfigError(f"checkpoint.resume={named} is no folder: give auto, never, a run's folder or one checkpoint's")
+        raise ConfigError(
+            f"checkpoint.resume={named} is no folder: give auto, never, a run's folder or one checkpoint's"
+        )
     if (path / checkpoint.MANIFEST).exists():
         return checkpoint.verify(path), bad
-    other = checkpoint.newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path, on_bad=lambda _, reason: bad.append(reason))
+    other = checkpoint.newest(
+        path / "checkpoints" if (path / "checkpoints").is_dir() else path, on_bad=lambda _, reason: bad.append(reason)
+    )
     if other is None:
-        raise NoValidCheckpoint(f"checkpoint.resume={named} holds no checkpoint: give a run's folder or one checkpoint's")
+        raise NoValidCheckpoint(
+            f"checkpoint.resume={named} holds no checkpoint: give a run's folder or one checkpoint's"
+        )
     return other, bad
 
 
@@ -153,7 +178,7 @@ def set_aside(folder: Path) -> None:
             for path in there:
                 path.rename(aside / path.name)
         except OSError as error:
-            raise checkpoint.storage_error("set the earlier run aside:", error) from error
+            raise storage_error("set the earlier run aside:", error) from error
 
 
 def write_config(folder: Path, config: Config) -> None:
@@ -192,7 +217,9 @@ def recipe(config: Config, data: Data, plan: Plan, total_steps: int) -> Recipe:
         build_model=partial(build, config.model, key="model", **offered),
         build_optimizer=partial(build_optimizer, config.optimizer, precision=config.precision),
         objective=build(config.objective, key="objective"),
-        schedule=build(config.scheduler, key="scheduler", total_steps=total_steps, steps_per_epoch=plan.steps_per_epoch),
+        schedule=build(
+            config.scheduler, key="scheduler", total_steps=total_steps, steps_per_epoch=plan.steps_per_epoch
+        ),
         precision=config.precision,
         grad_clip=config.grad_clip,
         compile=config.compile,
@@ -203,19 +230,29 @@ def recipe(config: Config, data: Data, plan: Plan, total_steps: int) -> Recipe:
 
 def announce(run: Run, saved: Saved | None, before: dict[str, Any]) -> None:
     """Say in metrics.jsonl how this attempt begins."""
-    facts = {"step": run.step, "total_steps": run.total_steps, "world_size": run.world.size, "device": str(run.world.device.type), "attempt": run.world.attempt}
+    facts = {
+        "step": run.step,
+        "total_steps": run.total_steps,
+        "world_size": run.world.size,
+        "device": str(run.world.device.type),
+        "attempt": run.world.attempt,
+    }
     if before.get("outcome") and before["outcome"] not in outcome.FINISHED:
         run.metrics.event("restart", step=run.step, after=before["outcome"], cause=before.get("error"))
     if saved:
         run.metrics.event("resume", checkpoint=str(saved.folder), **facts)
     else:
-        run.metrics.event("start", output_dir=str(run.config.output_dir), samples_per_epoch=len(run.data.train), **facts)
+        run.metrics.event(
+            "start", output_dir=str(run.config.output_dir), samples_per_epoch=len(run.data.train), **facts
+        )
 
 
 def end(run: Run, folder: Path) -> None:
     """Put on record that the run is done. Raises StorageError."""
     if run.world.is_first:
-        outcome.write(folder, "done", exit_code=0, attempt=run.world.attempt, step=run.step, total_steps=run.total_steps)
+        outcome.write(
+            folder, "done", exit_code=0, attempt=run.world.attempt, step=run.step, total_steps=run.total_steps
+        )
 
 
 def finish(run: Run, folder: Path) -> None:
@@ -225,7 +262,9 @@ def finish(run: Run, folder: Path) -> None:
     failure: MusterError | None = None
     if run.world.is_first:
         try:
-            replace_file(folder / "model.pt", lambda draft: torch.save({k: v.detach().cpu() for k, v in weights.items()}, draft))
+            replace_file(
+                folder / "model.pt", lambda draft: torch.save({k: v.detach().cpu() for k, v in weights.items()}, draft)
+            )
             if run.config.log.report:
                 from train.report import write_report
 

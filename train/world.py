@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from train.config import Backend, Config, Device, flatten
 from train.errors import ConfigError, MusterError
@@ -55,7 +56,9 @@ class Place:
             try:
                 return int(text)
             except ValueError:
-                raise ConfigError(f"{name}={text} in the environment is not a whole number; start through torchrun") from None
+                raise ConfigError(
+                    f"{name}={text} in the environment is not a whole number; start through torchrun"
+                ) from None
 
         if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
             raise ConfigError("only one of RANK and WORLD_SIZE is set: set both, or start through torchrun")
@@ -63,7 +66,9 @@ class Place:
         if not 0 <= rank < world_size:
             raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0")
         if world_size > 1 and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
-            raise ConfigError(f"WORLD_SIZE={world_size} needs MASTER_ADDR and MASTER_PORT: set both, or start through torchrun")
+            raise ConfigError(
+                f"WORLD_SIZE={world_size} needs MASTER_ADDR and MASTER_PORT: set both, or start through torchrun"
+            )
         return cls(rank, world_size, read("LOCAL_RANK", 0), read("LOCAL_WORLD_SIZE", 1), read("GROUP_RANK", 0))
 
 
@@ -83,7 +88,9 @@ def choose_device(config: Config, place: Place) -> torch.device:
         return torch.device("cpu")
     chosen = config.gpus or list(range(there))
     if absent := [gpu for gpu in chosen if not 0 <= gpu < there]:
-        raise ConfigError(f"gpus={chosen}: there is no device {absent[0]} on {socket.gethostname()}; valid: 0 to {there - 1}")
+        raise ConfigError(
+            f"gpus={chosen}: there is no device {absent[0]} on {socket.gethostname()}; valid: 0 to {there - 1}"
+        )
     if place.local_world_size > len(chosen):
         raise ConfigError(
             f"{place.local_world_size} processes on {socket.gethostname()} for {len(chosen)} GPUs: "
@@ -107,7 +114,7 @@ class World:
     place: Place
     device: torch.device
     attempt: str
-    store: dist.Store
+    store: Store
 
     @property
     def rank(self) -> int:
@@ -171,7 +178,7 @@ class World:
             try:
                 yield
             finally:
-                self.store.set(key, b"1")
+                self.store.set(key, "1")
         else:
             self.store.wait([key], timedelta(hours=6))  # a download may take long; its end, good or bad, is announced
             yield
@@ -196,7 +203,7 @@ class World:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             with contextlib.suppress(Exception):
-                self.store.set(f"bye/{self.rank}", b"1")
+                self.store.set(f"bye/{self.rank}", "1")
                 if self.is_first:
                     self.store.wait([f"bye/{rank}" for rank in range(self.size)], timedelta(seconds=10))
 
@@ -216,12 +223,12 @@ def start(config: Config, place: Place) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if place.world_size == 1:
-        return World(place, device, attempt=uuid.uuid4().hex[:8], store=dist.HashStore())
+        return World(place, device, attempt=uuid.uuid4().hex[:8], store=HashStore())
     attempt, store = meet(place, config=config, error=None, timeout_s=config.dist.start_timeout_s)
     _choose_interface(place)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("group", store),
+        store=PrefixStore("group", store),
         rank=place.rank,
         world_size=place.world_size,
         timeout=timedelta(seconds=config.dist.timeout_s),
@@ -230,7 +237,7 @@ def start(config: Config, place: Place) -> World:
     return World(place, device, attempt, store)
 
 
-def meet(place: Place, *, config: Config | None, error: MusterError | None, timeout_s: float) -> tuple[str, dist.Store]:
+def meet(place: Place, *, config: Config | None, error: MusterError | None, timeout_s: float) -> tuple[str, Store]:
     """Exchange hellos over the rendezvous store; give back (attempt id, a store of this attempt's own).
 
     Rank 0 mints the attempt id and waits for one hello of each rank under it. A store may outlive an attempt (torchrun
@@ -245,7 +252,7 @@ def meet(place: Place, *, config: Config | None, error: MusterError | None, time
     if place.world_size == 1:
         if error:
             raise error
-        return "", dist.HashStore()
+        return "", HashStore()
     raw = _connect(place, timeout_s)
     nonce = uuid.uuid4().hex
     hello = {
@@ -268,14 +275,16 @@ def meet(place: Place, *, config: Config | None, error: MusterError | None, time
     else:
         try:
             attempt, verdict = _await_verdict(raw, hello, place, deadline)
-            raw.set(f"meet/{attempt}/ack/{place.rank}", b"1")
+            raw.set(f"meet/{attempt}/ack/{place.rank}", "1")
         except RuntimeError as broken:
-            raise Unheard(f"rank {place.rank} lost rank 0 at {os.environ['MASTER_ADDR']} during start-up: see its log") from broken
+            raise Unheard(
+                f"rank {place.rank} lost rank 0 at {os.environ['MASTER_ADDR']} during start-up: see its log"
+            ) from broken
     if error:
         raise error
     if verdict["error"]:
         raise _rebuilt(*verdict["error"])
-    return attempt, dist.PrefixStore(attempt, raw)
+    return attempt, PrefixStore(attempt, raw)
 
 
 def code_hash() -> str:
@@ -287,16 +296,18 @@ def code_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def _connect(place: Place, timeout_s: float) -> dist.Store:
+def _connect(place: Place, timeout_s: float) -> Store:
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
     except OSError as error:
-        raise Unheard(f"MASTER_ADDR={os.environ['MASTER_ADDR']} does not resolve ({error}): give an address that every node knows") from None
+        raise Unheard(
+            f"MASTER_ADDR={os.environ['MASTER_ADDR']} does not resolve ({error}): give an address that every node knows"
+        ) from None
     hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         # As env:// does, but without its wait for all clients: who is missing is for `meet` to say.
-        store = dist.TCPStore(
+        store = TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             world_size=place.world_size,
@@ -307,11 +318,15 @@ def _connect(place: Place, timeout_s: float) -> dist.Store:
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0][:200]
-        raise Unheard(f"rank {place.rank} cannot reach the rendezvous store at {address}: {reason}; is rank 0 up, and the port free and open?") from None
+        raise Unheard(
+            f"rank {place.rank} cannot reach the rendezvous store at {address}: {reason}; is rank 0 up, and the port free and open?"
+        ) from None
     return store
 
 
-def _gather(raw: dist.Store, attempt: str, own: dict[str, Any], place: Place, deadline: float) -> list[dict[str, Any] | None]:
+def _gather(
+    raw: Store, attempt: str, own: dict[str, Any], place: Place, deadline: float
+) -> list[dict[str, Any] | None]:
     hellos: list[dict[str, Any] | None] = [own] + [None] * (place.world_size - 1)
     while None in hellos and time.monotonic() < deadline:
         for rank, hello in enumerate(hellos):
@@ -322,7 +337,7 @@ def _gather(raw: dist.Store, attempt: str, own: dict[str, Any], place: Place, de
     return hellos
 
 
-def _await_verdict(raw: dist.Store, hello: dict[str, Any], place: Place, deadline: float) -> tuple[str, dict[str, Any]]:
+def _await_verdict(raw: Store, hello: dict[str, Any], place: Place, deadline: float) -> tuple[str, dict[str, Any]]:
     greeted = None
     while time.monotonic() < deadline + 5:  # rank 0 says who was missing; hear it
         if raw.check(["meet/attempt"]):
@@ -335,10 +350,12 @@ def _await_verdict(raw: dist.Store, hello: dict[str, Any], place: Place, deadlin
                 if verdict["nonces"][place.rank : place.rank + 1] == [hello["nonce"]]:
                     return attempt, verdict
         time.sleep(POLL_S)
-    raise Unheard(f"rank {place.rank} on {socket.gethostname()} waited in vain for rank 0 at {os.environ['MASTER_ADDR']}: is it up?")
+    raise Unheard(
+        f"rank {place.rank} on {socket.gethostname()} waited in vain for rank 0 at {os.environ['MASTER_ADDR']}: is it up?"
+    )
 
 
-def _await_acknowledgements(raw: dist.Store, attempt: str, hellos: list[dict[str, Any] | None]) -> None:
+def _await_acknowledgements(raw: Store, attempt: str, hellos: list[dict[str, Any] | None]) -> None:
     """Rank 0 may hold the store: let the others read the verdict before it goes."""
     keys = [f"meet/{attempt}/ack/{rank}" for rank, hello in enumerate(hellos) if rank and hello]
     with contextlib.suppress(Exception):
@@ -364,9 +381,14 @@ def _judge(hellos: list[dict[str, Any] | None], timeout_s: float) -> tuple[int, 
         who = f"rank {rank} on {hello['host']}"
         for key in ("torch", "code"):
             if hello[key] != first[key]:
-                return 2, f"{who} runs {key} {hello[key]}, rank 0 on {first['host']} {first[key]}: install the same on every node"
+                return (
+                    2,
+                    f"{who} runs {key} {hello[key]}, rank 0 on {first['host']} {first[key]}: install the same on every node",
+                )
         ours, theirs = first["config"], hello["config"]
-        differing = [k for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k) and k not in MAY_DIFFER_BETWEEN_RANKS]
+        differing = [
+            k for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k) and k not in MAY_DIFFER_BETWEEN_RANKS
+        ]
         if differing:
             told = ", ".join(f"{k}={theirs.get(k)} (rank 0: {ours.get(k)})" for k in differing[:4])
             return 2, f"{who} was started with another config: {told}; give every rank the same overrides"

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from train.plan import Keys, mix
 class Images:
     """Images held in memory as `[N, C, H, W] uint8`, gathered and normalised a micro-batch at a time."""
 
-    def __init__(self, images: Tensor, labels: Tensor, *, mean: Sequence[float], std: Sequence[float], shift: int, flip: bool):
+    def __init__(
+        self, images: Tensor, labels: Tensor, *, mean: Sequence[float], std: Sequence[float], shift: int, flip: bool
+    ):
         self.images, self.labels = images, labels.long()
         self.scale = (1 / (255 * torch.tensor(std))).view(1, -1, 1, 1)
         self.offset = (-torch.tensor(mean) / torch.tensor(std)).view(1, -1, 1, 1)
@@ -93,7 +95,11 @@ def read_digits() -> np.ndarray:
     Read from where the package lies, because importing scikit-learn costs every rank a second.
     """
     found = find_spec("sklearn")
-    path = Path(found.submodule_search_locations[0], "datasets/data/digits.csv.gz") if found and found.submodule_search_locations else None
+    path = (
+        Path(found.submodule_search_locations[0], "datasets/data/digits.csv.gz")
+        if found and found.submodule_search_locations
+        else None
+    )
     if path and path.exists():
         return np.loadtxt(path, delimiter=",")
     from sklearn.datasets import load_digits
@@ -119,10 +125,16 @@ class Mnist(Images):
         try:
             images, labels = read_image_file(str(folder / names[0])), read_label_file(str(folder / names[1]))
         except (OSError, ValueError, AssertionError, RuntimeError) as error:
-            raise DataError(f"cannot read {folder}/{names[0]} and {names[1]}: {error}; remove them to download them again") from error
+            raise DataError(
+                f"cannot read {folder}/{names[0]} and {names[1]}: {error}; remove them to download them again"
+            ) from error
         if len(images) != len(labels):
-            raise DataError(f"{folder}: {len(images)} images for {len(labels)} labels in {names}; put matching files there")
-        super().__init__(images[:, None], labels, mean=[0.1307], std=[0.3081], shift=2 if augment and train else 0, flip=False)
+            raise DataError(
+                f"{folder}: {len(images)} images for {len(labels)} labels in {names}; put matching files there"
+            )
+        super().__init__(
+            images[:, None], labels, mean=[0.1307], std=[0.3081], shift=2 if augment and train else 0, flip=False
+        )
 
     @classmethod
     def prepare(cls, root: str, **_: Any) -> None:
@@ -150,7 +162,9 @@ class Cifar10(Images):
         images = torch.cat([images for images, _ in parts])
         labels = torch.cat([labels for _, labels in parts])
         on = augment and train
-        super().__init__(images, labels, mean=[0.4914, 0.4822, 0.4465], std=[0.247, 0.2435, 0.2616], shift=4 if on else 0, flip=on)
+        super().__init__(
+            images, labels, mean=[0.4914, 0.4822, 0.4465], std=[0.247, 0.2435, 0.2616], shift=4 if on else 0, flip=on
+        )
 
     @classmethod
     def prepare(cls, root: str, **_: Any) -> None:
@@ -165,7 +179,7 @@ class Cifar10(Images):
 class _ArraysOnly(pickle.Unpickler):
     """A batch is a pickle from the network: let it build arrays and nothing else."""
 
-    ALLOWED = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}  # fmt: skip
+    ALLOWED: ClassVar = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}  # fmt: skip
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.ALLOWED:
@@ -179,7 +193,9 @@ def read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
         with path.open("rb") as file:
             batch = _ArraysOnly(file, encoding="bytes").load()
         pixels, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
-        return torch.from_numpy(pixels.reshape(len(labels), 3, 32, 32).copy()), torch.from_numpy(labels.astype(np.int64))
+        return torch.from_numpy(pixels.reshape(len(labels), 3, 32, 32).copy()), torch.from_numpy(
+            labels.astype(np.int64)
+        )
     except (OSError, pickle.UnpicklingError, KeyError, ValueError, EOFError, TypeError) as error:
         raise DataError(f"cannot read {path}: {error}; remove it to download it again") from error
 
@@ -196,7 +212,9 @@ class ImageFolder:
 
         folder = Path(root) / ("train" if train else "val")
         if not folder.is_dir():
-            raise DataError(f"{folder} is not a folder: put pictures into {root}/train/CLASS/ and {root}/val/CLASS/, or set data.root")
+            raise DataError(
+                f"{folder} is not a folder: put pictures into {root}/train/CLASS/ and {root}/val/CLASS/, or set data.root"
+            )
         crop = (
             [v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip()]
             if augment and train
@@ -218,7 +236,9 @@ class ImageFolder:
         try:
             picture, label = self.pictures[index]
         except (OSError, SyntaxError, ValueError) as error:
-            raise DataError(f"cannot read picture {self.pictures.samples[index][0]}: {error}; replace or remove it") from error
+            raise DataError(
+                f"cannot read picture {self.pictures.samples[index][0]}: {error}; replace or remove it"
+            ) from error
         return picture, label
 
     def fingerprint(self) -> str:

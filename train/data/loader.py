@@ -63,7 +63,9 @@ def load(config: Config, world: World) -> Data:
     except DataError as error:
         failure = error
     except OSError as error:
-        failure = DataError(f"cannot read {error.filename or config.data._target_}: {error.strerror or error}; set data.root to where the data is")
+        failure = DataError(
+            f"cannot read {error.filename or config.data._target_}: {error.strerror or error}; set data.root to where the data is"
+        )
     world.together(failure)
     shape = getattr(train, "input_shape", None) or tuple(torch.as_tensor(train[0][0]).shape)
     classes = getattr(train, "num_classes", None) or (len(train.classes) if hasattr(train, "classes") else None)
@@ -146,7 +148,7 @@ def batches(
     shares = (plan.share(step, rank=rank, world_size=size, micro_batch_size=micro_batch_size) for step in steps)
     loader = DataLoader(
         Fetch(dataset, seed=seed, augment=augment),
-        batch_sampler=(micro for share in shares for micro in share),  # type: ignore[arg-type]
+        batch_sampler=(micro for share in shares for micro in share),  # type: ignore[misc]
         collate_fn=_unchanged,
         num_workers=num_workers,
         worker_init_fn=_start_worker,
@@ -158,7 +160,9 @@ def batches(
         total = plan.count(step)
         yield [
             Batch(to(device, inputs), to(device, targets), count, total)
-            for inputs, targets, count in islice(fetched, plan.pieces(step, world_size=size, micro_batch_size=micro_batch_size))
+            for inputs, targets, count in islice(
+                fetched, plan.pieces(step, world_size=size, micro_batch_size=micro_batch_size)
+            )
         ]
 
 

@@ -45,4 +45,6 @@ class Synthetic:
     def _noise(self, samples: np.ndarray) -> np.ndarray:
         """Uniform noise of mean 0 and variance 1 for each sample and pixel: `[B, P] float32`."""
         bits = mix(mix(samples)[:, None] ^ self.pixels)
-        return ((bits >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24) - np.float32(0.5)) * np.float32(12**0.5)
+        return ((bits >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24) - np.float32(0.5)) * np.float32(
+            12**0.5
+        )

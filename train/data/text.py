@@ -26,7 +26,9 @@ class Text:
     def __init__(self, train: bool, *, root: str | None, pattern: str, block_size: int):
         folder = Path(root) if root else Path(sysconfig.get_path("stdlib"))
         skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests"} if root is None else set()
-        files = sorted(p for p in folder.glob(pattern) if p.is_file() and not skipped & set(p.relative_to(folder).parts))
+        files = sorted(
+            p for p in folder.glob(pattern) if p.is_file() and not skipped & set(p.relative_to(folder).parts)
+        )
         if not files:
             raise DataError(f"no file under {folder.resolve()} matches {pattern}: set data.root and data.pattern")
         try:
@@ -37,7 +39,9 @@ class Text:
         self.starts = windows[windows % 10 != 9 if train else windows % 10 == 9] * block_size
         self.block_size, self.input_shape = block_size, (block_size,)
         if not len(self.starts):
-            raise DataError(f"{len(self.bytes)} bytes under {folder.resolve()} make too few windows of {block_size}: lower data.block_size")
+            raise DataError(
+                f"{len(self.bytes)} bytes under {folder.resolve()} make too few windows of {block_size}: lower data.block_size"
+            )
 
     def __len__(self) -> int:
         return len(self.starts)

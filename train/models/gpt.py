@@ -17,10 +17,21 @@ class Gpt(nn.Module):
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019 (pre-norm GPT-2).
     """
 
-    def __init__(self, *, input_shape: Sequence[int], num_classes: int, num_layers: int, num_heads: int, hidden_dim: int, dropout: float = 0.0):
+    def __init__(
+        self,
+        *,
+        input_shape: Sequence[int],
+        num_classes: int,
+        num_layers: int,
+        num_heads: int,
+        hidden_dim: int,
+        dropout: float = 0.0,
+    ):
         super().__init__()
         if len(input_shape) != 1:
-            raise ConfigError(f"model=gpt takes token sequences [T], and the data's inputs are {list(input_shape)}: use data=text")
+            raise ConfigError(
+                f"model=gpt takes token sequences [T], and the data's inputs are {list(input_shape)}: use data=text"
+            )
         if hidden_dim % num_heads:
             raise ConfigError(f"model.num_heads={num_heads} must divide model.hidden_dim={hidden_dim}")
         self.token = nn.Embedding(num_classes, hidden_dim)
@@ -59,7 +70,9 @@ class Block(nn.Module):
 
     def _attend(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        heads = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
         return heads.transpose(1, 2).flatten(2)
 
     def _drop(self, x: Tensor) -> Tensor:

@@ -64,16 +64,30 @@ class Vit(nn.Module):
     Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020.
     """
 
-    def __init__(self, *, input_shape: Sequence[int], num_classes: int, patch_size: int, num_layers: int, num_heads: int, hidden_dim: int, mlp_dim: int):
+    def __init__(
+        self,
+        *,
+        input_shape: Sequence[int],
+        num_classes: int,
+        patch_size: int,
+        num_layers: int,
+        num_heads: int,
+        hidden_dim: int,
+        mlp_dim: int,
+    ):
         super().__init__()
         from torchvision.models import VisionTransformer
 
         channels, height, width = _image(input_shape, "vit")
         if height != width or height % patch_size:
-            raise ConfigError(f"model.patch_size={patch_size} must divide a square image, and the data's are {height}x{width}")
+            raise ConfigError(
+                f"model.patch_size={patch_size} must divide a square image, and the data's are {height}x{width}"
+            )
         if hidden_dim % num_heads:
             raise ConfigError(f"model.num_heads={num_heads} must divide model.hidden_dim={hidden_dim}")
-        self.vit = VisionTransformer(height, patch_size, num_layers, num_heads, hidden_dim, mlp_dim, num_classes=num_classes)
+        self.vit = VisionTransformer(
+            height, patch_size, num_layers, num_heads, hidden_dim, mlp_dim, num_classes=num_classes
+        )
         if channels != 3:
             self.vit.conv_proj = nn.Conv2d(channels, hidden_dim, patch_size, stride=patch_size)
         nn.init.trunc_normal_(self.vit.heads.head.weight, std=0.02)  # torchvision leaves it zero, to be fine-tuned
@@ -85,5 +99,7 @@ class Vit(nn.Module):
 
 def _image(input_shape: Sequence[int], model: str) -> tuple[int, int, int]:
     if len(input_shape) != 3:
-        raise ConfigError(f"model={model} takes images [C, H, W], and the data's inputs are {list(input_shape)}: choose another model or data")
+        raise ConfigError(
+            f"model={model} takes images [C, H, W], and the data's inputs are {list(input_shape)}: choose another model or data"
+        )
     return input_shape[0], input_shape[1], input_shape[2]

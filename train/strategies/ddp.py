@@ -22,22 +22,33 @@ from train.world import World
 class Ddp(Single):
     """DDP over all ranks; with one rank, plain training."""
 
-    def __init__(self, *, world: World, bucket_cap_mb: float, gradient_as_bucket_view: bool, static_graph: bool, find_unused_parameters: bool, sync_batchnorm: bool):
+    def __init__(
+        self,
+        *,
+        world: World,
+        bucket_cap_mb: float,
+        gradient_as_bucket_view: bool,
+        static_graph: bool,
+        find_unused_parameters: bool,
+        sync_batchnorm: bool,
+    ):
         if bucket_cap_mb <= 0:
             raise ConfigError(f"strategy.bucket_cap_mb={bucket_cap_mb:g} is out of range: use a value above 0")
         if sync_batchnorm and world.device.type != "cuda":
             raise ConfigError("strategy.sync_batchnorm=true needs CUDA devices: torch has it for no other")
         self.world, self.sync_batchnorm = world, sync_batchnorm
-        self.options = {
+        self.options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
             "find_unused_parameters": find_unused_parameters,
         }
-        self.rehearsed = world.size <= 2
+        self.rehearsed = world.size == 1 or (world.size == 2 and not static_graph)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model) if self.sync_batchnorm and self.world.size > 1 else model
+        if self.sync_batchnorm and self.world.size > 1:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        return model
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.world.size == 1:
@@ -59,13 +70,13 @@ class Ddp(Single):
 
         DDP lays out its buckets anew after the first backward. With three ranks and more the place in a bucket
         decides the order in which a sum is made, so without this the first step after a resume would round
-        differently from the same step of an uninterrupted run.
+        differently from the same step of an uninterrupted run. A static graph cannot begin within no_sync either.
         """
         self.rehearsed = True
         random = torch.get_rng_state(), torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         self.model.train()
-        self._backward(batches)
+        self._backward(batches[-1:])
         self.optimizer.zero_grad()
         for buffer, value in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(value)

@@ -30,7 +30,7 @@ class Single(Strategy):
         self.recipe = recipe
         model = recipe.build_model().to(self.world.device)
         if recipe.channels_last or (recipe.channels_last is None and self._prefers_channels_last(model)):
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            model = model.to(memory_format=torch.channels_last)
         self.model: nn.Module = self.prepare(model)
         self.buffers = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
         if recipe.compile:
@@ -76,13 +76,19 @@ class Single(Strategy):
         with torch.no_grad(), self._autocast():
             outputs = self.model(batch.inputs)
         targets = batch.targets
-        return {name: value * bool(batch.count) for name, value in sums(self.recipe.objective, outputs, targets).items()}
+        return {
+            name: value * bool(batch.count) for name, value in sums(self.recipe.objective, outputs, targets).items()
+        }
 
     def agree(self) -> None:
         pass
 
     def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
 
     def rank_state(self) -> dict[str, Any]:
         return {"buffers": dict(self.model.named_buffers())}
@@ -115,7 +121,7 @@ class Single(Strategy):
                     loss = self.recipe.objective(self.forward(batch.inputs), batch.targets)
                 # A mean over ranks follows, and ranks hold unequal shares: weigh by the true count.
                 share = loss * (batch.count / batch.total)
-                self.scaler.scale(share * self.world.size).backward()  # type: ignore[no-untyped-call]
+                self.scaler.scale(share * self.world.size).backward()
             shares.append(share.detach() if batch.count else torch.zeros_like(share))
         return torch.stack(shares).sum()
 

@@ -1,0 +1,47 @@
+# One command per habit. `make` alone lists them.
+VENV   ?= .venv
+PYTHON ?= python3
+NPROC  ?= 2
+ARGS   ?=
+BIN    := $(VENV)/bin
+export PYTHONUNBUFFERED = 1
+
+.PHONY: help train test lint format bench clean
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); ARGS="model=convnet" adds overrides
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(NPROC) -m train $(ARGS)
+
+test: $(VENV)/.test ## the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m mypy
+	git ls-files '*.sh' '*.sbatch' .ci/run | xargs -r $(BIN)/shellcheck
+
+format: $(VENV)/.test ## rewrite the sources as ruff would
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.train ## the kit beside a hand-written DDP loop, as ratios
+	$(BIN)/python -m bench.loop $(ARGS)
+
+clean: ## remove the environment and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+
+# Installed once, and again when what is pinned changes.
+$(VENV)/.venv:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "muster needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.train: $(VENV)/.venv pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.train
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@

@@ -1,0 +1,190 @@
+"""Choices by name, parts of a user's own by import path, and the README's lines."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from launch import ROOT, environment, run
+
+from train.config import SCHEMAS, Config, differences, to_dict
+
+TINY = {
+    "mlp": [],
+    "convnet": [],
+    "resnet18": ["data=synthetic", "data.image_shape=[3,16,16]"],
+    "resnet50": ["data=synthetic", "data.image_shape=[1,72,72]"],
+    "vit": ["model.num_layers=1"],
+    "gpt": [
+        "data=text",
+        "objective=language_modeling",
+        "data.block_size=16",
+        "model.num_layers=1",
+        "data.pattern=json/*.py",
+    ],
+}
+SHORT = ("data.num_samples=64", "batch_size=8", "max_steps=2")
+
+
+@pytest.mark.parametrize("model", TINY)
+def test_every_model_trains(tmp_path, model):
+    short = SHORT if "data=synthetic" in TINY[model] else SHORT[1:]
+    result = run(tmp_path / "run", f"model={model}", *TINY[model], *short, ranks=2 if model == "resnet50" else None)
+    assert all(weight.isfinite().all() for weight in result.weights.values())
+    assert len(result.losses) == 2 and result.lines("eval")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "optimizer=adamw",
+        "scheduler=cosine",
+        "scheduler=step",
+        "precision=bf16",
+        "precision=fp16",
+        "grad_clip=0.01",
+        "deterministic=true",
+        "strategy.static_graph=true",
+    ],
+)
+def test_every_choice_trains(tmp_path, choice):
+    result = run(tmp_path / "run", choice, "model=convnet", "max_steps=30", "micro_batch_size=20", ranks=2)
+    losses = list(result.losses.values())
+    if choice != "grad_clip=0.01":
+        assert sum(losses[-5:]) < 0.7 * sum(losses[:5]), losses
+    if choice.startswith("scheduler=cosine"):
+        rates = [line["lr"] for line in result.lines("train")]
+        assert rates[0] == pytest.approx(0.1) and rates[-1] < 0.002 and rates == sorted(rates, reverse=True)
+
+
+def test_clipping_bounds_the_update(tmp_path):
+    """With plain SGD the weights move by lr * clip at most, whatever the gradient, also when it was scaled for fp16."""
+    for precision in ("fp32", "fp16"):
+        one = run(
+            tmp_path / f"{precision}1",
+            "optimizer.momentum=0",
+            "optimizer.lr=1.0",
+            "grad_clip=0.01",
+            f"precision={precision}",
+            "max_steps=1",
+        )
+        two = run(
+            tmp_path / f"{precision}2",
+            "optimizer.momentum=0",
+            "optimizer.lr=1.0",
+            "grad_clip=0.01",
+            f"precision={precision}",
+            "max_steps=2",
+        )
+        moved = torch.stack([(two.weights[name] - weight).norm() for name, weight in one.weights.items()]).norm()
+        assert moved == pytest.approx(0.01, rel=1e-2)
+        assert one.lines("train")[0]["grad_norm"] > 0.1
+
+
+def test_compile(tmp_path):
+    result = run(tmp_path / "run", "compile=true", "max_steps=3", ranks=2, timeout_s=240)
+    assert not [name for name in result.weights if "_orig_mod" in name or name.startswith("module.")]
+
+
+def test_the_default_run_learns(tmp_path):
+    result = run(tmp_path / "run", ranks=2)
+    assert result.lines("eval")[-1]["accuracy"] >= 0.97, result.lines("eval")
+
+
+def test_parts_of_ones_own(tmp_path):
+    own = [
+        "data._target_=custom.Tokens",
+        "+data.noise=0.05",
+        "model._target_=torch.nn.Linear",
+        "+model.in_features=4",
+        "+model.out_features=3",
+    ]
+    own += ["objective._target_=custom.MeanSquares", "optimizer._target_=torch.optim.RMSprop", "optimizer.lr=0.01"]
+    result = run(tmp_path / "run", *own, "batch_size=7", "max_steps=30", ranks=2)
+    assert set(result.weights) == {"weight", "bias"}
+    assert result.losses[30] < result.losses[1]
+    assert set(result.lines("eval")[-1]) == {"kind", "step", "epoch", "loss"}
+
+
+def test_the_readme_example_runs_as_printed(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    code = re.search(r"```python\n# mine\.py\n(.*?)```", text, re.S)[1]
+    line = re.search(r"^\$? ?(torchrun .*mine\.Net.*)$", text, re.M)[1]
+    assert len([row for row in code.splitlines() if row.strip()]) <= 10
+    (tmp_path / "mine.py").write_text(code)
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    arguments = line.split()[1:]
+    env = {**environment(), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*torchrun, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs" / "run" / "model.pt").exists()
+
+
+@pytest.mark.parametrize("experiment", [path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")])
+def test_experiments_compose(experiment):
+    line = [sys.executable, "-m", "train", f"+experiment={experiment}", "--cfg", "job"]
+    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and f"name: {experiment}" in done.stdout, done.stderr
+
+
+def test_help_lists_what_there_is():
+    done = subprocess.run(
+        [sys.executable, "-m", "train", "--help"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0
+    for group, options in SCHEMAS.items():
+        assert re.search(rf"^.*{group} +{', '.join(options)}$", done.stdout, re.M), group
+        assert {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")} == set(options)
+    for key in to_dict(Config()):
+        assert f"\n{key}:" in done.stdout
+
+
+def test_differences_name_what_matters():
+    before, now = Config(), Config(seed=3, epochs=20, output_dir="elsewhere")
+    assert differences(before, now) == ["seed: 0 -> 3"]
+
+
+def test_rooms_depend_in_one_direction():
+    """config -> world -> data -> model -> strategy -> loop -> checkpoint, metrics: the left never imports the right."""
+    order = [
+        "errors",
+        "config",
+        "component",
+        "plan",
+        "world",
+        "data",
+        "models",
+        "objective",
+        "optim",
+        "preemption",
+        "strategies",
+        "checkpoint",
+        "outcome",
+        "metrics",
+        "report",
+        "loop",
+        "run",
+        "entry",
+    ]
+    rooms = {path.stem if path.is_file() else path.name for path in (ROOT / "train").iterdir()} - {
+        "__init__",
+        "__main__",
+        "__pycache__",
+        "conf",
+    }
+    assert rooms <= set(order), rooms - set(order)
+    for path in (ROOT / "train").rglob("*.py"):
+        room = path.relative_to(ROOT / "train").parts[0].removesuffix(".py")
+        if room in ("__init__", "__main__"):
+            continue
+        for imported in re.findall(r"^\s*from train(?:\.(\w+)| import (\w+))", path.read_text(), re.M):
+            name = imported[0] or imported[1]
+            if "if TYPE_CHECKING" in path.read_text() and room == "preemption":
+                continue
+            assert order.index(name) <= order.index(room), f"{path}: {name}"

@@ -1,0 +1,228 @@
+"""The real loaders on small files in the real formats, and the keyed randomness."""
+
+import pickle
+import struct
+
+import numpy as np
+import pytest
+import torch
+from launch import on_ranks, run
+from PIL import Image
+
+from train.data.images import Cifar10, Digits, ImageFolder, Mnist, read_cifar_batch, shift_and_flip
+from train.data.loader import Fetch, batches
+from train.data.synthetic import Synthetic
+from train.data.text import Text
+from train.errors import DataError
+from train.plan import MicroBatch, Plan
+
+
+def write_idx(path, array):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(
+        struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+    )
+
+
+@pytest.fixture
+def mnist(tmp_path):
+    random = np.random.default_rng(0)
+    for prefix, count in (("train", 60), ("t10k", 20)):
+        write_idx(tmp_path / f"MNIST/raw/{prefix}-images-idx3-ubyte", random.integers(0, 256, (count, 28, 28)))
+        write_idx(tmp_path / f"MNIST/raw/{prefix}-labels-idx1-ubyte", random.integers(0, 10, count))
+    return tmp_path
+
+
+@pytest.fixture
+def cifar(tmp_path):
+    random = np.random.default_rng(0)
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for name in (*Cifar10.TRAIN, *Cifar10.TEST):
+        batch = {
+            b"data": random.integers(0, 256, (20, 3072), dtype=np.uint8),
+            b"labels": random.integers(0, 10, 20).tolist(),
+            b"batch_label": b"x",
+            b"filenames": [b"a"] * 20,
+        }
+        (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
+    return tmp_path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            (tmp_path / split / label).mkdir(parents=True)
+            for n in range(6):
+                Image.fromarray(random.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(
+                    tmp_path / split / label / f"{n}.png"
+                )
+    return tmp_path
+
+
+def test_mnist_reads_idx(mnist):
+    data = Mnist(train=True, root=str(mnist))
+    images, labels = data.__getitems__([0, 59])
+    raw = (mnist / "MNIST/raw/train-images-idx3-ubyte").read_bytes()[16:]
+    pixels = np.frombuffer(raw, np.uint8).reshape(60, 28, 28)
+    assert images.shape == (2, 1, 28, 28) and labels.dtype == torch.int64
+    assert torch.allclose(images[1, 0] * 0.3081 + 0.1307, torch.from_numpy(pixels[59] / 255).float(), atol=1e-5)
+    assert len(Mnist(train=False, root=str(mnist))) == 20
+
+
+def test_cifar_reads_batches(cifar):
+    data = Cifar10(train=True, root=str(cifar), augment=False)
+    assert len(data) == 100 and data[0][0].shape == (3, 32, 32)
+    assert len(Cifar10(train=False, root=str(cifar))) == 20
+
+
+def test_a_cifar_batch_cannot_run_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            import os
+
+            return os.system, ("touch evil",)
+
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps({b"data": Evil(), b"labels": []}))
+    with pytest.raises(DataError, match="system"):
+        read_cifar_batch(tmp_path / "data_batch_1")
+
+
+def test_image_folder(folder):
+    data = ImageFolder(train=True, root=str(folder), image_size=16)
+    assert (len(data), data.num_classes, data[0][0].shape, data[11][1]) == (12, 2, (3, 16, 16), 1)
+    (folder / "train/cat/0.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"0\.png"):
+        data[0]
+
+
+def test_text_defaults_to_the_standard_library():
+    data = Text(train=True, root=None, pattern="**/*.py", block_size=64)
+    inputs, targets = data.__getitems__([0, len(data) - 1])
+    assert len(data) > 50_000 and inputs.shape == targets.shape == (2, 64)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    test = Text(train=False, root=None, pattern="**/*.py", block_size=64)
+    assert not set(test.starts) & set(data.starts)
+
+
+def test_synthetic_is_computed_by_index():
+    data = Synthetic(train=True, num_samples=10**12, image_shape=[3, 4, 5], num_classes=7)
+    images, labels = data.__getitems__([0, 10**12 - 1, 0])
+    assert images.shape == (3, 3, 4, 5) and torch.equal(images[0], images[2]) and labels.max() < 7
+    many, _ = data.__getitems__(range(2000))
+    assert abs(many.mean()) < 0.1 and abs(many.std() - 1) < 0.1
+
+
+def fetch(indices, epoch, *, dataset, order=None):
+    micro = MicroBatch(epoch, np.array(indices), len(indices))
+    return Fetch(dataset, seed=1, augment=True).__getitems__(micro)[0]
+
+
+@pytest.mark.parametrize("kind", ["whole batches", "one by one"])
+def test_augmentation_depends_on_sample_and_epoch_not_on_company(kind, folder):
+    dataset = (
+        Digits(train=True, augment=True)
+        if kind == "whole batches"
+        else ImageFolder(train=True, root=str(folder), image_size=16)
+    )
+    torch.manual_seed(0)
+    together = fetch([3, 4, 5], 0, dataset=dataset)
+    torch.manual_seed(99)
+    alone = fetch([4], 0, dataset=dataset)
+    assert torch.equal(together[1], alone[0])
+    epochs = [fetch([4], epoch, dataset=dataset) for epoch in range(12)]
+    assert any(not torch.equal(epochs[0], other) for other in epochs[1:])
+
+
+def test_fetching_leaves_the_generators_alone(folder):
+    dataset = ImageFolder(train=True, root=str(folder), image_size=16)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    fetch([1, 2], 0, dataset=dataset)
+    assert torch.equal(before[0], torch.get_rng_state()) and (before[1] == np.random.get_state()[1]).all()
+
+
+def test_shift_and_flip_moves_whole_images():
+    image = torch.arange(2 * 9.0).view(1, 2, 3, 3).repeat(64, 1, 1, 1)
+    moved = shift_and_flip(image, np.arange(64, dtype=np.uint64), shift=1, flip=True, fill=torch.zeros(1, 2, 1, 1))
+    padded = torch.nn.functional.pad(image[0], (1, 1, 1, 1))
+    crops = [padded[:, r : r + 3, c : c + 3] for r in range(3) for c in range(3)]
+    valid = [tuple(crop.flatten().tolist()) for crop in crops] + [
+        tuple(crop.flip(-1).flatten().tolist()) for crop in crops
+    ]
+    seen = {tuple(one.flatten().tolist()) for one in moved}
+    assert seen <= set(valid) and len(seen) > 12
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_change_nothing(workers):
+    dataset, plan = Digits(train=True, augment=True), Plan(1437, 100, seed=3)
+    got = list(
+        batches(
+            dataset,
+            plan,
+            steps=range(12, 18),
+            shard=(1, 3),
+            micro_batch_size=20,
+            num_workers=workers,
+            seed=3,
+            augment=True,
+            device=torch.device("cpu"),
+        )
+    )
+    assert [[batch.count for batch in step] for step in got][:2] == [[17, 16], [17, 16]]
+    reference = Fetch(dataset, seed=3, augment=True)
+    for step, micro_batches in zip(range(12, 18), got, strict=True):
+        for micro, batch in zip(
+            plan.share(step, rank=1, world_size=3, micro_batch_size=20), micro_batches, strict=True
+        ):
+            assert torch.equal(reference.__getitems__(micro)[0], batch.inputs)
+
+
+def order_of_preparing(folder):
+    import os
+    import time
+    from pathlib import Path
+
+    from train.config import Config
+    from train.world import Place, start
+
+    world = start(Config(), Place.from_env())
+    with world.local_first():
+        if world.rank == 0:
+            time.sleep(0.5)
+        (Path(folder) / f"{time.monotonic_ns()}-{world.rank}").touch()
+    world.close()
+    return os.getpid()
+
+
+def test_one_rank_of_a_node_downloads_while_the_others_wait(tmp_path):
+    on_ranks(order_of_preparing, 3, str(tmp_path))
+    assert sorted(tmp_path.iterdir())[0].name.endswith("-0")
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "imagefolder"])
+def test_real_formats_through_the_front_door(tmp_path, name, request):
+    root = request.getfixturevalue({"mnist": "mnist", "cifar10": "cifar", "imagefolder": "folder"}[name])
+    small = ["data.image_size=16"] if name == "imagefolder" else []
+    result = run(
+        tmp_path / "run",
+        f"data={name}",
+        f"data.root={root}",
+        *small,
+        "model=convnet",
+        "batch_size=5",
+        "max_steps=4",
+        "loader.num_workers=1",
+        ranks=2,
+    )
+    assert len(result.losses) == 4 and result.lines("eval")
+
+
+def test_a_truncated_file_is_a_data_error(tmp_path, mnist):
+    path = mnist / "MNIST/raw/t10k-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-5])
+    result = run(tmp_path / "run", "data=mnist", f"data.root={mnist}", ranks=2, ok=False)
+    assert "t10k-images-idx3-ubyte" in result.said[0] and len(result.said) == 1, result.out
+    assert "exitcode  : 3 " in result.out
