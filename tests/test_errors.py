@@ -136,7 +136,13 @@ def test_a_mistake_on_one_rank_alone_ends_all(tmp_path):
 
 def test_a_master_that_does_not_resolve(tmp_path):
     started = time.monotonic()
-    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29500"}
+    env = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "no-such-host.invalid",
+        "MASTER_PORT": "29500",
+    }
     result = finish(start(tmp_path / "run", env=env), tmp_path / "run", timeout_s=30)
     assert result.code == 2 and "no-such-host.invalid" in result.said[0], result.out
     assert time.monotonic() - started < 15

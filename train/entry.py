@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from train.world import World
 
 FIRST_CAUSE_WAIT_S = 3.0
+FINAL = range(2, 8)
 
 
-def main(preemption: Preemption) -> int:
-    """Run `python -m train` with sys.argv; gives back the exit code of DESIGN's contract."""
+def main(preemption: Preemption | None) -> int:
+    """Run `python -m train` with sys.argv and give back the exit code; without `preemption`, only check the config."""
     die_with_launcher()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's own handler prints a traceback and exits 1: let its errors reach us
     is_first = os.environ.get("RANK", "0") == "0"
@@ -64,9 +65,15 @@ def conf_folder() -> Path:
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
-def attempt(composed: DictConfig | ConfigError, preemption: Preemption) -> int:
+def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -> int:
     """One attempt at one run. A config that did not compose is reported the same way, on all ranks' behalf."""
-    from train import world as worlds  # torch: not for --help
+    config = checked(composed)
+    if isinstance(config, ConfigError) and ("RANK" not in os.environ or preemption is None):
+        tell(config)
+        return config.exit_code
+    if preemption is None:
+        return 0
+    from train import world as worlds  # torch: not for --help, and not to report a slip of the keyboard
 
     world: World | None = None
     run: Run | None = None
@@ -77,7 +84,6 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption) -> int:
 
     try:
         place = worlds.Place.from_env()
-        config = checked(composed)
         if isinstance(config, ConfigError):
             worlds.meet(place, config=None, error=config, timeout_s=schema.Dist().start_timeout_s)
             raise config
@@ -138,6 +144,7 @@ def leave(
     if world is None:
         if isinstance(error, Unheard) or os.environ.get("RANK", "0") == "0" or not isinstance(error, MusterError):
             tell(error)
+        end_restarts(code)
         return code
     if lost and (first := world.first_failure(FIRST_CAUSE_WAIT_S)):
         return quit_group(world, int(first["exit_code"]))
@@ -162,6 +169,7 @@ def leave(
 
 def quit_group(world: World, code: int) -> int:
     """Leave without waiting for ranks that may be gone: destroying a broken group can block."""
+    end_restarts(code)
     sys.stdout.flush()
     sys.stderr.flush()
     if world.size > 1:
@@ -170,6 +178,13 @@ def quit_group(world: World, code: int) -> int:
             time.sleep(0.5)
         os._exit(code)
     return code
+
+
+def end_restarts(code: int) -> None:
+    """Have torchrun's agent stop too, where a restart would only fail the same way again."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if code in FINAL and restarts and os.environ.get("LOCAL_RANK") == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def tell(error: BaseException) -> None:

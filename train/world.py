@@ -297,18 +297,21 @@ def code_hash() -> str:
 
 
 def _connect(place: Place, timeout_s: float) -> Store:
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    host = os.environ["MASTER_ADDR"]
     try:
-        socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
+        socket.getaddrinfo(host, None)
     except OSError as error:
-        raise Unheard(
-            f"MASTER_ADDR={os.environ['MASTER_ADDR']} does not resolve ({error}): give an address that every node knows"
-        ) from None
+        if place.local_world_size != place.world_size:
+            raise Unheard(
+                f"MASTER_ADDR={host} does not resolve ({error}): give an address that every node knows"
+            ) from None
+        host = "127.0.0.1"  # the machine does not know its own name; all ranks are on it
+    address = f"{host}:{os.environ['MASTER_PORT']}"
     hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         # As env:// does, but without its wait for all clients: who is missing is for `meet` to say.
         store = TCPStore(
-            os.environ["MASTER_ADDR"],
+            host,
             int(os.environ["MASTER_PORT"]),
             world_size=place.world_size,
             is_master=place.rank == 0 and not hosted_by_agent,

@@ -1,0 +1,64 @@
+"""A rendezvous store in a process of its own: `python -m train.rendezvous --port 29400`.
+
+c10d rendezvous keeps its state in a store that one of the agents hosts, and the job dies with that node. With the
+store here, and `is_host=0` for every agent, any training node may die, the first included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+from train import outcome
+
+# After these no agent comes back by itself: nobody needs the store any more.
+ENDED = (
+    "done",
+    "config_error",
+    "data_error",
+    "no_valid_checkpoint",
+    "storage_error",
+    "diverged",
+    "crash_loop",
+    "preempted",
+)
+POLL_S = 1.0
+
+
+def main() -> None:
+    """Serve until SIGTERM, or until the run in `--until-end-of` has ended and `--linger` seconds have passed."""
+    parser = argparse.ArgumentParser(prog="python -m train.rendezvous", description=__doc__)
+    parser.add_argument("--port", type=int, default=29400)
+    parser.add_argument("--until-end-of", type=Path, metavar="OUTPUT_DIR", help="leave when this run has ended")
+    parser.add_argument(
+        "--linger", type=float, default=5.0, metavar="S", help="how long an end has to last (default: 5)"
+    )
+    arguments = parser.parse_args()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    store = TCPStore("0.0.0.0", arguments.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    print(f"rendezvous store on {socket.gethostname()}:{store.port}", flush=True)
+    started = time.time()
+    ended_since: float | None = None
+    while not stop.wait(POLL_S):
+        record = outcome.read(arguments.until_end_of) if arguments.until_end_of else {}
+        over = record.get("outcome") in ENDED and float(record.get("time", 0)) > started
+        ended_since = (ended_since or time.monotonic()) if over else None
+        if ended_since is not None and time.monotonic() - ended_since >= arguments.linger:
+            print(f"the run has ended: {record['outcome']}", flush=True)
+            return
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()
