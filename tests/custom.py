@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
 from pathlib import Path
 
 import torch
@@ -56,8 +58,6 @@ class Crashing(nn.Linear):
         self.rank, self.at, self.calls = rank, at, 0
 
     def forward(self, x):
-        import os
-
         self.calls += 1
         if self.calls == self.at and os.environ.get("RANK", "0") == str(self.rank):
             raise ValueError("the user's own mistake")
@@ -92,3 +92,80 @@ class Tokens:
 
     def __getitem__(self, index):
         return torch.full((4,), float(index % 3)) + self.noise * torch.randn(4), index % 3
+
+
+class Numbered:
+    """Points whose first coordinate is the sample's own number, so that a step can tell which samples it got."""
+
+    num_classes = 2
+    input_shape = (3,)
+
+    def __init__(self, train, size=1000):
+        generator = torch.Generator().manual_seed(int(train))
+        self.points = torch.cat([torch.arange(size)[:, None].float(), torch.rand(size, 2, generator=generator)], 1)
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, index):
+        return self.points[index], (self.points[index, 1:].sum() > 1).long()
+
+
+class Slow(nn.Linear):
+    """A line through the points that takes its time."""
+
+    def __init__(self, delay_s=0.05):
+        super().__init__(2, 2)
+        self.delay_s = delay_s
+
+    def forward(self, x):
+        if self.training:
+            time.sleep(self.delay_s)
+        return super().forward(x[:, 1:])
+
+
+class Recorded(Ddp):
+    """DDP that writes down which samples each step got, into the folder that LEDGER names."""
+
+    def step(self, step, batches):
+        samples = [int(number) for batch in batches for number in batch.inputs[: batch.count, 0]]
+        line = {
+            "step": step,
+            "time": time.time(),
+            "attempt": self.world.attempt,
+            "rank": self.world.rank,
+            "samples": samples,
+        }
+        with (Path(os.environ["LEDGER"]) / f"{self.world.attempt}-{self.world.rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return super().step(step, batches)
+
+
+RECORDED = ("data._target_=custom.Numbered", "model._target_=custom.Slow", "strategy._target_=custom.Recorded")
+
+
+def recorded(folder):
+    """step -> the samples of the last attempt at it, in the order of ranks."""
+    last = {}
+    for path in Path(folder).glob("*.jsonl"):
+        for text in path.read_text().splitlines():
+            line = json.loads(text)
+            known = last.setdefault(line["step"], {})
+            begun = known.get(line["attempt"], (line["time"], {}))
+            begun[1][line["rank"]] = line["samples"]
+            known[line["attempt"]] = (min(begun[0], line["time"]), begun[1])
+    merged = {}
+    for step, attempts in last.items():
+        _, ranks = max(attempts.values(), key=lambda attempt: attempt[0])
+        merged[step] = [sample for rank in sorted(ranks) for sample in ranks[rank]]
+    return merged
+
+
+def assert_exact(folder, *, steps, batch_size, size=1000, seed=0):
+    """Every step got exactly the samples that the plan gives it."""
+    from train.plan import Plan
+
+    plan, got = Plan(size, batch_size, seed), recorded(folder)
+    assert sorted(got) == list(range(steps))
+    for step in range(steps):
+        assert got[step] == plan.batch(step).tolist(), step

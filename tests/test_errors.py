@@ -187,3 +187,18 @@ def test_leaving_out_is_bounded(tmp_path):
     )
     result = run(tmp_path / "run", *overrides, "max_steps=9", ok=False)
     assert result.code == 6 and "4 in a row" in result.said[0], result.out
+
+
+def test_a_crash_loop_ends_and_shows_the_first_cause(tmp_path):
+    """torchrun would restart ten times; three attempts without progress are enough."""
+    crashing = ("model._target_=custom.Crashing", "+model.at=4", "max_steps=9", "checkpoint.every_steps=2")
+    result = run(tmp_path / "run", *crashing, ranks=2, torchrun=("--max-restarts=10",), ok=False, timeout_s=200)
+    assert result.outcome["outcome"] == "crash_loop" and result.outcome["exit_code"] == 7, result.out
+    assert "the user's own mistake" in result.outcome["error"]
+    assert 4 <= len(result.events("start") + result.events("resume")) <= 5
+
+
+def test_a_mistake_is_not_restarted(tmp_path):
+    result = run(tmp_path / "run", "data=mnist", "data.root=empty", ranks=2, torchrun=("--max-restarts=10",), ok=False, timeout_s=60)
+    assert result.outcome["exit_code"] == 3
+    assert len(result.said) == 1, result.out

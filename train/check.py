@@ -1,5 +1,7 @@
 """`python -m train.check [overrides]`: exit 0 if `python -m train` would accept them, else 2 with the same line.
 
+Prints the folder of the run, in full.
+
 A launcher asks once, before any node starts.
 """
 

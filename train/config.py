@@ -239,6 +239,7 @@ class Config:
     grad_clip: float | None = None
     on_nonfinite: NonFinite = NonFinite.stop
     max_skipped_steps: int = 10
+    max_idle_attempts: int = 3
     deterministic: bool = False
     data: Component = MISSING
     model: Component = MISSING
@@ -275,7 +276,7 @@ GROUPS = tuple(SCHEMAS)
 # how it is carried out. All else decides which numbers come out.
 FREE_TO_CHANGE = (
     "name", "output_dir", "epochs", "max_steps", "micro_batch_size", "device", "gpus", "compile", "channels_last",
-    "deterministic", "on_nonfinite", "max_skipped_steps", "strategy.bucket_cap_mb",
+    "deterministic", "on_nonfinite", "max_skipped_steps", "max_idle_attempts", "strategy.bucket_cap_mb",
     "strategy.gradient_as_bucket_view", "strategy.static_graph", "data.root", "loader.num_workers", "dist",
     "checkpoint", "log", "eval",
 )  # fmt: skip
@@ -289,6 +290,7 @@ LIMITS: tuple[tuple[str, float, bool], ...] = (
     ("micro_batch_size", 1, False),
     ("grad_clip", 0, True),
     ("max_skipped_steps", 1, False),
+    ("max_idle_attempts", 0, False),
     ("loader.num_workers", 0, False),
     ("dist.timeout_s", 0, True),
     ("dist.start_timeout_s", 0, True),

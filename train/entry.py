@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from train.loop import Run
     from train.world import World
 
-FIRST_CAUSE_WAIT_S = 3.0
+FIRST_CAUSE_WAIT_S = 1.0  # a rank that fails by itself says so at once; one that was killed says nothing
 FINAL = range(2, 8)
 
 
@@ -72,6 +72,7 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -
         tell(config)
         return config.exit_code
     if preemption is None:
+        print(Path(config.output_dir).resolve() if isinstance(config, Config) else "")
         return 0
     from train import world as worlds  # torch: not for --help, and not to report a slip of the keyboard
 
@@ -146,11 +147,15 @@ def leave(
             tell(error)
         end_restarts(code)
         return code
-    if lost and (first := world.first_failure(FIRST_CAUSE_WAIT_S)):
-        return quit_group(world, int(first["exit_code"]))
+    if lost:
+        if first := world.first_failure(FIRST_CAUSE_WAIT_S):
+            return quit_group(world, int(first["exit_code"]))
+        error = RankLost(
+            f"rank {world.rank} on {socket.gethostname()} lost contact with another rank, which gave no reason: {one_line(error)[:300]}"
+        )
     known = isinstance(error, MusterError)
     record = {
-        "outcome": error.outcome if isinstance(error, MusterError) else "rank_lost" if lost else "failed",
+        "outcome": error.outcome if isinstance(error, MusterError) else "failed",
         "exit_code": code,
         "step": step,
         "rank": world.rank,
@@ -162,8 +167,9 @@ def leave(
     if json.dumps(first) == mine:
         tell(error)
         if folder and folder.is_dir():
+            kept = {key: value for key, value in outcome.read(folder).items() if key in ("furthest", "idle_attempts")}
             with contextlib.suppress(MusterError):  # it could not be written; the line above said why
-                outcome.write(folder, attempt=world.attempt, **first)
+                outcome.write(folder, attempt=world.attempt, **{**kept, **first})
     return quit_group(world, int(first["exit_code"]) if known else code)
 
 

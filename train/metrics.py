@@ -117,6 +117,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def last_step(folder: Path) -> int:
+    """The furthest step that any attempt in `folder` has logged."""
+    return max((line["step"] for line in read(folder / "metrics.jsonl") if line["kind"] == "train"), default=0)
+
+
 class _Plain:
     """Lines for a log."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,14 @@ def write(folder: Path, outcome: str, *, exit_code: int | None, attempt: str, **
     replace_file(folder / "outcome.json", lambda draft: draft.write_text(json.dumps(record, indent=1) + "\n"))
 
 
+def main() -> int:
+    """`python -m train.outcome OUTPUT_DIR`: print how the last attempt ended and exit with its code (1 if it has none)."""
+    record = read(Path(sys.argv[1])) if len(sys.argv) == 2 else {}
+    print(record.get("outcome", "none"))
+    code = record.get("exit_code")
+    return code if isinstance(code, int) else 1
+
+
 def read(folder: Path) -> dict[str, Any]:
     """The last attempt's record; `{}` if there is none that can be read."""
     try:
@@ -36,6 +45,18 @@ def read(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def idle_attempts(before: dict[str, Any], furthest: int) -> int:
+    """How many attempts in a row have ended without a step further than any attempt before them.
+
+    A crash loop that has been reported, and any end but a failure or a preemption, begins the count anew.
+    """
+    if before.get("outcome") not in (RUNNING, "failed", "rank_lost", "preempted") or furthest > before.get(
+        "furthest", -1
+    ):
+        return 0
+    return int(before.get("idle_attempts", 0)) + 1
 
 
 def launcher() -> str:
@@ -46,3 +67,7 @@ def launcher() -> str:
         if run_id != "none"
         else f"{socket.gethostname()}:{os.getppid() if 'RANK' in os.environ else os.getpid()}"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,9 +17,9 @@ from train.component import build
 from train.config import Config, differences, to_dict
 from train.data.loader import Data
 from train.data.loader import load as load_data
-from train.errors import ConfigError, DataError, MusterError, NoValidCheckpoint, storage_error
+from train.errors import ConfigError, CrashLoop, DataError, MusterError, NoValidCheckpoint, storage_error
 from train.loop import Run, train
-from train.metrics import Metrics
+from train.metrics import Metrics, last_step
 from train.optim import build_optimizer
 from train.plan import Plan
 from train.preemption import Preemption
@@ -125,9 +125,8 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
                 before = {}
             checkpoint.prepare(folder / "checkpoints")
             saved, bad = find_checkpoint(folder, config)
-            outcome.write(
-                folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, step=saved.step if saved else 0
-            )
+            facts = count_idle_attempts(folder, config, before, saved)
+            outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, **facts)
             write_config(folder, config)
             choice = {"path": str(saved.folder) if saved else None, "before": before, "bad": bad}
         except MusterError as error:
@@ -141,6 +140,19 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
         manifest = json.loads((Path(choice["path"]) / checkpoint.MANIFEST).read_text())
         saved = Saved(Path(choice["path"]), manifest)
     return saved, {**choice["before"], "bad": choice["bad"]}
+
+
+def count_idle_attempts(folder: Path, config: Config, before: dict[str, Any], saved: Saved | None) -> dict[str, Any]:
+    """What outcome.json keeps of earlier attempts. Raises CrashLoop if too many in a row came no further."""
+    furthest = max(saved.step if saved else 0, last_step(folder), before.get("step") or 0)
+    idle = outcome.idle_attempts(before, furthest)
+    cause = before.get("error") or before.get("cause")
+    if idle > config.max_idle_attempts:
+        raise CrashLoop(
+            f"{idle} attempts in a row came no further than step {furthest}, the last one {before['outcome']}: "
+            f"{cause or 'killed'}. Mend the cause and run the same command again"
+        )
+    return {"step": furthest, "furthest": furthest, "idle_attempts": idle, "cause": cause}
 
 
 def find_checkpoint(folder: Path, config: Config) -> tuple[Saved | None, list[str]]:
