@@ -199,6 +199,14 @@ def test_a_crash_loop_ends_and_shows_the_first_cause(tmp_path):
 
 
 def test_a_mistake_is_not_restarted(tmp_path):
-    result = run(tmp_path / "run", "data=mnist", "data.root=empty", ranks=2, torchrun=("--max-restarts=10",), ok=False, timeout_s=60)
+    result = run(
+        tmp_path / "run",
+        "data=mnist",
+        "data.root=empty",
+        ranks=2,
+        torchrun=("--max-restarts=10",),
+        ok=False,
+        timeout_s=60,
+    )
     assert result.outcome["exit_code"] == 3
     assert len(result.said) == 1, result.out
