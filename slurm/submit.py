@@ -137,7 +137,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch text, submit nothing")
     parser.add_argument("--wait", action="store_true", help="follow the runs until they end; exit 1 if one failed")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     is_cluster = [text.lstrip("+~").split("=")[0].split(".")[0] == "cluster" for text in arguments.overrides]
     of_cluster = [text for text, yes in zip(arguments.overrides, is_cluster, strict=True) if yes]
     of_run = [text for text, yes in zip(arguments.overrides, is_cluster, strict=True) if not yes]

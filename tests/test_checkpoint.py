@@ -176,3 +176,25 @@ def test_metrics_have_no_step_twice_after_a_kill(tmp_path):
     assert [line["step"] for line in result.lines("train")] == list(range(1, 61))
     assert result.events("restart")[0]["after"] == "running"
     assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "done"
+
+
+def test_two_jobs_in_one_folder(tmp_path):
+    """The second refuses and says who is there; after a kill the folder is free again."""
+    endless = (
+        "model._target_=custom.Slow",
+        "data._target_=custom.Numbered",
+        "max_steps=100000",
+        "checkpoint.every_steps=5",
+    )
+    first = start(tmp_path / "run", *endless, ranks=2)
+    wait_for(tmp_path / "run", reached(10), process=first)
+    second = run(tmp_path / "run", *endless, ranks=2, ok=False)
+    assert len(second.said) == 1 and "in use by another job" in second.said[0], second.out
+    assert "exitcode  : 2 " in second.out and first.poll() is None
+    first.kill()
+    first.wait()
+    third = start(tmp_path / "run", *endless)
+    wait_for(tmp_path / "run", lambda result: result.events("resume"), process=third)
+    third.send_signal(signal.SIGTERM)
+    assert finish(third, tmp_path / "run").code == 75
+    assert not list((tmp_path / "run").glob(".*"))

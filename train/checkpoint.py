@@ -26,7 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from train import outcome
 from train.errors import NoValidCheckpoint, StorageError, storage_error
+from train.files import sync_folder
 from train.world import World
 
 STEP = re.compile(r"step-(\d{8,})$")
@@ -131,10 +133,12 @@ class Checkpoints:
                 raise StorageError(said["failed"])
             files |= said["files"]
         final = self.folder / name
-        if final.exists():  # a step is never written twice; another writer of this folder came first
-            raise StorageError(
-                f"{final} is there already, written by somebody else: give every run an output_dir of its own"
-            )
+        if not outcome.is_latest(self.folder.parent, self.world.attempt):
+            raise StorageError(f"{name} is not written: another attempt has taken this run over")
+        if final.exists():  # an attempt that was cut off got so far too; a step is never written twice
+            verify(final)
+            shutil.rmtree(draft)
+            return
         manifest = {
             "format": 1,
             **position,
@@ -293,29 +297,6 @@ class _Hashing:
 
     def flush(self) -> None:
         self.file.flush()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename or a new name in `folder` last through a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file beside `path`, then put it in its place in one step."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(draft)
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise storage_error(f"write {path}:", error) from error
 
 
 def _copy(value: Any) -> Any:

@@ -166,7 +166,7 @@ def leave(
     first = world.claim_failure(json.loads(mine))
     if json.dumps(first) == mine:
         tell(error)
-        if folder and folder.is_dir():
+        if folder and folder.is_dir() and outcome.is_latest(folder, world.attempt):
             kept = {key: value for key, value in outcome.read(folder).items() if key in ("furthest", "idle_attempts")}
             with contextlib.suppress(MusterError):  # it could not be written; the line above said why
                 outcome.write(folder, attempt=world.attempt, **{**kept, **first})

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint import replace_file
 from train.config import Config, Progress
 from train.errors import storage_error
+from train.files import replace_file
 from train.world import World
 
 

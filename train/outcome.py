@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint import replace_file
+from train.files import replace_file
 
 RUNNING = "running"
 FINISHED = ("done", "preempted")
@@ -45,6 +45,11 @@ def read(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def is_latest(folder: Path, attempt: str) -> bool:
+    """Whether no later attempt has taken the run over: one that was cut off must not write any more."""
+    return bool(read(folder).get("attempt", attempt) == attempt)
 
 
 def idle_attempts(before: dict[str, Any], furthest: int) -> int:

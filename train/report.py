@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint import replace_file
+from train.files import replace_file
 from train.metrics import read
 
 PAGE = """<!doctype html>

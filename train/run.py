@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from train import checkpoint, outcome
-from train.checkpoint import Checkpoints, Saved, replace_file
+from train import checkpoint, lease, outcome
+from train.checkpoint import Checkpoints, Saved
 from train.component import build
 from train.config import Config, differences, to_dict
 from train.data.loader import Data
 from train.data.loader import load as load_data
 from train.errors import ConfigError, CrashLoop, DataError, MusterError, NoValidCheckpoint, storage_error
+from train.files import replace_file
 from train.loop import Run, train
 from train.metrics import Metrics, last_step
 from train.optim import build_optimizer
@@ -89,6 +90,7 @@ def carry_out(run: Run) -> None:
     """Train to the end, unless that was done before. Collective. Raises MusterError as `train.loop.train` does."""
     folder = Path(run.config.output_dir)
     run.preemption.watch(run.world)
+    held = lease.Lease(folder, run.world.attempt) if run.world.is_first else None
     try:
         if run.step >= run.total_steps and run.finished_before:
             run.metrics.event("done", step=run.step, note="finished already")
@@ -99,6 +101,8 @@ def carry_out(run: Run) -> None:
     finally:
         run.preemption.close()
         run.metrics.close()
+        if held:
+            held.let_go()
 
 
 def set_numerics(config: Config, world: World) -> None:
@@ -120,10 +124,12 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
     if world.is_first:
         try:
             before = outcome.read(folder)
+            lease.refuse_if_held(folder, before)
             if config.checkpoint.resume == "never" and before.get("launcher") != outcome.launcher():
                 set_aside(folder)
                 before = {}
             checkpoint.prepare(folder / "checkpoints")
+            take_over(folder, world, before)
             saved, bad = find_checkpoint(folder, config)
             facts = count_idle_attempts(folder, config, before, saved)
             outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, **facts)
@@ -140,6 +146,12 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
         manifest = json.loads((Path(choice["path"]) / checkpoint.MANIFEST).read_text())
         saved = Saved(Path(choice["path"]), manifest)
     return saved, {**choice["before"], "bad": choice["bad"]}
+
+
+def take_over(folder: Path, world: World, before: dict[str, Any]) -> None:
+    """From here on the run is this attempt's: what is wrong with it now is this attempt's outcome."""
+    kept = {key: before[key] for key in ("step", "furthest", "idle_attempts", "cause") if key in before}
+    outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, **kept)
 
 
 def count_idle_attempts(folder: Path, config: Config, before: dict[str, Any], saved: Saved | None) -> dict[str, Any]:

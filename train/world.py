@@ -13,9 +13,10 @@ import json
 import os
 import socket
 import struct
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +32,7 @@ from train.errors import ConfigError, MusterError
 # What two nodes may differ in without being another run: local places.
 MAY_DIFFER_BETWEEN_RANKS = ("data.root", "gpus")
 POLL_S = 0.02
+STORE_ANSWER_S = 1.0
 
 
 class Unheard(ConfigError):
@@ -185,18 +187,18 @@ class World:
 
     def claim_failure(self, record: dict[str, Any]) -> dict[str, Any]:
         """Post why this rank fails, unless another did before; give back the first failure of the attempt."""
-        with contextlib.suppress(Exception):
-            first: dict[str, Any] = json.loads(self.store.compare_set("failed", "", json.dumps(record)))
-            return first
-        return record  # the store is gone with the rank that held it
+        said = _within(STORE_ANSWER_S, lambda: self.store.compare_set("failed", "", json.dumps(record)))
+        return json.loads(said) if said else record
 
     def first_failure(self, wait_s: float) -> dict[str, Any] | None:
         """What another rank has posted by `claim_failure`, if it does so within `wait_s`."""
-        with contextlib.suppress(Exception):
+
+        def ask() -> Any:
             self.store.wait(["failed"], timedelta(seconds=wait_s))
-            first: dict[str, Any] = json.loads(self.store.get("failed"))
-            return first
-        return None
+            return self.store.get("failed")
+
+        said = _within(wait_s + STORE_ANSWER_S, ask)
+        return json.loads(said) if said else None
 
     def close(self) -> None:
         """Leave the process group; rank 0, which may hold the store, goes last."""
@@ -294,6 +296,20 @@ def code_hash() -> str:
     for source in sorted(root.rglob("*.py")):
         digest.update(str(source.relative_to(root)).encode() + source.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def _within(seconds: float, ask: Callable[[], Any]) -> Any:
+    """What the store answers; None if it is gone or silent: a read from a store that was cut off has no timeout."""
+    answers: list[Any] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
 
 
 def _connect(place: Place, timeout_s: float) -> Store:

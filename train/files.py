@@ -1,0 +1,34 @@
+"""Files that are replaced in one step and survive a power cut."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from train.errors import storage_error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename or a new name in `folder` last through a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file beside `path`, then put it in its place in one step."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(draft)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise storage_error(f"write {path}:", error) from error
