@@ -152,8 +152,30 @@ def test_differences_name_what_matters():
 
 def test_rooms_depend_in_one_direction():
     """config -> world -> data -> model -> strategy -> loop -> checkpoint, metrics: the left never imports the right."""
-    order = """errors files config component plan world data models objective optim preemption strategies outcome lease
-        checkpoint metrics report loop run entry check rendezvous""".split()
+    order = [
+        "errors",
+        "files",
+        "config",
+        "component",
+        "plan",
+        "world",
+        "data",
+        "models",
+        "objective",
+        "optim",
+        "preemption",
+        "strategies",
+        "outcome",
+        "lease",
+        "checkpoint",
+        "metrics",
+        "report",
+        "loop",
+        "run",
+        "entry",
+        "check",
+        "rendezvous",
+    ]
     rooms = {path.stem if path.is_file() else path.name for path in (ROOT / "train").iterdir()} - {
         "__init__",
         "__main__",

@@ -32,8 +32,12 @@ class Preemption:
         self._change = threading.Condition()
 
     def install(self) -> None:
-        """Take SIGTERM from now on. A second one changes nothing."""
-        signal.signal(signal.SIGTERM, self._on_signal)
+        """Take SIGTERM from now on. A second one changes nothing.
+
+        Slurm sends a step's USR1 or USR2 to every process in it, workers included: they mean the same.
+        """
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, self._on_signal)
 
     def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
         self.signalled = True

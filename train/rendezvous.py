@@ -48,14 +48,15 @@ def main() -> None:
 
     store = TCPStore("0.0.0.0", arguments.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     print(f"rendezvous store on {socket.gethostname()}:{store.port}", flush=True)
-    started = time.time()
-    ended_since: float | None = None
+    started, since, last = time.time(), time.monotonic(), None
     while not stop.wait(POLL_S):
         record = outcome.read(arguments.until_end_of) if arguments.until_end_of else {}
-        over = record.get("outcome") in ENDED and float(record.get("time", 0)) > started
-        ended_since = (ended_since or time.monotonic()) if over else None
-        if ended_since is not None and time.monotonic() - ended_since >= arguments.linger:
-            print(f"the run has ended: {record['outcome']}", flush=True)
+        word = record.get("outcome") if float(record.get("time", 0)) > started else None
+        if word != last:
+            since, last = time.monotonic(), word
+        patience = arguments.linger if word in ENDED else LONGEST_PAUSE_S
+        if word not in (None, outcome.RUNNING) and time.monotonic() - since >= patience:
+            print(f"the run has ended: {word}", flush=True)
             return
 
 

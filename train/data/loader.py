@@ -124,8 +124,8 @@ def _unchanged(batch: Any) -> Any:
 
 def _start_worker(_: int) -> None:
     # torchrun signals the whole process group: a worker that dies of SIGTERM takes the last checkpoint with it.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def batches(

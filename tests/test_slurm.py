@@ -1,0 +1,181 @@
+"""The batch scripts and submit.py on a real Slurm of three hosts."""
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from cluster import checkout, result, slurm  # noqa: F401
+from custom import RECORDED, assert_exact
+from launch import ROOT, environment, run
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+SLOW = (
+    *RECORDED,
+    "batch_size=10",
+    "log.every_steps=1",
+    "log.report=false",
+    "log.tensorboard=false",
+    "dist.timeout_s=20",
+)
+
+
+def step(folder):
+    try:
+        return max(result(folder).losses, default=0)
+    except (OSError, ValueError):
+        return 0
+
+
+def reach(folder, target, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while step(folder) < target:
+        assert time.monotonic() < deadline, f"step {step(folder)} of {target}"
+        time.sleep(0.2)
+
+
+def logs(checkout):  # noqa: F811
+    return "\n".join(path.read_text() for path in sorted((checkout / "slurm/logs").glob("*.log")))
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    folder = tmp_path / "ledger"
+    folder.mkdir()
+    return folder
+
+
+def test_every_directive_is_one():
+    """`# SBATCH` with a blank is an inert comment, and one after the first command is ignored."""
+    for script in (ROOT / "slurm").glob("*.sbatch"):
+        lines = script.read_text().splitlines()
+        assert not [line for line in lines if re.match(r"#\s+SBATCH", line)], script
+        first = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
+        assert all(n < first for n, line in enumerate(lines) if line.startswith("#SBATCH"))
+        assert sum(line.startswith("#SBATCH") for line in lines) >= 6
+
+
+def test_two_nodes_train_as_torchrun_does(slurm, checkout, tmp_path):  # noqa: F811
+    """The same samples and, to 1e-4 relative, the same losses as torchrun on one machine; two jobs at once, on the same nodes."""
+    common = ("max_steps=30", "log.every_steps=1", "batch_size=50")
+    jobs = [slurm.sbatch(checkout, *common, f"name={name}", f"seed={seed}") for name, seed in (("a", 0), ("b", 1))]
+    for job in jobs:
+        state = slurm.ended(job)
+        assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), logs(checkout)
+    for name, seed in (("a", 0), ("b", 1)):
+        plain = run(tmp_path / name, *common, f"seed={seed}", ranks=2)
+        ours = result(checkout / "runs" / name)
+        assert ours.events("start")[0]["world_size"] == 2
+        assert list(ours.losses) == list(plain.losses)
+        assert all(ours.losses[n] == pytest.approx(loss, rel=1e-4) for n, loss in plain.losses.items())
+
+
+def test_a_wrong_override_ends_at_once(slurm, checkout):  # noqa: F811
+    started = time.monotonic()
+    job = slurm.sbatch(checkout, "lr=3")
+    state = slurm.ended(job, timeout_s=30)
+    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0")
+    assert "did you mean optimizer.lr?" in logs(checkout) and state["Restarts"] == "0"
+    assert time.monotonic() - started < 30
+
+
+def test_usr1_saves_requeues_and_resumes(slurm, checkout, ledger):  # noqa: F811
+    folder = checkout / "runs/run"
+    job = slurm.sbatch(checkout, *SLOW, "max_steps=200", "checkpoint.every_steps=1000", LEDGER=str(ledger))
+    reach(folder, 40)
+    slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+    state = slurm.ended(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), logs(checkout)
+    assert result(folder).events("preempted") and result(folder).events("resume")[0]["step"] >= 40
+    assert_exact(ledger, steps=200, batch_size=10)
+    assert "start: " in logs(checkout), "the log of the first attempt was truncated"
+
+
+def test_requeue_and_preemption_resume(slurm, checkout, ledger):  # noqa: F811
+    """scontrol requeue, then a job of a higher partition that needs the nodes: both send SIGTERM."""
+    folder = checkout / "runs/run"
+    job = slurm.sbatch(checkout, *SLOW, "max_steps=300", "checkpoint.every_steps=10", LEDGER=str(ledger))
+    reach(folder, 30)
+    slurm.on("ctl", "scontrol", "requeue", job)
+    slurm.wait(job, "PENDING", timeout_s=60)
+    at = step(folder)
+    reach(folder, at + 20, timeout_s=90)
+    slurm.on("ctl", "sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
+    state = slurm.ended(job, timeout_s=200)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2"), logs(checkout)
+    assert_exact(ledger, steps=300, batch_size=10)
+
+
+def test_a_lost_node_brings_the_job_back(slurm, checkout, ledger):  # noqa: F811
+    folder = checkout / "runs/run"
+    job = slurm.sbatch(
+        checkout, *SLOW, "max_steps=200", "checkpoint.every_steps=10", flags=("--nodelist=n1,n2",), LEDGER=str(ledger)
+    )
+    reach(folder, 30)
+    script = ROOT / "tests/substrates/slurm.sh"
+    subprocess.run([script, "link", slurm.folder, "n2", "down"], check=True)
+    try:
+        slurm.wait(job, "PENDING", timeout_s=120)
+    finally:
+        subprocess.run([script, "link", slurm.folder, "n2", "up"], check=True)
+    state = slurm.ended(job, timeout_s=200)
+    assert state["JobState"] == "COMPLETED" and int(state["Restarts"]) >= 1, logs(checkout)
+    assert_exact(ledger, steps=200, batch_size=10)
+
+
+def test_scancel_stays_cancelled(slurm, checkout, ledger):  # noqa: F811
+    folder = checkout / "runs/run"
+    job = slurm.sbatch(checkout, *SLOW, "max_steps=100000", LEDGER=str(ledger))
+    reach(folder, 10)
+    slurm.on("ctl", "scancel", job)
+    assert slurm.ended(job)["JobState"] == "CANCELLED"
+    time.sleep(3)
+    assert slurm.state(job)["JobState"] == "CANCELLED"
+    assert result(folder).outcome["outcome"] == "preempted"
+
+
+def submit(slurm, checkout, *arguments, ok=True, **env):  # noqa: F811
+    env = {"PYTHONPATH": f"{checkout}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", **env}
+    return slurm.on("ctl", sys.executable, "slurm/submit.py", *arguments, cwd=checkout, env=env, ok=ok)
+
+
+def test_submit_a_sweep_of_three(slurm, checkout):  # noqa: F811
+    out = submit(slurm, checkout, "-m", "--wait", "cluster.nodes=1", "optimizer.lr=0.1,0.05,0.01", "max_steps=5")
+    assert sorted(path.name for path in (checkout / "runs/run").iterdir()) == [
+        f"optimizer.lr={lr}" for lr in ("0.01", "0.05", "0.1")
+    ], out
+    assert len(re.findall(r"^\[\d+_\d\] done", out, re.M)) == 3, out
+
+
+def test_submit_is_requeued_and_resumes(slurm, checkout, ledger):  # noqa: F811
+    folder = checkout / "runs/run"
+    out = submit(
+        slurm, checkout, "cluster.nodes=2", *SLOW, "max_steps=150", "checkpoint.every_steps=1000", LEDGER=str(ledger)
+    )
+    job = re.search(r"job (\d+)", out)[1]
+    reach(folder, 40)
+    slurm.on("ctl", "scancel", "--signal=USR2", job)
+    state = slurm.ended(job)
+    text = "\n".join(path.read_text() for path in (checkout / "slurm/logs").glob("*.err"))
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), text[-4000:]
+    assert result(folder).events("resume")[0]["step"] >= 40
+    assert_exact(ledger, steps=150, batch_size=10)
+
+
+def local(tmp_path, *arguments):
+    line = [sys.executable, str(ROOT / "slurm/submit.py"), *arguments]
+    return subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def test_submit_locally(tmp_path):
+    done = local(tmp_path, "cluster=local", "cluster.nproc_per_node=2", "--wait", "max_steps=4")
+    assert done.returncode == 0 and "] done" in done.stdout, done.stdout + done.stderr
+    assert result(tmp_path / "runs/run").events("start")[0]["world_size"] == 2
+
+
+def test_submit_says_what_is_wrong_before_it_sends_anything(tmp_path):
+    for mistake, said in (("lr=3", "optimizer.lr"), ("cluster.node=3", "nodes"), ("cluster.nodes=0", "at least 1")):
+        done = local(tmp_path, "cluster=local", mistake)
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "slurm").exists()
