@@ -149,7 +149,7 @@ def main() -> int:
         tell(error)
         return error.exit_code
     agents = [
-        Agent([*overrides, f"output_dir={folder}"], cluster, folder)
+        Agent([*overrides, f"output_dir={quoted(folder)}"], cluster, folder)
         for overrides, folder in zip(runs, own_folders(runs, folders), strict=True)
     ]
     executor = make_executor(cluster)
@@ -211,6 +211,11 @@ def own_folders(runs: list[list[str]], folders: list[str]) -> list[str]:
     common = set.intersection(*(set(run) for run in runs))
     names = [",".join(text for text in run if text not in common) or str(n) for n, run in enumerate(runs)]
     return [f"{folder}/{name.replace('/', '_')}" for folder, name in zip(folders, names, strict=True)]
+
+
+def quoted(path: str) -> str:
+    """As a value in Hydra's grammar, whatever is in it."""
+    return "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def make_executor(cluster: Cluster) -> submitit.AutoExecutor:

@@ -236,9 +236,12 @@ def explain(error: Exception) -> ConfigError:
         if "Interpolation" in type(cause).__name__ or "nterpolation" in reason:
             return ConfigError(f"{key}: {reason}")
         return ConfigError(f"{key}: {reason}; see `python -m train --help` for its type")
-    if match := re.match(r"Error parsing override '(.*)'", text):
+    if (
+        override := getattr(error, "override", None)
+        or (re.findall(r"Error parsing override '(.*)'", text) or [None])[0]
+    ):
         return ConfigError(
-            f"cannot read the override {match[1]!r}: write key=value, +key=value to add one, or ~key to drop one"
+            f"cannot read the override {override!r}: write key=value, with quotes around a value that has = or blanks in it: key=\"'a=b'\""
         )
     return ConfigError(f"{one_line(error)}: write overrides as key=value")
 

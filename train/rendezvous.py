@@ -25,9 +25,10 @@ ENDED = (
     "storage_error",
     "diverged",
     "crash_loop",
-    "preempted",
 )
 POLL_S = 1.0
+# After any other end a new attempt begins within this time, or none does.
+LONGEST_PAUSE_S = 60.0
 
 
 def main() -> None:
