@@ -1,0 +1,392 @@
+"""The manifests: strictly valid, in agreement with the code, and played on Docker with what each API injects."""
+
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import kubeflow.training
+import kubeflow_trainer_api.models as trainer
+import kubernetes_validate
+import pytest
+import yaml
+from custom import RECORDED, assert_exact
+from engine import engine, skip  # noqa: F401
+from launch import ROOT, Result, environment, run
+
+from train import errors
+
+K8S = ROOT / "k8s"
+JOBS = {
+    "pytorchjob": "base/pytorchjob.yaml",
+    "trainjob": "trainjob/trainjob.yaml",
+    "indexed-job": "indexed-job/indexed-job.yaml",
+}
+
+
+def documents(path):
+    return [document for document in yaml.safe_load_all((K8S / path).read_text()) if document]
+
+
+def everything():
+    paths = sorted(path for path in K8S.rglob("*.yaml") if path.name != "kustomization.yaml" and not path.is_symlink())
+    return [(str(path.relative_to(K8S)), document) for path in paths for document in documents(path.relative_to(K8S))]
+
+
+def lost(given, kept, where=""):
+    """What a typed model silently dropped or changed."""
+    if isinstance(given, dict):
+        for key, value in given.items():
+            if not isinstance(kept, dict) or key not in kept:
+                yield f"{where}/{key}"
+            else:
+                yield from lost(value, kept[key], f"{where}/{key}")
+    elif isinstance(given, list):
+        for number, value in enumerate(given):
+            yield from (
+                lost(value, kept[number], f"{where}[{number}]") if number < len(kept or []) else [f"{where}[{number}]"]
+            )
+    elif given != kept:
+        yield f"{where}: {given!r} became {kept!r}"
+
+
+def check(document):
+    """Raises ValueError if the API would not take it, or would drop part of it."""
+    kind = document["kind"]
+    try:
+        if kind == "PyTorchJob":
+            response = type("Response", (), {"data": json.dumps(document)})()
+            api = kubeflow.training.ApiClient()
+            kept = api.sanitize_for_serialization(api.deserialize(response, "KubeflowOrgV1PyTorchJob"))
+            as_pods(document["spec"]["pytorchReplicaSpecs"]["Worker"]["template"])
+        elif kind in ("TrainJob", "TrainingRuntime"):
+            kept = getattr(trainer, f"TrainerV1alpha1{kind}").from_dict(document).to_dict()
+            if kind == "TrainingRuntime":
+                as_pods(document["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"])
+        else:
+            kubernetes_validate.validate(document, "1.32", strict=True)
+            return
+    except Exception as error:
+        raise ValueError(f"{kind}: {error}") from error
+    if dropped := list(lost(document, kept)):
+        raise ValueError(f"{kind}: {dropped}")
+
+
+def as_pods(template):
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "x", **template["metadata"]},
+        "spec": template["spec"],
+    }
+    kubernetes_validate.validate(pod, "1.32", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "document"), everything(), ids=lambda value: value if isinstance(value, str) else value["kind"]
+)
+def test_manifests_are_strictly_valid(path, document):
+    check(document)
+
+
+MUTATIONS = {
+    "unknown field": lambda node: node.update(runPolici={}),
+    "wrong type": lambda node: node.update({next(iter(node)): [[1]]}),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "document"), everything(), ids=lambda value: value if isinstance(value, str) else value["kind"]
+)
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_validation_can_fail(path, document, mutation):
+    spoiled = copy.deepcopy(document)
+    MUTATIONS[mutation](spoiled["spec"])
+    with pytest.raises(ValueError):
+        check(spoiled)
+
+
+def test_a_missing_field_is_found():
+    job = documents(JOBS["pytorchjob"])[0]
+    del job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["name"]
+    with pytest.raises(ValueError):
+        check(job)
+    with pytest.raises(ValueError):
+        check({key: value for key, value in documents(JOBS["trainjob"])[1].items() if key != "spec"} | {"spec": {}})
+
+
+def test_apply_sees_what_kustomize_sees():
+    """`kubectl apply -f k8s/` reads the folder's own files, which are those of the base."""
+    assert sorted(path.name for path in K8S.glob("*.yaml")) == sorted(
+        path.name for path in (K8S / "base").glob("*.yaml") if path.name != "kustomization.yaml"
+    )
+    assert all(path.resolve() == (K8S / "base" / path.name).resolve() for path in K8S.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+def test_overlays_build_and_are_valid(overlay):
+    if not shutil.which("kubectl"):
+        skip("kubectl is not installed")
+    out = subprocess.run(
+        ["kubectl", "kustomize", str(K8S / "overlays" / overlay)], capture_output=True, text=True, timeout=60
+    )
+    assert out.returncode == 0, out.stderr
+    built = list(yaml.safe_load_all(out.stdout))
+    assert sorted(document["kind"] for document in built) == ["NetworkPolicy", "PersistentVolumeClaim", "PyTorchJob"]
+    for document in built:
+        check(document)
+    job = next(document for document in built if document["kind"] == "PyTorchJob")
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    assert container["image"] == f"muster:{overlay}"
+    gpus = container["resources"]["limits"].get("nvidia.com/gpu")
+    assert gpus == (job["spec"]["nprocPerNode"] if overlay == "gpu" else None)
+
+
+def pod(job):
+    """The pod template of a job and how many pods it has."""
+    for document in documents(JOBS[job]):
+        spec = document["spec"]
+        if document["kind"] == "PyTorchJob":
+            return spec["pytorchReplicaSpecs"]["Worker"]["template"], spec["pytorchReplicaSpecs"]["Worker"]["replicas"]
+        if document["kind"] == "TrainingRuntime":
+            return spec["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"], spec["mlPolicy"][
+                "numNodes"
+            ]
+        if document["kind"] == "Job":
+            return spec["template"], spec["completions"]
+    raise AssertionError(job)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_manifests_agree_with_the_code(job):
+    template, _ = pod(job)
+    spec, container = template["spec"], template["spec"]["containers"][0]
+    done = subprocess.run(
+        [sys.executable, "-m", "train.check", *container["args"]],
+        cwd="/tmp",
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert "/job" + done.stdout.strip().removeprefix("/tmp") == "/job/runs/muster" and "/job/runs" in mounts
+    assert spec["terminationGracePeriodSeconds"] > 30, "torchrun gives its workers 30 s"
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert (
+        volumes[mounts["/job/runs"]]["persistentVolumeClaim"]["claimName"]
+        == documents("base/volume.yaml")[0]["metadata"]["name"]
+    )
+    assert container["securityContext"]["readOnlyRootFilesystem"] and container["securityContext"]["capabilities"] == {
+        "drop": ["ALL"]
+    }
+    assert spec["securityContext"]["runAsUser"] == 1000 and not spec["automountServiceAccountToken"]
+    selector = documents("base/network-policy.yaml")[0]["spec"]["podSelector"]["matchLabels"]
+    assert selector.items() <= template["metadata"]["labels"].items()
+
+
+def test_permanent_failures_are_those_of_the_code():
+    job = next(document for document in documents(JOBS["indexed-job"]) if document["kind"] == "Job")
+    rule = next(rule for rule in job["spec"]["podFailurePolicy"]["rules"] if rule["action"] == "FailJob")
+    final = {kind.exit_code for kind in errors.MusterError.__subclasses__()} - {1, 75}
+    assert set(rule["onExitCodes"]["values"]) == final
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    settings = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert int(settings["NNODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+
+
+def injected(job, index, pods):
+    """What the API's controller puts into pod `index`, and the names that cluster DNS gives it."""
+    if job == "pytorchjob":
+        spec = documents(JOBS[job])[0]["spec"]
+        elastic = spec["elasticPolicy"]
+        conf = ",".join(f"{entry['key']}={entry['value']}" for entry in elastic["rdzvConf"])
+        return f"muster-worker-{index}", {
+            "PET_RDZV_BACKEND": elastic["rdzvBackend"], "PET_RDZV_ENDPOINT": "muster-worker-0:23456", "PET_RDZV_ID": elastic["rdzvId"],
+            "PET_RDZV_CONF": conf, "PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
+            "PET_MAX_RESTARTS": str(elastic["maxRestarts"]), "PET_NPROC_PER_NODE": spec["nprocPerNode"], "PYTHONUNBUFFERED": "1",
+        }  # fmt: skip
+    if job == "trainjob":
+        job_trainer = documents(JOBS[job])[1]["spec"]["trainer"]
+        return f"muster-node-0-{index}.muster", {
+            "PET_NNODES": str(pods), "PET_NPROC_PER_NODE": str(job_trainer["numProcPerNode"]), "PET_NODE_RANK": str(index),
+            "PET_MASTER_ADDR": "muster-node-0-0.muster", "PET_MASTER_PORT": "29500",
+        }  # fmt: skip
+    return f"muster-{index}.muster", {"JOB_COMPLETION_INDEX": str(index)}
+
+
+class Pods:
+    """One container a pod on a network of their own, restarted as the job's policy has it."""
+
+    def __init__(self, env, folder, job, *arguments):
+        self.env, self.job, self.prefix = env, job, f"muster-test-{job}"
+        self.template, self.count = pod(job)
+        self.arguments = ["name=muster", "output_dir=runs/muster", *arguments]
+        self.runs = folder / "runs"
+        (self.runs / "ledger").mkdir(parents=True)
+        for path in (self.runs, self.runs / "ledger"):
+            os.chown(path, 1000, 1000)
+        for path in (folder, *folder.parents):
+            if path.is_relative_to("/tmp") and path != Path("/tmp"):
+                path.chmod(path.stat().st_mode | 0o055)
+
+    def __enter__(self):
+        self.docker("network", "create", "--internal", "--subnet=172.31.77.0/24", self.prefix)
+        for index in range(self.count):
+            self.start(index)
+        return self
+
+    def __exit__(self, *_):
+        for index in range(self.count):
+            self.docker("rm", "-f", f"{self.prefix}-{index}", ok=False)
+        self.docker("network", "rm", self.prefix, ok=False)
+
+    def start(self, index):
+        name, variables = injected(self.job, index, self.count)
+        container = self.template["spec"]["containers"][0]
+        address = f"172.31.77.{10 + index}"
+        own = {entry["name"]: entry.get("value", address) for entry in container["env"]}
+        variables = {**own, **variables, "PYTHONPATH": "/opt/muster:/tests", "LEDGER": "/job/runs/ledger"}
+        user = self.template["spec"]["securityContext"]
+        entrypoint, *command = container["command"]
+        self.docker(
+            "run", "-d", "--name", f"{self.prefix}-{index}", "--network", self.prefix, "--network-alias", name, "--ip", address,
+            "--hostname", name.split(".")[0], "--user", f"{user['runAsUser']}:{user['runAsGroup']}", "--read-only", "--tmpfs", "/tmp",
+            "--cap-drop=ALL", "--security-opt=no-new-privileges", "--shm-size=256m", "-v", f"{self.runs}:/job/runs", "-v", f"{ROOT / 'tests'}:/tests:ro",
+            *(word for key, value in variables.items() for word in ("-e", f"{key}={value}")),
+            "--entrypoint", entrypoint, container["image"], *command, *self.arguments,
+        )  # fmt: skip
+
+    def docker(self, *command, ok=True):
+        done = subprocess.run(["docker", *command], env=self.env, capture_output=True, text=True, timeout=120)
+        assert not ok or done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    def code(self, index):
+        """The exit code of a pod that has ended, else None."""
+        status, code = self.docker(
+            "inspect", "--format", "{{.State.Status}} {{.State.ExitCode}}", f"{self.prefix}-{index}"
+        ).split()
+        return int(code) if status == "exited" else None
+
+    def until_all_succeed(self, timeout_s=200):
+        """Play the controller: a pod that failed is started again, until all have ended well."""
+        deadline = time.monotonic() + timeout_s
+        while (codes := [self.code(index) for index in range(self.count)]) != [0] * self.count:
+            assert time.monotonic() < deadline, self.logs()
+            for index, code in enumerate(codes):
+                if code:
+                    if self.job == "trainjob":  # static rendezvous: the job is restarted as a whole
+                        for other in range(self.count):
+                            self.delete(other)
+                        for other in range(self.count):
+                            self.start(other)
+                        break
+                    self.delete(index)
+                    self.start(index)
+            time.sleep(0.5)
+
+    def delete(self, index):
+        """As kubectl delete pod does: SIGTERM, and SIGKILL after the grace period."""
+        self.docker(
+            "stop", "--time", str(self.template["spec"]["terminationGracePeriodSeconds"]), f"{self.prefix}-{index}"
+        )
+        self.docker("rm", "-f", f"{self.prefix}-{index}")
+
+    def logs(self):
+        return "\n".join(
+            self.docker("logs", "--tail", "40", f"{self.prefix}-{index}", ok=False) for index in range(self.count)
+        )
+
+    @property
+    def result(self):
+        return Result(0, "", self.runs / "muster", 0)
+
+    def step(self):
+        try:
+            return max(self.result.losses, default=0)
+        except (OSError, ValueError):
+            return 0
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("job", JOBS)
+def test_pods_train_as_torchrun_does_and_survive_a_deletion(engine, tmp_path, job):  # noqa: F811
+    """The same losses to 1e-4 relative, and after a pod was deleted in the middle the sample ledger is exact."""
+    arguments = (
+        *RECORDED,
+        "batch_size=12",
+        "max_steps=200",
+        "log.every_steps=1",
+        "log.report=false",
+        "checkpoint.every_steps=50",
+        "dist.timeout_s=30",
+    )
+    (tmp_path / "ledger").mkdir()
+    plain = run(tmp_path / "plain", *arguments, "+model.delay_s=0", env={"LEDGER": str(tmp_path / "ledger")}, ranks=2)
+    with Pods(engine, tmp_path, job, *arguments, "+model.delay_s=0.05") as pods:
+        deadline = time.monotonic() + 90
+        while pods.step() < 30 or pods.result.lines("event")[-1].get("world_size", pods.count) < 2:
+            assert time.monotonic() < deadline, pods.logs()
+            time.sleep(0.2)
+        pods.delete(1)
+        pods.start(1)
+        pods.until_all_succeed()
+        result = pods.result
+        assert result.events("preempted") and result.events("resume")
+        assert_exact(pods.runs / "ledger", steps=200, batch_size=12)
+        assert all(result.losses[step] == pytest.approx(loss, rel=1e-4) for step, loss in plain.losses.items())
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("job", ["pytorchjob", "indexed-job"])
+@pytest.mark.parametrize(("mistake", "code"), [("modell=mlp", 2), ("data=mnist", 3)])
+def test_a_permanent_failure_has_its_own_exit_code(engine, tmp_path, job, mistake, code):  # noqa: F811
+    with Pods(engine, tmp_path, job, mistake) as pods:
+        deadline = time.monotonic() + 90
+        while pods.code(0) is None:
+            assert time.monotonic() < deadline, pods.logs()
+            time.sleep(0.5)
+        assert pods.code(0) == code, pods.logs()
+
+
+@pytest.mark.kubernetes
+@pytest.mark.timeout(900)
+def test_on_any_cluster_that_kubeconfig_names():
+    """Apply k8s/, wait for the job, delete a worker on the way, and see it resume: needs PyTorchJob and muster:cpu there."""
+    if not os.environ.get("KUBECONFIG"):
+        pytest.skip(
+            "KUBECONFIG names no cluster: kind, minikube or a real one, with the training operator and the image muster:cpu"
+        )
+    kubectl = ["kubectl", "--namespace", os.environ.get("NAMESPACE", "default")]
+    subprocess.run([*kubectl, "apply", "-f", str(K8S)], check=True, timeout=120)
+    try:
+        deleted = False
+        for _ in range(400):
+            out = subprocess.run(
+                [*kubectl, "logs", "-l", "app.kubernetes.io/instance=muster", "--tail=5"],
+                capture_output=True,
+                text=True,
+            ).stdout
+            if not deleted and re.search(r"^step \d\d+/", out, re.M):
+                subprocess.run([*kubectl, "delete", "pod", "muster-worker-1", "--wait=false"], check=True)
+                deleted = True
+            state = subprocess.run(
+                [*kubectl, "get", "pytorchjob", "muster", "-o", "jsonpath={.status.conditions[-1:].type}"],
+                capture_output=True,
+                text=True,
+            ).stdout
+            if state in ("Succeeded", "Failed"):
+                break
+            time.sleep(2)
+        assert state == "Succeeded" and deleted, out
+    finally:
+        subprocess.run([*kubectl, "delete", "-f", str(K8S), "--ignore-not-found"], timeout=120)
