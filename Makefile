@@ -16,11 +16,12 @@ train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); AR
 test: $(VENV)/.test ## the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck
+lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck, hadolint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
 	git ls-files '*.sh' '*.sbatch' .ci/run | xargs -r $(BIN)/shellcheck
+	$(BIN)/hadolint docker/Dockerfile
 
 format: $(VENV)/.test ## rewrite the sources as ruff would
 	$(BIN)/ruff check --fix .
