@@ -14,7 +14,12 @@ train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); AR
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(NPROC) -m train $(ARGS)
 
 test: $(VENV)/.test ## the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
-	$(BIN)/python -m pytest $(ARGS)
+ifeq ($(ARGS),)
+	$(BIN)/python -m pytest -n 2 -m "not docker and not slurm and not kubernetes"
+	$(BIN)/python -m pytest -rs -m "docker or slurm or kubernetes"
+else
+	$(BIN)/python -m pytest -rs $(ARGS)
+endif
 
 lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck, hadolint
 	$(BIN)/ruff check .

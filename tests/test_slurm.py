@@ -145,7 +145,7 @@ def test_submit_a_sweep_of_three(slurm, checkout):  # noqa: F811
     assert sorted(path.name for path in (checkout / "runs/run").iterdir()) == [
         f"optimizer.lr={lr}" for lr in ("0.01", "0.05", "0.1")
     ], out
-    assert len(re.findall(r"^\[\d+_\d\] done", out, re.M)) == 3, out
+    assert len(re.findall(r"^\[\d+_\d\] done  /", out, re.M)) == 3, out
 
 
 def test_submit_is_requeued_and_resumes(slurm, checkout, ledger):  # noqa: F811

@@ -165,12 +165,13 @@ class World:
         if failure and self.size > 1:
             self.store.set(f"failure/{self.rank}", json.dumps([failure.exit_code, str(failure)]))
         failed = self.sum([float(failure is not None)])[0]
-        if failure:
+        if not failed:
+            return
+        rank = next((r for r in range(self.size) if self.store.check([f"failure/{r}"])), self.rank)
+        if failure and rank == self.rank:
             raise failure
-        if failed:
-            rank = next(r for r in range(self.size) if self.store.check([f"failure/{r}"]))
-            exit_code, message = json.loads(self.store.get(f"failure/{rank}"))
-            raise _rebuilt(exit_code, f"rank {rank}: {message}")
+        exit_code, message = json.loads(self.store.get(f"failure/{rank}"))
+        raise _rebuilt(exit_code, f"rank {rank}: {message}")
 
     @contextlib.contextmanager
     def local_first(self) -> Iterator[None]:

@@ -77,7 +77,7 @@ def _split(config: Config, *, train: bool) -> Any:
 
 
 def fingerprint(dataset: Any) -> str:
-    """Changes when the data does, as far as its length and eight of its samples tell, or as the dataset itself says."""
+    """Changes when the data does, as the dataset itself says; of one that says nothing, the length."""
     if hasattr(dataset, "fingerprint"):
         return str(dataset.fingerprint())
     if hasattr(dataset, "images"):
