@@ -198,3 +198,11 @@ def test_two_jobs_in_one_folder(tmp_path):
     third.send_signal(signal.SIGTERM)
     assert finish(third, tmp_path / "run").code == 75
     assert not list((tmp_path / "run").glob(".*"))
+
+
+def test_ctrl_c_saves_too(tmp_path):
+    process = start(tmp_path / "run", "model._target_=custom.Slow", "data._target_=custom.Numbered", "max_steps=100000")
+    wait_for(tmp_path / "run", reached(5), process=process)
+    process.send_signal(signal.SIGINT)
+    result = finish(process, tmp_path / "run")
+    assert result.code == 75 and result.outcome["outcome"] == "preempted", result.out

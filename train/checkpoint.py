@@ -59,6 +59,7 @@ class Checkpoints:
         self._writer: threading.Thread | None = None
         self._failures: list[StorageError] = []
         self.newest_step: int | None = None
+        self._saves = 0  # the same on every rank: names the keys by which the ranks' writers find each other
 
     def save(self, *, state: dict[str, Any], rank_state: dict[str, Any], position: dict[str, Any]) -> None:
         """Copy the state and write it in the background. Waits for the checkpoint before it. Collective.
@@ -72,6 +73,7 @@ class Checkpoints:
             StorageError: the last three checkpoints could not be written.
         """
         self.wait()
+        self._saves += 1
         if position["step"] == self.newest_step:
             return
         shared = _copy(state) if self.world.is_first else None
@@ -97,7 +99,7 @@ class Checkpoints:
         step, rank = int(position["step"]), self.world.rank
         name = f"step-{step:08d}"
         draft = self.folder / f".{name}.{self.world.attempt}"
-        key = f"checkpoint/{step}"
+        key = f"checkpoint/{self._saves}"
         started = time.perf_counter()
         store = self.world.store.clone() if self.world.size > 1 else self.world.store
         try:
@@ -126,7 +128,7 @@ class Checkpoints:
         """Rank 0: wait for every rank's files, write the manifest, rename, sync the folder, drop old ones."""
         files: dict[str, dict[str, Any]] = {}
         for rank in range(self.world.size):
-            key = f"checkpoint/{position['step']}/{rank}"
+            key = f"checkpoint/{self._saves}/{rank}"
             store.wait([key], timedelta(seconds=RANK_WAIT_S))
             said = json.loads(store.get(key))
             if said.get("failed"):

@@ -282,5 +282,3 @@ def die_with_launcher() -> None:
     """Under torchrun, die when the agent dies: an orphan would train on beside the worker that replaces it."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() == 1 and os.environ.get("TORCHELASTIC_AGENT_PID", "1") != "1":  # it was dead before we asked
-            os._exit(1)

@@ -32,14 +32,16 @@ class Preemption:
         self._change = threading.Condition()
 
     def install(self) -> None:
-        """Take SIGTERM from now on. A second one changes nothing.
+        """Take SIGTERM, and Ctrl-C, from now on. A second SIGTERM changes nothing.
 
         Slurm sends a step's USR1 or USR2 to every process in it, workers included: they mean the same.
         """
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._on_signal)
 
-    def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.signalled:  # somebody at the keyboard does not want to wait
+            raise KeyboardInterrupt
         self.signalled = True
 
     def watch(self, world: World) -> None:
