@@ -112,30 +112,17 @@ class Compose:
     def __exit__(self, *_: object) -> None:
         self.run("down", "--timeout", "1", "--volumes")
 
+    def compose(self, *command: str) -> list[str]:
+        files = (ROOT / "docker/compose.yaml", ROOT / "tests/compose.yaml")
+        return ["docker", "compose", *(word for file in files for word in ("-f", str(file))), *command]
+
     def run(self, *command: str) -> str:
-        line = [
-            "docker",
-            "compose",
-            "-f",
-            str(ROOT / "docker/compose.yaml"),
-            "-f",
-            str(ROOT / "tests/compose.yaml"),
-            *command,
-        ]
-        return subprocess.run(line, env=self.env, capture_output=True, text=True, timeout=180).stdout
+        return subprocess.run(self.compose(*command), env=self.env, capture_output=True, text=True, timeout=180).stdout
 
     def up(self) -> subprocess.Popen[bytes]:
-        line = [
-            "docker",
-            "compose",
-            "-f",
-            str(ROOT / "docker/compose.yaml"),
-            "-f",
-            str(ROOT / "tests/compose.yaml"),
-            "up",
-            "--no-build",
-        ]
-        return subprocess.Popen(line, env=self.env, stdout=self.log.open("ab"), stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            self.compose("up", "--no-build"), env=self.env, stdout=self.log.open("ab"), stderr=subprocess.STDOUT
+        )
 
     @property
     def result(self) -> Result:

@@ -24,9 +24,10 @@ TIMES = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def say_times(engine):  # noqa: F811
+def say_times(engine, request):  # noqa: F811
     yield
-    print("\nmeasured seconds:", json.dumps({name: round(value, 1) for name, value in TIMES.items()}))
+    seconds = json.dumps({name: round(value, 1) for name, value in TIMES.items()})
+    request.config.pluginmanager.get_plugin("terminalreporter").write_line(f"\nmeasured seconds: {seconds}")
 
 
 def docker(engine, *command, ok=True):  # noqa: F811
