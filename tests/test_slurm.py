@@ -179,3 +179,36 @@ def test_submit_says_what_is_wrong_before_it_sends_anything(tmp_path):
         done = local(tmp_path, "cluster=local", mistake)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "slurm").exists()
+
+
+def test_the_time_limit_saves_requeues_and_resumes(slurm, checkout, ledger):  # noqa: F811
+    """USR1 comes some time before the limit (Slurm says: up to 60 s early), so only the outcome is asserted."""
+    folder = checkout / "runs/run"
+    flags = ("--time=2", "--signal=B:USR1@60")
+    work = (*SLOW, "+model.delay_s=0.1", "max_steps=1000", "checkpoint.every_steps=100000")
+    job = slurm.sbatch(checkout, *work, flags=flags, LEDGER=str(ledger))
+    state = slurm.ended(job, timeout_s=350)
+    assert state["JobState"] == "COMPLETED" and int(state["Restarts"]) >= 1, logs(checkout)
+    assert result(folder).events("preempted") and not result(folder).events("restart")
+    assert_exact(ledger, steps=1000, batch_size=10)
+
+
+def test_an_elastic_job_goes_on_with_fewer_nodes(slurm, checkout, ledger):  # noqa: F811
+    """One allocation, MIN_NODES=1: the second node's link is cut, and the first goes on without a requeue."""
+    folder = checkout / "runs/run"
+    flags = ("--no-kill", "--nodelist=n1,n2")
+    work = (*SLOW, "max_steps=600", "checkpoint.every_steps=10", "dist.timeout_s=8")
+    job = slurm.sbatch(checkout, *work, flags=flags, LEDGER=str(ledger), MIN_NODES="1")
+    reach(folder, 60)
+    script = ROOT / "tests/substrates/slurm.sh"
+    subprocess.run([script, "link", slurm.folder, "n2", "down"], check=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not [event for event in result(folder).events("resume") if event["world_size"] == 1]:
+            assert time.monotonic() < deadline, logs(checkout)
+            time.sleep(0.5)
+        state = slurm.ended(job, timeout_s=200)
+    finally:
+        subprocess.run([script, "link", slurm.folder, "n2", "up"], check=True)
+    assert state["Restarts"] == "0" and result(folder).outcome["outcome"] == "done", logs(checkout)
+    assert_exact(ledger, steps=600, batch_size=10)

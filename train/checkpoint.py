@@ -89,6 +89,11 @@ class Checkpoints:
         if len(self._failures) >= FAILURES_ALLOWED:
             raise self._failures[-1]
 
+    def settle(self, seconds: float) -> None:
+        """Give the checkpoint that is being written a last chance, before the run ends for another reason."""
+        if self._writer:
+            self._writer.join(timeout=seconds)
+
     def flush(self) -> None:
         """Wait, and raise StorageError if the checkpoint was given up: for the last one of a run."""
         self.wait()
@@ -296,6 +301,11 @@ class _Hashing:
         self.size += len(view)
         self.file.write(view)
         return len(view)
+
+    def settle(self, seconds: float) -> None:
+        """Give the checkpoint that is being written a last chance, before the run ends for another reason."""
+        if self._writer:
+            self._writer.join(timeout=seconds)
 
     def flush(self) -> None:
         self.file.flush()

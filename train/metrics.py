@@ -73,7 +73,9 @@ class Metrics:
             self._display.advance(step)
 
     def close(self) -> None:
-        if self.world.is_first:
+        if not self.world.is_first:
+            return
+        with self._lock:
             self._display.close()
             self._file.close()
             if self._board:
@@ -81,6 +83,8 @@ class Metrics:
 
     def _write(self, kind: str, **fields: Any) -> None:
         with self._lock:
+            if self._file.closed:  # the run has ended while a checkpoint was being written
+                return
             try:
                 self._file.write(json.dumps(_plain({"kind": kind, **fields})) + "\n")
             except OSError as error:

@@ -17,7 +17,7 @@ from train.component import build
 from train.config import Config, differences, to_dict
 from train.data.loader import Data
 from train.data.loader import load as load_data
-from train.errors import ConfigError, CrashLoop, DataError, MusterError, NoValidCheckpoint, storage_error
+from train.errors import ConfigError, CrashLoop, DataError, Diverged, MusterError, NoValidCheckpoint, storage_error
 from train.files import replace_file
 from train.loop import Run, train
 from train.metrics import Metrics, last_step
@@ -27,6 +27,7 @@ from train.preemption import Preemption
 from train.strategies.base import Recipe, Strategy
 from train.world import World
 
+SETTLE_S = 10.0
 OF_A_RUN = ("checkpoints", "metrics.jsonl", "config.yaml", "outcome.json", "model.pt", "tensorboard", "report.html")
 
 
@@ -98,6 +99,9 @@ def carry_out(run: Run) -> None:
         else:
             train(run)
             finish(run, folder)
+    except Diverged:  # on every rank alike, so the writers of all of them are still there
+        run.checkpoints.settle(SETTLE_S)
+        raise
     finally:
         run.preemption.close()
         run.metrics.close()
