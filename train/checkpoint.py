@@ -302,11 +302,6 @@ class _Hashing:
         self.file.write(view)
         return len(view)
 
-    def settle(self, seconds: float) -> None:
-        """Give the checkpoint that is being written a last chance, before the run ends for another reason."""
-        if self._writer:
-            self._writer.join(timeout=seconds)
-
     def flush(self) -> None:
         self.file.flush()
 
