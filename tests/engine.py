@@ -107,6 +107,7 @@ class Compose:
         self.log = folder / "up.log"
 
     def __enter__(self) -> Compose:
+        self.run("down", "--timeout", "1", "--volumes")  # what a test run that was killed may have left
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -237,6 +237,7 @@ class Pods:
                 path.chmod(path.stat().st_mode | 0o055)
 
     def __enter__(self):
+        self.__exit__()  # what a test run that was killed may have left
         self.docker("network", "create", "--internal", "--subnet=172.31.77.0/24", self.prefix)
         for index in range(self.count):
             self.start(index)
