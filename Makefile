@@ -6,7 +6,7 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 export PYTHONUNBUFFERED = 1
 
-.PHONY: help train test lint format bench clean
+.PHONY: help train test substrates-docker substrates-slurm lint format bench clean
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
@@ -16,10 +16,16 @@ train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); AR
 test: $(VENV)/.test ## the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
 	$(BIN)/python -m pytest -n 2 -m "not docker and not slurm and not kubernetes"
-	$(BIN)/python -m pytest -rs -n 2 --dist loadgroup -m "docker or slurm or kubernetes"
+	$(MAKE) --jobs=2 --output-sync=target --no-print-directory substrates-docker substrates-slurm
 else
 	$(BIN)/python -m pytest -rs $(ARGS)
 endif
+
+# Side by side: most of their time is waiting. Without a Docker engine or root they are skipped, and say so.
+substrates-docker: $(VENV)/.test
+	$(BIN)/python -m pytest -rs -m "docker or kubernetes"
+substrates-slurm: $(VENV)/.test
+	$(BIN)/python -m pytest -rs -m slurm
 
 lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck, hadolint
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ from custom import RECORDED, assert_exact
 from engine import Compose, build, engine  # noqa: F401
 from launch import ROOT, run
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(900), pytest.mark.xdist_group("docker")]
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 
 ARGS = " ".join(
     (

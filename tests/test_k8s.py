@@ -317,7 +317,6 @@ class Pods:
 
 
 @pytest.mark.docker
-@pytest.mark.xdist_group("docker")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("job", JOBS)
 def test_pods_train_as_torchrun_does_and_survive_a_deletion(engine, tmp_path, job):  # noqa: F811
@@ -348,7 +347,6 @@ def test_pods_train_as_torchrun_does_and_survive_a_deletion(engine, tmp_path, jo
 
 
 @pytest.mark.docker
-@pytest.mark.xdist_group("docker")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("job", ["pytorchjob", "indexed-job"])
 @pytest.mark.parametrize(("mistake", "code"), [("modell=mlp", 2), ("data=mnist", 3)])

@@ -10,7 +10,7 @@ from cluster import checkout, result, slurm  # noqa: F401
 from custom import RECORDED, assert_exact
 from launch import ROOT, environment, run
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 SLOW = (
     *RECORDED,
     "batch_size=10",
