@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 
 import pytest
 from custom import RECORDED, assert_exact
@@ -81,31 +82,21 @@ def test_one_container_trains_with_a_read_only_root(engine):  # noqa: F811
 
 def test_sigterm_reaches_the_workers(engine):  # noqa: F811
     name = "muster-test-sigterm"
-    line = [
-        "run",
-        "--rm",
-        "-d",
-        "--name",
-        name,
-        "--network=none",
-        "muster:cpu",
-        "torchrun",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "train",
-        "epochs=100000",
-    ]
-    docker(engine, *line)
-    follow = subprocess.Popen(
-        ["docker", "logs", "-f", name], env=engine, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    for text in follow.stdout:
-        if text.startswith("step 20/"):
-            docker(engine, "stop", "--time", "30", name)
-            break
-    rest = follow.communicate(timeout=60)[0]
-    assert "preempted: step=" in rest, rest
+    docker(engine, "rm", "-f", name, ok=False)
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", "-m", "train", "epochs=100000"]
+    docker(engine, "run", "-d", "--name", name, "--network=none", "muster:cpu", *torchrun)
+
+    def said():  # asked anew each time: a follower of an old engine may lose the last lines
+        done = docker(engine, "logs", name)
+        return done.stdout + done.stderr
+
+    deadline = time.monotonic() + 60
+    while "\nstep 20/" not in said():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.3)
+    docker(engine, "stop", "--time", "30", name)
+    assert "preempted: step=" in said(), said()
+    docker(engine, "rm", "-f", name)
 
 
 def test_up_trains_to_the_end_as_torchrun_does(engine, tmp_path):  # noqa: F811
