@@ -191,24 +191,3 @@ def test_the_time_limit_saves_requeues_and_resumes(slurm, checkout, ledger):  # 
     assert state["JobState"] == "COMPLETED" and int(state["Restarts"]) >= 1, logs(checkout)
     assert result(folder).events("preempted") and not result(folder).events("restart")
     assert_exact(ledger, steps=1000, batch_size=10)
-
-
-def test_an_elastic_job_goes_on_with_fewer_nodes(slurm, checkout, ledger):  # noqa: F811
-    """One allocation, MIN_NODES=1: the second node's link is cut, and the first goes on without a requeue."""
-    folder = checkout / "runs/run"
-    flags = ("--no-kill", "--nodelist=n1,n2")
-    work = (*SLOW, "max_steps=600", "checkpoint.every_steps=10", "dist.timeout_s=8")
-    job = slurm.sbatch(checkout, *work, flags=flags, LEDGER=str(ledger), MIN_NODES="1")
-    reach(folder, 60)
-    script = ROOT / "tests/substrates/slurm.sh"
-    subprocess.run([script, "link", slurm.folder, "n2", "down"], check=True)
-    try:
-        deadline = time.monotonic() + 120
-        while not [event for event in result(folder).events("resume") if event["world_size"] == 1]:
-            assert time.monotonic() < deadline, logs(checkout)
-            time.sleep(0.5)
-        state = slurm.ended(job, timeout_s=200)
-    finally:
-        subprocess.run([script, "link", slurm.folder, "n2", "up"], check=True)
-    assert state["Restarts"] == "0" and result(folder).outcome["outcome"] == "done", logs(checkout)
-    assert_exact(ledger, steps=600, batch_size=10)
