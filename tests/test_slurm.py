@@ -185,9 +185,9 @@ def test_the_time_limit_saves_requeues_and_resumes(slurm, checkout, ledger):  # 
     """USR1 comes some time before the limit (Slurm says: up to 60 s early), so only the outcome is asserted."""
     folder = checkout / "runs/run"
     flags = ("--time=2", "--signal=B:USR1@60")
-    work = (*SLOW, "+model.delay_s=0.1", "max_steps=1000", "checkpoint.every_steps=100000")
+    work = (*SLOW, "max_steps=1300", "checkpoint.every_steps=100000")
     job = slurm.sbatch(checkout, *work, flags=flags, LEDGER=str(ledger))
     state = slurm.ended(job, timeout_s=350)
     assert state["JobState"] == "COMPLETED" and int(state["Restarts"]) >= 1, logs(checkout)
     assert result(folder).events("preempted") and not result(folder).events("restart")
-    assert_exact(ledger, steps=1000, batch_size=10)
+    assert_exact(ledger, steps=1300, batch_size=10)
