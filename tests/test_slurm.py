@@ -179,15 +179,3 @@ def test_submit_says_what_is_wrong_before_it_sends_anything(tmp_path):
         done = local(tmp_path, "cluster=local", mistake)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "slurm").exists()
-
-
-def test_the_time_limit_saves_requeues_and_resumes(slurm, checkout, ledger):  # noqa: F811
-    """USR1 comes some time before the limit (Slurm says: up to 60 s early), so only the outcome is asserted."""
-    folder = checkout / "runs/run"
-    flags = ("--time=2", "--signal=B:USR1@60")
-    work = (*SLOW, "max_steps=1300", "checkpoint.every_steps=100000")
-    job = slurm.sbatch(checkout, *work, flags=flags, LEDGER=str(ledger))
-    state = slurm.ended(job, timeout_s=350)
-    assert state["JobState"] == "COMPLETED" and int(state["Restarts"]) >= 1, logs(checkout)
-    assert result(folder).events("preempted") and not result(folder).events("restart")
-    assert_exact(ledger, steps=1300, batch_size=10)

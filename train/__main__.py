@@ -15,5 +15,6 @@ if __name__ == "__main__":
     code = main(preemption)
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:  # a tear-down would put SIGTERM's default back, and the launcher's signal then hides the code
-        os._exit(code)
+    # No tear-down: it would put SIGTERM's default back, so that the launcher's signal hides the code, and torch's C++
+    # threads may abort the process in it ("terminate called without an active exception").
+    os._exit(code)
