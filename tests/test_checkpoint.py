@@ -90,6 +90,7 @@ def test_killed_anywhere_in_the_protocol_there_is_a_valid_one(tmp_path, point):
 def test_another_config_in_the_same_folder_is_refused(copy):
     result = run(copy, *SAVING, "optimizer.lr=0.5", "model.hidden=[16]", ranks=2, ok=False)
     assert len(result.said) == 1, result.out
+    assert "lr: 0.1" in (copy / "config.yaml").read_text(), "the run's own config was overwritten"
     assert "optimizer.lr: 0.1 -> 0.5" in result.said[0] and "model.hidden: [512] -> [16]" in result.said[0]
     assert "exitcode  : 2 " in result.out
 

@@ -46,6 +46,8 @@ def prepare(config: Config, world: World, preemption: Preemption) -> Run:
     )
     total_steps = config.max_steps or config.epochs * plan.steps_per_epoch
     world.together(refuse_changes(config, data, saved) if saved else None)
+    if world.is_first:  # not before: a config that was refused is not the run's
+        write_config(folder, config)
 
     strategy: Strategy = build(config.strategy, key="strategy", world=world)
     strategy.build(recipe(config, data, plan, total_steps))
@@ -137,7 +139,6 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
             saved, bad = find_checkpoint(folder, config)
             facts = count_idle_attempts(folder, config, before, saved)
             outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, **facts)
-            write_config(folder, config)
             choice = {"path": str(saved.folder) if saved else None, "before": before, "bad": bad}
         except MusterError as error:
             failure = error
