@@ -124,6 +124,50 @@ def test_a_lost_node_brings_the_job_back(slurm, checkout, ledger):  # noqa: F811
     assert_exact(ledger, steps=200, batch_size=10)
 
 
+def test_the_time_limit_saves_requeues_and_resumes(slurm, checkout, ledger):  # noqa: F811
+    """Two minutes are the shortest limit that leaves room for the signal; the job needs more than one of them."""
+    folder = checkout / "runs/run"
+    job = slurm.sbatch(
+        checkout,
+        *SLOW,
+        "max_steps=1000",
+        "checkpoint.every_steps=100000",
+        flags=("--time=2", "--signal=B:USR1@75"),
+        LEDGER=str(ledger),
+    )
+    state = slurm.ended(job, timeout_s=380)
+    assert state["JobState"] == "COMPLETED" and int(state["Restarts"]) >= 1, logs(checkout)
+    stopped, resumed = result(folder).events("preempted"), result(folder).events("resume")
+    assert [event["step"] for event in stopped] == [event["step"] for event in resumed], "a step was lost"
+    assert not result(folder).events("restart")
+    assert_exact(ledger, steps=1000, batch_size=10)
+
+
+def test_an_elastic_job_goes_on_without_a_lost_node(slurm, checkout, ledger):  # noqa: F811
+    folder = checkout / "runs/run"
+    job = slurm.sbatch(
+        checkout,
+        *SLOW,
+        "dist.timeout_s=8",
+        "max_steps=400",
+        "checkpoint.every_steps=10",
+        flags=("--no-kill", "--nodelist=n1,n2"),
+        LEDGER=str(ledger),
+        MIN_NODES="1",
+    )
+    reach(folder, 40)
+    script = ROOT / "tests/substrates/slurm.sh"
+    subprocess.run([script, "link", slurm.folder, "n2", "down"], check=True)
+    try:
+        state = slurm.ended(job, timeout_s=200)
+    finally:
+        subprocess.run([script, "link", slurm.folder, "n2", "up"], check=True)
+    assert state["Restarts"] == "0" and state["JobState"] == "COMPLETED", logs(checkout)
+    assert result(folder).events("start")[0]["world_size"] == 2
+    assert result(folder).events("resume")[-1]["world_size"] == 1
+    assert_exact(ledger, steps=400, batch_size=10)
+
+
 def test_scancel_stays_cancelled(slurm, checkout, ledger):  # noqa: F811
     folder = checkout / "runs/run"
     job = slurm.sbatch(checkout, *SLOW, "max_steps=100000", LEDGER=str(ledger))
