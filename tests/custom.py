@@ -169,3 +169,65 @@ def assert_exact(folder, *, steps, batch_size, size=1000, seed=0):
     assert sorted(got) == list(range(steps))
     for step in range(steps):
         assert got[step] == plan.batch(step).tolist(), step
+
+
+class Stuck(Slow):
+    """One rank stops moving in one step of its first attempt, with the GIL released or held."""
+
+    def __init__(self, rank=1, at=30, delay_s=0.02):
+        super().__init__(delay_s)
+        self.rank, self.at, self.calls = rank, at, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        mark = Path(os.environ["LEDGER"]).parent / "stuck"
+        if self.calls == self.at and os.environ.get("RANK", "0") == str(self.rank) and not mark.exists():
+            mark.touch()
+            time.sleep(10_000)
+        return super().forward(x)
+
+
+class SlowToStart(Slow):
+    """SLOW_S seconds for the model, and again for the first step."""
+
+    def __init__(self):
+        time.sleep(float(os.environ["SLOW_S"]))
+        super().__init__()
+        self.begun = False
+
+    def forward(self, x):
+        if not self.begun:
+            time.sleep(float(os.environ["SLOW_S"]))
+            self.begun = True
+        return super().forward(x)
+
+
+class SlowToTest(Numbered):
+    """Reading the test split takes a while."""
+
+    def __init__(self, train):
+        super().__init__(train, size=1000 if train else 40)
+        self.train = train
+
+    def __getitem__(self, index):
+        if not self.train:
+            time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+class Hungry(Slow):
+    """Runs into a memory limit in its third step."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 3:
+            import resource
+
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
+            torch.ones(2**28)
+        return super().forward(x)

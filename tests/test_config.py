@@ -164,6 +164,7 @@ def test_rooms_depend_in_one_direction():
         "objective",
         "optim",
         "preemption",
+        "heartbeat",
         "strategies",
         "outcome",
         "lease",

@@ -28,6 +28,7 @@ from train import config as schema
 from train.component import arguments, locate
 from train.config import Config
 from train.errors import ConfigError, MusterError, RankLost, nearest
+from train.heartbeat import BEAT_S, Heartbeat
 from train.preemption import Preemption
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from train.world import World
 
 FIRST_CAUSE_WAIT_S = 1.0  # a rank that fails by itself says so at once; one that was killed says nothing
+SILENCE_S = 0.3  # and beats no more
 FINAL = range(2, 8)
 
 
@@ -80,8 +82,10 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -
     run: Run | None = None
     folder: Path | None = None
 
+    heartbeat: Heartbeat | None = None
+
     def quit_with(error: BaseException, *, lost: bool = False) -> int:
-        return leave(error, world, folder, step=run.step if run else None, lost=lost)
+        return leave(error, world, folder, step=run.step if run else None, heartbeat=heartbeat, lost=lost)
 
     try:
         place = worlds.Place.from_env()
@@ -92,8 +96,12 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -
         world = worlds.start(config, place)
         from train.run import carry_out, prepare
 
-        run = prepare(config, world, preemption)
+        heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, on_hang=lambda error: os._exit(quit_with(error)))
+        if world.size > 1 or "TORCHELASTIC_RUN_ID" in os.environ:  # somebody waits, or starts what was ended again
+            heartbeat.start()
+        run = prepare(config, world, preemption, heartbeat)
         carry_out(run)
+        heartbeat.close()
         world.close()
         return 0
     except MusterError as error:
@@ -134,7 +142,13 @@ def own_folder(config: Config) -> Config:
 
 
 def leave(
-    error: BaseException, world: World | None, folder: Path | None, *, step: int | None, lost: bool = False
+    error: BaseException,
+    world: World | None,
+    folder: Path | None,
+    *,
+    step: int | None,
+    heartbeat: Heartbeat | None,
+    lost: bool = False,
 ) -> int:
     """Report `error` once for all ranks, write outcome.json, and give the exit code."""
     from train import outcome
@@ -147,10 +161,15 @@ def leave(
             tell(error)
         end_restarts(code)
         return code
+    if heartbeat:
+        heartbeat.begin("leaving after step", step or 0)
     if lost:
-        if first := world.first_failure(FIRST_CAUSE_WAIT_S):
-            return quit_group(world, int(first["exit_code"]))
-        error = RankLost(
+        if heartbeat:
+            heartbeat.watch()
+        if first := world.first_failure(FIRST_CAUSE_WAIT_S, enough=lambda: heartbeat and heartbeat.silence(SILENCE_S)):
+            return quit_group(world, heartbeat, int(first["exit_code"]))
+        time.sleep(2 * BEAT_S)  # the store may be gone so suddenly that nobody has noticed yet
+        error = (heartbeat and heartbeat.silence(SILENCE_S)) or RankLost(
             f"rank {world.rank} on {socket.gethostname()} lost contact with another rank, which gave no reason: {one_line(error)[:300]}"
         )
     known = isinstance(error, MusterError)
@@ -159,10 +178,13 @@ def leave(
         "exit_code": code,
         "step": step,
         "rank": world.rank,
+        "failed_host": socket.gethostname(),
         "error": one_line(error) if known else f"{type(error).__name__}: {one_line(error)}",
         "traceback": None if known else traceback.format_exc(),
     }
-    mine = json.dumps({**record, "failed_host": socket.gethostname()})
+    if isinstance(error, RankLost) and error.rank is not None:
+        record |= {"rank": error.rank, "failed_host": error.host}
+    mine = json.dumps(record)
     first = world.claim_failure(json.loads(mine))
     if json.dumps(first) == mine:
         tell(error)
@@ -170,18 +192,16 @@ def leave(
             kept = {key: value for key, value in outcome.read(folder).items() if key in ("furthest", "idle_attempts")}
             with contextlib.suppress(MusterError):  # it could not be written; the line above said why
                 outcome.write(folder, attempt=world.attempt, **{**kept, **first})
-    return quit_group(world, int(first["exit_code"]) if known else code)
+    return quit_group(world, heartbeat, int(first["exit_code"]) if known else code)
 
 
-def quit_group(world: World, code: int) -> int:
+def quit_group(world: World, heartbeat: Heartbeat | None, code: int) -> int:
     """Leave without waiting for ranks that may be gone: destroying a broken group can block."""
     end_restarts(code)
     sys.stdout.flush()
     sys.stderr.flush()
     if world.size > 1:
-        if world.is_first:  # which may hold the store: let the others read the cause
-            world.first_failure(0.1)
-            time.sleep(0.5)
+        world.hold_store(heartbeat.gone if heartbeat else ())
         os._exit(code)
     return code
 

@@ -67,10 +67,14 @@ class Preempted(MusterError):
 
 
 class RankLost(MusterError):
-    """Another rank is gone, hangs or failed first; the launcher restarts the group."""
+    """A rank is gone, hangs or failed first; the launcher restarts the group. `rank` and `host` tell which, if known."""
 
     exit_code = 1
     outcome = "rank_lost"
+
+    def __init__(self, message: str, *, rank: int | None = None, host: str | None = None):
+        super().__init__(message)
+        self.rank, self.host = rank, host
 
 
 def storage_error(doing: str, error: OSError) -> StorageError:

@@ -12,6 +12,7 @@ from train.checkpoint import Checkpoints
 from train.config import Config, NonFinite, Precision
 from train.data.loader import Batch, Data, batches
 from train.errors import Diverged, Preempted
+from train.heartbeat import Heartbeat
 from train.metrics import Metrics
 from train.plan import Plan
 from train.preemption import Preemption
@@ -33,6 +34,7 @@ class Run:
     checkpoints: Checkpoints
     metrics: Metrics
     preemption: Preemption
+    heartbeat: Heartbeat
     identity: dict[str, Any]
     total_steps: int
     step: int = 0
@@ -44,7 +46,7 @@ def train(run: Run) -> None:
     """Train from `run.step` to the end. Collective.
 
         while steps are left:
-            stop here, if the ranks agreed to
+            begin the next step, or stop here if the ranks agreed to
             one optimizer step on the next micro-batches
             log, evaluate, save, each at its interval
         save and evaluate
@@ -57,7 +59,7 @@ def train(run: Run) -> None:
     config, total = run.config, run.total_steps
     eval_every = config.eval.every_steps or run.plan.steps_per_epoch
     for micro_batches in load(run, run.data.train, run.plan, range(run.step, total)):
-        stop_if_told(run)
+        begin(run, "step")
         result = run.strategy.step(run.step, micro_batches)
         run.step += 1
         count_skips(run, result)
@@ -98,11 +100,11 @@ def evaluate(run: Run) -> None:
     ranks = run.strategy.shard[1] if run.strategy.shard else 1
     plan = Plan(len(run.data.test), batch_size=min(len(run.data.test), EVAL_BATCH * ranks), shuffle=False)
     for micro_batches in load(run, run.data.test, plan, range(plan.steps_per_epoch)):
-        stop_if_told(run)
+        begin(run, "evaluation")
         for batch in micro_batches:
             for name, value in run.strategy.evaluate(batch).items():
                 totals[name] = totals.get(name, 0) + value.double()
-    stop_if_told(run)
+    begin(run, "evaluation")
     sums = run.world.sum_named({name: float(value) for name, value in totals.items()})
     means = {name: value / len(run.data.test) for name, value in sums.items()}
     run.metrics.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=means)
@@ -125,15 +127,18 @@ def log(run: Run, result: StepResult) -> None:
 
 def save(run: Run, result: StepResult | None = None) -> None:
     """Begin to write a checkpoint of this step; never one of weights that are not finite. Collective."""
+    run.heartbeat.begin("save", run.step)
     if result is not None and run.config.precision is not Precision.fp16 and not result.skipped:
         if not math.isfinite(float(result.grad_norm)):  # the same on every rank
             raise diverged(run)
     position = {"step": run.step, "epoch": epoch(run), "samples": run.plan.samples_before(run.step), **run.identity}
     run.checkpoints.save(state=run.strategy.state(), rank_state=run.strategy.rank_state(), position=position)
+    run.heartbeat.begin("step", run.step)
 
 
-def stop_if_told(run: Run) -> None:
-    """Save and leave, if all ranks agreed to stop here."""
+def begin(run: Run, section: str) -> None:
+    """Enter the next section of work; save and leave instead, if all ranks agreed to stop here."""
+    run.heartbeat.begin(section, run.step)
     if run.preemption.proceed():
         return
     save(run)

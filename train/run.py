@@ -19,6 +19,7 @@ from train.data.loader import Data
 from train.data.loader import load as load_data
 from train.errors import ConfigError, CrashLoop, DataError, Diverged, MusterError, NoValidCheckpoint, storage_error
 from train.files import replace_file
+from train.heartbeat import Heartbeat
 from train.loop import Run, train
 from train.metrics import Metrics, last_step
 from train.optim import build_optimizer
@@ -31,7 +32,7 @@ SETTLE_S = 10.0
 OF_A_RUN = ("checkpoints", "metrics.jsonl", "config.yaml", "outcome.json", "model.pt", "tensorboard", "report.html")
 
 
-def prepare(config: Config, world: World, preemption: Preemption) -> Run:
+def prepare(config: Config, world: World, preemption: Preemption, heartbeat: Heartbeat) -> Run:
     """Open `config.output_dir` and build everything, from where the newest checkpoint left it. Collective.
 
     Raises:
@@ -80,6 +81,7 @@ def prepare(config: Config, world: World, preemption: Preemption) -> Run:
         checkpoints,
         metrics,
         preemption,
+        heartbeat,
         identity,
         total_steps,
         step,
@@ -286,6 +288,7 @@ def end(run: Run, folder: Path) -> None:
 
 def finish(run: Run, folder: Path) -> None:
     """Write what a finished run leaves behind. Collective."""
+    run.heartbeat.begin("finish", run.step)
     run.strategy.agree()
     weights = run.strategy.weights()
     failure: MusterError | None = None

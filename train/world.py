@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,8 @@ from train.errors import ConfigError, MusterError
 MAY_DIFFER_BETWEEN_RANKS = ("data.root", "gpus")
 POLL_S = 0.02
 STORE_ANSWER_S = 1.0
+# Hangs are found by heartbeat.py, which knows a long section from a hang; a collective's own timeout does not.
+LAST_RESORT_S = 3600.0
 
 
 class Unheard(ConfigError):
@@ -191,15 +193,32 @@ class World:
         said = _within(STORE_ANSWER_S, lambda: self.store.compare_set("failed", "", json.dumps(record)))
         return json.loads(said) if said else record
 
-    def first_failure(self, wait_s: float) -> dict[str, Any] | None:
-        """What another rank has posted by `claim_failure`, if it does so within `wait_s`."""
+    def first_failure(self, wait_s: float, *, enough: Callable[[], Any] = lambda: False) -> dict[str, Any] | None:
+        """What another rank has posted by `claim_failure`, if it does so within `wait_s` or before it is `enough`."""
 
         def ask() -> Any:
-            self.store.wait(["failed"], timedelta(seconds=wait_s))
+            deadline = time.monotonic() + wait_s
+            while not self.store.check(["failed"]):
+                if time.monotonic() > deadline or enough():
+                    return None
+                time.sleep(POLL_S)
             return self.store.get("failed")
 
         said = _within(wait_s + STORE_ANSWER_S, ask)
         return json.loads(said) if said else None
+
+    def hold_store(self, gone: Collection[int]) -> None:
+        """Before this process ends: let the ranks that are not `gone` read why, if it is this one that holds the store."""
+        if self.size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+
+        def ask() -> None:
+            self.store.set(f"left/{self.rank}", "1")
+            others = [f"left/{rank}" for rank in range(1, self.size) if rank not in gone]
+            if self.is_first and others:
+                self.store.wait(others, timedelta(seconds=STORE_ANSWER_S))
+
+        _within(STORE_ANSWER_S, ask)
 
     def close(self) -> None:
         """Leave the process group; rank 0, which may hold the store, goes last."""
@@ -234,7 +253,7 @@ def start(config: Config, place: Place) -> World:
         store=PrefixStore("group", store),
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timedelta(seconds=config.dist.timeout_s),
+        timeout=timedelta(seconds=LAST_RESORT_S + config.dist.timeout_s),
         device_id=device if "nccl" in backend else None,
     )
     return World(place, device, attempt, store)

@@ -1,0 +1,155 @@
+"""A cluster of torchrun agents on loopback, whose processes are really killed: for the fault tests and the benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from launch import QUIET, Result, environment, free_port
+
+RDZV_CONF = "join_timeout=120,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10"
+
+
+class Nodes:
+    """Agents ("nodes") of one job. Every process that it starts can be found again by a mark in its environment."""
+
+    def __init__(
+        self, folder: Path, *overrides: str, nnodes: str = "1:2", nproc: int = 1, own_store: bool = True, **env: str
+    ):
+        self.folder, self.overrides, self.nnodes, self.nproc = folder, overrides, nnodes, nproc
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self.mark = f"muster-test-{os.getpid()}-{time.monotonic_ns()}"
+        self.env = environment(TEST_MARK=self.mark, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env)
+        self.port, self.own_store = free_port(), own_store
+        self.agents: list[subprocess.Popen[str]] = []
+        self.store: subprocess.Popen[str] | None = None
+        if own_store:
+            self.start_store()
+
+    def start_store(self) -> None:
+        self.store = self._popen([sys.executable, "-m", "train.rendezvous", "--port", str(self.port)], "store")
+
+    def start(
+        self, *overrides: str, host: bool | None = None, nproc: int | None = None, max_restarts: int = 100
+    ) -> subprocess.Popen[str]:
+        """One more agent; without a store of its own the first one is the rendezvous host."""
+        is_host = (not self.agents if host is None else host) and not self.own_store
+        line = [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.nnodes}", f"--nproc-per-node={nproc or self.nproc}",
+            f"--max-restarts={max_restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-id=t",
+            f"--rdzv-conf=is_host={int(is_host)},{RDZV_CONF}", "--local-addr=127.0.0.1",
+            "-m", "train", f"output_dir={self.folder}", *QUIET, *self.overrides, *overrides,
+        ]  # fmt: skip
+        agent = self._popen(line, f"agent-{len(self.agents)}")
+        self.agents.append(agent)
+        return agent
+
+    def _popen(self, line: list[str], name: str) -> subprocess.Popen[str]:
+        with (self.folder.parent / f"{name}.log").open("w") as log:
+            return subprocess.Popen(
+                line, env=self.env, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=self.folder.parent
+            )
+
+    def workers(self, agent: subprocess.Popen[str]) -> list[int]:
+        """The ranks that an agent has started."""
+        with contextlib.suppress(OSError):
+            return [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
+        return []
+
+    def kill_node(self, agent: subprocess.Popen[str]) -> None:
+        """Agent and workers at once, as when a machine goes."""
+        for pid in (*self.workers(agent), agent.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait()
+
+    def result(self) -> Result:
+        return Result(0, self.log, self.folder, 0)
+
+    @property
+    def log(self) -> str:
+        return "\n".join(f"==== {path.name}\n{path.read_text()}" for path in sorted(self.folder.parent.glob("*.log")))
+
+    def step(self) -> int:
+        """The last step in metrics.jsonl; 0 before there is one."""
+        with contextlib.suppress(OSError, IndexError), (self.folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 8192))
+            lines = [
+                json.loads(text)
+                for text in file.read().splitlines()[:-1]
+                if text.startswith(b'{"kind": "train"') and text.endswith(b"}")
+            ]
+            return int(lines[-1]["step"])
+        return 0
+
+    def reach(self, step: int, *, timeout_s: float = 60) -> None:
+        self.until(lambda: self.step() >= step, f"step {step}", timeout_s=timeout_s)
+
+    def until(self, condition: Callable[[], Any], what: str, *, timeout_s: float = 60) -> float:
+        """Wait until `condition` holds; the seconds that it took."""
+        began = time.monotonic()
+        while not condition():
+            if time.monotonic() - began > timeout_s:
+                raise AssertionError(f"no {what} within {timeout_s} s; at step {self.step()}:\n{self.log[-8000:]}")
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """The `start` and `resume` events so far."""
+        with contextlib.suppress(OSError, ValueError):
+            result = self.result()
+            return [line for line in result.lines("event") if line["event"] in ("start", "resume")]
+        return []
+
+    def next_step(self, fault: Callable[[], Any], *, timeout_s: float = 60) -> float:
+        """Seconds from `fault` to the first step of an attempt that began after it."""
+        before = len(self.attempts())
+        began = time.monotonic()
+        fault()
+        self.until(lambda: len(self.attempts()) > before, "new attempt", timeout_s=timeout_s)
+        at = self.attempts()[-1]["step"]
+        self.until(lambda: self.step() > at, f"step after {at}", timeout_s=timeout_s)
+        return time.monotonic() - began
+
+    def ended(self, *, timeout_s: float = 90) -> list[int]:
+        """The exit codes of all agents, in the order of their start."""
+        self.until(
+            lambda: all(agent.poll() is not None for agent in self.agents), "end of all agents", timeout_s=timeout_s
+        )
+        return [agent.returncode for agent in self.agents]
+
+    def left_over(self) -> list[int]:
+        """Processes of this job that are still there, the store left out."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    stat = (entry / "stat").read_text().rpartition(")")[2].split()
+                    if stat[0] != "Z" and self.mark.encode() in (entry / "environ").read_bytes():
+                        found.append(int(entry.name))
+        return [pid for pid in found if not self.store or pid != self.store.pid]
+
+    def close(self) -> None:
+        for _ in range(3):
+            for pid in [*self.left_over(), *([self.store.pid] if self.store and self.store.poll() is None else [])]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for process in [*self.agents, *([self.store] if self.store else [])]:
+            process.wait()
+
+
+@contextlib.contextmanager
+def nodes(folder: Path, *overrides: str, **kwargs: Any) -> Iterator[Nodes]:
+    cluster = Nodes(folder, *overrides, **kwargs)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
