@@ -168,6 +168,9 @@ def leave(
             heartbeat.watch()
         if first := world.first_failure(FIRST_CAUSE_WAIT_S, enough=lambda: heartbeat and heartbeat.silence(SILENCE_S)):
             return quit_group(world, heartbeat, int(first["exit_code"]))
+        told = outcome.read(folder) if folder else {}
+        if told.get("attempt") == world.attempt and told.get("outcome") != outcome.RUNNING:
+            return quit_group(world, heartbeat, int(told["exit_code"]))  # by rank 0, which held the store
         time.sleep(2 * BEAT_S)  # the store may be gone so suddenly that nobody has noticed yet
         error = (heartbeat and heartbeat.silence(SILENCE_S)) or RankLost(
             f"rank {world.rank} on {socket.gethostname()} lost contact with another rank, which gave no reason: {one_line(error)[:300]}"

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import json
 import os
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -198,7 +198,7 @@ class Heartbeat:
         if not all(places[rank].overdue for rank in culprits) or (patient and me not in culprits):
             return None
         if me in culprits:
-            faulthandler.dump_traceback(all_threads=True)
+            traceback.print_stack(sys._current_frames().get(threading.main_thread().ident or 0))
         where = "; ".join(f"{self._name(rank)} stands in {places[rank].where}" for rank in culprits[:4])
         if len(culprits) == len(places) > 1:
             return RankLost(

@@ -72,7 +72,7 @@ def train(run: Run) -> None:
             save(run, result)
     save(run)
     evaluate(run)
-    run.checkpoints.flush()
+    flush(run)
 
 
 def load(run: Run, dataset: Any, plan: Plan, steps: range) -> Iterator[list[Batch]]:
@@ -136,13 +136,19 @@ def save(run: Run, result: StepResult | None = None) -> None:
     run.heartbeat.begin("step", run.step)
 
 
+def flush(run: Run) -> None:
+    """Wait for the checkpoint that is being written. Raises StorageError if it was given up."""
+    run.heartbeat.begin("save", run.step)
+    run.checkpoints.flush()
+
+
 def begin(run: Run, section: str) -> None:
     """Enter the next section of work; save and leave instead, if all ranks agreed to stop here."""
     run.heartbeat.begin(section, run.step)
     if run.preemption.proceed():
         return
     save(run)
-    run.checkpoints.flush()
+    flush(run)
     run.metrics.event("preempted", step=run.step)
     raise Preempted(
         f"stopped at step {run.step} of {run.total_steps} and saved it: run the same command again to go on"
