@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -231,3 +233,21 @@ class Hungry(Slow):
             resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
             torch.ones(2**28)
         return super().forward(x)
+
+
+class FillsDisk(nn.Linear):
+    """Fills the disk of its run before step 9 and frees it before step 14."""
+
+    def __init__(self):
+        super().__init__(64, 10)
+        self.calls, self.file = 0, Path(sys.argv[1].removeprefix("output_dir=")).parent / "filler"
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.calls == 9 and os.environ["RANK"] == "0":
+            with contextlib.suppress(OSError), self.file.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        if self.calls == 14 and os.environ["RANK"] == "0":
+            self.file.unlink()
+        return super().forward(x.flatten(1))

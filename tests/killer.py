@@ -4,8 +4,8 @@ import os
 import signal
 import sys
 
-from train import checkpoint
 from train.preemption import Preemption
+from train.storage import folder as storage
 
 point, step = os.environ["KILL_AT"].split(":")
 
@@ -27,16 +27,16 @@ def die_in_the_middle_of_writing(path, value):
     return result
 
 
-write_tensors, rename = checkpoint.write_tensors, os.rename
+write_tensors, rename = storage.write_tensors, os.rename
 if point == "write":
-    checkpoint.write_tensors = die_in_the_middle_of_writing
+    storage.write_tensors = die_in_the_middle_of_writing
 elif point == "manifest":
-    checkpoint.sync_folder = die_before(checkpoint.sync_folder, lambda folder: f"{int(step):08d}" in str(folder))
+    storage.sync_folder = die_before(storage.sync_folder, lambda folder: f"{int(step):08d}" in str(folder))
 elif point == "rename":
-    checkpoint.os.rename = die_before(rename, lambda source, target: str(target).endswith(f"/step-{int(step):08d}"))
+    storage.os.rename = die_before(rename, lambda source, target: str(target).endswith(f"/step-{int(step):08d}"))
 elif point == "prune":
-    checkpoint.shutil.rmtree = die_before(
-        checkpoint.shutil.rmtree,
+    storage.shutil.rmtree = die_before(
+        storage.shutil.rmtree,
         lambda doomed, **_: (
             str(doomed).endswith(".old")
             and os.path.exists(os.path.join(os.path.dirname(doomed), f"step-{int(step):08d}"))

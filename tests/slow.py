@@ -4,10 +4,10 @@ import os
 import sys
 import time
 
-from train import checkpoint
 from train.preemption import Preemption
+from train.storage import folder as storage
 
-write_tensors = checkpoint.write_tensors
+write_tensors = storage.write_tensors
 
 
 def slowly(path, value):
@@ -15,7 +15,7 @@ def slowly(path, value):
     return write_tensors(path, value)
 
 
-checkpoint.write_tensors = slowly
+storage.write_tensors = slowly
 
 if __name__ == "__main__":
     preemption = Preemption()

@@ -166,6 +166,7 @@ def test_rooms_depend_in_one_direction():
         "preemption",
         "heartbeat",
         "strategies",
+        "storage",
         "outcome",
         "lease",
         "checkpoint",

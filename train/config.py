@@ -204,6 +204,7 @@ class Checkpoint:
     every_steps: int = 100
     keep: int = 3
     resume: str = "auto"
+    storage: str | None = None
     accept_changes: bool = False
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from train import checkpoint, lease, outcome
+from train import checkpoint, lease, outcome, storage
 from train.checkpoint import Checkpoints, Saved
 from train.component import build
 from train.config import Config, differences, to_dict
@@ -25,6 +25,7 @@ from train.metrics import Metrics, last_step
 from train.optim import build_optimizer
 from train.plan import Plan
 from train.preemption import Preemption
+from train.storage import Storage
 from train.strategies.base import Recipe, Strategy
 from train.world import World
 
@@ -64,7 +65,8 @@ def prepare(config: Config, world: World, preemption: Preemption, heartbeat: Hea
         folder, config=config, world=world, step=step, samples=plan.samples_before(step), total_steps=total_steps
     )
     checkpoints = Checkpoints(
-        folder / "checkpoints",
+        storage_of(config),
+        folder=folder,
         world=world,
         keep=config.checkpoint.keep,
         on_commit=lambda facts: metrics.event("checkpoint_failed" if "failed" in facts else "checkpoint", **facts),
@@ -134,14 +136,20 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
             before = outcome.read(folder)
             lease.refuse_if_held(folder, before)
             if config.checkpoint.resume == "never" and before.get("launcher") != outcome.launcher():
-                set_aside(folder)
+                set_aside(folder, config)
                 before = {}
-            checkpoint.prepare(folder / "checkpoints")
+            make_folder(folder)
+            storage_of(config).prepare()
             take_over(folder, world, before)
             saved, bad = find_checkpoint(folder, config)
             facts = count_idle_attempts(folder, config, before, saved)
             outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, **facts)
-            choice = {"path": str(saved.folder) if saved else None, "before": before, "bad": bad}
+            choice = {
+                "root": saved.storage.root if saved else None,
+                "step": saved.step if saved else 0,
+                "before": before,
+                "bad": bad,
+            }
         except MusterError as error:
             failure = error
     world.together(failure)
@@ -149,10 +157,17 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
     for line in choice["bad"] if world.is_first else []:
         print(f"muster: put aside a bad checkpoint: {line}", flush=True)
     saved = None
-    if choice["path"]:
-        manifest = json.loads((Path(choice["path"]) / checkpoint.MANIFEST).read_text())
-        saved = Saved(Path(choice["path"]), manifest)
+    if choice["root"]:
+        where = storage.at(choice["root"])
+        saved = Saved(where, where.manifest(choice["step"]))
     return saved, {**choice["before"], "bad": choice["bad"]}
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise storage_error("use output_dir:", error) from error
 
 
 def take_over(folder: Path, world: World, before: dict[str, Any]) -> None:
@@ -177,20 +192,20 @@ def count_idle_attempts(folder: Path, config: Config, before: dict[str, Any], sa
 def find_checkpoint(folder: Path, config: Config) -> tuple[Saved | None, list[str]]:
     """The run's own newest checkpoint, else the one that `checkpoint.resume` names; and what was wrong with others."""
     bad: list[str] = []
-    own = checkpoint.newest(folder / "checkpoints", on_bad=lambda _, reason: bad.append(reason))
-    named = config.checkpoint.resume
+    own = checkpoint.newest(storage_of(config), on_bad=bad.append)
+    named = config.checkpoint.resume.rstrip("/")
     if own or named in ("auto", "never"):
         return own, bad
-    path = Path(named)
-    if not path.is_dir():
+    if "://" not in named and not Path(named).is_dir():
         raise ConfigError(
-            f"checkpoint.resume={named} is no folder: give auto, never, a run's folder or one checkpoint's"
+            f"checkpoint.resume={named} is no folder: give auto, never, a run's folder, one checkpoint's, or a URL"
         )
-    if (path / checkpoint.MANIFEST).exists():
-        return checkpoint.verify(path), bad
-    other = checkpoint.newest(
-        path / "checkpoints" if (path / "checkpoints").is_dir() else path, on_bad=lambda _, reason: bad.append(reason)
-    )
+    root, _, last = named.rpartition("/")
+    if match := storage.STEP.fullmatch(last):
+        where = storage.at(root or ".")
+        return Saved(where, where.verify(int(match[1]))), bad
+    inside = Path(named, "checkpoints")
+    other = checkpoint.newest(storage.at(str(inside) if inside.is_dir() else named), on_bad=bad.append)
     if other is None:
         raise NoValidCheckpoint(
             f"checkpoint.resume={named} holds no checkpoint: give a run's folder or one checkpoint's"
@@ -198,8 +213,15 @@ def find_checkpoint(folder: Path, config: Config) -> tuple[Saved | None, list[st
     return other, bad
 
 
-def set_aside(folder: Path) -> None:
+def storage_of(config: Config) -> Storage:
+    """Where the run's checkpoints go: `checkpoint.storage`, else `checkpoints/` in its folder."""
+    return storage.at(config.checkpoint.storage or str(Path(config.output_dir, "checkpoints")))
+
+
+def set_aside(folder: Path, config: Config) -> None:
     """Move an earlier run in this folder to `previous-N`: starting over loses nothing."""
+    if config.checkpoint.storage:
+        storage_of(config).start_over()
     there = [folder / name for name in OF_A_RUN if (folder / name).exists()]
     if there:
         number = 1 + len(list(folder.glob("previous-*")))
@@ -235,7 +257,7 @@ def refuse_changes(config: Config, data: Data, saved: Saved) -> MusterError | No
         )
     if saved.manifest["fingerprint"] != data.fingerprint:
         return DataError(
-            f"the training data has changed since {saved.folder.name} was written (fingerprint {saved.manifest['fingerprint']}, "
+            f"the training data has changed since {saved.path} was written (fingerprint {saved.manifest['fingerprint']}, "
             f"now {data.fingerprint}): restore it, or go on all the same with checkpoint.accept_changes=true"
         )
     return None
@@ -271,7 +293,7 @@ def announce(run: Run, saved: Saved | None, before: dict[str, Any]) -> None:
     if before.get("outcome") and before["outcome"] not in outcome.FINISHED:
         run.metrics.event("restart", step=run.step, after=before["outcome"], cause=before.get("error"))
     if saved:
-        run.metrics.event("resume", checkpoint=str(saved.folder), **facts)
+        run.metrics.event("resume", checkpoint=saved.path, **facts)
     else:
         run.metrics.event(
             "start", output_dir=str(run.config.output_dir), samples_per_epoch=len(run.data.train), **facts
