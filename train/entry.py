@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import re
@@ -85,6 +86,8 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -
     heartbeat: Heartbeat | None = None
 
     def quit_with(error: BaseException, *, lost: bool = False) -> int:
+        if run and run.held:  # also where a thread ends the process and nothing is unwound
+            run.held.let_go()
         return leave(error, world, folder, step=run.step if run else None, heartbeat=heartbeat, lost=lost)
 
     try:
@@ -100,6 +103,8 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -
         if world.size > 1 or "TORCHELASTIC_RUN_ID" in os.environ:  # somebody waits, or starts what was ended again
             heartbeat.start()
         run = prepare(config, world, preemption, heartbeat)
+        gc.freeze()  # what has been imported stays: no need ever to look at it again
+        gc.enable()
         carry_out(run)
         heartbeat.close()
         world.close()

@@ -13,6 +13,7 @@ from train.config import Config, NonFinite, Precision
 from train.data.loader import Batch, Data, batches
 from train.errors import Diverged, Preempted
 from train.heartbeat import Heartbeat
+from train.lease import Lease
 from train.metrics import Metrics
 from train.plan import Plan
 from train.preemption import Preemption
@@ -35,6 +36,7 @@ class Run:
     metrics: Metrics
     preemption: Preemption
     heartbeat: Heartbeat
+    held: Lease | None
     identity: dict[str, Any]
     total_steps: int
     step: int = 0

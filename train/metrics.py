@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -24,12 +25,13 @@ class Metrics:
         self._lock = threading.Lock()  # the checkpoint writer reports from its own thread
         self._since = (samples, time.perf_counter())
         self._board: Any = None
+        self._unwritten, self._warned = b"", False
         if not world.is_first:
             return
         path = folder / "metrics.jsonl"
         truncate(path, step)
         try:
-            self._file = path.open("a", buffering=1)
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise storage_error("write", error) from error
         self._display = _display(config, total_steps, step)
@@ -77,23 +79,35 @@ class Metrics:
             return
         with self._lock:
             self._display.close()
+            self._flush()
             self._file.close()
             if self._board:
-                self._board.close()
+                with contextlib.suppress(OSError):
+                    self._board.close()
 
     def _write(self, kind: str, **fields: Any) -> None:
         with self._lock:
             if self._file.closed:  # the run has ended while a checkpoint was being written
                 return
-            try:
-                self._file.write(json.dumps(_plain({"kind": kind, **fields})) + "\n")
-            except OSError as error:
-                raise storage_error("write metrics.jsonl", error) from error
+            self._unwritten += json.dumps(_plain({"kind": kind, **fields})).encode() + b"\n"
+            self._flush()
             self._display.show(kind, fields)
             if self._board and kind != "event":
-                for name, value in fields.items():
-                    if name not in ("step", "epoch", "samples"):
-                        self._board.add_scalar(f"{kind}/{name}", value, fields["step"])
+                with contextlib.suppress(OSError):
+                    for name, value in fields.items():
+                        if name not in ("step", "epoch", "samples"):
+                            self._board.add_scalar(f"{kind}/{name}", value, fields["step"])
+
+    def _flush(self) -> None:
+        """Lines that a full disk does not take are kept until it does; the checkpoints decide when that ends the run."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._warned = False
+        except OSError as error:
+            if not self._warned:
+                print(f"muster: {storage_error('write metrics.jsonl:', error)}", file=sys.stderr, flush=True)
+            self._warned = True
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,27 @@ def prepare(config: Config, world: World, preemption: Preemption, heartbeat: Hea
     """
     folder = Path(config.output_dir)
     set_numerics(config, world)
-    saved, before = open_folder(folder, config, world)
+    saved, before, held = open_folder(folder, config, world)
+    try:
+        return build_run(config, world, preemption, heartbeat, saved=saved, before=before, held=held)
+    except BaseException:
+        if held:
+            held.let_go()
+        raise
+
+
+def build_run(
+    config: Config,
+    world: World,
+    preemption: Preemption,
+    heartbeat: Heartbeat,
+    *,
+    saved: Saved | None,
+    before: dict[str, Any],
+    held: lease.Lease | None,
+) -> Run:
+    """Everything that a run is made of, in the state of `saved`. Collective."""
+    folder = Path(config.output_dir)
     data = load_data(config, world)
     plan = Plan(
         len(data.train), min(config.batch_size, len(data.train)), config.seed, drop_last=config.loader.drop_last
@@ -84,6 +104,7 @@ def prepare(config: Config, world: World, preemption: Preemption, heartbeat: Hea
         metrics,
         preemption,
         heartbeat,
+        held,
         identity,
         total_steps,
         step,
@@ -97,7 +118,6 @@ def carry_out(run: Run) -> None:
     """Train to the end, unless that was done before. Collective. Raises MusterError as `train.loop.train` does."""
     folder = Path(run.config.output_dir)
     run.preemption.watch(run.world)
-    held = lease.Lease(folder, run.world.attempt) if run.world.is_first else None
     try:
         if run.step >= run.total_steps and run.finished_before:
             run.metrics.event("done", step=run.step, note="finished already")
@@ -111,8 +131,8 @@ def carry_out(run: Run) -> None:
     finally:
         run.preemption.close()
         run.metrics.close()
-        if held:
-            held.let_go()
+        if run.held:
+            run.held.let_go()
 
 
 def set_numerics(config: Config, world: World) -> None:
@@ -124,13 +144,14 @@ def set_numerics(config: Config, world: World) -> None:
     torch.manual_seed(config.seed)
 
 
-def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | None, dict[str, Any]]:
+def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | None, dict[str, Any], lease.Lease | None]:
     """Make the run's folder, choose the checkpoint to resume from; also how the attempt before ended. Collective.
 
     Rank 0 looks and chooses for all: two ranks that look for themselves may see different files.
     """
     failure: MusterError | None = None
     choice: dict[str, Any] = {}
+    held: lease.Lease | None = None
     if world.is_first:
         try:
             before = outcome.read(folder)
@@ -139,8 +160,9 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
                 set_aside(folder, config)
                 before = {}
             make_folder(folder)
-            storage_of(config).prepare()
             take_over(folder, world, before)
+            held = lease.Lease(folder, world.attempt)
+            storage_of(config).prepare()
             saved, bad = find_checkpoint(folder, config)
             facts = count_idle_attempts(folder, config, before, saved)
             outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, **facts)
@@ -152,6 +174,8 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
             }
         except MusterError as error:
             failure = error
+    if failure and held:
+        held.let_go()
     world.together(failure)
     choice = world.broadcast(choice)
     for line in choice["bad"] if world.is_first else []:
@@ -160,7 +184,7 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
     if choice["root"]:
         where = storage.at(choice["root"])
         saved = Saved(where, where.manifest(choice["step"]))
-    return saved, {**choice["before"], "bad": choice["bad"]}
+    return saved, {**choice["before"], "bad": choice["bad"]}, held
 
 
 def make_folder(folder: Path) -> None:

@@ -1,0 +1,167 @@
+"""Seconds from a fault to the next step, on real agents and ranks on loopback: `make recovery`.
+
+Each agent is a node with one rank; the rendezvous store is in a process of its own but where its loss is the fault.
+A model of microseconds is trained, so what is measured is torchrun, the kit and the imports, not the training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests")]
+
+from custom import RECORDED, assert_exact  # noqa: E402
+from nodes import Nodes, nodes  # noqa: E402
+
+TIMEOUT_S = 10.0
+ENDLESS = (
+    *RECORDED,
+    "batch_size=10",
+    "checkpoint.every_steps=10",
+    "max_steps=1000000",
+    f"dist.timeout_s={TIMEOUT_S:g}",
+)
+
+
+def both(cluster: Nodes) -> list[Any]:
+    agents = [cluster.start(), cluster.start()]
+    cluster.until(lambda: cluster.attempts() and cluster.attempts()[-1]["world_size"] == 2, "both nodes")
+    settle(cluster)
+    return agents
+
+
+def settle(cluster: Nodes) -> None:
+    """Well into an attempt, at least one checkpoint further."""
+    cluster.reach(cluster.attempts()[-1]["step"] + random.randint(12, 30))
+
+
+def worker_kill(cluster: Nodes, times: int) -> Iterator[float]:
+    agents = both(cluster)
+    for _ in range(times):
+        victim = random.choice(agents)
+        yield cluster.next_step(lambda victim=victim: os.kill(cluster.workers(victim)[0], signal.SIGKILL))
+        settle(cluster)
+    churn = len([a for a in cluster.attempts() if a["world_size"] == 2]) - 1 - times
+    print(f"  attempts beyond one for each kill: {churn}", flush=True)
+
+
+def node_loss(cluster: Nodes, times: int) -> Iterator[float]:
+    agents = both(cluster)
+    for _ in range(times):
+        lost = agents.pop(random.randrange(2))
+        yield cluster.next_step(lambda lost=lost: cluster.kill_node(lost))
+        settle(cluster)
+        agents.append(cluster.start())
+        cluster.until(lambda: cluster.attempts()[-1]["world_size"] == 2, "both nodes")
+        settle(cluster)
+
+
+def rejoin(cluster: Nodes, times: int) -> Iterator[float]:
+    """The pause of the training, from the last step before the newcomer's group to the first step of it."""
+    agents = both(cluster)
+    for _ in range(times):
+        lost = agents.pop(random.randrange(2))
+        cluster.next_step(lambda lost=lost: cluster.kill_node(lost))
+        settle(cluster)
+        before = len(cluster.attempts())
+        agents.append(cluster.start())
+        last, at = cluster.step(), time.monotonic()
+        while len(cluster.attempts()) == before:
+            if (step := cluster.step()) != last:
+                last, at = step, time.monotonic()
+            time.sleep(0.005)
+        begun = cluster.attempts()[-1]["step"]
+        cluster.until(lambda begun=begun: cluster.step() > begun, "next step")
+        yield time.monotonic() - at
+        settle(cluster)
+
+
+def hang(cluster: Nodes, times: int) -> Iterator[float]:
+    agents = both(cluster)
+    for _ in range(times):
+        victim = random.choice(agents)
+        yield cluster.next_step(lambda victim=victim: os.kill(cluster.workers(victim)[0], signal.SIGSTOP))
+        settle(cluster)
+
+
+def host_loss(cluster: Nodes, times: int) -> Iterator[float]:
+    """Both agents end and are started again from outside, as a scheduler would as soon as it sees the exit."""
+    for _ in range(times):
+        first, second = both(cluster)
+
+        def fault(first: Any = first, second: Any = second) -> None:
+            cluster.kill_node(first)
+            second.wait()
+            cluster.start(host=True)
+            cluster.start(host=False)
+
+        yield cluster.next_step(fault)
+        for agent in cluster.agents:
+            cluster.kill_node(agent)
+        cluster.agents.clear()
+
+
+def preemption(cluster: Nodes, times: int) -> Iterator[float]:
+    """Steps, not seconds: how many have to be done again after SIGTERM to all nodes."""
+    for _ in range(times):
+        agents = both(cluster)
+        for agent in agents:
+            agent.send_signal(signal.SIGTERM)
+        for agent in agents:
+            agent.wait()
+        done = cluster.step()
+        cluster.agents.clear()
+        yield done - int(cluster.result().outcome["step"])
+
+
+Scenario = Callable[[Nodes, int], Iterator[float]]
+SCENARIOS: dict[str, tuple[Scenario, str, float, dict[str, Any]]] = {
+    "worker killed": (worker_kill, "s to the next step", 5.0, {}),
+    "node lost": (node_loss, "s to the next step", 6.0, {}),
+    "node joins": (rejoin, "s of pause", 4.0, {}),
+    "rendezvous host lost": (host_loss, "s to the next step", 10.0, {"own_store": False, "nnodes": "2"}),
+    f"rank stopped, dist.timeout_s={TIMEOUT_S:g}": (hang, "s to the next step", TIMEOUT_S + 6, {}),
+    "all preempted": (preemption, "steps to do again", 0.0, {"nnodes": "2"}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=int, default=5, help="faults of each kind (default: 5)")
+    parser.add_argument("--kills", type=int, default=50, help="killed workers (default: 50)")
+    parser.add_argument("--only", default="", help="the scenarios whose name begins so")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    random.seed(arguments.seed)
+    rows = []
+    for name, (scenario, unit, target, kwargs) in SCENARIOS.items():
+        if not name.startswith(arguments.only):
+            continue
+        times = arguments.kills if scenario is worker_kill else arguments.times
+        with tempfile.TemporaryDirectory() as place:
+            ledger = Path(place, "ledger")
+            ledger.mkdir()
+            with nodes(Path(place, "run"), *ENDLESS, LEDGER=str(ledger), **kwargs) as cluster:
+                values = [round(value, 2) for value in scenario(cluster, times)]
+                print(f"{name}: {values}", flush=True)
+            steps = cluster.step()
+            assert_exact(ledger, steps=None if steps else 0, batch_size=10)
+        rows.append(
+            f"| {name} | {len(values)} | {unit} | {statistics.median(values):.1f} | {max(values):.1f} | {target:g} |"
+        )
+    print("\n| fault | times | | median | worst | target |\n|---|---|---|---|---|---|")
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()

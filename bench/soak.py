@@ -1,0 +1,215 @@
+"""Random faults at random times for as long as told, then a look at what was lost: `make soak MINUTES=5`.
+
+Two nodes of one rank each train without an end. Something is killed, stopped, told to leave or spoiled every few
+seconds; nodes that ended are started again by the same command, as a scheduler would. At the end the run is finished
+and compared with one that nobody disturbed. Exit code 1 if anything is not as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from custom import RECORDED, assert_exact  # noqa: E402
+from launch import run  # noqa: E402
+from nodes import Nodes, nodes  # noqa: E402
+
+LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10", "dist.timeout_s=6", "eval.every_steps=50")
+WITHIN_S = 60.0
+"""Without a step for as long, the run is called lost."""
+
+
+class Soak:
+    """The faults, on one cluster that is kept at two nodes."""
+
+    def __init__(self, cluster: Nodes):
+        self.cluster = cluster
+        self.agents: list[subprocess.Popen[str]] = []
+
+    def keep_two(self, *overrides: str) -> None:
+        self.agents = [agent for agent in self.agents if agent.poll() is None]
+        while len(self.agents) < 2:
+            self.agents.append(self.cluster.start(*overrides))
+
+    def worker(self) -> int:
+        agents = [agent for agent in self.agents if self.cluster.workers(agent)]
+        if not agents:
+            raise ProcessLookupError
+        return self.cluster.workers(random.choice(agents))[0]
+
+    def worker_killed(self) -> None:
+        os.kill(self.worker(), signal.SIGKILL)
+
+    def worker_stopped(self) -> None:
+        os.kill(self.worker(), signal.SIGSTOP)
+
+    def agent_killed(self) -> None:
+        random.choice(self.agents).kill()
+
+    def node_lost(self) -> None:
+        self.cluster.kill_node(random.choice(self.agents))
+
+    def everything_killed(self) -> None:
+        for agent in self.agents:
+            self.cluster.kill_node(agent)
+
+    def node_preempted(self) -> None:
+        random.choice(self.agents).send_signal(signal.SIGTERM)
+
+    def all_preempted(self) -> None:
+        for agent in self.agents:
+            agent.send_signal(signal.SIGTERM)
+
+    def store_lost(self) -> None:
+        """Then nobody can meet: all is started again, with a store of a new id, as after a requeue."""
+        assert self.cluster.store
+        self.cluster.store.kill()
+        self.cluster.store.wait()
+        for agent in self.agents:
+            try:
+                agent.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                self.cluster.kill_node(agent)
+        self.cluster.start_store()
+
+    def checkpoint_spoiled(self) -> None:
+        """A bit of the newest checkpoint flips, and everything is killed, so that it would be used."""
+        self.everything_killed()
+        for state in sorted((self.cluster.folder / "checkpoints").glob("step-*/state.pt"))[-1:]:
+            data = bytearray(state.read_bytes())
+            data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+            state.write_bytes(data)
+
+    @property
+    def faults(self) -> dict[str, Callable[[], None]]:
+        return {
+            "worker killed": self.worker_killed,
+            "worker stopped": self.worker_stopped,
+            "agent killed": self.agent_killed,
+            "node lost": self.node_lost,
+            "everything killed": self.everything_killed,
+            "one node preempted": self.node_preempted,
+            "all preempted": self.all_preempted,
+            "store lost": self.store_lost,
+            "checkpoint spoiled": self.checkpoint_spoiled,
+        }
+
+
+def soak(cluster: Nodes, minutes: float) -> tuple[Counter[str], list[float]]:
+    """Faults for so many minutes; how many of each kind, and the seconds from each to the next new step."""
+    job, done, seconds = Soak(cluster), Counter[str](), list[float]()
+    job.keep_two()
+    cluster.reach(5, timeout_s=WITHIN_S)
+    until = time.monotonic() + minutes * 60
+    while time.monotonic() < until:
+        time.sleep(random.uniform(0.0, 6.0))
+        fault = random.choice(list(job.faults))
+        before, began = len(cluster.attempts()), time.monotonic()
+        try:
+            job.faults[fault]()
+        except ProcessLookupError:
+            continue  # it had just ended by itself
+        done[fault] += 1
+
+        def goes_on(before: int = before) -> bool:
+            job.keep_two()
+            attempts = cluster.attempts()
+            return len(attempts) > before and cluster.step() > attempts[-1]["step"]
+
+        cluster.until(goes_on, f"step after fault {sum(done.values())} ({fault})", timeout_s=WITHIN_S)
+        seconds.append(time.monotonic() - began)
+        print(f"{fault}: {seconds[-1]:.1f} s, step {cluster.step()}", flush=True)
+    for agent in job.agents:
+        agent.send_signal(signal.SIGTERM)
+    for agent in job.agents:
+        agent.wait()
+    cluster.overrides = (*cluster.overrides, f"max_steps={cluster.step() + 50}")
+    job.keep_two()
+    cluster.until(lambda: cluster.result().outcome.get("outcome") == "done", "end of the run", timeout_s=WITHIN_S * 2)
+    cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=15)
+    return done, seconds
+
+
+def repeated(ledger: Path) -> int:
+    """Steps that were begun more than once."""
+    begun = Counter(
+        json.loads(line)["step"]
+        for path in ledger.glob("*-0.jsonl")  # rank 0 of each attempt
+        for line in path.read_text().splitlines()
+        if line.endswith("}")
+    )
+    return sum(count - 1 for count in begun.values())
+
+
+def check(cluster: Nodes, ledger: Path, place: Path) -> dict[str, Any]:
+    """What a run that was disturbed must have in common with one that was not. Raises AssertionError."""
+    result = cluster.result()
+    steps = result.outcome["total_steps"]
+    assert_exact(ledger, steps=steps, batch_size=10)
+    assert [line["step"] for line in result.lines("train")] == list(range(1, steps + 1)), "a step twice, or none"
+    left = [*cluster.folder.glob(".*"), *(cluster.folder / "checkpoints").glob(".*")]
+    assert not left, f"left behind: {left}"
+    (place / "undisturbed-ledger").mkdir()
+    whole = run(
+        place / "undisturbed", *LINE, f"max_steps={steps}", "+model.delay_s=0", ranks=2, timeout_s=600,
+        env={"LEDGER": str(place / "undisturbed-ledger")},
+    )  # fmt: skip
+    worst = max(
+        float((weight - result.weights[name]).abs().max() / weight.abs().max())
+        for name, weight in whole.weights.items()
+    )
+    sizes = Counter(attempt["world_size"] for attempt in cluster.attempts())
+    assert worst == 0 or (len(sizes) > 1 and worst < 1e-4), f"weights differ by {worst:.1e}"
+    return {
+        "steps": steps,
+        "steps begun more than once": repeated(ledger),
+        "attempts by world size": dict(sizes),
+        "largest relative difference of a weight": worst,
+        "checkpoints put aside": len(list((cluster.folder / "checkpoints").glob("bad-*"))),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    arguments = parser.parse_args()
+    random.seed(arguments.seed)
+    torch.set_num_threads(1)
+    print(f"seed {arguments.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as text:
+        place = Path(text)
+        ledger = place / "ledger"
+        ledger.mkdir()
+        with nodes(place / "run", *LINE, "max_steps=1000000", "max_idle_attempts=20", LEDGER=str(ledger)) as cluster:
+            try:
+                done, seconds = soak(cluster, arguments.minutes)
+                facts = check(cluster, ledger, place)
+            except AssertionError as error:
+                print(f"FAILED (seed {arguments.seed}): {error}")
+                sys.exit(1)
+    print(f"\n{sum(done.values())} faults: {dict(done.most_common())}")
+    print(f"seconds to the next step: median {statistics.median(seconds):.1f}, worst {max(seconds):.1f}")
+    for name, value in facts.items():
+        print(f"{name}: {value}")
+    print("every sample in its place, no step twice, nothing left behind")
+
+
+if __name__ == "__main__":
+    main()
