@@ -3,13 +3,18 @@
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
-from custom import RECORDED, assert_exact
-from launch import finish, reached, run, start, wait_for
+from custom import RECORDED, assert_exact, recorded
+from launch import environment, finish, free_port, reached, run, start, wait_for
 from nodes import nodes
+
+from train.plan import Plan
 
 LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10")
 
@@ -293,3 +298,100 @@ def test_out_of_memory_again_and_again(tmp_path):
     hungry = ("model._target_=custom.Hungry", "data._target_=custom.Numbered", "max_steps=9", "max_idle_attempts=1")
     result = run(tmp_path / "run", *hungry, ranks=2, torchrun=("--max-restarts=10",), ok=False)
     assert result.outcome["exit_code"] == 7 and "memory" in result.outcome["error"], result.out
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_sample_ends_the_run_or_gives_its_place_to_the_next(tmp_path, workers):
+    """The same substitutes at every world size, each said once, and not without bound."""
+    line = (*LINE, "data._target_=custom.Spoiled", "max_steps=100", "+model.delay_s=0", f"loader.num_workers={workers}")
+    ledgers = {}
+    for ranks in (1, 2):
+        (tmp_path / f"ledger-{ranks}").mkdir()
+        result = run(
+            tmp_path / str(ranks), *line, "loader.on_bad_sample=skip", ranks=ranks, env={"LEDGER": str(tmp_path / f"ledger-{ranks}")}
+        )  # fmt: skip
+        ledgers[ranks] = recorded(tmp_path / f"ledger-{ranks}")
+        assert len(set(result.said)) == 3, result.out
+        assert any("sample 500 cannot be read" in line for line in result.said), result.out
+    plan = Plan(1000, 10, 0)
+    substitute = {3: 5, 4: 5, 500: 501}
+    for step in range(100):
+        wanted = [substitute.get(sample, sample) for sample in plan.batch(step).tolist()]
+        assert ledgers[1][step] == ledgers[2][step] == wanted
+    env = {"LEDGER": str(tmp_path)}
+    bounded = run(
+        tmp_path / "bounded", *line, "loader.on_bad_sample=skip", "loader.max_bad_samples=2", ok=False, env=env
+    )
+    assert bounded.code == 3 and "loader.max_bad_samples=2" in bounded.said[-1], bounded.out
+
+
+def test_a_spoiled_picture_is_named(tmp_path):
+    from PIL import Image
+
+    for split in ("train", "val"):
+        for kind in ("a", "b"):
+            (tmp_path / "pictures" / split / kind).mkdir(parents=True)
+            for number in range(4):
+                Image.new("RGB", (40, 40), (number * 50, 0, 0)).save(tmp_path / f"pictures/{split}/{kind}/{number}.png")
+    bad = tmp_path / "pictures/train/a/2.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    line = (
+        "data=imagefolder",
+        f"data.root={tmp_path / 'pictures'}",
+        "data.image_size=32",
+        "model=convnet",
+        "max_steps=4",
+    )
+    for workers in (0, 1):
+        result = run(tmp_path / f"run-{workers}", *line, f"loader.num_workers={workers}", ok=False)
+        assert result.code == 3 and len(result.said) == 1 and str(bad) in result.said[0], result.out
+        assert "Traceback" not in result.said[0]
+
+
+def limited(tmp_path, prologue, *overrides):
+    """A run whose shell has first carried out `prologue`."""
+    line = [sys.executable, "-m", "train", f"output_dir={tmp_path / 'run'}", *overrides]
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f'{prologue} && exec "$@"', "sh", *line],
+        env=environment(), capture_output=True, text=True, timeout=60, cwd=tmp_path,
+    )  # fmt: skip
+    return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("muster: ")], done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to mount")
+def test_too_little_shared_memory(tmp_path):
+    shm = "mount -t tmpfs -o size=64k none /dev/shm"
+    code, said, out = limited(tmp_path, shm, "data=synthetic", "loader.num_workers=1", "max_steps=5", "model=convnet")
+    assert code == 2 and len(said) == 1 and "/dev/shm" in said[0], out
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="unshare needs root")
+def test_too_few_file_descriptors(tmp_path):
+    code, said, out = limited(tmp_path, "ulimit -n 24", "loader.num_workers=8", "max_steps=5")
+    assert code == 2 and len(said) == 1 and "ulimit -n" in said[0], out
+
+
+def test_a_port_that_is_taken(tmp_path):
+    """Another job's rank 0 cannot listen; a rank that meets a stranger there does not wait for ever."""
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": str(stranger.getsockname()[1])}
+        overrides = ("max_steps=2", "dist.start_timeout_s=8")
+        ranks = [start(tmp_path / "run", *overrides, env={**env, "RANK": str(rank)}) for rank in (0, 1)]
+        results = [finish(process, tmp_path / "run", timeout_s=60) for process in ranks]
+    for rank, result in enumerate(results):
+        assert result.code == 2 and f"rank {rank} cannot reach the rendezvous store" in result.said[0], result.out
+
+
+def test_clocks_that_differ_are_said(tmp_path):
+    port = free_port()
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        start(tmp_path / "run", "max_steps=2", env={**env, "RANK": str(rank)}, module=("train", "skewed")[rank])
+        for rank in (0, 1)
+    ]
+    results = [finish(process, tmp_path / "run", timeout_s=60) for process in ranks]
+    assert [result.code for result in results] == [0, 0], results[0].out + results[1].out
+    assert "are 60 s apart" in results[0].said[0] and not results[1].said

@@ -21,6 +21,7 @@ Backend = Enum("Backend", ["auto", "gloo", "nccl"])
 Device = Enum("Device", ["auto", "cpu", "cuda"])
 Progress = Enum("Progress", ["auto", "bar", "plain", "none"])
 NonFinite = Enum("NonFinite", ["stop", "skip"])
+BadSample = Enum("BadSample", ["stop", "skip"])
 Decay = Enum("Decay", ["cosine", "linear"])
 
 
@@ -190,6 +191,8 @@ class Loader:
 
     num_workers: int = 0
     drop_last: bool = False
+    on_bad_sample: BadSample = BadSample.stop
+    max_bad_samples: int = 10
 
 
 @dataclass
@@ -278,7 +281,7 @@ GROUPS = tuple(SCHEMAS)
 FREE_TO_CHANGE = (
     "name", "output_dir", "epochs", "max_steps", "micro_batch_size", "device", "gpus", "compile", "channels_last",
     "deterministic", "on_nonfinite", "max_skipped_steps", "max_idle_attempts", "strategy.bucket_cap_mb",
-    "strategy.gradient_as_bucket_view", "strategy.static_graph", "data.root", "loader.num_workers", "dist",
+    "strategy.gradient_as_bucket_view", "strategy.static_graph", "data.root", "loader.num_workers", "loader.max_bad_samples", "dist",
     "checkpoint", "log", "eval",
 )  # fmt: skip
 
@@ -293,6 +296,7 @@ LIMITS: tuple[tuple[str, float, bool], ...] = (
     ("max_skipped_steps", 1, False),
     ("max_idle_attempts", 0, False),
     ("loader.num_workers", 0, False),
+    ("loader.max_bad_samples", 0, False),
     ("dist.timeout_s", 0, True),
     ("dist.start_timeout_s", 0, True),
     ("checkpoint.every_steps", 1, False),

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from train import config as schema
 from train.component import arguments, locate
 from train.config import Config
-from train.errors import ConfigError, MusterError, RankLost, nearest
+from train.errors import ConfigError, MusterError, RankLost, environment_error, nearest
 from train.heartbeat import BEAT_S, Heartbeat
 from train.preemption import Preemption
 
@@ -114,6 +114,8 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -
     except KeyboardInterrupt:
         return quit_with(RankLost("interrupted from the keyboard; the same command goes on from the last checkpoint"))
     except Exception as error:
+        if limit := environment_error(error):
+            return quit_with(limit)
         lost = "gloo" in str(error) or "NCCL" in str(error) or type(error).__module__ == "torch.distributed"
         return quit_with(error, lost=lost)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 from collections.abc import Iterable
 
@@ -81,6 +82,18 @@ def storage_error(doing: str, error: OSError) -> StorageError:
     """Name the path and the system's reason, so that nobody has to read a traceback."""
     where = f" {os.fspath(error.filename)}" if error.filename else ""
     return StorageError(f"cannot {doing}{where}: {error.strerror or error}; free or fix it, then run again")
+
+
+def environment_error(error: BaseException) -> ConfigError | None:
+    """What to raise where the system's limits, which no restart lifts, were too low."""
+    text = str(error)
+    if (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)) or "Too many open files" in text:
+        return ConfigError(f"out of file descriptors: {' '.join(text.split())[:100]}; raise the limit: ulimit -n 65536")
+    if "shared memory" in text:
+        return ConfigError(
+            "the loader's workers are out of shared memory: make /dev/shm larger (docker --shm-size, a Kubernetes emptyDir with medium: Memory), or set loader.num_workers=0"
+        )
+    return None
 
 
 def nearest(given: str, valid: Iterable[str]) -> str:

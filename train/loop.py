@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from train.checkpoint import Checkpoints
-from train.config import Config, NonFinite, Precision
+from train.config import BadSample, Config, NonFinite, Precision
 from train.data.loader import Batch, Data, batches
 from train.errors import Diverged, Preempted
 from train.heartbeat import Heartbeat
@@ -91,6 +91,7 @@ def load(run: Run, dataset: Any, plan: Plan, steps: range) -> Iterator[list[Batc
         seed=run.config.seed,
         augment=dataset is run.data.train,
         device=run.world.device,
+        max_bad=run.config.loader.max_bad_samples if run.config.loader.on_bad_sample is BadSample.skip else None,
     )
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 import uuid
@@ -33,6 +34,7 @@ from train.errors import ConfigError, MusterError
 MAY_DIFFER_BETWEEN_RANKS = ("data.root", "gpus")
 POLL_S = 0.02
 STORE_ANSWER_S = 1.0
+CLOCKS_APART_S = 2.0
 # Hangs are found by heartbeat.py, which knows a long section from a hang; a collective's own timeout does not.
 LAST_RESORT_S = 3600.0
 
@@ -277,7 +279,7 @@ def meet(place: Place, *, config: Config | None, error: MusterError | None, time
         return "", HashStore()
     raw = _connect(place, timeout_s)
     nonce = uuid.uuid4().hex
-    hello = {
+    hello: dict[str, Any] = {
         "nonce": nonce,
         "host": socket.gethostname(),
         "torch": torch.__version__,
@@ -344,35 +346,56 @@ def _connect(place: Place, timeout_s: float) -> Store:
         host = "127.0.0.1"  # the machine does not know its own name; all ranks are on it
     address = f"{host}:{os.environ['MASTER_PORT']}"
     hosted_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        # As env:// does, but without its wait for all clients: who is missing is for `meet` to say.
-        store = TCPStore(
-            host,
-            int(os.environ["MASTER_PORT"]),
-            world_size=place.world_size,
-            is_master=place.rank == 0 and not hosted_by_agent,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0][:200]
+    found: list[Store] = []
+    reason = f"what listens there has not answered within dist.start_timeout_s={timeout_s:g} and may be no store"
+
+    def connect() -> None:
+        nonlocal reason
+        try:
+            # As env:// does, but without its wait for all clients: who is missing is for `meet` to say.
+            store = TCPStore(
+                host,
+                int(os.environ["MASTER_PORT"]),
+                world_size=place.world_size,
+                is_master=place.rank == 0 and not hosted_by_agent,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+            found.append(store)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0][:200]
+
+    thread = threading.Thread(target=connect, daemon=True)  # its timeout does not hold with a silent stranger
+    thread.start()
+    thread.join(timeout_s + 2)
+    if not found:
         raise Unheard(
             f"rank {place.rank} cannot reach the rendezvous store at {address}: {reason}; is rank 0 up, and the port free and open?"
-        ) from None
-    return store
+        )
+    return found[0]
 
 
 def _gather(
     raw: Store, attempt: str, own: dict[str, Any], place: Place, deadline: float
 ) -> list[dict[str, Any] | None]:
+    skews = {place.rank: 0.0}
     hellos: list[dict[str, Any] | None] = [own] + [None] * (place.world_size - 1)
     while None in hellos and time.monotonic() < deadline:
         for rank, hello in enumerate(hellos):
             key = f"meet/{attempt}/hello/{rank}"
             if hello is None and raw.check([key]):
                 hellos[rank] = json.loads(raw.get(key))
+                skews[rank] = json.loads(raw.get(key))["clock"] - time.time()
         time.sleep(POLL_S)
+    rank = max(skews, key=lambda rank: abs(skews[rank]))
+    if abs(skews[rank]) > CLOCKS_APART_S and (other := hellos[rank]):
+        print(
+            f"muster: the clocks of {other['host']} and {own['host']} are {abs(skews[rank]):.0f} s apart: torchrun compares them "
+            "to tell who is alive, and may drop nodes or wait for them at the end; synchronize them (NTP)",
+            file=sys.stderr,
+            flush=True,
+        )
     return hellos
 
 
@@ -382,7 +405,7 @@ def _await_verdict(raw: Store, hello: dict[str, Any], place: Place, deadline: fl
         if raw.check(["meet/attempt"]):
             attempt = raw.get("meet/attempt").decode()
             if attempt != greeted:
-                raw.set(f"meet/{attempt}/hello/{place.rank}", json.dumps(hello))
+                raw.set(f"meet/{attempt}/hello/{place.rank}", json.dumps({**hello, "clock": time.time()}))
                 greeted = attempt
             if raw.check([f"meet/{attempt}/verdict"]):
                 verdict = json.loads(raw.get(f"meet/{attempt}/verdict"))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import random
+import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -16,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from train.component import arguments, build, locate, signature
 from train.config import Config
 from train.data.images import hash_of
-from train.errors import DataError
+from train.errors import ConfigError, DataError
 from train.plan import Keys, MicroBatch, Plan, sample_keys
 from train.world import World
 
@@ -86,10 +90,15 @@ def fingerprint(dataset: Any) -> str:
 
 
 class Fetch(Dataset[Any]):
-    """Turns a plan's micro-batch into tensors; runs in the training process or in a DataLoader worker."""
+    """Turns a plan's micro-batch into tensors; runs in the training process or in a DataLoader worker.
 
-    def __init__(self, dataset: Any, *, seed: int, augment: bool):
-        self.dataset, self.seed, self.augment = dataset, seed, augment
+    With `max_bad`, a sample that cannot be read gives its place to the next one that can, the same at every world
+    size, and each process bears with so many of them; with None it ends the run.
+    """
+
+    def __init__(self, dataset: Any, *, seed: int, augment: bool, max_bad: int | None):
+        self.dataset, self.seed, self.augment, self.max_bad = dataset, seed, augment, max_bad
+        self.bad: set[int] = set()
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[Any, Any, int]:
         keys = sample_keys(seed=self.seed, epoch=micro_batch.epoch, indices=micro_batch.indices)
@@ -107,15 +116,31 @@ class Fetch(Dataset[Any]):
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()
         samples = []
         for index, key in zip(micro_batch.indices.tolist(), keys.tolist(), strict=True):
-            random.seed(key)
-            np.random.seed(key & 0xFFFFFFFF)
-            torch.default_generator.manual_seed(key)
-            samples.append(self.dataset[index])
+            samples.append(self._sample(index, key))
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
         inputs, targets = default_collate(samples)[:2]
         return inputs, targets
+
+    def _sample(self, index: int, key: int) -> Any:
+        random.seed(key)
+        np.random.seed(key & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(key)
+        if self.max_bad is None:
+            return self.dataset[index]
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            if index not in self.bad:
+                self.bad.add(index)
+                print(f"muster: sample {index} cannot be read, the next takes its place: {reason}", file=sys.stderr)
+            if len(self.bad) > self.max_bad:
+                raise DataError(
+                    f"{len(self.bad)} samples cannot be read, more than loader.max_bad_samples={self.max_bad}: the last is {index}: {reason}"
+                ) from error
+            return self._sample((index + 1) % len(self.dataset), key)
 
 
 def _unchanged(batch: Any) -> Any:
@@ -126,6 +151,8 @@ def _start_worker(_: int) -> None:
     # torchrun signals the whole process group: a worker that dies of SIGTERM takes the last checkpoint with it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a rank that was killed
 
 
 def batches(
@@ -139,15 +166,18 @@ def batches(
     seed: int,
     augment: bool,
     device: torch.device,
+    max_bad: int | None = None,
 ) -> Iterator[list[Batch]]:
     """For each step its micro-batches for shard `(rank, size)`, on the device.
 
     One loader serves the whole range, across epochs: its workers are started once, and nothing stalls at a boundary.
     """
     rank, size = shard
+    if num_workers:
+        check_shared_memory(dataset, plan, size=size, micro_batch_size=micro_batch_size, num_workers=num_workers)
     shares = (plan.share(step, rank=rank, world_size=size, micro_batch_size=micro_batch_size) for step in steps)
     loader = DataLoader(
-        Fetch(dataset, seed=seed, augment=augment),
+        Fetch(dataset, seed=seed, augment=augment, max_bad=max_bad),
         batch_sampler=(micro for share in shares for micro in share),  # type: ignore[misc]
         collate_fn=_unchanged,
         num_workers=num_workers,
@@ -155,7 +185,7 @@ def batches(
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # or it would draw from the global one, which a resumed run has to find untouched
     )
-    fetched = iter(loader)
+    fetched = _plainly(iter(loader))
     for step in steps:
         total = plan.count(step)
         yield [
@@ -164,6 +194,41 @@ def batches(
                 fetched, plan.pieces(step, world_size=size, micro_batch_size=micro_batch_size)
             )
         ]
+
+
+def check_shared_memory(
+    dataset: Any, plan: Plan, *, size: int, micro_batch_size: int | None, num_workers: int, place: str = "/dev/shm"
+) -> None:
+    """Workers hand over batches through shared memory; where it is full, a batch is lost and waited for for ever.
+
+    Raises:
+        ConfigError: there is not enough for the batches that wait at a time.
+    """
+    if not os.path.isdir(place):
+        return
+    samples = min(-(-plan.batch_size // size), micro_batch_size or plan.batch_size)
+    needed, free = bytes_of(dataset[0]) * samples * (2 * num_workers + 1), shutil.disk_usage(place).free
+    if needed > free:
+        raise ConfigError(
+            f"loader.num_workers={num_workers} needs about {needed / 2**20:.1f} MiB of {place} a rank, and {free / 2**20:.1f} are free: make it "
+            "larger (docker --shm-size, a Kubernetes emptyDir with medium: Memory), or set fewer workers or a smaller micro_batch_size"
+        )
+
+
+def bytes_of(value: Any) -> int:
+    """Of the tensors in it."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return int(value.nbytes)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return sum(map(bytes_of, parts))
+
+
+def _plainly(fetched: Iterator[Any]) -> Iterator[Any]:
+    """A worker's DataError as it was raised there: the loader wraps a traceback around it."""
+    try:
+        yield from fetched
+    except DataError as error:
+        raise DataError(str(error).rsplit("DataError: ", 1)[-1].strip()) from None
 
 
 def to(device: torch.device, value: Any) -> Any:
