@@ -3,10 +3,11 @@ VENV   ?= .venv
 PYTHON ?= python3
 NPROC  ?= 2
 ARGS   ?=
+MINUTES ?= 3
 BIN    := $(VENV)/bin
 export PYTHONUNBUFFERED = 1
 
-.PHONY: help train test substrates-docker substrates-slurm lint format bench clean
+.PHONY: help train test substrates-docker substrates-slurm lint format bench recovery soak clean
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
@@ -40,6 +41,12 @@ format: $(VENV)/.test ## rewrite the sources as ruff would
 
 bench: $(VENV)/.train ## the kit beside a hand-written DDP loop, as ratios
 	$(BIN)/python -m bench.loop $(ARGS)
+
+recovery: $(VENV)/.test ## seconds from a killed worker, node or store to the next step
+	$(BIN)/python -m bench.recovery $(ARGS)
+
+soak: $(VENV)/.test ## random faults for MINUTES (3), then a look at what was lost
+	$(BIN)/python -m bench.soak --minutes $(MINUTES) $(ARGS)
 
 clean: ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
