@@ -57,21 +57,21 @@ def kill(pid):
 def test_killed_workers_cost_nothing(tmp_path, job, ledger):
     """Bit-identical to an undisturbed run of the same world size."""
     dice = random.Random(1)
-    with job("max_steps=130") as cluster:
+    with job("max_steps=80") as cluster:
         agents = [cluster.start(), cluster.start()]
-        for step in (15, 60):
+        for step in (15, 45):
             cluster.reach(step)
             cluster.next_step(lambda: kill(cluster.workers(dice.choice(agents))[0]))
         assert cluster.ended() == [0, 0], cluster.log
-        assert_clean(cluster, ledger, steps=130)
+        assert_clean(cluster, ledger, steps=80)
         result = cluster.result()
         assert "gives no sign of life" in result.outcome.get("cause", "") or result.events("restart"), cluster.log
-    whole = run(tmp_path / "whole", *LINE, "max_steps=130", ranks=2, env={"LEDGER": str(tmp_path)})
+    whole = run(tmp_path / "whole", *LINE, "max_steps=80", "+model.delay_s=0", ranks=2, env={"LEDGER": str(tmp_path)})
     assert all(torch.equal(weight, result.weights[name]) for name, weight in whole.weights.items())
 
 
 def test_a_node_is_lost_and_another_joins(job, ledger):
-    with job("max_steps=200") as cluster:
+    with job("max_steps=180") as cluster:
         first = cluster.start()
         cluster.start()
         cluster.until(lambda: cluster.attempts() and cluster.attempts()[-1]["world_size"] == 2, "both")
@@ -81,7 +81,7 @@ def test_a_node_is_lost_and_another_joins(job, ledger):
         cluster.next_step(cluster.start)
         assert cluster.attempts()[-1]["world_size"] == 2
         assert cluster.ended() == [-9, 0, 0], cluster.log
-        assert_clean(cluster, ledger, steps=200)
+        assert_clean(cluster, ledger, steps=180)
 
 
 def test_a_late_node_is_waited_for(job, ledger):
@@ -187,16 +187,17 @@ def test_a_stopped_rank_alone_on_its_node_is_ended(job, ledger):
 
 def test_what_is_slow_is_no_hang(tmp_path, ledger):
     """A start, a first step and saves that each take longer than the timeout."""
-    env = {"LEDGER": str(ledger), "SLOW_S": "4"}
-    line = (*LINE, "model._target_=custom.SlowToStart", "max_steps=25", "dist.timeout_s=2")
+    env = {"LEDGER": str(ledger), "SLOW_S": "3"}
+    line = (*LINE, "model._target_=custom.SlowToStart", "max_steps=15", "dist.timeout_s=2")
     result = run(tmp_path / "run", *line, ranks=2, module="slow", env=env)
-    assert not result.events("restart") and len(result.events("checkpoint")) == 3, result.out
-    assert_exact(ledger, steps=25, batch_size=10)
+    assert not result.events("restart") and len(result.events("checkpoint")) == 2, result.out
+    assert "waiting for" in result.out and "may for" in result.out
+    assert_exact(ledger, steps=15, batch_size=10)
 
 
 def test_an_agent_sleeps_and_wakes(job, ledger):
     """Longer than its keep-alive: the others may go on without it; it joins again, or nobody noticed."""
-    with job("max_steps=250") as cluster:
+    with job("max_steps=200") as cluster:
         agents = [cluster.start(), cluster.start()]
         cluster.until(lambda: cluster.attempts() and cluster.attempts()[-1]["world_size"] == 2, "both")
         cluster.reach(25)
@@ -205,10 +206,10 @@ def test_an_agent_sleeps_and_wakes(job, ledger):
         os.kill(agents[1].pid, signal.SIGCONT)
         cluster.ended()
         assert 0 in [agent.returncode for agent in agents], cluster.log
-        assert_clean(cluster, ledger, steps=250)
+        assert_clean(cluster, ledger, steps=200)
 
 
-@pytest.mark.parametrize("preempted", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("preempted", [[0], [0, 1]])
 def test_preempted_nodes(job, ledger, preempted):
     """SIGTERM to one agent or to all: one checkpoint, everybody leaves at once, no step is lost."""
     with job("max_steps=80", "checkpoint.every_steps=100000", nnodes="2") as cluster:
@@ -238,8 +239,8 @@ def test_preempted_nodes(job, ledger, preempted):
 @pytest.mark.parametrize("when", ["start-up", "evaluation", "save", "twice"])
 def test_sigterm_at_an_inconvenient_moment(tmp_path, ledger, when):
     """The same end: one valid checkpoint, or none yet; no traceback of ours; exact afterwards."""
-    env = {"LEDGER": str(ledger), "SLOW_S": "1.5" if when == "save" else "0"}
-    line = (*LINE, "max_steps=60", "eval.every_steps=20", "data._target_=custom.SlowToTest")
+    env = {"LEDGER": str(ledger), "SLOW_S": "1" if when == "save" else "0"}
+    line = (*LINE, "max_steps=40", "eval.every_steps=20", "data._target_=custom.SlowToTest")
     process = start(tmp_path / "run", *line, ranks=2, env=env, module="slow")
     if when == "start-up":
         time.sleep(2.0)
@@ -262,7 +263,7 @@ def test_sigterm_at_an_inconvenient_moment(tmp_path, ledger, when):
     result = run(tmp_path / "run", *line, ranks=2, env=env, module="slow")
     if outcome:
         assert result.events("resume")[-1]["step"] == outcome["step"]
-    assert_exact(ledger, steps=60, batch_size=10)
+    assert_exact(ledger, steps=40, batch_size=10)
     assert not list((tmp_path / "run/checkpoints").glob(".*"))
 
 

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,10 +36,12 @@ if TYPE_CHECKING:
     from train.world import World
 
 BEAT_S = 0.1
-# Start-up, a save to slow storage, the first section of each kind (compilation, autotuning): nothing is known of their
-# length but that it is finite.
-LONG_S = 1800.0
+LONG_S = 1800.0  # start-up, and a save to slow storage: nothing is known of their length but that it is finite
+FIRST_S = 600.0  # the first sections of each kind compile and tune
+FIRST = 2
+USUAL = 3  # times as long as a section of its kind has ever taken is still no hang
 GRACE_S = 2.0  # for the rank that hangs to say so itself
+LAST_WORDS_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,9 @@ class Heartbeat:
     def __init__(self, world: World, *, timeout_s: float, on_hang: Callable[[RankLost], object]):
         self.world, self.timeout_s, self.on_hang = world, timeout_s, on_hang
         self._section = (0, "start-up", LONG_S, time.monotonic())
-        self._seen_kinds: set[str] = set()
+        self._begun: Counter[str] = Counter()
+        self._longest: dict[str, float] = {}
+        self._told = -1
         self._beat = 0
         self._watching = threading.Event()
         self._watched_for_good = False
@@ -93,10 +98,15 @@ class Heartbeat:
 
     def begin(self, kind: str, step: int) -> None:
         """Enter a section of work: `step`, `evaluation`, `save` or `finish`."""
-        limit = self.timeout_s if kind in self._seen_kinds and kind in ("step", "evaluation") else LONG_S
-        if kind != "save":
-            self._seen_kinds.add(kind)
-        self._section = (self._section[0] + 1, f"{kind} {step}", max(limit, self.timeout_s), time.monotonic())
+        sections, label, _, since = self._section
+        now, before = time.monotonic(), label.split()[0]
+        if self._begun[before] >= FIRST:
+            self._longest[before] = max(self._longest.get(before, 0.0), now - since)
+        self._begun[kind] += 1
+        limit_s = LONG_S
+        if kind in ("step", "evaluation"):
+            limit_s = FIRST_S if self._begun[kind] <= FIRST else USUAL * self._longest.get(kind, 0.0)
+        self._section = (sections + 1, f"{kind} {step}", max(limit_s, self.timeout_s), now)
 
     def close(self) -> None:
         """Stop beating, and disarm the timer."""
@@ -125,7 +135,7 @@ class Heartbeat:
                 host = self._others[0].host if 0 in self._others else address
                 return RankLost(f"rank 0 on {host} {told}", rank=0, host=host)
             return RankLost(f"the rendezvous store at {address} {told} from {self._name(me)}")
-        self.gone = sorted(rank for rank, at in self._changed.items() if now - at > seconds and rank != me)
+        self.gone = sorted(rank for rank, at in list(self._changed.items()) if now - at > seconds and rank != me)
         if not self.gone:
             return None
         names = ", ".join(self._name(rank) for rank in self.gone[:8])
@@ -166,27 +176,49 @@ class Heartbeat:
 
     def _judge(self) -> None:
         """Wind up the timer; when this rank stands still for too long, find out whose fault it is."""
-        overdue_since: float | None = None
         while not self._ended.wait(BEAT_S):
             self._timer.wind(self.timeout_s)
-            _, _, limit_s, since = self._section
-            age_s = time.monotonic() - since
-            if age_s < self.timeout_s / 2:
-                if not self._watched_for_good:
-                    self._watching.clear()
-                overdue_since = None
+            try:
+                verdict = self._verdict()
+            except Exception:  # a defect here must not end a healthy run, as a timer that is not wound would
+                traceback.print_exc()
+                self._ended.wait(self.timeout_s / 2)
                 continue
-            self._look()
-            if age_s < self.timeout_s - BEAT_S:
-                continue
-            overdue_since = overdue_since or time.monotonic()
-            waited = f" while rank {self.world.rank} waited for dist.timeout_s={self.timeout_s:g}"
-            verdict = self.silence(self.timeout_s / 2 - 3 * BEAT_S, waited=waited)
-            if not verdict and age_s >= limit_s - BEAT_S:
-                verdict = self._fault(patient=time.monotonic() - overdue_since < GRACE_S)
             if verdict and not self._ended.is_set():
+                self._timer.wind(self.timeout_s + LAST_WORDS_S)
                 self.on_hang(verdict)
                 return
+
+    def _verdict(self) -> RankLost | None:
+        """Why this rank has to leave; None if all is well or has to be waited for."""
+        sections, _, limit_s, since = self._section
+        age_s = time.monotonic() - since
+        if age_s < self.timeout_s / 2:
+            if not self._watched_for_good:
+                self._watching.clear()
+            return None
+        self._look()
+        if age_s < self.timeout_s - BEAT_S:
+            return None
+        waited = f" while rank {self.world.rank} waited for dist.timeout_s={self.timeout_s:g}"
+        verdict = self.silence(self.timeout_s / 2 - 3 * BEAT_S, waited=waited)
+        if not verdict and age_s >= limit_s - BEAT_S:
+            verdict = self._fault(patient=age_s < limit_s + GRACE_S)
+        if not verdict and self.world.is_first and sections != self._told:
+            self._told = sections
+            self._tell(age_s)
+        return verdict
+
+    def _tell(self, age_s: float) -> None:
+        """No hang yet, but nobody shall have to look at a silent terminal."""
+        places = {**self._others, self.world.rank: self._own()}
+        behind = min(last(places))
+        print(
+            f"muster: waiting for {age_s:.0f} s so far: {self._name(behind)} stands in {places[behind].where}, "
+            f"and may for {places[behind].limit_s:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _fault(self, *, patient: bool) -> RankLost | None:
         """Why this rank must leave now; None while it has to wait for others."""
@@ -204,7 +236,7 @@ class Heartbeat:
             return RankLost(
                 f"all ranks have stood still {told}: {where}: collectives that do not match, or a network that loses data"
             )
-        return RankLost(f"{where} and has not moved {told}", rank=culprits[0], host=places[culprits[0]].host)
+        return RankLost(f"{where} and has not moved {told} or longer", rank=culprits[0], host=places[culprits[0]].host)
 
     def _name(self, rank: int) -> str:
         place = self._own() if rank == self.world.rank else self._others[rank]
