@@ -201,6 +201,21 @@ def test_two_jobs_in_one_folder(tmp_path):
     assert not list((tmp_path / "run").glob(".*"))
 
 
+def test_two_launches_with_the_same_rendezvous_id(tmp_path):
+    """People give every launch the same id: it does not make the second job the first, nor `never` a restart of it."""
+    endless = ("model._target_=custom.Slow", "data._target_=custom.Numbered", "max_steps=100000")
+    flags = ("--rdzv-id=1", "--rdzv-backend=c10d")
+    first = start(tmp_path / "run", *endless, ranks=2, torchrun=(*flags, "--rdzv-endpoint=127.0.0.1:0"))
+    wait_for(tmp_path / "run", reached(10), process=first)
+    second = run(tmp_path / "run", *endless, ranks=2, torchrun=(*flags, "--rdzv-endpoint=127.0.0.1:0"), ok=False)
+    assert "in use by another job" in second.said[0] and first.poll() is None, second.out
+    first.send_signal(signal.SIGTERM)
+    finish(first, tmp_path / "run")
+    over = ("checkpoint.resume=never", "max_steps=5")
+    third = run(tmp_path / "run", *endless, *over, ranks=2, torchrun=(*flags, "--rdzv-endpoint=127.0.0.1:0"))
+    assert third.events("start") and (tmp_path / "run/previous-1").is_dir(), third.out
+
+
 def test_ctrl_c_saves_too(tmp_path):
     process = start(tmp_path / "run", "model._target_=custom.Slow", "data._target_=custom.Numbered", "max_steps=100000")
     wait_for(tmp_path / "run", reached(5), process=process)

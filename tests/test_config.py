@@ -155,6 +155,7 @@ def test_rooms_depend_in_one_direction():
     order = [
         "errors",
         "files",
+        "outcome",
         "config",
         "component",
         "plan",
@@ -167,7 +168,6 @@ def test_rooms_depend_in_one_direction():
         "heartbeat",
         "strategies",
         "storage",
-        "outcome",
         "lease",
         "checkpoint",
         "metrics",

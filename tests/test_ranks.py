@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from launch import ROOT, finish, free_port, run, start
+from launch import finish, free_port, run, start
 from ledger import read
 
 LEDGER = ("data._target_=ledger.Ledger", "model.hidden=[8]", "batch_size=10", "max_steps=23", "optimizer.lr=0.05")
@@ -209,9 +209,10 @@ def test_a_sweep_gives_each_job_its_own_folder(tmp_path):
     from launch import command, environment
 
     line = [
-        *command("-m", "optimizer.lr=0.1,0.01", "max_steps=3", "log.report=false", "log.tensorboard=false", ranks=2)
+        *command("-m", "optimizer.lr=0.1,0.01", "max_steps=3", "log.report=false", "log.tensorboard=false", ranks=2),
+        f"checkpoint.storage={tmp_path}/kept",
     ]
     done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(p.name for p in (tmp_path / "runs/run").iterdir()) == ["optimizer.lr=0.01", "optimizer.lr=0.1"]
-    assert ROOT.exists()
+    assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["optimizer.lr=0.01", "optimizer.lr=0.1"]

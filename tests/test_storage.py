@@ -2,7 +2,7 @@
 
 import json
 import os
-import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -68,7 +68,7 @@ def bucket(s3, request, monkeypatch):
     for key, value in s3.env.items():
         monkeypatch.setenv(key, value)
     s3fs.S3FileSystem.clear_instance_cache()
-    return Bucket(f"s3://muster/{request.node.name}")
+    return Bucket(f"s3://muster/{re.sub(r'[^a-z_]', '-', request.node.name)}")
 
 
 def test_a_run_on_s3_resumes_bit_identically(tmp_path, s3):
@@ -151,16 +151,83 @@ def test_a_cut_off_writer_cannot_commit_or_spoil(bucket):
     assert bucket.steps() == [7]
 
 
-def test_the_index_of_a_checkpoint_runs_no_code(bucket):
-    class Evil:
-        def __reduce__(self):
-            return os.system, ("touch /tmp/muster-was-here",)
-
+@pytest.mark.parametrize("module, name", [("os", "system"), ("torch.distributed.checkpoint.filesystem", "os.system")])
+def test_the_index_of_a_checkpoint_runs_no_code(bucket, tmp_path, module, name):
+    mark = tmp_path / "was-here"
+    evil = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)) + b"\x93"
+    evil += b"\x8c" + bytes([len(f"touch {mark}")]) + f"touch {mark}".encode() + b"\x85R."
     files = bucket.write(1, "a", "state", {"x": torch.ones(1)})
-    bucket.fs.pipe_file(bucket._key(1, "a/state/.metadata"), pickle.dumps(Evil()))
-    with pytest.raises(StorageError, match=r"posix\.system|os\.system"):
+    bucket.fs.pipe_file(bucket._key(1, "a/state/.metadata"), evil)
+    with pytest.raises(StorageError, match="which is no part of one"):
         bucket.read(1, "state", {"attempt": "a", "files": files})
-    assert not os.path.exists("/tmp/muster-was-here")
+    assert not mark.exists()
+
+
+def commit(storage, step, attempt, value=1.0):
+    files = storage.write(step, attempt, "state", {"x": torch.full((3,), value)})
+    assert storage.commit(step, attempt, {"step": step, "attempt": attempt, "files": files})
+
+
+def test_what_was_put_aside_outlives_a_new_checkpoint_of_the_same_step(bucket):
+    commit(bucket, 5, "old")
+    bucket.start_over()
+    commit(bucket, 5, "new")
+    bucket.remove(5)
+    bucket.prepare()
+    assert bucket.steps() == [] and bucket.bad() == []
+    left = bucket.fs.find(f"{bucket.base}/step-00000005")
+    assert any("previous-" in key for key in left) and any("/old/state/" in key for key in left)
+    assert not any("/new/" in key for key in left)
+
+
+def test_a_name_that_is_a_pattern_is_refused(tmp_path):
+    """fsspec would take it for one, and a run for an empty place."""
+    result = run(tmp_path / "run", *SAVING, "checkpoint.storage='s3://muster/run[1]'", ok=False)
+    assert result.code == 2 and "run[1]" in result.said[0] and "pattern" in result.said[0], result.out
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_what_cannot_be_read_just_now_is_not_bad(tmp_path, request, monkeypatch, kind):
+    """A time-out, a stale handle: tried again, and if it stays, the run ends; nothing is put aside."""
+    from train import checkpoint
+    from train.storage import base
+    from train.storage.folder import Folder
+
+    storage = Folder(tmp_path) if kind == "folder" else request.getfixturevalue("bucket")
+    monkeypatch.setattr(base, "PAUSE_S", 0.01)
+    for step in (1, 2):
+        commit(storage, step, "a")
+    failures, size = [1], storage.size
+
+    def flaky(step, file):
+        if failures and failures.pop():
+            raise TimeoutError("the server is busy")
+        return size(step, file)
+
+    monkeypatch.setattr(storage, "size", flaky)
+    assert checkpoint.newest(storage, on_bad=pytest.fail).step == 2
+    failures.extend([1] * 100)
+    with pytest.raises(StorageError, match=r"cannot read .*the server is busy"):
+        checkpoint.newest(storage, on_bad=pytest.fail)
+    assert storage.steps() == [2, 1] and storage.bad() == []
+
+
+def test_another_runs_checkpoints_are_only_read(tmp_path):
+    from train import checkpoint
+    from train.storage.folder import Folder
+
+    storage = Folder(tmp_path)
+    for step in (1, 2):
+        commit(storage, step, "a")
+    (tmp_path / "step-00000002/state.pt").write_bytes(b"")
+    bad = []
+    assert checkpoint.newest(storage, on_bad=bad.append, own=False).step == 1
+    assert len(bad) == 1 and storage.steps() == [2, 1]
+
+
+def test_start_over_before_there_was_anything(tmp_path):
+    result = run(tmp_path / "run", *SAVING, f"checkpoint.storage={tmp_path / 'there'}", "checkpoint.resume=never")
+    assert result.events("start") and (tmp_path / "there/step-00000020").is_dir()
 
 
 needs_mount = pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="needs root to mount")

@@ -21,14 +21,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import DistError
 
 from train import outcome
-from train.errors import NoValidCheckpoint, StorageError
+from train.errors import Damaged, NoValidCheckpoint, StorageError
 from train.storage import Files, Storage, name
 from train.world import World
 
 FAILURES_ALLOWED = 3
-RANK_WAIT_S = 600.0
+OTHERS_S = 30.0
+RANK_WAIT_S = 1800.0  # as long as the heartbeat bears with a save
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,9 @@ class Checkpoints:
         except StorageError as error:
             self._give_up(store, key, step, error)
         except RuntimeError as error:  # the store is gone, and with it the group
-            reason = str(error).splitlines()[0]
-            self._give_up(None, key, step, StorageError(f"checkpoint {name(step)} was not finished: {reason}"))
+            reason, gone = str(error).splitlines()[0], isinstance(error, DistError)
+            failure = StorageError(f"checkpoint {name(step)} was not finished: {reason}")
+            self._give_up(None if gone else store, key, step, failure)
         except BaseException as error:  # nothing that ends this thread may end it unseen
             traceback.print_exc()
             self._give_up(store, key, step, StorageError(f"cannot write checkpoint {name(step)}: {error!r}"))
@@ -172,29 +175,33 @@ class Checkpoints:
 
     def _give_up(self, store: Any, key: str, step: int, error: StorageError) -> None:
         self._failures.append(error)
-        if store is not None:
-            with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):
+            if store is not None:
                 store.set(f"{key}/{self.world.rank}", json.dumps({"failed": str(error)}))
-                if self.world.is_first:
-                    store.set(f"{key}/end", json.dumps({"failed": str(error)}))
+                if self.world.is_first:  # whoever still writes would bring the draft back
+                    store.wait([f"{key}/{rank}" for rank in range(self.world.size)], timedelta(seconds=OTHERS_S))
         if self.world.is_first:
             self.storage.abandon(step, self.world.attempt)
+            with contextlib.suppress(RuntimeError):
+                if store is not None:
+                    store.set(f"{key}/end", json.dumps({"failed": str(error)}))
             self.on_commit({"failed": str(error), "failures_in_a_row": len(self._failures)})
 
 
-def newest(storage: Storage, *, on_bad: Callable[[str], None]) -> Saved | None:
-    """The newest checkpoint that verifies; bad ones are put aside. None if there never was one.
+def newest(storage: Storage, *, on_bad: Callable[[str], None], own: bool = True) -> Saved | None:
+    """The newest checkpoint that verifies; bad ones are put aside in a run's `own` storage. None if there never was one.
 
     Raises:
+        StorageError: one cannot be read, which does not make it a bad one.
         NoValidCheckpoint: there are or were checkpoints, and none is valid. Never a silent start from zero.
     """
     bad = storage.bad()
     for step in storage.steps():
         try:
             return Saved(storage, storage.verify(step))
-        except StorageError as error:
+        except Damaged as error:
             on_bad(str(error))
-        bad.append(storage.put_aside(step))
+        bad.append(storage.put_aside(step) if own else name(step))
     if bad:
         raise NoValidCheckpoint(
             f"no valid checkpoint in {storage.root} ({len(bad)} bad, newest {bad[-1]}): restore one, or start over with checkpoint.resume=never"

@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from dataclasses import replace
@@ -85,7 +86,10 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -
 
     heartbeat: Heartbeat | None = None
 
+    leaving = threading.Lock()
+
     def quit_with(error: BaseException, *, lost: bool = False) -> int:
+        leaving.acquire()  # the main thread or the heartbeat's, whichever comes first; the other waits for the end
         if run and run.held:  # also where a thread ends the process and nothing is unwound
             run.held.let_go()
         return leave(error, world, folder, step=run.step if run else None, heartbeat=heartbeat, lost=lost)
@@ -99,7 +103,14 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -
         world = worlds.start(config, place)
         from train.run import carry_out, prepare
 
-        heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, on_hang=lambda error: os._exit(quit_with(error)))
+        def on_hang(error: RankLost) -> None:
+            code = error.exit_code
+            try:
+                code = quit_with(error)
+            finally:
+                os._exit(code)
+
+        heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, on_hang=on_hang)
         if world.size > 1 or "TORCHELASTIC_RUN_ID" in os.environ:  # somebody waits, or starts what was ended again
             heartbeat.start()
         run = prepare(config, world, preemption, heartbeat)
@@ -116,8 +127,9 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -
     except Exception as error:
         if limit := environment_error(error):
             return quit_with(limit)
-        lost = "gloo" in str(error) or "NCCL" in str(error) or type(error).__module__ == "torch.distributed"
-        return quit_with(error, lost=lost)
+        of_torch = isinstance(error, RuntimeError) and world is not None and world.size > 1
+        named = type(error).__module__ == "torch.distributed" or re.search(r"\bgloo\b|\bNCCL\b", str(error))
+        return quit_with(error, lost=bool(of_torch and named))
 
 
 def checked(composed: DictConfig | ConfigError) -> Config | ConfigError:
@@ -145,7 +157,9 @@ def own_folder(config: Config) -> Config:
     keys = {override.key_or_group for override in given if override.is_sweep_override()}
     swept = ",".join(text for text in job.overrides.task if text.lstrip("+").split("=")[0] in keys) or str(job.job.num)
     name = re.sub(r"[^\w.=,+-]+", "_", swept)
-    return replace(config, output_dir=f"{config.output_dir}/{name}")
+    storage = config.checkpoint.storage
+    checkpoint = replace(config.checkpoint, storage=storage and f"{storage.rstrip('/')}/{name}")
+    return replace(config, output_dir=f"{config.output_dir}/{name}", checkpoint=checkpoint)
 
 
 def leave(
@@ -175,13 +189,13 @@ def leave(
             heartbeat.watch()
         if first := world.first_failure(FIRST_CAUSE_WAIT_S, enough=lambda: heartbeat and heartbeat.silence(SILENCE_S)):
             return quit_group(world, heartbeat, int(first["exit_code"]))
-        told = outcome.read(folder) if folder else {}
-        if told.get("attempt") == world.attempt and told.get("outcome") != outcome.RUNNING:
-            return quit_group(world, heartbeat, int(told["exit_code"]))  # by rank 0, which held the store
         time.sleep(2 * BEAT_S)  # the store may be gone so suddenly that nobody has noticed yet
         error = (heartbeat and heartbeat.silence(SILENCE_S)) or RankLost(
             f"rank {world.rank} on {socket.gethostname()} lost contact with another rank, which gave no reason: {one_line(error)[:300]}"
         )
+    told = outcome.read(folder) if folder else {}
+    if isinstance(error, RankLost) and told.get("attempt") == world.attempt and told.get("outcome") != outcome.RUNNING:
+        return quit_group(world, heartbeat, int(told["exit_code"]))  # the first cause, from a rank that is gone
     known = isinstance(error, MusterError)
     record = {
         "outcome": error.outcome if isinstance(error, MusterError) else "failed",
@@ -190,7 +204,7 @@ def leave(
         "rank": world.rank,
         "failed_host": socket.gethostname(),
         "error": one_line(error) if known else f"{type(error).__name__}: {one_line(error)}",
-        "traceback": None if known else traceback.format_exc(),
+        "traceback": traceback.format_exc() if lost or not known else None,
     }
     if isinstance(error, RankLost) and error.rank is not None:
         record |= {"rank": error.rank, "failed_host": error.host}

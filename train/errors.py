@@ -46,6 +46,10 @@ class StorageError(MusterError):
     outcome = "storage_error"
 
 
+class Damaged(StorageError):
+    """A checkpoint is not what was written; not: it could not be read just now."""
+
+
 class Diverged(MusterError):
     """The loss or the gradient is not finite."""
 

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from train.world import World
 
 BEAT_S = 0.1
-LONG_S = 1800.0  # start-up, and a save to slow storage: nothing is known of their length but that it is finite
+START_S = 2 * 3600.0  # a download, the digests of a large checkpoint (world.START_S)
+LONG_S = 1800.0  # a save to slow storage
 FIRST_S = 600.0  # the first sections of each kind compile and tune
 FIRST = 2
 USUAL = 3  # times as long as a section of its kind has ever taken is still no hang
@@ -73,7 +74,7 @@ class Heartbeat:
 
     def __init__(self, world: World, *, timeout_s: float, on_hang: Callable[[RankLost], object]):
         self.world, self.timeout_s, self.on_hang = world, timeout_s, on_hang
-        self._section = (0, "start-up", LONG_S, time.monotonic())
+        self._section = (0, "start-up", START_S, time.monotonic())
         self._begun: Counter[str] = Counter()
         self._longest: dict[str, float] = {}
         self._told = -1
@@ -109,10 +110,10 @@ class Heartbeat:
         self._section = (sections + 1, f"{kind} {step}", max(limit_s, self.timeout_s), now)
 
     def close(self) -> None:
-        """Stop beating, and disarm the timer."""
+        """Stop beating; what is left to do for this process must not take long."""
         self._ended.set()
         if hasattr(self, "_timer"):
-            self._timer.wind(0)
+            self._timer.wind(self.timeout_s + LAST_WORDS_S)
 
     def watch(self) -> None:
         """Look at the other ranks from now on, whatever this one does."""
@@ -278,16 +279,19 @@ class _DeadManSwitch:
 
     def __init__(self) -> None:
         self._timer = ctypes.c_void_p()
-        self._libc = None
+        self._libc: ctypes.CDLL | None = None
         if sys.platform == "linux":
-            libc = ctypes.CDLL(None)
             event = self._Event(None, 9, 0, b"")  # SIGKILL, SIGEV_SIGNAL
-            with contextlib.suppress(AttributeError):  # a C library without it
-                if libc.timer_create(1, ctypes.byref(event), ctypes.byref(self._timer)) == 0:  # CLOCK_MONOTONIC
-                    self._libc = libc
+            for library in (None, "librt.so.1"):  # where it was before glibc 2.34
+                with contextlib.suppress(AttributeError, OSError):
+                    libc = ctypes.CDLL(library)
+                    if libc.timer_create(1, ctypes.byref(event), ctypes.byref(self._timer)) == 0:  # CLOCK_MONOTONIC
+                        self._libc = libc
+                        return
+            print("muster: no timer_create here: a stopped rank is found, but ended by torchrun alone", file=sys.stderr)
 
     def wind(self, seconds: float) -> None:
-        """Kill this process `seconds` from now, unless wound again; 0 disarms."""
+        """Kill this process `seconds` from now, unless wound again."""
         if self._libc:
             spec = self._Spec(0, 0, int(seconds), int(seconds % 1 * 1e9))
             self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)

@@ -24,7 +24,7 @@ WATCH_S = 3.5
 def refuse_if_held(folder: Path, before: dict[str, Any]) -> None:
     """Raises ConfigError, naming the holder, if another launch of a job is writing to `folder`."""
     alive = folder / ".alive"
-    if before.get("outcome") != outcome.RUNNING or before.get("launcher") == outcome.launcher() or not alive.exists():
+    if before.get("outcome") != outcome.RUNNING or not alive.exists():
         return
     first, deadline = alive.read_bytes(), time.monotonic() + WATCH_S
     while time.monotonic() < deadline:

@@ -24,7 +24,7 @@ def write(folder: Path, outcome: str, *, exit_code: int | None, attempt: str, **
         "attempt": attempt,
         "host": socket.gethostname(),
         "time": round(time.time(), 3),
-        "launcher": launcher(),
+        "launcher": job() or launcher(),
         **details,
     }
     replace_file(folder / "outcome.json", lambda draft: draft.write_text(json.dumps(record, indent=1) + "\n"))
@@ -65,13 +65,28 @@ def idle_attempts(before: dict[str, Any], furthest: int) -> int:
 
 
 def launcher() -> str:
-    """The same for all attempts that one launcher starts, and different for the next launch."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return (
-        run_id
-        if run_id != "none"
-        else f"{socket.gethostname()}:{os.getppid() if 'RANK' in os.environ else os.getpid()}"
-    )
+    """The process that started this one and starts it again, unlike any other: host, pid, and when it began.
+
+    A rendezvous id does not do: people give every launch the same.
+    """
+    pid = os.getppid() if "RANK" in os.environ else os.getpid()
+    try:
+        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # clock ticks since boot
+    except OSError:
+        began = ""
+    return f"{socket.gethostname()}:{pid}:{began}"
+
+
+def job() -> str:
+    """The scheduler's name of the job, which it keeps when it requeues it; empty if there is none."""
+    return f"slurm:{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+
+
+def same_launch(before: dict[str, Any], agents: list[str]) -> bool:
+    """Whether the attempt `before` was started by the same job, or by one of the `agents` that started this one."""
+    if job():
+        return bool(before.get("launcher") == job())
+    return bool({*before.get("agents", ())} & {*agents})
 
 
 if __name__ == "__main__":

@@ -93,7 +93,6 @@ def build_run(
     )
     checkpoints.newest_step = saved.step if saved else None
     identity = {"fingerprint": data.fingerprint, "config_hash": config_hash(config), "config": to_dict(config)}
-    done = before.get("outcome") == "done" and (folder / "model.pt").exists()
     run = Run(
         config,
         world,
@@ -108,7 +107,7 @@ def build_run(
         identity,
         total_steps,
         step,
-        finished_before=done,
+        finished_before=before["done"],
     )
     announce(run, saved, before)
     return run
@@ -155,8 +154,10 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
     if world.is_first:
         try:
             before = outcome.read(folder)
-            lease.refuse_if_held(folder, before)
-            if config.checkpoint.resume == "never" and before.get("launcher") != outcome.launcher():
+            same_launch = outcome.same_launch(before, world.agents)
+            if not same_launch:
+                lease.refuse_if_held(folder, before)
+            if config.checkpoint.resume == "never" and not same_launch:
                 set_aside(folder, config)
                 before = {}
             make_folder(folder)
@@ -165,12 +166,13 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
             storage_of(config).prepare()
             saved, bad = find_checkpoint(folder, config)
             facts = count_idle_attempts(folder, config, before, saved)
-            outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, **facts)
+            outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, agents=world.agents, **facts)
             choice = {
                 "root": saved.storage.root if saved else None,
                 "step": saved.step if saved else 0,
                 "before": before,
                 "bad": bad,
+                "done": before.get("outcome") == "done" and (folder / "model.pt").exists(),
             }
         except MusterError as error:
             failure = error
@@ -184,7 +186,7 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
     if choice["root"]:
         where = storage.at(choice["root"])
         saved = Saved(where, where.manifest(choice["step"]))
-    return saved, {**choice["before"], "bad": choice["bad"]}, held
+    return saved, {**choice["before"], "bad": choice["bad"], "done": choice["done"]}, held
 
 
 def make_folder(folder: Path) -> None:
@@ -197,7 +199,7 @@ def make_folder(folder: Path) -> None:
 def take_over(folder: Path, world: World, before: dict[str, Any]) -> None:
     """From here on the run is this attempt's: what is wrong with it now is this attempt's outcome."""
     kept = {key: before[key] for key in ("step", "furthest", "idle_attempts", "cause") if key in before}
-    outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, **kept)
+    outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, agents=world.agents, **kept)
 
 
 def count_idle_attempts(folder: Path, config: Config, before: dict[str, Any], saved: Saved | None) -> dict[str, Any]:
@@ -229,7 +231,7 @@ def find_checkpoint(folder: Path, config: Config) -> tuple[Saved | None, list[st
         where = storage.at(root or ".")
         return Saved(where, where.verify(int(match[1]))), bad
     inside = Path(named, "checkpoints")
-    other = checkpoint.newest(storage.at(str(inside) if inside.is_dir() else named), on_bad=bad.append)
+    other = checkpoint.newest(storage.at(str(inside) if inside.is_dir() else named), on_bad=bad.append, own=False)
     if other is None:
         raise NoValidCheckpoint(
             f"checkpoint.resume={named} holds no checkpoint: give a run's folder or one checkpoint's"
@@ -244,11 +246,11 @@ def storage_of(config: Config) -> Storage:
 
 def set_aside(folder: Path, config: Config) -> None:
     """Move an earlier run in this folder to `previous-N`: starting over loses nothing."""
-    if config.checkpoint.storage:
-        storage_of(config).start_over()
     there = [folder / name for name in OF_A_RUN if (folder / name).exists()]
     if there:
-        number = 1 + len(list(folder.glob("previous-*")))
+        number = 1 + max(
+            (int(path.name[9:]) for path in folder.glob("previous-*") if path.name[9:].isdigit()), default=0
+        )
         aside = folder / f"previous-{number}"
         try:
             aside.mkdir()
@@ -256,6 +258,8 @@ def set_aside(folder: Path, config: Config) -> None:
                 path.rename(aside / path.name)
         except OSError as error:
             raise storage_error("set the earlier run aside:", error) from error
+    if config.checkpoint.storage:
+        storage_of(config).start_over()
 
 
 def write_config(folder: Path, config: Config) -> None:

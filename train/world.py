@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
+from train import outcome
 from train.config import Backend, Config, Device, flatten
 from train.errors import ConfigError, MusterError
 
@@ -36,7 +37,9 @@ POLL_S = 0.02
 STORE_ANSWER_S = 1.0
 CLOCKS_APART_S = 2.0
 # Hangs are found by heartbeat.py, which knows a long section from a hang; a collective's own timeout does not.
-LAST_RESORT_S = 3600.0
+LAST_RESORT_S = 3 * 3600.0
+START_S = 2 * 3600.0
+"""The longest that a start may take: a download, the digests of a large checkpoint."""
 
 
 class Unheard(ConfigError):
@@ -121,6 +124,8 @@ class World:
     device: torch.device
     attempt: str
     store: Store
+    agents: list[str]
+    """On rank 0, the launchers of all ranks (outcome.launcher); elsewhere this rank's."""
 
     @property
     def rank(self) -> int:
@@ -187,7 +192,7 @@ class World:
             finally:
                 self.store.set(key, "1")
         else:
-            self.store.wait([key], timedelta(hours=6))  # a download may take long; its end, good or bad, is announced
+            self.store.wait([key], timedelta(seconds=START_S))  # its end, good or bad, is announced
             yield
 
     def claim_failure(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -247,8 +252,8 @@ def start(config: Config, place: Place) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if place.world_size == 1:
-        return World(place, device, attempt=uuid.uuid4().hex[:8], store=HashStore())
-    attempt, store = meet(place, config=config, error=None, timeout_s=config.dist.start_timeout_s)
+        return World(place, device, attempt=uuid.uuid4().hex[:8], store=HashStore(), agents=[outcome.launcher()])
+    attempt, store, agents = meet(place, config=config, error=None, timeout_s=config.dist.start_timeout_s)
     _choose_interface(place)
     dist.init_process_group(
         backend,
@@ -258,11 +263,13 @@ def start(config: Config, place: Place) -> World:
         timeout=timedelta(seconds=LAST_RESORT_S + config.dist.timeout_s),
         device_id=device if "nccl" in backend else None,
     )
-    return World(place, device, attempt, store)
+    return World(place, device, attempt, store, agents)
 
 
-def meet(place: Place, *, config: Config | None, error: MusterError | None, timeout_s: float) -> tuple[str, Store]:
-    """Exchange hellos over the rendezvous store; give back (attempt id, a store of this attempt's own).
+def meet(
+    place: Place, *, config: Config | None, error: MusterError | None, timeout_s: float
+) -> tuple[str, Store, list[str]]:
+    """Exchange hellos over the rendezvous store; give back (attempt id, a store of this attempt's own, launchers).
 
     Rank 0 mints the attempt id and waits for one hello of each rank under it. A store may outlive an attempt (torchrun
     keeps one across worker restarts) and so hold hellos and verdicts of earlier ones: a verdict therefore names the
@@ -276,24 +283,26 @@ def meet(place: Place, *, config: Config | None, error: MusterError | None, time
     if place.world_size == 1:
         if error:
             raise error
-        return "", HashStore()
+        return "", HashStore(), [outcome.launcher()]
     raw = _connect(place, timeout_s)
     nonce = uuid.uuid4().hex
     hello: dict[str, Any] = {
         "nonce": nonce,
         "host": socket.gethostname(),
+        "agent": outcome.launcher(),
         "torch": torch.__version__,
         "code": code_hash(),
         "config": flatten(config) if config else None,
         "error": [error.exit_code, str(error)] if error else None,
     }
-    deadline = time.monotonic() + timeout_s
+    deadline, agents = time.monotonic() + timeout_s, [hello["agent"]]
     if place.rank == 0:
         attempt = uuid.uuid4().hex[:8]
         raw.set("meet/attempt", attempt)
         hellos = _gather(raw, attempt, hello, place, deadline)
         verdict = {"nonces": [h["nonce"] if h else None for h in hellos], "error": _judge(hellos, timeout_s)}
         raw.set(f"meet/{attempt}/verdict", json.dumps(verdict))
+        agents = sorted({h["agent"] for h in hellos if h})
         if verdict["error"]:
             _await_acknowledgements(raw, attempt, hellos)
     else:
@@ -308,7 +317,7 @@ def meet(place: Place, *, config: Config | None, error: MusterError | None, time
         raise error
     if verdict["error"]:
         raise _rebuilt(*verdict["error"])
-    return attempt, PrefixStore(attempt, raw)
+    return attempt, PrefixStore(attempt, raw), agents
 
 
 def code_hash() -> str:

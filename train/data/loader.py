@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import random
@@ -113,34 +114,48 @@ class Fetch(Dataset[Any]):
 
     def _one_by_one(self, micro_batch: MicroBatch, keys: Keys) -> tuple[Any, Any]:
         """Seed the global generators for each sample, so that random transforms depend on nothing but its key."""
-        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        samples = []
-        for index, key in zip(micro_batch.indices.tolist(), keys.tolist(), strict=True):
-            samples.append(self._sample(index, key))
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+        with _kept_generators():
+            pairs = zip(micro_batch.indices.tolist(), keys.tolist(), strict=True)
+            samples = [self._sample(index, key) for index, key in pairs]
         inputs, targets = default_collate(samples)[:2]
         return inputs, targets
 
+    def bytes_of_one(self) -> int:
+        """The size of a sample, found without a trace in the global generators."""
+        with _kept_generators():
+            return _bytes(self._sample(0, 0))
+
     def _sample(self, index: int, key: int) -> Any:
-        random.seed(key)
-        np.random.seed(key & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(key)
-        if self.max_bad is None:
-            return self.dataset[index]
-        try:
-            return self.dataset[index]
-        except Exception as error:
-            reason = " ".join(str(error).split())[:200]
-            if index not in self.bad:
-                self.bad.add(index)
-                print(f"muster: sample {index} cannot be read, the next takes its place: {reason}", file=sys.stderr)
-            if len(self.bad) > self.max_bad:
-                raise DataError(
-                    f"{len(self.bad)} samples cannot be read, more than loader.max_bad_samples={self.max_bad}: the last is {index}: {reason}"
-                ) from error
-            return self._sample((index + 1) % len(self.dataset), key)
+        while True:
+            random.seed(key)
+            np.random.seed(key & 0xFFFFFFFF)
+            torch.default_generator.manual_seed(key)
+            if self.max_bad is None:
+                return self.dataset[index]
+            try:
+                return self.dataset[index]
+            except Exception as error:
+                reason = " ".join(str(error).split())[:200]
+                if index not in self.bad:
+                    self.bad.add(index)
+                    print(f"muster: sample {index} cannot be read, the next takes its place: {reason}", file=sys.stderr)
+                if len(self.bad) > self.max_bad:
+                    raise DataError(
+                        f"{len(self.bad)} samples cannot be read, more than loader.max_bad_samples={self.max_bad}: the last is {index}: {reason}"
+                    ) from error
+                index = (index + 1) % len(self.dataset)
+
+
+@contextlib.contextmanager
+def _kept_generators() -> Iterator[None]:
+    """Leave the global random number generators as they were: a resumed run has to find them untouched."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
 def _unchanged(batch: Any) -> Any:
@@ -173,11 +188,13 @@ def batches(
     One loader serves the whole range, across epochs: its workers are started once, and nothing stalls at a boundary.
     """
     rank, size = shard
+    fetch = Fetch(dataset, seed=seed, augment=augment, max_bad=max_bad)
     if num_workers:
-        check_shared_memory(dataset, plan, size=size, micro_batch_size=micro_batch_size, num_workers=num_workers)
+        samples = min(-(-plan.batch_size // size), micro_batch_size or plan.batch_size)
+        check_shared_memory(samples * fetch.bytes_of_one(), num_workers=num_workers)
     shares = (plan.share(step, rank=rank, world_size=size, micro_batch_size=micro_batch_size) for step in steps)
     loader = DataLoader(
-        Fetch(dataset, seed=seed, augment=augment, max_bad=max_bad),
+        fetch,
         batch_sampler=(micro for share in shares for micro in share),  # type: ignore[misc]
         collate_fn=_unchanged,
         num_workers=num_workers,
@@ -196,9 +213,7 @@ def batches(
         ]
 
 
-def check_shared_memory(
-    dataset: Any, plan: Plan, *, size: int, micro_batch_size: int | None, num_workers: int, place: str = "/dev/shm"
-) -> None:
+def check_shared_memory(batch_bytes: int, *, num_workers: int, place: str = "/dev/shm") -> None:
     """Workers hand over batches through shared memory; where it is full, a batch is lost and waited for for ever.
 
     Raises:
@@ -206,8 +221,7 @@ def check_shared_memory(
     """
     if not os.path.isdir(place):
         return
-    samples = min(-(-plan.batch_size // size), micro_batch_size or plan.batch_size)
-    needed, free = bytes_of(dataset[0]) * samples * (2 * num_workers + 1), shutil.disk_usage(place).free
+    needed, free = batch_bytes * (2 * num_workers + 1), shutil.disk_usage(place).free
     if needed > free:
         raise ConfigError(
             f"loader.num_workers={num_workers} needs about {needed / 2**20:.1f} MiB of {place} a rank, and {free / 2**20:.1f} are free: make it "
@@ -215,12 +229,12 @@ def check_shared_memory(
         )
 
 
-def bytes_of(value: Any) -> int:
+def _bytes(value: Any) -> int:
     """Of the tensors in it."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return int(value.nbytes)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return sum(map(bytes_of, parts))
+    return sum(map(_bytes, parts))
 
 
 def _plainly(fetched: Iterator[Any]) -> Iterator[Any]:

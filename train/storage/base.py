@@ -12,13 +12,18 @@ import contextlib
 import hashlib
 import json
 import re
+import time
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
-from train.errors import StorageError
+from train.errors import Damaged, StorageError
 
 STEP = re.compile(r"step-(\d{8,})$")
 MANIFEST = "manifest.json"
+TRIES, PAUSE_S = 3, 1.0
+T = TypeVar("T")
 Files = dict[str, dict[str, Any]]
 """Name -> {"size": bytes, "sha256": hex digest}."""
 
@@ -70,7 +75,7 @@ class Storage(ABC):
 
     @abstractmethod
     def put_aside(self, step: int, word: str = "bad") -> str:
-        """Make a checkpoint none, without losing it; gives its new name."""
+        """Make a checkpoint none, without losing it; gives its new name. Raises StorageError."""
 
     @abstractmethod
     def remove(self, step: int) -> None:
@@ -81,29 +86,53 @@ class Storage(ABC):
         """Put all checkpoints aside, the bad ones too, so that a run begins anew; nothing is lost."""
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """Raises StorageError if it is missing or no manifest."""
-        try:
+        """Raises Damaged if it is missing or no manifest, StorageError if it cannot be read."""
+
+        def read() -> dict[str, Any]:
             with self.open(step, MANIFEST) as file:
                 manifest: dict[str, Any] = json.loads(file.read())
             int(manifest["step"]), dict(manifest["files"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"{self.path(step)}/{MANIFEST}: {error}") from error
-        return manifest
+            return manifest
+
+        return self._patiently(step, MANIFEST, read)
 
     def verify(self, step: int) -> dict[str, Any]:
-        """Its manifest, after every file that it names was compared. Raises StorageError, saying what is wrong."""
+        """Its manifest, after every file that it names was compared.
+
+        Raises:
+            Damaged: says what is wrong with which file.
+            StorageError: a file cannot be read.
+        """
         manifest = self.manifest(step)
         for file, expected in manifest["files"].items():
-            at = f"{self.path(step)}/{file}"
-            try:
-                if (size := self.size(step, file)) != expected["size"]:
-                    raise StorageError(f"{at} has {size} bytes instead of {expected['size']}")
-                with self.open(step, file) as stream:
-                    if hashlib.file_digest(stream, "sha256").hexdigest() != expected["sha256"]:
-                        raise StorageError(f"{at} has changed since it was written: its SHA-256 differs")
-            except (OSError, KeyError, TypeError) as error:
-                raise StorageError(f"{at}: {error}") from error
+            self._patiently(step, file, partial(self._compare, step, file, expected))
         return manifest
+
+    def _compare(self, step: int, file: str, expected: dict[str, Any]) -> None:
+        at = f"{self.path(step)}/{file}"
+        if (size := self.size(step, file)) != expected["size"]:
+            raise Damaged(f"{at} has {size} bytes instead of {expected['size']}")
+        with self.open(step, file) as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != expected["sha256"]:
+                raise Damaged(f"{at} has changed since it was written: its SHA-256 differs")
+
+    def _patiently(self, step: int, file: str, read: Callable[[], T]) -> T:
+        """A file that is missing or wrong is damage; whatever else keeps it from being read may pass."""
+        for further in reversed(range(TRIES)):
+            try:
+                return read()
+            except Damaged:
+                raise
+            except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
+                raise Damaged(f"{self.path(step)}/{file}: {error}") from error
+            except Exception as error:
+                if not further:
+                    reason = " ".join(str(error).split())[:300] or type(error).__name__
+                    raise StorageError(
+                        f"cannot read {self.path(step)}/{file}: {reason}; mend that, then run again"
+                    ) from error
+                time.sleep(PAUSE_S)
+        raise AssertionError
 
 
 def name(step: int) -> str:

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ class Bucket(Storage):
 
     def __init__(self, url: str):
         self.root = url.rstrip("/")
+        if found := re.search(r"[*?\[\]]", url):
+            raise ConfigError(f"checkpoint.storage={url}: {found[0]} is a pattern to fsspec: use another name")
         try:
             from fsspec.core import url_to_fs
 
@@ -42,11 +45,9 @@ class Bucket(Storage):
 
     def prepare(self) -> None:
         with self._doing("use"):
-            self.fs.invalidate_cache()
-            with contextlib.suppress(FileNotFoundError):
-                for folder in self.fs.ls(self.base, detail=False):
-                    if STEP.search(folder.rstrip("/")) and not self.fs.glob(f"{folder}/*{MANIFEST}"):
-                        self.fs.rm(folder, recursive=True)
+            for step in self._folders():
+                if not any(file.endswith(MANIFEST) for file in self._names(name(step))):
+                    self.fs.rm(f"{self.base}/{name(step)}", recursive=True)
 
     def write(self, step: int, attempt: str, part: str, value: Any) -> Files:
         from torch.distributed import checkpoint as dcp
@@ -76,11 +77,16 @@ class Bucket(Storage):
 
     def steps(self) -> list[int]:
         with self._doing("list"):
-            return sorted((int(key.split("/")[-2].removeprefix("step-")) for key in self._manifests("")), reverse=True)
+            return [step for step in self._folders() if MANIFEST in self._names(name(step))]
 
     def bad(self) -> list[str]:
         with self._doing("list"):
-            return sorted("/".join(key.split("/")[-2:]) for key in self._manifests("bad-*-"))
+            return [
+                f"{name(step)}/{file}"
+                for step in reversed(self._folders())
+                for file in self._names(name(step))
+                if file.startswith("bad-")
+            ]
 
     def open(self, step: int, file: str) -> contextlib.AbstractContextManager[Any]:
         stream: contextlib.AbstractContextManager[Any] = self.fs.open(self._key(step, file), "rb")
@@ -102,25 +108,37 @@ class Bucket(Storage):
 
     def put_aside(self, step: int, word: str = "bad") -> str:
         aside = f"{word}-{time.time_ns()}-{MANIFEST}"
-        with contextlib.suppress(Exception):
-            self.fs.copy(self._key(step, MANIFEST), self._key(step, aside))
-            self.fs.rm(self._key(step, MANIFEST))
+        with self._doing(f"put {self.path(step)} aside"):
+            self.fs.mv(self._key(step, MANIFEST), self._key(step, aside))
         return f"{name(step)}/{aside}"
 
     def remove(self, step: int) -> None:
         with contextlib.suppress(Exception):
+            attempt = self.manifest(step)["attempt"]
             self.fs.rm(self._key(step, MANIFEST))
-            self.fs.rm(f"{self.base}/{name(step)}", recursive=True)
+            self.fs.rm(self._key(step, attempt), recursive=True)  # others may have been put aside there
 
     def start_over(self) -> None:
         for step in self.steps():
             self.put_aside(step, "previous")
-        for key in self._manifests("bad-*-"):
-            self.fs.mv(key, key.replace("/bad-", "/previous-"))
+        with self._doing("set the earlier run aside"):
+            for key in self.bad():
+                folder, _, file = key.partition("/")
+                self.fs.mv(f"{self.base}/{key}", f"{self.base}/{folder}/previous-{file.removeprefix('bad-')}")
 
-    def _manifests(self, prefix: str) -> list[str]:
+    def _folders(self) -> list[int]:
+        """The steps of which anything is there, newest first."""
+        return sorted((int(match[1]) for each in self._names("") if (match := STEP.fullmatch(each))), reverse=True)
+
+    def _names(self, folder: str) -> list[str]:
         self.fs.invalidate_cache()
-        return [str(key) for key in self.fs.glob(f"{self.base}/step-*/{prefix}{MANIFEST}")]
+        try:
+            return [
+                key.rstrip("/").rsplit("/", 1)[-1]
+                for key in self.fs.ls(f"{self.base}/{folder}".rstrip("/"), detail=False)
+            ]
+        except FileNotFoundError:
+            return []
 
     def _key(self, step: int, file: str) -> str:
         return f"{self.base}/{name(step)}/{file}"
@@ -171,12 +189,16 @@ class _Unpickler(pickle.Unpickler):
     """Plain pickle runs any code that a file names; this one knows nothing but what a DCP index is made of."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("torch.distributed.checkpoint.") or (module, name) in (
+        if (module, name) in (
             ("torch", "Size"),
             ("torch.serialization", "_get_layout"),
             ("torch._utils", "_get_layout"),
         ):
             return super().find_class(module, name)
+        if module.startswith("torch.distributed.checkpoint.") and "." not in name:  # a dotted name leads anywhere
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.memory_format):
             return found
         raise pickle.UnpicklingError(f"the index of a checkpoint names {module}.{name}, which is no part of one")

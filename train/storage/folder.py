@@ -83,8 +83,10 @@ class Folder(Storage):
 
     def put_aside(self, step: int, word: str = "bad") -> str:
         aside = f"{word}-{name(step)}.{time.time_ns()}"
-        with contextlib.suppress(OSError):
+        try:
             os.rename(self.folder / name(step), self.folder / aside)
+        except OSError as error:
+            raise storage_error(f"put {self.path(step)} aside:", error) from error
         return aside
 
     def remove(self, step: int) -> None:
@@ -96,7 +98,7 @@ class Folder(Storage):
     def start_over(self) -> None:
         aside = self.folder / f"previous-{time.time_ns()}"
         try:
-            aside.mkdir()
+            aside.mkdir(parents=True)
             for each in (*map(name, self.steps()), *self.bad()):
                 (self.folder / each).rename(aside / each)
         except OSError as error:
