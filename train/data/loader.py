@@ -97,7 +97,7 @@ class Fetch(Dataset[Any]):
     size, and each process bears with so many of them; with None it ends the run.
     """
 
-    def __init__(self, dataset: Any, *, seed: int, augment: bool, max_bad: int | None):
+    def __init__(self, dataset: Any, *, seed: int, augment: bool, max_bad: int | None = None):
         self.dataset, self.seed, self.augment, self.max_bad = dataset, seed, augment, max_bad
         self.bad: set[int] = set()
 
