@@ -31,8 +31,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from train import config as schema
 from train import outcome
-from train.entry import conf_folder, explain, tell
 from train.errors import ConfigError
+from train.explain import conf_folder, explain
+from train.leave import tell
 from train.metrics import describe, read
 
 

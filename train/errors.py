@@ -100,6 +100,10 @@ def environment_error(error: BaseException) -> ConfigError | None:
     return None
 
 
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
 def nearest(given: str, valid: Iterable[str]) -> str:
     """`valid: a, b, c`, led by the likeliest meaning of a misspelt `given`."""
     names = sorted(set(valid))

@@ -1,0 +1,118 @@
+"""How an attempt ends: the first cause said once for all ranks, outcome.json, and the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.errors import MusterError, RankLost, one_line
+from train.heartbeat import BEAT_S, Heartbeat
+
+if TYPE_CHECKING:
+    from train.world import World
+
+FIRST_CAUSE_WAIT_S = 1.0  # a rank that fails by itself says so at once; one that was killed says nothing
+SILENCE_S = 0.3  # and beats no more
+FINAL = range(2, 8)
+
+
+def leave(
+    error: BaseException,
+    world: World | None,
+    folder: Path | None,
+    *,
+    step: int | None,
+    heartbeat: Heartbeat | None,
+    lost: bool = False,
+) -> int:
+    """Report `error` once for all ranks, write outcome.json, and give the exit code."""
+    from train import outcome
+    from train.world import Unheard
+
+    code = error.exit_code if isinstance(error, MusterError) else 1
+    tell_agent(error)
+    if world is None:
+        if isinstance(error, Unheard) or os.environ.get("RANK", "0") == "0" or not isinstance(error, MusterError):
+            tell(error)
+        end_restarts(code)
+        return code
+    if heartbeat:
+        heartbeat.begin("leaving after step", step or 0)
+    if lost:
+        if heartbeat:
+            heartbeat.watch()
+        if first := world.first_failure(FIRST_CAUSE_WAIT_S, enough=lambda: heartbeat and heartbeat.silence(SILENCE_S)):
+            return quit_group(world, heartbeat, int(first["exit_code"]))
+        time.sleep(2 * BEAT_S)  # the store may be gone so suddenly that nobody has noticed yet
+        error = (heartbeat and heartbeat.silence(SILENCE_S)) or RankLost(
+            f"rank {world.rank} on {socket.gethostname()} lost contact with another rank, which gave no reason: {one_line(error)[:300]}"
+        )
+    told = outcome.read(folder) if folder else {}
+    if isinstance(error, RankLost) and told.get("attempt") == world.attempt and told.get("outcome") != outcome.RUNNING:
+        return quit_group(world, heartbeat, int(told["exit_code"]))  # the first cause, from a rank that is gone
+    known = isinstance(error, MusterError)
+    record = {
+        "outcome": error.outcome if isinstance(error, MusterError) else "failed",
+        "exit_code": code,
+        "step": step,
+        "rank": world.rank,
+        "failed_host": socket.gethostname(),
+        "error": one_line(error) if known else f"{type(error).__name__}: {one_line(error)}",
+        "traceback": traceback.format_exc() if lost or not known else None,
+    }
+    if isinstance(error, RankLost) and error.rank is not None:
+        record |= {"rank": error.rank, "failed_host": error.host}
+    mine = json.dumps(record)
+    first = world.claim_failure(json.loads(mine))
+    if json.dumps(first) == mine:
+        tell(error)
+        if folder and folder.is_dir() and outcome.is_latest(folder, world.attempt):
+            kept = {key: value for key, value in outcome.read(folder).items() if key in ("furthest", "idle_attempts")}
+            with contextlib.suppress(MusterError):  # it could not be written; the line above said why
+                outcome.write(folder, attempt=world.attempt, **{**kept, **first})
+    return quit_group(world, heartbeat, int(first["exit_code"]) if known else code)
+
+
+def quit_group(world: World, heartbeat: Heartbeat | None, code: int) -> int:
+    """Leave without waiting for ranks that may be gone: destroying a broken group can block."""
+    end_restarts(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if world.size > 1:
+        world.hold_store(heartbeat.gone if heartbeat else ())
+        os._exit(code)
+    return code
+
+
+def end_restarts(code: int) -> None:
+    """Have torchrun's agent stop too, where a restart would only fail the same way again."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if code in FINAL and restarts and os.environ.get("LOCAL_RANK") == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def tell(error: BaseException) -> None:
+    """One line for what a person can act on; the traceback for what is a defect."""
+    if isinstance(error, MusterError):
+        print(f"muster: {error.outcome.replace('_', ' ')}: {one_line(error)}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+
+
+def tell_agent(error: BaseException) -> None:
+    """Give torchrun the reason for its own report, through the file that it names for that."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = one_line(error) if isinstance(error, MusterError) else traceback.format_exc()
+        message = {
+            "message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        }
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(message))
