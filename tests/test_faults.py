@@ -236,16 +236,17 @@ def test_preempted_nodes(job, ledger, preempted):
         assert_clean(cluster, ledger, steps=80)
 
 
-@pytest.mark.parametrize("when", ["start-up", "evaluation", "save", "twice"])
+@pytest.mark.parametrize("when", ["start-up", "evaluation", "save", "twice", "with loader workers"])
 def test_sigterm_at_an_inconvenient_moment(tmp_path, ledger, when):
     """The same end: one valid checkpoint, or none yet; no traceback of ours; exact afterwards."""
     env = {"LEDGER": str(ledger), "SLOW_S": "1" if when == "save" else "0"}
     line = (*LINE, "max_steps=40", "eval.every_steps=20", "data._target_=custom.SlowToTest")
+    line += (f"loader.num_workers={int(when == 'with loader workers')}",)  # torchrun signals them too
     process = start(tmp_path / "run", *line, ranks=2, env=env, module="slow")
     if when == "start-up":
         time.sleep(2.0)
     else:
-        at = {"evaluation": 20, "save": 10, "twice": 15}[when]
+        at = {"evaluation": 20, "save": 10, "twice": 15, "with loader workers": 15}[when]
         wait_for(tmp_path / "run", reached(at), process=process)
         time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
