@@ -78,8 +78,9 @@ def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any
 
     from train import config as schema
     from train.data.loader import Data
-    from train.entry import conf_folder
-    from train.loop import load, log, stop_if_told
+    from train.explain import conf_folder
+    from train.heartbeat import Heartbeat
+    from train.loop import begin, load, log
     from train.plan import Plan
     from train.preemption import Preemption
     from train.run import prepare
@@ -88,17 +89,20 @@ def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any
     place = Place.from_env()
     overrides = [model, "data=synthetic", f"data.image_shape={list(shape)}", f"batch_size={batch * place.world_size}"]
     overrides += ["optimizer.lr=0.01", "max_steps=1000000", "log.every_steps=50", "log.progress=none"]
-    overrides += ["log.tensorboard=false", f"output_dir={folder}"]
+    overrides += ["log.tensorboard=false", f"output_dir={folder}", "dist.timeout_s=3600"]
     schema.register()
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         config = schema.from_hydra(compose("config", overrides=overrides))
-    run = prepare(config, start(config, place), Preemption())
+    world = start(config, place)
+    heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, on_hang=print)
+    heartbeat.start()  # its cost is part of the step's
+    run = prepare(config, world, Preemption(), heartbeat)
     run.preemption.watch(run.world)
     run.data = Data(Gathered(list(shape)), None, shape, 10, "bench")
     run.plan = Plan(len(run.data.train), config.batch_size)
     yield run
     for micro_batches in load(run, run.data.train, run.plan, range(10**6)):
-        stop_if_told(run)
+        begin(run, "step")
         result = run.strategy.step(run.step, micro_batches)
         run.step += 1
         run.metrics.progress(run.step)
@@ -131,7 +135,12 @@ def worker() -> None:
             print(json.dumps([name, run.world.size, *medians, ratio]), flush=True)
         run.preemption.close()
         run.metrics.close()
+        if run.held:
+            run.held.let_go()
+        run.heartbeat.close()
         run.world.close()
+    sys.stdout.flush()
+    os._exit(0)  # as the kit does: torch's threads may abort in a tear-down
 
 
 def main() -> None:
