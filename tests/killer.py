@@ -2,9 +2,9 @@
 
 import os
 import signal
-import sys
 
-from train.preemption import Preemption
+from front import run
+
 from train.storage import folder as storage
 
 point, step = os.environ["KILL_AT"].split(":")
@@ -44,8 +44,4 @@ elif point == "prune":
     )
 
 if __name__ == "__main__":
-    preemption = Preemption()
-    preemption.install()
-    from train.entry import main
-
-    sys.exit(main(preemption))
+    run()

@@ -1,10 +1,10 @@
 """The kit's entry on slow storage: every file of a checkpoint takes SLOW_S seconds."""
 
 import os
-import sys
 import time
 
-from train.preemption import Preemption
+from front import run
+
 from train.storage import folder as storage
 
 write_tensors = storage.write_tensors
@@ -18,10 +18,4 @@ def slowly(path, value):
 storage.write_tensors = slowly
 
 if __name__ == "__main__":
-    preemption = Preemption()
-    preemption.install()
-    from train.entry import main
-
-    code = main(preemption)
-    sys.stdout.flush()
-    os._exit(code)
+    run()
