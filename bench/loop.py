@@ -84,7 +84,7 @@ def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any
     from train.plan import Plan
     from train.preemption import Preemption
     from train.run import prepare
-    from train.world import Place, start
+    from train.world import START_S, Place, start
 
     place = Place.from_env()
     overrides = [model, "data=synthetic", f"data.image_shape={list(shape)}", f"batch_size={batch * place.world_size}"]
@@ -94,7 +94,7 @@ def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         config = schema.from_hydra(compose("config", overrides=overrides))
     world = start(config, place)
-    heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, on_hang=print)
+    heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, start_s=START_S, on_hang=print)
     heartbeat.start()  # its cost is part of the step's
     run = prepare(config, world, Preemption(), heartbeat)
     run.preemption.watch(run.world)

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,17 @@ def settle(cluster: Nodes) -> None:
     cluster.reach(cluster.attempts()[-1]["step"] + random.randint(12, 30))
 
 
-def worker_kill(cluster: Nodes, times: int) -> Iterator[float]:
+def signalled(number: int, cluster: Nodes, times: int) -> Iterator[float]:
+    """A random rank gets the signal `number`."""
     agents = both(cluster)
     for _ in range(times):
         victim = random.choice(agents)
-        yield cluster.next_step(lambda victim=victim: os.kill(cluster.workers(victim)[0], signal.SIGKILL))
+        yield cluster.next_step(lambda victim=victim: os.kill(cluster.workers(victim)[0], number))
         settle(cluster)
-    churn = len([a for a in cluster.attempts() if a["world_size"] == 2]) - 1 - times
-    print(f"  attempts beyond one for each kill: {churn}", flush=True)
+    print(
+        f"  attempts beyond one for each: {sum(a['world_size'] == 2 for a in cluster.attempts()) - 1 - times}",
+        flush=True,
+    )
 
 
 def node_loss(cluster: Nodes, times: int) -> Iterator[float]:
@@ -83,14 +87,6 @@ def rejoin(cluster: Nodes, times: int) -> Iterator[float]:
         begun = cluster.attempts()[-1]["step"]
         cluster.until(lambda begun=begun: cluster.step() > begun, "next step")
         yield time.monotonic() - at
-        settle(cluster)
-
-
-def hang(cluster: Nodes, times: int) -> Iterator[float]:
-    agents = both(cluster)
-    for _ in range(times):
-        victim = random.choice(agents)
-        yield cluster.next_step(lambda victim=victim: os.kill(cluster.workers(victim)[0], signal.SIGSTOP))
         settle(cluster)
 
 
@@ -126,11 +122,16 @@ def preemption(cluster: Nodes, times: int) -> Iterator[float]:
 
 Scenario = Callable[[Nodes, int], Iterator[float]]
 SCENARIOS: dict[str, tuple[Scenario, str, float, dict[str, Any]]] = {
-    "worker killed": (worker_kill, "s to the next step", 5.0, {}),
+    "worker killed": (partial(signalled, signal.SIGKILL), "s to the next step", 5.0, {}),
     "node lost": (node_loss, "s to the next step", 6.0, {}),
     "node joins": (rejoin, "s of pause", 4.0, {}),
     "rendezvous host lost": (host_loss, "s to the next step", 10.0, {"own_store": False, "nnodes": "2"}),
-    f"rank stopped, dist.timeout_s={TIMEOUT_S:g}": (hang, "s to the next step", TIMEOUT_S + 6, {}),
+    f"rank stopped, dist.timeout_s={TIMEOUT_S:g}": (
+        partial(signalled, signal.SIGSTOP),
+        "s to the next step",
+        TIMEOUT_S + 6,
+        {},
+    ),
     "all preempted": (preemption, "steps to do again", 0.0, {"nnodes": "2"}),
 }
 
@@ -147,7 +148,7 @@ def main() -> None:
     for name, (scenario, unit, target, kwargs) in SCENARIOS.items():
         if not name.startswith(arguments.only):
             continue
-        times = arguments.kills if scenario is worker_kill else arguments.times
+        times = arguments.kills if name == "worker killed" else arguments.times
         with tempfile.TemporaryDirectory() as place:
             ledger = Path(place, "ledger")
             ledger.mkdir()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,15 @@ class Slurm:
         found = re.search(r"Submitted batch job (\d+)", out)
         assert found, out
         return found[1]
+
+    @contextlib.contextmanager
+    def cut_off(self, host: str) -> Iterator[None]:
+        """The link of `host` is down within the block."""
+        subprocess.run([SCRIPT, "link", self.folder, host, "down"], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run([SCRIPT, "link", self.folder, host, "up"], check=True)
 
     def state(self, job: str) -> dict[str, str]:
         text = self.on("ctl", "scontrol", "show", "job", job, ok=False)

@@ -26,7 +26,9 @@ def beat(monkeypatch):
     """A heartbeat of rank 0 in a world of three, and a clock that is set by hand."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock.now)
-    watch = Heartbeat(SimpleNamespace(rank=0, size=3, is_first=True), timeout_s=5.0, on_hang=lambda _: None)
+    watch = Heartbeat(
+        SimpleNamespace(rank=0, size=3, is_first=True), timeout_s=5.0, start_s=9.0, on_hang=lambda _: None
+    )
     return watch, clock
 
 

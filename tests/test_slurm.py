@@ -113,12 +113,8 @@ def test_a_lost_node_brings_the_job_back(slurm, checkout, ledger):  # noqa: F811
         checkout, *SLOW, "max_steps=200", "checkpoint.every_steps=10", flags=("--nodelist=n1,n2",), LEDGER=str(ledger)
     )
     reach(folder, 30)
-    script = ROOT / "tests/substrates/slurm.sh"
-    subprocess.run([script, "link", slurm.folder, "n2", "down"], check=True)
-    try:
+    with slurm.cut_off("n2"):
         slurm.wait(job, "PENDING", timeout_s=120)
-    finally:
-        subprocess.run([script, "link", slurm.folder, "n2", "up"], check=True)
     state = slurm.ended(job, timeout_s=200)
     assert state["JobState"] == "COMPLETED" and int(state["Restarts"]) >= 1, logs(checkout)
     assert_exact(ledger, steps=200, batch_size=10)
@@ -156,12 +152,8 @@ def test_an_elastic_job_goes_on_without_a_lost_node(slurm, checkout, ledger):  #
         MIN_NODES="1",
     )
     reach(folder, 40)
-    script = ROOT / "tests/substrates/slurm.sh"
-    subprocess.run([script, "link", slurm.folder, "n2", "down"], check=True)
-    try:
+    with slurm.cut_off("n2"):
         state = slurm.ended(job, timeout_s=200)
-    finally:
-        subprocess.run([script, "link", slurm.folder, "n2", "up"], check=True)
     assert state["Restarts"] == "0" and state["JobState"] == "COMPLETED", logs(checkout)
     assert result(folder).events("start")[0]["world_size"] == 2
     assert result(folder).events("resume")[-1]["world_size"] == 1

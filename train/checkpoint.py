@@ -2,7 +2,7 @@
 
 `state` holds model, optimizer and scaler, one `rank-NNNNN` a rank its random number generators and what else only that
 rank knows, and the manifest the position with sizes and SHA-256 of all files. Each rank writes its own part, then rank
-0 commits; storage.py says how.
+0 commits; storage/ says how.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.distributed import DistError
 
 from train import outcome
 from train.errors import Damaged, NoValidCheckpoint, StorageError
+from train.heartbeat import LONG_S
 from train.storage import Files, Storage, name
 from train.world import World
 
 FAILURES_ALLOWED = 3
 OTHERS_S = 30.0
-RANK_WAIT_S = 1800.0  # as long as the heartbeat bears with a save
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Checkpoints:
         files: Files = {}
         for rank in range(self.world.size):
             key = f"checkpoint/{self._saves}/{rank}"
-            store.wait([key], timedelta(seconds=RANK_WAIT_S))
+            store.wait([key], timedelta(seconds=LONG_S))
             said = json.loads(store.get(key))
             if said.get("failed"):
                 raise StorageError(said["failed"])
@@ -168,7 +168,7 @@ class Checkpoints:
             self.storage.remove(old)
 
     def _await_end(self, store: Any, key: str) -> None:
-        store.wait([f"{key}/end"], timedelta(seconds=RANK_WAIT_S))
+        store.wait([f"{key}/end"], timedelta(seconds=LONG_S))
         failed = json.loads(store.get(f"{key}/end"))["failed"]
         if failed:
             raise StorageError(failed)

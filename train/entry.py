@@ -95,7 +95,7 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -
             finally:
                 os._exit(code)
 
-        heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, on_hang=on_hang)
+        heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, start_s=worlds.START_S, on_hang=on_hang)
         if world.size > 1 or "TORCHELASTIC_RUN_ID" in os.environ:  # somebody waits, or starts what was ended again
             heartbeat.start()
         run = prepare(config, world, preemption, heartbeat)

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from train.world import World
 
 BEAT_S = 0.1
-START_S = 2 * 3600.0  # a download, the digests of a large checkpoint (world.START_S)
 LONG_S = 1800.0  # a save to slow storage
 FIRST_S = 600.0  # the first sections of each kind compile and tune
 FIRST = 2
@@ -72,9 +71,9 @@ def last(places: dict[int, Place]) -> list[int]:
 class Heartbeat:
     """This rank's sign of life, and its eye on the others."""
 
-    def __init__(self, world: World, *, timeout_s: float, on_hang: Callable[[RankLost], object]):
+    def __init__(self, world: World, *, timeout_s: float, start_s: float, on_hang: Callable[[RankLost], object]):
         self.world, self.timeout_s, self.on_hang = world, timeout_s, on_hang
-        self._section = (0, "start-up", START_S, time.monotonic())
+        self._section = (0, "start-up", start_s, time.monotonic())
         self._begun: Counter[str] = Counter()
         self._longest: dict[str, float] = {}
         self._told = -1
@@ -89,6 +88,7 @@ class Heartbeat:
         self._store_is_gone = False
         self._pause_s = BEAT_S * max(1.0, world.size / 100)  # between looks: all look at all
         self._ended = threading.Event()
+        self._timer: _DeadManSwitch | None = None
 
     def start(self) -> None:
         """Begin to beat. A launcher must be there that restarts what is ended."""
@@ -112,7 +112,7 @@ class Heartbeat:
     def close(self) -> None:
         """Stop beating; what is left to do for this process must not take long."""
         self._ended.set()
-        if hasattr(self, "_timer"):
+        if self._timer:
             self._timer.wind(self.timeout_s + LAST_WORDS_S)
 
     def watch(self) -> None:
@@ -177,6 +177,7 @@ class Heartbeat:
 
     def _judge(self) -> None:
         """Wind up the timer; when this rank stands still for too long, find out whose fault it is."""
+        assert self._timer
         while not self._ended.wait(BEAT_S):
             self._timer.wind(self.timeout_s)
             try:

@@ -394,8 +394,8 @@ def _gather(
         for rank, hello in enumerate(hellos):
             key = f"meet/{attempt}/hello/{rank}"
             if hello is None and raw.check([key]):
-                hellos[rank] = json.loads(raw.get(key))
-                skews[rank] = json.loads(raw.get(key))["clock"] - time.time()
+                hellos[rank] = hello = json.loads(raw.get(key))
+                skews[rank] = hello["clock"] - time.time()
         time.sleep(POLL_S)
     rank = max(skews, key=lambda rank: abs(skews[rank]))
     if abs(skews[rank]) > CLOCKS_APART_S and (other := hellos[rank]):
