@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from launch import environment, finish, free_port, run, start
+from launch import ROOT, environment, finish, free_port, run, start
 
 MISTAKES = {
     "unknown key": (["epoch=3"], 2, "epoch", "epochs"),
@@ -210,3 +210,17 @@ def test_a_mistake_is_not_restarted(tmp_path):
     )
     assert result.outcome["exit_code"] == 3
     assert len(result.said) == 1, result.out
+
+
+def test_lines_of_several_processes_stay_whole():
+    """Ranks and loader workers share a log, and PYTHONUNBUFFERED (as in the image) makes `print` write the newline by itself."""
+    code = "from train.errors import say\nfor _ in range(3000): say('muster: ' + 'x' * 60)"
+    read, write = os.pipe()
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], stderr=write, env=environment(), cwd=ROOT) for _ in range(3)
+    ]
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        lines = pipe.read().splitlines()
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert len(lines) == 9000 and set(lines) == {"muster: " + "x" * 60}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 
 class MusterError(Exception):
@@ -98,6 +100,16 @@ def environment_error(error: BaseException) -> ConfigError | None:
             "the loader's workers are out of shared memory: make /dev/shm larger (docker --shm-size, a Kubernetes emptyDir with medium: Memory), or set loader.num_workers=0"
         )
     return None
+
+
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Print a line (to standard error if no other stream is given) in one piece.
+
+    `print` writes the newline by itself where output is not buffered, and ranks and loader workers share a log.
+    """
+    stream = stream or sys.stderr
+    stream.write(line + "\n")
+    stream.flush()
 
 
 def one_line(error: BaseException) -> str:

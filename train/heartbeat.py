@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.errors import RankLost
+from train.errors import RankLost, say
 
 if TYPE_CHECKING:
     from train.world import World
@@ -215,11 +215,9 @@ class Heartbeat:
         """No hang yet, but nobody shall have to look at a silent terminal."""
         places = {**self._others, self.world.rank: self._own()}
         behind = min(last(places))
-        print(
+        say(
             f"muster: waiting for {age_s:.0f} s so far: {self._name(behind)} stands in {places[behind].where}, "
-            f"and may for {places[behind].limit_s:.0f} s",
-            file=sys.stderr,
-            flush=True,
+            f"and may for {places[behind].limit_s:.0f} s"
         )
 
     def _fault(self, *, patient: bool) -> RankLost | None:
@@ -289,7 +287,7 @@ class _DeadManSwitch:
                     if libc.timer_create(1, ctypes.byref(event), ctypes.byref(self._timer)) == 0:  # CLOCK_MONOTONIC
                         self._libc = libc
                         return
-            print("muster: no timer_create here: a stopped rank is found, but ended by torchrun alone", file=sys.stderr)
+            say("muster: no timer_create here: a stopped rank is found, but ended by torchrun alone")
 
     def wind(self, seconds: float) -> None:
         """Kill this process `seconds` from now, unless wound again."""

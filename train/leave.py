@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.errors import MusterError, RankLost, one_line
+from train.errors import MusterError, RankLost, one_line, say
 from train.heartbeat import BEAT_S, Heartbeat
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def end_restarts(code: int) -> None:
 def tell(error: BaseException) -> None:
     """One line for what a person can act on; the traceback for what is a defect."""
     if isinstance(error, MusterError):
-        print(f"muster: {error.outcome.replace('_', ' ')}: {one_line(error)}", file=sys.stderr, flush=True)
+        say(f"muster: {error.outcome.replace('_', ' ')}: {one_line(error)}")
     else:
         traceback.print_exception(error)
 

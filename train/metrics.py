@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Config, Progress
-from train.errors import storage_error
+from train.errors import say, storage_error
 from train.files import replace_file
 from train.world import World
 
@@ -106,7 +106,7 @@ class Metrics:
             self._warned = False
         except OSError as error:
             if not self._warned:
-                print(f"muster: {storage_error('write metrics.jsonl:', error)}", file=sys.stderr, flush=True)
+                say(f"muster: {storage_error('write metrics.jsonl:', error)}")
             self._warned = True
 
 
@@ -150,7 +150,7 @@ class _Plain:
         pass
 
     def show(self, kind: str, fields: dict[str, Any]) -> None:
-        print(describe(kind, fields, self.total), flush=True)
+        say(describe(kind, fields, self.total), sys.stdout)
 
     def close(self) -> None:
         pass

@@ -17,7 +17,7 @@ from train.component import build
 from train.config import Config, differences, to_dict
 from train.data.loader import Data
 from train.data.loader import load as load_data
-from train.errors import ConfigError, CrashLoop, DataError, Diverged, MusterError, NoValidCheckpoint, storage_error
+from train.errors import ConfigError, CrashLoop, DataError, Diverged, MusterError, NoValidCheckpoint, say, storage_error
 from train.files import replace_file
 from train.heartbeat import Heartbeat
 from train.loop import Run, train
@@ -181,7 +181,7 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
     world.together(failure)
     choice = world.broadcast(choice)
     for line in choice["bad"] if world.is_first else []:
-        print(f"muster: put aside a bad checkpoint: {line}", flush=True)
+        say(f"muster: put aside a bad checkpoint: {line}")
     saved = None
     if choice["root"]:
         where = storage.at(choice["root"])

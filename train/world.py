@@ -13,7 +13,6 @@ import json
 import os
 import socket
 import struct
-import sys
 import threading
 import time
 import uuid
@@ -29,7 +28,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from train import outcome
 from train.config import Backend, Config, Device, flatten
-from train.errors import ConfigError, MusterError
+from train.errors import ConfigError, MusterError, say
 
 # What two nodes may differ in without being another run: local places.
 MAY_DIFFER_BETWEEN_RANKS = ("data.root", "gpus")
@@ -399,11 +398,9 @@ def _gather(
         time.sleep(POLL_S)
     rank = max(skews, key=lambda rank: abs(skews[rank]))
     if abs(skews[rank]) > CLOCKS_APART_S and (other := hellos[rank]):
-        print(
+        say(
             f"muster: the clocks of {other['host']} and {own['host']} are {abs(skews[rank]):.0f} s apart: torchrun compares them "
-            "to tell who is alive, and may drop nodes or wait for them at the end; synchronize them (NTP)",
-            file=sys.stderr,
-            flush=True,
+            "to tell who is alive, and may drop nodes or wait for them at the end; synchronize them (NTP)"
         )
     return hellos
 

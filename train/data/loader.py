@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from train.component import arguments, build, locate, signature
 from train.config import Config
 from train.data.images import hash_of
-from train.errors import ConfigError, DataError
+from train.errors import ConfigError, DataError, say
 from train.plan import Keys, MicroBatch, Plan, sample_keys
 from train.world import World
 
@@ -138,7 +138,7 @@ class Fetch(Dataset[Any]):
                 reason = " ".join(str(error).split())[:200]
                 if index not in self.bad:
                     self.bad.add(index)
-                    print(f"muster: sample {index} cannot be read, the next takes its place: {reason}", file=sys.stderr)
+                    say(f"muster: sample {index} cannot be read, the next takes its place: {reason}")
                 if len(self.bad) > self.max_bad:
                     raise DataError(
                         f"{len(self.bad)} samples cannot be read, more than loader.max_bad_samples={self.max_bad}: the last is {index}: {reason}"
