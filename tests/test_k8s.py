@@ -191,6 +191,27 @@ def test_manifests_agree_with_the_code(job):
     assert selector.items() <= template["metadata"]["labels"].items()
 
 
+@pytest.mark.parametrize("job, before, after, code", [
+    ("pytorchjob", 7, None, 143), ("pytorchjob", None, None, 143), ("pytorchjob", 75, 7, 7), ("pytorchjob", 7, 75, 143),
+    ("indexed-job", 7, None, 1), ("indexed-job", None, None, 1), ("indexed-job", 75, 7, 7), ("indexed-job", 7, 75, 75),
+])  # fmt: skip
+def test_a_pod_ends_as_its_own_attempt_did(tmp_path, job, before, after, code):
+    """An outcome.json that an earlier attempt left says nothing of agents that never met."""
+    *_, script, name = pod(job)[0]["spec"]["containers"][0]["command"]
+    folder, agent = tmp_path / "run", tmp_path / "bin/torchrun"
+    for path in (folder, agent.parent):
+        path.mkdir()
+    if before:
+        (folder / "outcome.json").write_text(f'{{"exit_code": {before}, "attempt": "1"}}')
+    writes = f'echo \'{{"exit_code": {after}, "attempt": "2"}}\' >{folder}/outcome.json; ' if after else ""
+    agent.write_text(f"#!/bin/sh\n{writes}exit 1\n")
+    agent.chmod(0o755)
+    env = environment(PATH=f"{agent.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}", NNODES="1", NPROC="1")
+    env |= {"JOB_COMPLETION_INDEX": "0", "POD_IP": "127.0.0.1"}
+    command = ["sh", "-c", script, name, f"output_dir={folder}"]
+    assert subprocess.run(command, env=env, cwd=tmp_path, timeout=60).returncode == code
+
+
 def test_permanent_failures_are_those_of_the_code():
     job = next(document for document in documents(JOBS["indexed-job"]) if document["kind"] == "Job")
     rule = next(rule for rule in job["spec"]["podFailurePolicy"]["rules"] if rule["action"] == "FailJob")

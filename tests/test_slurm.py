@@ -1,13 +1,18 @@
 """The batch scripts and submit.py on a real Slurm of three hosts."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import time
+from pathlib import Path
 
 import pytest
 from cluster import checkout, result, slurm  # noqa: F401
 from custom import RECORDED, assert_exact
+from engine import CACHE, CI, skip
 from launch import ROOT, environment, run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -169,6 +174,77 @@ def test_scancel_stays_cancelled(slurm, checkout, ledger):  # noqa: F811
     time.sleep(3)
     assert slurm.state(job)["JobState"] == "CANCELLED"
     assert result(folder).outcome["outcome"] == "preempted"
+
+
+def test_agents_that_never_meet_do_not_requeue_for_ever(slurm, checkout):  # noqa: F811
+    """The outcome.json of an earlier attempt says "preempted", but nobody came to train in this one."""
+    folder = checkout / "runs/run"
+    folder.mkdir(parents=True)
+    (folder / "outcome.json").write_text('{"outcome": "preempted", "exit_code": 75, "attempt": "1"}')
+    state = slurm.ended(slurm.sbatch(checkout, "max_steps=5", MAX_RESTARTS="many"), timeout_s=60)
+    assert (state["JobState"], state["Restarts"]) == ("FAILED", "0") and state["ExitCode"] != "75:0", logs(checkout)
+    assert "no rank began to train" in logs(checkout)
+
+
+@pytest.fixture(scope="session")
+def container(tmp_path_factory):
+    """Apptainer, and an image for it that holds the kit and takes system, Python and packages from this host."""
+    if not (CI or shutil.which("apptainer")):
+        skip("Apptainer is not installed (CI=true installs it)")
+    installed = subprocess.run(
+        [ROOT / "tests/substrates/apptainer.sh", CACHE / "apptainer"], capture_output=True, text=True
+    )
+    assert installed.returncode == 0, installed.stderr[-3000:]
+    apptainer = Path(installed.stdout.strip())
+    folder = tmp_path_factory.mktemp("image")
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (folder / "muster.def").write_text(f"""Bootstrap: scratch
+
+%setup
+    cd "$APPTAINER_ROOTFS"
+    mkdir -p usr bin lib lib64 sbin etc home root tests ledger job/runs opt/python opt/venv/bin opt/venv/lib/{python}/site-packages opt/muster
+    cp -r "{ROOT}/train" "{ROOT}/conf" opt/muster/
+    cp /etc/passwd /etc/group /etc/nsswitch.conf etc/
+    ln -s /opt/python/bin/{python} opt/venv/bin/python3
+    echo "home = /opt/python/bin" >opt/venv/pyvenv.cfg
+    printf '#!/opt/venv/bin/python3\\nfrom torch.distributed.run import main\\nmain()\\n' >opt/venv/bin/torchrun
+    chmod +x opt/venv/bin/torchrun
+
+%environment
+    export PATH=/opt/venv/bin:/usr/bin:/bin PYTHONPATH=/opt/muster:/tests PYTHONUNBUFFERED=1 MPLCONFIGDIR=/tmp/matplotlib
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+""")
+    image = folder / "muster.sif"
+    built = subprocess.run(
+        [apptainer, "build", image, folder / "muster.def"], capture_output=True, text=True, timeout=120
+    )
+    assert built.returncode == 0, built.stderr
+    return {
+        "IMAGE": str(image),
+        "PATH": f"{apptainer.parent}:{os.environ['PATH']}",
+        "APPTAINER_BIND": "/usr,/bin,/lib,/lib64,"
+        f"{sys.base_prefix}:/opt/python,{sysconfig.get_path('purelib')}:/opt/venv/lib/{python}/site-packages",
+    }
+
+
+def test_a_container_trains_requeues_and_resumes(slurm, checkout, ledger, container):  # noqa: F811
+    """In Apptainer, as one node's wrong override, then as two nodes that are told to save their place."""
+    script = "slurm/container.sbatch"
+    state = slurm.ended(slurm.sbatch(checkout, "lr=3", script=script, **container), timeout_s=60)
+    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0")
+    assert "did you mean optimizer.lr?" in logs(checkout) and state["Restarts"] == "0"
+    env = container | {"MOUNTS": f"{ROOT / 'tests'}:/tests:ro,{ledger}:/ledger", "LEDGER": "/ledger", "PASS": "LEDGER"}
+    arguments = (*SLOW, "max_steps=200", "checkpoint.every_steps=1000")
+    job = slurm.sbatch(checkout, *arguments, script=script, **env)
+    folder = checkout / "runs/run"
+    reach(folder, 40)
+    slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+    state = slurm.ended(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), logs(checkout)
+    assert result(folder).events("resume")[0]["step"] >= 40
+    assert result(folder).events("start")[0]["world_size"] == 2
+    assert result(folder).outcome["launcher"] == f"slurm:{job}"
+    assert_exact(ledger, steps=200, batch_size=10)
 
 
 def submit(slurm, checkout, *arguments, ok=True, **env):  # noqa: F811

@@ -2,28 +2,21 @@
 # Have a Docker engine with compose, buildx and the Dockerfile's base image, where none runs: for CI, as root, on Debian.
 # Prints the settings that the tests need as KEY=VALUE; what it starts, it names by PID in $1/dockerd.pid.
 set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
 cache=$1
 mkdir -p "$cache"
 cd "$cache"
 exec 3>&1 >setup.log 2>&1
-export DEBIAN_FRONTEND=noninteractive DOCKER_CONFIG=$cache/config
+export DOCKER_CONFIG=$cache/config
 
 if ! command -v dockerd || ! command -v debootstrap || ! command -v iptables; then
-  apt-get update -qq
-  apt-get install -y -qq --no-install-recommends docker.io iptables debootstrap ca-certificates
+  "$here/apt.sh" install docker.io iptables debootstrap ca-certificates
 fi
-# shellcheck disable=SC2016  # apt-get fills the field in
-mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | grep -m1 '/debian/\?$')
 
 # Compose v2 and buildx: bookworm has neither, the packages of the newest suite run on it.
 plugins=$DOCKER_CONFIG/cli-plugins
 if ! [ -x "$plugins/docker-compose" ] || ! [ -x "$plugins/docker-buildx" ]; then
-  mkdir -p lists/partial plugins
-  echo "deb $mirror sid main" >sid.list
-  options=(-o "Dir::State::Lists=$cache/lists" -o "Dir::Etc::SourceList=$cache/sid.list" -o Dir::Etc::SourceParts=/dev/null)
-  apt-get "${options[@]}" update -qq
-  (cd plugins && apt-get "${options[@]}" download docker-compose docker-buildx)
-  for package in plugins/*.deb; do dpkg-deb -x "$package" plugins; done
+  "$here/apt.sh" unpack "$cache/plugins" docker-compose docker-buildx
   mkdir -p "$plugins"
   cp plugins/usr/libexec/docker/cli-plugins/* "$plugins"
 fi
@@ -37,7 +30,7 @@ fi
 
 # No registry is asked: the base image is made of Debian's own packages, under the name that the Dockerfile gives.
 if ! docker image inspect python:3.11-slim-bookworm; then
-  debootstrap --variant=minbase --include=python3,python3-venv,python3-pip,ca-certificates,iproute2 bookworm base "$mirror"
+  debootstrap --variant=minbase --include=python3,python3-venv,python3-pip,ca-certificates,iproute2 bookworm base "$("$here/apt.sh" mirror)"
   tar -C base -c . | docker import - python:3.11-slim-bookworm
   rm -rf base
 fi

@@ -3,6 +3,7 @@
 #   slurm.sh start DIR    slurm.sh stop DIR    slurm.sh on DIR HOST COMMAND...    slurm.sh link DIR HOST up|down
 # Hosts: ctl (slurmctld, where jobs are submitted) and n1, n2, n3. PIDs of the daemons are in DIR/*.pid.
 set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
 action=$1 dir=$2
 shift 2
 declare -A address=([ctl]=10.77.0.1 [n1]=10.77.0.11 [n2]=10.77.0.12 [n3]=10.77.0.13)
@@ -73,9 +74,7 @@ case $action in
 start)
   mkdir -p "$dir"
   if ! command -v slurmctld >/dev/null || ! command -v munged >/dev/null || ! command -v ip >/dev/null; then
-    export DEBIAN_FRONTEND=noninteractive
-    apt-get update -qq
-    apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2 >"$dir/apt.log" 2>&1
+    "$here/apt.sh" install slurm-wlm munge iproute2 >"$dir/apt.log" 2>&1
   fi
   network
   configure
