@@ -55,8 +55,9 @@ def test_an_image_keeps_no_secret_and_runs_as_a_plain_user(engine, target):  # n
     assert config["User"] == "1000:1000" and config["Entrypoint"] == ["tini", "--"]
     assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert not [setting for setting in config["Env"] if "CERT" in setting or "PIP" in setting]
+    # A login shell, as enroot starts one.
     shell = "id -u; ls -A /run/secrets 2>/dev/null; python3 -c 'import torch, torchvision; print(torch.__version__)'"
-    out = docker(engine, "run", "--rm", "--network=none", f"muster:{target}", "sh", "-c", shell).stdout.split()
+    out = docker(engine, "run", "--rm", "--network=none", f"muster:{target}", "sh", "-lc", shell).stdout.split()
     assert out[0] == "1000" and out[1:] and out[1].startswith("2."), out
 
 
