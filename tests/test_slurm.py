@@ -233,7 +233,7 @@ def test_a_container_trains_requeues_and_resumes(slurm, checkout, ledger, contai
     state = slurm.ended(slurm.sbatch(checkout, "lr=3", script=script, **container), timeout_s=60)
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0")
     assert "did you mean optimizer.lr?" in logs(checkout) and state["Restarts"] == "0"
-    env = container | {"MOUNTS": f"{ROOT / 'tests'}:/tests:ro,{ledger}:/ledger", "LEDGER": "/ledger", "PASS": "LEDGER"}
+    env = container | {"MOUNTS": f"{ROOT / 'tests'}:/tests:ro,{ledger}:/ledger", "LEDGER": "/ledger", "PASS_ENV": "LEDGER"}
     arguments = (*SLOW, "max_steps=200", "checkpoint.every_steps=1000")
     job = slurm.sbatch(checkout, *arguments, script=script, **env)
     folder = checkout / "runs/run"

@@ -109,7 +109,7 @@ class Bucket(Storage):
     def put_aside(self, step: int, word: str = "bad") -> str:
         aside = f"{word}-{time.time_ns()}-{MANIFEST}"
         with self._doing(f"put {self.path(step)} aside"):
-            self.fs.mv(self._key(step, MANIFEST), self._key(step, aside))
+            self._move(self._key(step, MANIFEST), self._key(step, aside))
         return f"{name(step)}/{aside}"
 
     def remove(self, step: int) -> None:
@@ -124,7 +124,12 @@ class Bucket(Storage):
         with self._doing("set the earlier run aside"):
             for key in self.bad():
                 folder, _, file = key.partition("/")
-                self.fs.mv(f"{self.base}/{key}", f"{self.base}/{folder}/previous-{file.removeprefix('bad-')}")
+                self._move(f"{self.base}/{key}", f"{self.base}/{folder}/previous-{file.removeprefix('bad-')}")
+
+    def _move(self, old: str, new: str) -> None:
+        """Killed in between it leaves both, which is no less than there was. (gcsfs's own `mv` not every server knows.)"""
+        self.fs.copy(old, new)
+        self.fs.rm(old)
 
     def _folders(self) -> list[int]:
         """The steps of which anything is there, newest first."""
