@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -93,18 +94,31 @@ class Agent:
 
         signal.signal(signal.SIGUSR2, stop)
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        # How long the last checkpoint may take once the agents are told to stop; torchrun's own is 30 s.
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "110")
         launch = elastic_launch(self._launch_config(environment), sys.executable)
         try:
             launch("-u", "-m", "train", *self.overrides)
         except (SignalException, ChildFailedError) as error:
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-            record = outcome.read(Path(self.folder))
+            record = self._outcome()
             preempted = record.get("outcome") == "preempted"
-            if signal.SIGUSR2 in told and preempted and environment.global_rank == 0 and callable(requeue):
+            # A preemption with a grace time sends SIGTERM alone; a cancelled job no longer counts as running.
+            comes_back = signal.SIGUSR2 in told or still_running()
+            if comes_back and preempted and environment.global_rank == 0 and callable(requeue):
                 requeue(signal.SIGUSR2, None)  # submitit's own handler: asks checkpoint() and requeues
             if not preempted:
                 raise RuntimeError(f"{record.get('outcome', 'failed')}: {record.get('error', error)}") from None
         return str(outcome.read(Path(self.folder)).get("outcome", "none"))
+
+    def _outcome(self) -> dict[str, Any]:
+        """How it ended. Another node may stop a little later than this one and still have to write it."""
+        deadline = time.monotonic() + 15
+        while (record := outcome.read(Path(self.folder))).get("outcome") == outcome.RUNNING:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        return record
 
     def _launch_config(self, environment: Any) -> Any:
         from torch.distributed.launcher.api import LaunchConfig
@@ -127,6 +141,14 @@ class Agent:
             local_addr=os.environ["SLURMD_NODENAME"] if on_slurm else "127.0.0.1",
             start_method="spawn",
         )
+
+
+def still_running() -> bool:
+    """Whether Slurm counts this job as running: not if somebody cancelled it, or if Slurm requeues it by itself."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return False
+    line = ["scontrol", "show", "job", os.environ["SLURM_JOB_ID"]]
+    return "JobState=RUNNING" in subprocess.run(line, capture_output=True, text=True, check=False).stdout
 
 
 def main() -> int:

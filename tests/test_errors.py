@@ -224,3 +224,14 @@ def test_lines_of_several_processes_stay_whole():
         lines = pipe.read().splitlines()
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert len(lines) == 9000 and set(lines) == {"muster: " + "x" * 60}
+
+
+def test_a_node_whose_gpus_do_not_answer_is_named():
+    """device=auto is the CPU there, and ranks of both kinds would wait for each other. (No front door without a GPU.)"""
+    from train.world import _judge
+
+    hello = {"error": None, "torch": "2", "code": "c", "config": {}}
+    hellos = [{**hello, "host": "n1", "device": "cuda"}, {**hello, "host": "n2", "device": "cpu"}]
+    code, message = _judge(hellos, 60)
+    assert code == 2 and "rank 1 on n2 would train on cpu, rank 0 on n1 on cuda" in message
+    assert _judge(hellos[:1] * 2, 60) is None

@@ -186,6 +186,22 @@ def test_agents_that_never_meet_do_not_requeue_for_ever(slurm, checkout):  # noq
     assert "no rank began to train" in logs(checkout)
 
 
+def test_told_to_stop_before_anybody_trains(slurm, checkout, ledger):  # noqa: F811
+    """USR1 while the data still loads; and what a user's module prints is not taken for the run's folder."""
+    (checkout / "slow_start.py").write_text(
+        "import time\nfrom custom import Numbered\nprint('hello from a module')\n\n"
+        "class Late(Numbered):\n    def __init__(self, train):\n        time.sleep(8)\n        super().__init__(train)\n"
+    )
+    arguments = (*SLOW, "data._target_=slow_start.Late", "max_steps=30")
+    job = slurm.sbatch(checkout, *arguments, LEDGER=str(ledger))
+    slurm.wait(job, "RUNNING")
+    time.sleep(9)
+    slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+    state = slurm.ended(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), logs(checkout)
+    assert_exact(ledger, steps=30, batch_size=10)
+
+
 @pytest.fixture(scope="session")
 def container(tmp_path_factory):
     """Apptainer, and an image for it that holds the kit and takes system, Python and packages from this host."""
@@ -233,7 +249,11 @@ def test_a_container_trains_requeues_and_resumes(slurm, checkout, ledger, contai
     state = slurm.ended(slurm.sbatch(checkout, "lr=3", script=script, **container), timeout_s=60)
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0")
     assert "did you mean optimizer.lr?" in logs(checkout) and state["Restarts"] == "0"
-    env = container | {"MOUNTS": f"{ROOT / 'tests'}:/tests:ro,{ledger}:/ledger", "LEDGER": "/ledger", "PASS_ENV": "LEDGER"}
+    env = container | {
+        "MOUNTS": f"{ROOT / 'tests'}:/tests:ro,{ledger}:/ledger",
+        "LEDGER": "/ledger",
+        "PASS_ENV": "LEDGER",
+    }
     arguments = (*SLOW, "max_steps=200", "checkpoint.every_steps=1000")
     job = slurm.sbatch(checkout, *arguments, script=script, **env)
     folder = checkout / "runs/run"
@@ -272,6 +292,20 @@ def test_submit_is_requeued_and_resumes(slurm, checkout, ledger):  # noqa: F811
     text = "\n".join(path.read_text() for path in (checkout / "slurm/logs").glob("*.err"))
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), text[-4000:]
     assert result(folder).events("resume")[0]["step"] >= 40
+    assert_exact(ledger, steps=150, batch_size=10)
+
+
+def test_submit_comes_back_after_a_preemption(slurm, checkout, ledger):  # noqa: F811
+    """With a grace time Slurm sends SIGTERM alone, and a job that ends within it does not come back by itself."""
+    folder = checkout / "runs/run"
+    arguments = ("cluster.nodes=2", *SLOW, "max_steps=150", "checkpoint.every_steps=1000")
+    job = re.search(r"job (\d+)", submit(slurm, checkout, *arguments, LEDGER=str(ledger)))[1]
+    reach(folder, 30)
+    slurm.on("ctl", "sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
+    state = slurm.ended(job, timeout_s=200)
+    text = "\n".join(path.read_text() for path in (checkout / "slurm/logs").glob("*.err"))
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), text[-4000:]
+    assert result(folder).events("resume")[0]["step"] >= 30
     assert_exact(ledger, steps=150, batch_size=10)
 
 

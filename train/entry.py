@@ -63,7 +63,7 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -
         tell(config)
         return config.exit_code
     if preemption is None:
-        print(Path(config.output_dir).resolve() if isinstance(config, Config) else "")
+        print(Path(config.output_dir).resolve() if isinstance(config, Config) else "", file=sys.__stdout__)
         return 0
     from train import world as worlds  # torch: not for --help, and not to report a slip of the keyboard
 

@@ -252,7 +252,9 @@ def start(config: Config, place: Place) -> World:
         torch.cuda.set_device(device)
     if place.world_size == 1:
         return World(place, device, attempt=uuid.uuid4().hex[:8], store=HashStore(), agents=[outcome.launcher()])
-    attempt, store, agents = meet(place, config=config, error=None, timeout_s=config.dist.start_timeout_s)
+    attempt, store, agents = meet(
+        place, config=config, error=None, timeout_s=config.dist.start_timeout_s, device=device.type
+    )
     _choose_interface(place)
     dist.init_process_group(
         backend,
@@ -266,7 +268,7 @@ def start(config: Config, place: Place) -> World:
 
 
 def meet(
-    place: Place, *, config: Config | None, error: MusterError | None, timeout_s: float
+    place: Place, *, config: Config | None, error: MusterError | None, timeout_s: float, device: str = ""
 ) -> tuple[str, Store, list[str]]:
     """Exchange hellos over the rendezvous store; give back (attempt id, a store of this attempt's own, launchers).
 
@@ -291,6 +293,7 @@ def meet(
         "agent": outcome.launcher(),
         "torch": torch.__version__,
         "code": code_hash(),
+        "device": device,
         "config": flatten(config) if config else None,
         "error": [error.exit_code, str(error)] if error else None,
     }
@@ -453,6 +456,11 @@ def _judge(hellos: list[dict[str, Any] | None], timeout_s: float) -> tuple[int, 
                     2,
                     f"{who} runs {key} {hello[key]}, rank 0 on {first['host']} {first[key]}: install the same on every node",
                 )
+        if hello["device"] != first["device"]:
+            return 2, (
+                f"{who} would train on {hello['device']}, rank 0 on {first['host']} on {first['device']}: "
+                "see what nvidia-smi says on both, or choose device=cpu"
+            )
         ours, theirs = first["config"], hello["config"]
         differing = [
             k for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k) and k not in MAY_DIFFER_BETWEEN_RANKS
