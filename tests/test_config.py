@@ -167,6 +167,7 @@ def test_rooms_depend_in_one_direction():
         "optim",
         "preemption",
         "heartbeat",
+        "agent",
         "leave",
         "strategies",
         "storage",

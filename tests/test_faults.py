@@ -117,6 +117,23 @@ def test_the_rendezvous_host_is_lost(job, ledger):
         assert_clean(cluster, ledger, steps=60)
 
 
+def test_the_rendezvous_host_falls_silent(job, ledger):
+    """As when its power or its link goes: no connection is closed, and torchrun's agents would read from it for 15 minutes."""
+    with job("max_steps=60", "dist.timeout_s=4", nnodes="2", own_store=False) as cluster:
+        cluster.start()
+        cluster.start()
+        cluster.reach(25)
+        for pid in (cluster.agents[0].pid, *cluster.workers(cluster.agents[0])):
+            stop(pid)
+        cluster.until(lambda: cluster.agents[1].poll() is not None, "end of the other agent", timeout_s=70)
+        assert "torchrun's agent hangs" in cluster.log
+        cluster.kill_node(cluster.agents[0])
+        cluster.start(host=True)
+        cluster.start(host=False)
+        assert cluster.ended()[2:] == [0, 0], cluster.log
+        assert_clean(cluster, ledger, steps=60)
+
+
 def test_workers_die_with_their_agent(job, ledger):
     with job("max_steps=60") as cluster:
         agent = cluster.start()

@@ -165,6 +165,27 @@ def test_an_elastic_job_goes_on_without_a_lost_node(slurm, checkout, ledger):  #
     assert_exact(ledger, steps=400, batch_size=10)
 
 
+def test_an_elastic_job_that_loses_its_first_node_is_requeued(slurm, checkout, ledger):  # noqa: F811
+    """The batch script and the rendezvous are lost with it, and Slurm leaves such a job RUNNING on the others."""
+    folder = checkout / "runs/run"
+    job = slurm.sbatch(
+        checkout,
+        *SLOW,
+        "dist.timeout_s=8",
+        "max_steps=400",
+        "checkpoint.every_steps=10",
+        flags=("--no-kill", "--nodelist=n1,n2"),
+        LEDGER=str(ledger),
+        MIN_NODES="1",
+    )
+    reach(folder, 40)
+    with slurm.cut_off("n1"):
+        slurm.wait(job, "PENDING", timeout_s=150)
+    state = slurm.ended(job, timeout_s=200)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), logs(checkout)
+    assert_exact(ledger, steps=400, batch_size=10)
+
+
 def test_scancel_stays_cancelled(slurm, checkout, ledger):  # noqa: F811
     folder = checkout / "runs/run"
     job = slurm.sbatch(checkout, *SLOW, "max_steps=100000", LEDGER=str(ledger))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import re
-import signal
 import sys
 import threading
 from dataclasses import replace
@@ -21,6 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from train import agent
 from train import config as schema
 from train.component import arguments, locate
 from train.config import Config
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 def main(preemption: Preemption | None) -> int:
     """Run `python -m train` with sys.argv and give back the exit code; without `preemption`, only check the config."""
-    die_with_launcher()
+    agent.die_with_it()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's own handler prints a traceback and exits 1: let its errors reach us
     is_first = os.environ.get("RANK", "0") == "0"
     if not is_first and {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"} & set(sys.argv):
@@ -145,9 +144,3 @@ def own_folder(config: Config) -> Config:
     storage = config.checkpoint.storage
     checkpoint = replace(config.checkpoint, storage=storage and f"{storage.rstrip('/')}/{name}")
     return replace(config, output_dir=f"{config.output_dir}/{name}", checkpoint=checkpoint)
-
-
-def die_with_launcher() -> None:
-    """Under torchrun, die when the agent dies: an orphan would train on beside the worker that replaces it."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

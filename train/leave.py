@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import sys
 import time
@@ -13,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from train import agent
 from train.errors import MusterError, RankLost, one_line, say
 from train.heartbeat import BEAT_S, Heartbeat
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 FIRST_CAUSE_WAIT_S = 1.0  # a rank that fails by itself says so at once; one that was killed says nothing
 SILENCE_S = 0.3  # and beats no more
-FINAL = range(2, 8)
 
 
 def leave(
@@ -38,11 +37,13 @@ def leave(
     from train.world import Unheard
 
     code = error.exit_code if isinstance(error, MusterError) else 1
-    tell_agent(error)
+    agent.tell(error)
+    if lost or isinstance(error, RankLost):
+        agent.end_if_stuck()
     if world is None:
         if isinstance(error, Unheard) or os.environ.get("RANK", "0") == "0" or not isinstance(error, MusterError):
             tell(error)
-        end_restarts(code)
+        agent.end_restarts(code)
         return code
     if heartbeat:
         heartbeat.begin("leaving after step", step or 0)
@@ -83,7 +84,7 @@ def leave(
 
 def quit_group(world: World, heartbeat: Heartbeat | None, code: int) -> int:
     """Leave without waiting for ranks that may be gone: destroying a broken group can block."""
-    end_restarts(code)
+    agent.end_restarts(code)
     sys.stdout.flush()
     sys.stderr.flush()
     if world.size > 1:
@@ -92,27 +93,9 @@ def quit_group(world: World, heartbeat: Heartbeat | None, code: int) -> int:
     return code
 
 
-def end_restarts(code: int) -> None:
-    """Have torchrun's agent stop too, where a restart would only fail the same way again."""
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if code in FINAL and restarts and os.environ.get("LOCAL_RANK") == "0":
-        os.kill(os.getppid(), signal.SIGTERM)
-
-
 def tell(error: BaseException) -> None:
     """One line for what a person can act on; the traceback for what is a defect."""
     if isinstance(error, MusterError):
         say(f"muster: {error.outcome.replace('_', ' ')}: {one_line(error)}")
     else:
         traceback.print_exception(error)
-
-
-def tell_agent(error: BaseException) -> None:
-    """Give torchrun the reason for its own report, through the file that it names for that."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        text = one_line(error) if isinstance(error, MusterError) else traceback.format_exc()
-        message = {
-            "message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
-        }
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps(message))

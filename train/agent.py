@@ -1,0 +1,98 @@
+"""torchrun's agent as seen from its worker: die with it, tell it why, stop its restarts, free it from a dead store."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from train.errors import MusterError, one_line, say
+
+FINAL = range(2, 8)
+POLL_S = 0.1
+STUCK_S = 30.0  # longer than any read_timeout in a --rdzv-conf of ours
+LAST_WORDS_S = 10.0
+
+
+def die_with_it() -> None:
+    """Under torchrun, die when the agent dies: an orphan would train on beside the worker that replaces it."""
+    if _is_there():
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def tell(error: BaseException) -> None:
+    """Give torchrun the reason for its own report, through the file that it names for that."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = one_line(error) if isinstance(error, MusterError) else traceback.format_exc()
+        message = {
+            "message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        }
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(message))
+
+
+def end_restarts(code: int) -> None:
+    """Have torchrun's agent stop too, where a restart would only fail the same way again."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if code in FINAL and restarts and os.environ.get("LOCAL_RANK") == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def end_if_stuck() -> None:
+    """Have the agent ended if, `STUCK_S` after this process, it has still not noticed that its worker is gone.
+
+    When the host of the rendezvous store vanishes without closing its connections (power, link), the other nodes'
+    agents read from it without a timeout until the kernel gives the connection up, after about 15 minutes
+    (tcp_retries2 in tcp(7)), and hold the lock that their main loop needs (`DynamicRendezvousHandler.num_nodes_waiting`).
+    """
+    if _is_there():
+        with contextlib.suppress(OSError):
+            line = [sys.executable, "-m", "train.agent", str(os.getpid()), str(os.getppid())]
+            subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def main() -> None:
+    """`python -m train.agent WORKER AGENT`: the pids of a worker that is about to leave and of the agent that has to see it."""
+    worker, agent = map(int, sys.argv[1:])
+    unseen_s = 0.0
+    while unseen_s < STUCK_S:
+        state, parent = _state(worker)
+        if parent != agent:
+            return
+        if state == "Z" and _state(agent)[0] != "T":
+            unseen_s += POLL_S
+        time.sleep(POLL_S)
+    say(
+        "muster: torchrun's agent hangs: is the host of the rendezvous store lost? It is ended, for its launcher to start again"
+    )
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(agent, signal.SIGTERM)
+        deadline = time.monotonic() + LAST_WORDS_S
+        while _state(worker)[1] == agent and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        if _state(worker)[1] == agent:
+            os.kill(agent, signal.SIGKILL)
+
+
+def _is_there() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux"
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """The state of a process (R, S, T, Z...) and its parent's pid; ("", 0) if it is gone. See proc_pid_stat(5)."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return "", 0
+    return state, int(parent)
+
+
+if __name__ == "__main__":
+    main()
