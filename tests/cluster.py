@@ -57,6 +57,15 @@ class Slurm:
         finally:
             subprocess.run([SCRIPT, "link", self.folder, host, "up"], check=True)
 
+    @contextlib.contextmanager
+    def powered_off(self, host: str) -> Iterator[None]:
+        """No process of `host` lives within the block, and none has closed its connections."""
+        subprocess.run([SCRIPT, "power", self.folder, host, "off"], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run([SCRIPT, "power", self.folder, host, "on"], check=True, stdin=subprocess.DEVNULL)
+
     def state(self, job: str) -> dict[str, str]:
         text = self.on("ctl", "scontrol", "show", "job", job, ok=False)
         return dict(re.findall(r"(\w+)=(\S+)", text))

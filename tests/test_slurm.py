@@ -179,7 +179,7 @@ def test_an_elastic_job_that_loses_its_first_node_is_requeued(slurm, checkout, l
         MIN_NODES="1",
     )
     reach(folder, 40)
-    with slurm.cut_off("n1"):
+    with slurm.powered_off("n1"):
         slurm.wait(job, "PENDING", timeout_s=150)
     state = slurm.ended(job, timeout_s=200)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), logs(checkout)

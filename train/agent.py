@@ -48,9 +48,10 @@ def end_restarts(code: int) -> None:
 def end_if_stuck() -> None:
     """Have the agent ended if, `STUCK_S` after this process, it has still not noticed that its worker is gone.
 
-    When the host of the rendezvous store vanishes without closing its connections (power, link), the other nodes'
-    agents read from it without a timeout until the kernel gives the connection up, after about 15 minutes
-    (tcp_retries2 in tcp(7)), and hold the lock that their main loop needs (`DynamicRendezvousHandler.num_nodes_waiting`).
+    When the host of the rendezvous store vanishes without closing its connections (power, link), an agent whose read
+    timed out cancels it and waits for the answer with no timeout (`TCPStore::doWait`), until the kernel gives the
+    connection up after about 15 minutes (tcp_retries2 in tcp(7)). Meanwhile its keep-alive thread holds the lock that
+    its main loop needs (`DynamicRendezvousHandler.num_nodes_waiting`).
     """
     if _is_there():
         with contextlib.suppress(OSError):

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A Slurm cluster of three hosts on one machine, each in its own network and UTS namespace: for tests, as root, on Debian.
-#   slurm.sh start DIR    slurm.sh stop DIR    slurm.sh on DIR HOST COMMAND...    slurm.sh link DIR HOST up|down
+#   slurm.sh start DIR    slurm.sh stop DIR    slurm.sh on DIR HOST COMMAND...
+#   slurm.sh link DIR HOST up|down    slurm.sh power DIR HOST on|off
 # Hosts: ctl (slurmctld, where jobs are submitted) and n1, n2, n3. PIDs of the daemons are in DIR/*.pid.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -100,6 +101,15 @@ on)
   on "$host" "$@"
   ;;
 link) ip -n muster-ctl link set "p-$1" "$2" ;;
+power) # off: the link first, so that no connection is closed
+  if [ "$2" = off ]; then
+    ip -n muster-ctl link set "p-$1" down
+    ip netns pids "muster-$1" | xargs --no-run-if-empty kill -KILL
+  else
+    ip -n muster-ctl link set "p-$1" up
+    SLURM_CONF=$dir/slurm.conf on "$1" slurmd -N "$1"
+  fi
+  ;;
 stop)
   for pid in "$dir"/*.pid; do
     if [ -s "$pid" ]; then kill "$(cat "$pid")" 2>/dev/null || true; fi
@@ -108,7 +118,7 @@ stop)
   for host in n1 n2 n3 ctl; do ip netns del "muster-$host" 2>/dev/null || true; done
   ;;
 *)
-  echo "usage: slurm.sh start|stop|on|link DIR ..." >&2
+  echo "usage: slurm.sh start|stop|on|link|power DIR ..." >&2
   exit 2
   ;;
 esac
