@@ -172,7 +172,7 @@ def test_an_elastic_job_that_loses_its_first_node_is_requeued(slurm, checkout, l
         checkout,
         *SLOW,
         "dist.timeout_s=8",
-        "max_steps=400",
+        "max_steps=150",
         "checkpoint.every_steps=10",
         flags=("--no-kill", "--nodelist=n1,n2"),
         LEDGER=str(ledger),
@@ -183,7 +183,7 @@ def test_an_elastic_job_that_loses_its_first_node_is_requeued(slurm, checkout, l
         slurm.wait(job, "PENDING", timeout_s=150)
     state = slurm.ended(job, timeout_s=200)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), logs(checkout)
-    assert_exact(ledger, steps=400, batch_size=10)
+    assert_exact(ledger, steps=150, batch_size=10)
 
 
 def test_scancel_stays_cancelled(slurm, checkout, ledger):  # noqa: F811
