@@ -65,6 +65,7 @@ AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+SchedulerParameters=bf_interval=2
 $(for host in n1 n2 n3; do echo "NodeName=$host NodeAddr=${address[$host]} CPUs=2 RealMemory=4000 State=UNKNOWN"; done)
 PartitionName=main Nodes=n1,n2,n3 Default=YES PriorityTier=1 State=UP GraceTime=30
 PartitionName=urgent Nodes=n1,n2,n3 PriorityTier=10 State=UP
