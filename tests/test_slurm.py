@@ -144,18 +144,15 @@ def test_the_time_limit_saves_requeues_and_resumes(slurm, checkout, ledger):  # 
     assert_exact(ledger, steps=1000, batch_size=10)
 
 
+def elastic(slurm, checkout, ledger, *, steps):  # noqa: F811
+    arguments = (*SLOW, "dist.timeout_s=8", f"max_steps={steps}", "checkpoint.every_steps=10")
+    flags = ("--no-kill", "--nodelist=n1,n2")
+    return slurm.sbatch(checkout, *arguments, flags=flags, LEDGER=str(ledger), MIN_NODES="1")
+
+
 def test_an_elastic_job_goes_on_without_a_lost_node(slurm, checkout, ledger):  # noqa: F811
     folder = checkout / "runs/run"
-    job = slurm.sbatch(
-        checkout,
-        *SLOW,
-        "dist.timeout_s=8",
-        "max_steps=400",
-        "checkpoint.every_steps=10",
-        flags=("--no-kill", "--nodelist=n1,n2"),
-        LEDGER=str(ledger),
-        MIN_NODES="1",
-    )
+    job = elastic(slurm, checkout, ledger, steps=400)
     reach(folder, 40)
     with slurm.cut_off("n2"):
         state = slurm.ended(job, timeout_s=200)
@@ -168,16 +165,7 @@ def test_an_elastic_job_goes_on_without_a_lost_node(slurm, checkout, ledger):  #
 def test_an_elastic_job_that_loses_its_first_node_is_requeued(slurm, checkout, ledger):  # noqa: F811
     """The batch script and the rendezvous are lost with it, and Slurm leaves such a job RUNNING on the others."""
     folder = checkout / "runs/run"
-    job = slurm.sbatch(
-        checkout,
-        *SLOW,
-        "dist.timeout_s=8",
-        "max_steps=150",
-        "checkpoint.every_steps=10",
-        flags=("--no-kill", "--nodelist=n1,n2"),
-        LEDGER=str(ledger),
-        MIN_NODES="1",
-    )
+    job = elastic(slurm, checkout, ledger, steps=150)
     reach(folder, 40)
     with slurm.powered_off("n1"):
         slurm.wait(job, "PENDING", timeout_s=150)
