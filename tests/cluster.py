@@ -48,23 +48,21 @@ class Slurm:
         assert found, out
         return found[1]
 
-    @contextlib.contextmanager
-    def cut_off(self, host: str) -> Iterator[None]:
+    def cut_off(self, host: str) -> contextlib.AbstractContextManager[None]:
         """The link of `host` is down within the block."""
-        subprocess.run([SCRIPT, "link", self.folder, host, "down"], check=True)
-        try:
-            yield
-        finally:
-            subprocess.run([SCRIPT, "link", self.folder, host, "up"], check=True)
+        return self._without("link", host, "down", "up")
+
+    def powered_off(self, host: str) -> contextlib.AbstractContextManager[None]:
+        """No process of `host` lives within the block, and none has closed its connections."""
+        return self._without("power", host, "off", "on")
 
     @contextlib.contextmanager
-    def powered_off(self, host: str) -> Iterator[None]:
-        """No process of `host` lives within the block, and none has closed its connections."""
-        subprocess.run([SCRIPT, "power", self.folder, host, "off"], check=True)
+    def _without(self, what: str, host: str, off: str, on: str) -> Iterator[None]:
+        subprocess.run([SCRIPT, what, self.folder, host, off], check=True)
         try:
             yield
         finally:
-            subprocess.run([SCRIPT, "power", self.folder, host, "on"], check=True, stdin=subprocess.DEVNULL)
+            subprocess.run([SCRIPT, what, self.folder, host, on], check=True, stdin=subprocess.DEVNULL)
 
     def state(self, job: str) -> dict[str, str]:
         text = self.on("ctl", "scontrol", "show", "job", job, ok=False)

@@ -144,15 +144,17 @@ def test_the_time_limit_saves_requeues_and_resumes(slurm, checkout, ledger):  # 
     assert_exact(ledger, steps=1000, batch_size=10)
 
 
-def elastic(slurm, checkout, ledger, *, steps):  # noqa: F811
+def elastic(slurm, checkout, ledger, *, steps, nodes):  # noqa: F811
     arguments = (*SLOW, "dist.timeout_s=8", f"max_steps={steps}", "checkpoint.every_steps=10")
-    flags = ("--no-kill", "--nodelist=n1,n2")
-    return slurm.sbatch(checkout, *arguments, flags=flags, LEDGER=str(ledger), MIN_NODES="1")
+    flags = ("--no-kill", f"--nodelist={nodes}")
+    job = slurm.sbatch(checkout, *arguments, flags=flags, LEDGER=str(ledger), MIN_NODES="1")
+    slurm.wait(job, "RUNNING")  # Slurm takes up to a minute to see that a node of an earlier test is back
+    return job
 
 
 def test_an_elastic_job_goes_on_without_a_lost_node(slurm, checkout, ledger):  # noqa: F811
     folder = checkout / "runs/run"
-    job = elastic(slurm, checkout, ledger, steps=400)
+    job = elastic(slurm, checkout, ledger, steps=400, nodes="n1,n2")
     reach(folder, 40)
     with slurm.cut_off("n2"):
         state = slurm.ended(job, timeout_s=200)
@@ -165,7 +167,7 @@ def test_an_elastic_job_goes_on_without_a_lost_node(slurm, checkout, ledger):  #
 def test_an_elastic_job_that_loses_its_first_node_is_requeued(slurm, checkout, ledger):  # noqa: F811
     """The batch script and the rendezvous are lost with it, and Slurm leaves such a job RUNNING on the others."""
     folder = checkout / "runs/run"
-    job = elastic(slurm, checkout, ledger, steps=150)
+    job = elastic(slurm, checkout, ledger, steps=150, nodes="n1,n3")
     reach(folder, 40)
     with slurm.powered_off("n1"):
         slurm.wait(job, "PENDING", timeout_s=150)

@@ -53,7 +53,7 @@ def end_if_stuck() -> None:
     connection up after about 15 minutes (tcp_retries2 in tcp(7)). Meanwhile its keep-alive thread holds the lock that
     its main loop needs (`DynamicRendezvousHandler.num_nodes_waiting`).
     """
-    if _is_there():
+    if _is_there() and os.environ.get("LOCAL_RANK") == "0":  # all ranks of the node leave
         with contextlib.suppress(OSError):
             line = [sys.executable, "-m", "train.agent", str(os.getpid()), str(os.getppid())]
             subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True)
