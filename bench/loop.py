@@ -76,15 +76,15 @@ def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any
     """The kit's own step, log and data path, one step a turn."""
     from hydra import compose, initialize_config_dir
 
-    from train import config as schema
+    from train.config import schema
+    from train.config.explain import conf_folder
     from train.data.loader import Data
-    from train.explain import conf_folder
-    from train.heartbeat import Heartbeat
+    from train.dist.world import START_S, Place, start
+    from train.faults.heartbeat import Heartbeat
+    from train.faults.preemption import Preemption
     from train.loop import begin, load, log
     from train.plan import Plan
-    from train.preemption import Preemption
     from train.run import prepare
-    from train.world import START_S, Place, start
 
     place = Place.from_env()
     overrides = [model, "data=synthetic", f"data.image_shape={list(shape)}", f"batch_size={batch * place.world_size}"]

@@ -30,12 +30,12 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from train import config as schema
-from train import outcome
+from train.config import schema
+from train.config.explain import conf_folder, explain
 from train.errors import ConfigError
-from train.explain import conf_folder, explain
-from train.leave import tell
-from train.metrics import describe, read
+from train.faults import attempts as outcome
+from train.faults.exit import tell
+from train.loggers.metrics import describe, read
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from train.preemption import Preemption
+from train.faults.preemption import Preemption
 
 
 def run():

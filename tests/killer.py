@@ -5,7 +5,7 @@ import signal
 
 from front import run
 
-from train.storage import folder as storage
+from train.checkpoint.backends import folder as storage
 
 point, step = os.environ["KILL_AT"].split(":")
 

@@ -35,7 +35,7 @@ class Nodes:
             self.start_store()
 
     def start_store(self) -> None:
-        self.store = self._popen([sys.executable, "-m", "train.rendezvous", "--port", str(self.port)], "store")
+        self.store = self._popen([sys.executable, "-m", "train.launch.store", "--port", str(self.port)], "store")
 
     def start(
         self, *overrides: str, host: bool | None = None, nproc: int | None = None, max_restarts: int = 100

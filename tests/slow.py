@@ -5,7 +5,7 @@ import time
 
 from front import run
 
-from train.storage import folder as storage
+from train.checkpoint.backends import folder as storage
 
 write_tensors = storage.write_tensors
 

@@ -185,8 +185,8 @@ def order_of_preparing(folder):
     import time
     from pathlib import Path
 
-    from train.config import Config
-    from train.world import Place, start
+    from train.config.schema import Config
+    from train.dist.world import Place, start
 
     world = start(Config(), Place.from_env())
     with world.local_first():

@@ -228,7 +228,7 @@ def test_lines_of_several_processes_stay_whole():
 
 def test_a_node_whose_gpus_do_not_answer_is_named():
     """device=auto is the CPU there, and ranks of both kinds would wait for each other. (No front door without a GPU.)"""
-    from train.world import _judge
+    from train.dist.world import _judge
 
     hello = {"error": None, "torch": "2", "code": "c", "config": {}}
     hellos = [{**hello, "host": "n1", "device": "cuda"}, {**hello, "host": "n2", "device": "cpu"}]

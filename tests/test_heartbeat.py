@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from train import heartbeat
-from train.heartbeat import FIRST_S, LONG_S, Heartbeat, Place, last
+from train.faults import heartbeat
+from train.faults.heartbeat import FIRST_S, LONG_S, Heartbeat, Place, last
 
 
 def place(sections, *, waiting=False, age_s=10.0, limit_s=5.0):

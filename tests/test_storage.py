@@ -63,7 +63,7 @@ def bucket(s3, request, monkeypatch):
     """A Bucket of this test's own, in this process."""
     import s3fs
 
-    from train.storage.bucket import Bucket
+    from train.checkpoint.backends.fsspec import Bucket
 
     for key, value in s3.env.items():
         monkeypatch.setenv(key, value)
@@ -189,9 +189,9 @@ def test_a_name_that_is_a_pattern_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
 def test_what_cannot_be_read_just_now_is_not_bad(tmp_path, request, monkeypatch, kind):
     """A time-out, a stale handle: tried again, and if it stays, the run ends; nothing is put aside."""
-    from train import checkpoint
-    from train.storage import base
-    from train.storage.folder import Folder
+    from train.checkpoint import manager as checkpoint
+    from train.checkpoint.backends import base
+    from train.checkpoint.backends.folder import Folder
 
     storage = Folder(tmp_path) if kind == "folder" else request.getfixturevalue("bucket")
     monkeypatch.setattr(base, "PAUSE_S", 0.01)
@@ -213,8 +213,8 @@ def test_what_cannot_be_read_just_now_is_not_bad(tmp_path, request, monkeypatch,
 
 
 def test_another_runs_checkpoints_are_only_read(tmp_path):
-    from train import checkpoint
-    from train.storage.folder import Folder
+    from train.checkpoint import manager as checkpoint
+    from train.checkpoint.backends.folder import Folder
 
     storage = Folder(tmp_path)
     for step in (1, 2):

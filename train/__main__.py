@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 
-from train.preemption import Preemption
+from train.faults.preemption import Preemption
 
 if __name__ == "__main__":
     preemption = Preemption()

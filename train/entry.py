@@ -19,19 +19,19 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from train import agent
-from train import config as schema
-from train.component import arguments, locate
-from train.config import Config
+from train.config import schema
+from train.config.explain import conf_folder, explain
+from train.config.parts import arguments, locate
+from train.config.schema import Config
 from train.errors import ConfigError, MusterError, RankLost, environment_error
-from train.explain import conf_folder, explain
-from train.heartbeat import Heartbeat
-from train.leave import leave, tell
-from train.preemption import Preemption
+from train.faults import agent
+from train.faults.exit import leave, tell
+from train.faults.heartbeat import Heartbeat
+from train.faults.preemption import Preemption
 
 if TYPE_CHECKING:
+    from train.dist.world import World
     from train.loop import Run
-    from train.world import World
 
 
 def main(preemption: Preemption | None) -> int:
@@ -64,7 +64,7 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -
     if preemption is None:
         print(Path(config.output_dir).resolve() if isinstance(config, Config) else "", file=sys.__stdout__)
         return 0
-    from train import world as worlds  # torch: not for --help, and not to report a slip of the keyboard
+    from train.dist import world as worlds  # torch: not for --help, and not to report a slip of the keyboard
 
     world: World | None = None
     run: Run | None = None

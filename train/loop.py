@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from train.checkpoint import Checkpoints
-from train.config import BadSample, Config, NonFinite, Precision
+from train.checkpoint.manager import Checkpoints
+from train.config.schema import BadSample, Config, NonFinite, Precision
 from train.data.loader import Batch, Data, batches
+from train.dist.world import World
 from train.errors import Diverged, Preempted
-from train.heartbeat import Heartbeat
-from train.lease import Lease
-from train.metrics import Metrics
+from train.faults.heartbeat import Heartbeat
+from train.faults.lease import Lease
+from train.faults.preemption import Preemption
+from train.loggers.metrics import Metrics
 from train.plan import Plan
-from train.preemption import Preemption
 from train.strategies.base import StepResult, Strategy
-from train.world import World
 
 EVAL_BATCH = 256
 

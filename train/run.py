@@ -11,23 +11,26 @@ from typing import Any
 
 import torch
 
-from train import checkpoint, lease, outcome, storage
-from train.checkpoint import Checkpoints, Saved
-from train.component import build
-from train.config import Config, differences, to_dict
+from train.checkpoint import backends as storage
+from train.checkpoint import manager as checkpoint
+from train.checkpoint.backends import Storage
+from train.checkpoint.manager import Checkpoints, Saved
+from train.config.parts import build
+from train.config.schema import Config, differences, to_dict
 from train.data.loader import Data
 from train.data.loader import load as load_data
+from train.dist.world import World
 from train.errors import ConfigError, CrashLoop, DataError, Diverged, MusterError, NoValidCheckpoint, say, storage_error
+from train.faults import attempts as outcome
+from train.faults import lease
+from train.faults.heartbeat import Heartbeat
+from train.faults.preemption import Preemption
 from train.files import replace_file
-from train.heartbeat import Heartbeat
+from train.loggers.metrics import Metrics, last_step
 from train.loop import Run, train
-from train.metrics import Metrics, last_step
-from train.optim import build_optimizer
+from train.optim.schedules import build_optimizer
 from train.plan import Plan
-from train.preemption import Preemption
-from train.storage import Storage
 from train.strategies.base import Recipe, Strategy
-from train.world import World
 
 SETTLE_S = 10.0
 OF_A_RUN = ("checkpoints", "metrics.jsonl", "config.yaml", "outcome.json", "model.pt", "tensorboard", "report.html")
@@ -348,7 +351,7 @@ def finish(run: Run, folder: Path) -> None:
                 folder / "model.pt", lambda draft: torch.save({k: v.detach().cpu() for k, v in weights.items()}, draft)
             )
             if run.config.log.report:
-                from train.report import write_report
+                from train.report.page import write_report
 
                 write_report(folder)
             run.metrics.event("done", step=run.step, output_dir=str(folder))

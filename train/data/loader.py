@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from train.component import arguments, build, locate, signature
-from train.config import Config
+from train.config.parts import arguments, build, locate, signature
+from train.config.schema import Config
 from train.data.images import hash_of
+from train.dist.world import World
 from train.errors import ConfigError, DataError, say
 from train.plan import Keys, MicroBatch, Plan, sample_keys
-from train.world import World
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.config import NonFinite, Precision
+from train.config.schema import NonFinite, Precision
 from train.data.loader import Batch
-from train.world import World
+from train.dist.world import World
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.data.loader import Batch
+from train.dist.world import World
 from train.errors import ConfigError
 from train.strategies.base import StepResult
 from train.strategies.single import Single
-from train.world import World
 
 
 class Ddp(Single):

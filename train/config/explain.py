@@ -8,14 +8,14 @@ from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
 
-from train import config as schema
-from train.config import Config
+from train.config import schema
+from train.config.schema import Config
 from train.errors import ConfigError, nearest, one_line
 
 
 def conf_folder() -> Path:
     """conf/ of the checkout, or the copy of it inside the installed package."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parent.parent
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 

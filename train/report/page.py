@@ -1,16 +1,14 @@
-"""report.html: one page, in one file, on what a run did. `python -m train.report RUN_FOLDER` makes it anew."""
+"""report.html: one page, in one file, on what a run did."""
 
 from __future__ import annotations
 
 import html
 import io
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from train.files import replace_file
-from train.metrics import read
+from train.loggers.metrics import read
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -120,9 +118,3 @@ def _details(line: dict[str, Any]) -> str:
 
 def _rows(pairs: list[tuple[str, str]]) -> str:
     return "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in pairs)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "metrics.jsonl").exists():
-        sys.exit(f"usage: python -m train.report RUN_FOLDER; given: {json.dumps(sys.argv[1:])}")
-    print(write_report(Path(sys.argv[1])))

@@ -12,12 +12,12 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train import agent
 from train.errors import MusterError, RankLost, one_line, say
-from train.heartbeat import BEAT_S, Heartbeat
+from train.faults import agent
+from train.faults.heartbeat import BEAT_S, Heartbeat
 
 if TYPE_CHECKING:
-    from train.world import World
+    from train.dist.world import World
 
 FIRST_CAUSE_WAIT_S = 1.0  # a rank that fails by itself says so at once; one that was killed says nothing
 SILENCE_S = 0.3  # and beats no more
@@ -33,8 +33,8 @@ def leave(
     lost: bool = False,
 ) -> int:
     """Report `error` once for all ranks, write outcome.json, and give the exit code."""
-    from train import outcome
-    from train.world import Unheard
+    from train.dist.world import Unheard
+    from train.faults import attempts as outcome
 
     code = error.exit_code if isinstance(error, MusterError) else 1
     agent.tell(error)

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from train.world import World
+    from train.dist.world import World
 
 POLL_S = 0.2
 

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch.distributed import DistError
 
-from train import outcome
+from train.checkpoint.backends import Files, Storage, name
+from train.dist.world import World
 from train.errors import Damaged, NoValidCheckpoint, StorageError
-from train.heartbeat import LONG_S
-from train.storage import Files, Storage, name
-from train.world import World
+from train.faults import attempts as outcome
+from train.faults.heartbeat import LONG_S
 
 FAILURES_ALLOWED = 3
 OTHERS_S = 30.0

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train import outcome
 from train.errors import ConfigError
+from train.faults import attempts as outcome
 
 RENEW_S = 1.0
 WATCH_S = 3.5

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from train.checkpoint.backends.base import MANIFEST, STEP, Files, Hashing, Storage, name
 from train.errors import ConfigError, MusterError, StorageError
-from train.storage.base import MANIFEST, STEP, Files, Hashing, Storage, name
 
 
 class Bucket(Storage):

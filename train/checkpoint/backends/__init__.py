@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from train.storage.base import MANIFEST, STEP, Files, Storage, name
-from train.storage.bucket import Bucket
-from train.storage.folder import Folder
+from train.checkpoint.backends.base import MANIFEST, STEP, Files, Storage, name
+from train.checkpoint.backends.folder import Folder
+from train.checkpoint.backends.fsspec import Bucket
 
 __all__ = ["MANIFEST", "STEP", "Files", "Storage", "at", "name"]
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from train.errors import RankLost, say
 
 if TYPE_CHECKING:
-    from train.world import World
+    from train.dist.world import World
 
 BEAT_S = 0.1
 LONG_S = 1800.0  # a save to slow storage

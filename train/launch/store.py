@@ -1,4 +1,4 @@
-"""A rendezvous store in a process of its own: `python -m train.rendezvous --port 29400`.
+"""A rendezvous store in a process of its own: `python -m train.launch.store --port 29400`.
 
 c10d rendezvous keeps its state in a store that one of the agents hosts, and the job dies with that node. With the
 store here, and `is_host=0` for every agent, any training node may die, the first included.
@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from train import outcome
+from train.faults import attempts as outcome
 
 # After these no agent comes back by itself: nobody needs the store any more.
 ENDED = (
@@ -33,7 +33,7 @@ LONGEST_PAUSE_S = 60.0
 
 def main() -> None:
     """Serve until SIGTERM, or until the run in `--until-end-of` has ended and `--linger` seconds have passed."""
-    parser = argparse.ArgumentParser(prog="python -m train.rendezvous", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m train.launch.store", description=__doc__)
     parser.add_argument("--port", type=int, default=29400)
     parser.add_argument("--until-end-of", type=Path, metavar="OUTPUT_DIR", help="leave when this run has ended")
     parser.add_argument(

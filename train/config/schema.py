@@ -123,13 +123,13 @@ class Gpt(Component):
 
 @dataclass
 class Classification(Component):
-    _target_: str = "train.objective.Classification"
+    _target_: str = "train.objectives.objective.Classification"
     label_smoothing: float = 0.0
 
 
 @dataclass
 class LanguageModeling(Component):
-    _target_: str = "train.objective.LanguageModeling"
+    _target_: str = "train.objectives.objective.LanguageModeling"
 
 
 @dataclass
@@ -151,20 +151,20 @@ class AdamW(Component):
 
 @dataclass
 class Constant(Component):
-    _target_: str = "train.optim.Constant"
+    _target_: str = "train.optim.schedules.Constant"
     warmup_steps: int = 0
 
 
 @dataclass
 class Cosine(Component):
-    _target_: str = "train.optim.Cosine"
+    _target_: str = "train.optim.schedules.Cosine"
     warmup_steps: int = 0
     final_factor: float = 0.0
 
 
 @dataclass
 class Step(Component):
-    _target_: str = "train.optim.Step"
+    _target_: str = "train.optim.schedules.Step"
     warmup_steps: int = 0
     every_epochs: float = 30.0
     factor: float = 0.1

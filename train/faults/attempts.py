@@ -31,7 +31,7 @@ def write(folder: Path, outcome: str, *, exit_code: int | None, attempt: str, **
 
 
 def main() -> int:
-    """`python -m train.outcome OUTPUT_DIR`: print how the last attempt ended and exit with its code (1 if it has none)."""
+    """`python -m train.faults.attempts OUTPUT_DIR`: print how the last attempt ended and exit with its code (1 if it has none)."""
     record = read(Path(sys.argv[1])) if len(sys.argv) == 2 else {}
     print(record.get("outcome", "none"))
     code = record.get("exit_code")

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from train.component import build
-from train.config import Component, Precision
+from train.config.parts import build
+from train.config.schema import Component, Precision
 from train.errors import ConfigError
 
 

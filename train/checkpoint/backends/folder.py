@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from train.checkpoint.backends.base import MANIFEST, STEP, Files, Hashing, Storage, name
 from train.errors import storage_error
 from train.files import sync_folder
-from train.storage.base import MANIFEST, STEP, Files, Hashing, Storage, name
 
 
 class Folder(Storage):

@@ -8,7 +8,7 @@ from typing import Any
 
 from hydra.utils import instantiate
 
-from train.config import SCHEMAS, Component
+from train.config.schema import SCHEMAS, Component
 from train.errors import ConfigError, nearest
 
 

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from train import outcome
-from train.config import Backend, Config, Device, flatten
+from train.faults import attempts as outcome
+from train.config.schema import Backend, Config, Device, flatten
 from train.errors import ConfigError, MusterError, say
 
 # What two nodes may differ in without being another run: local places.
@@ -325,7 +325,7 @@ def meet(
 def code_hash() -> str:
     """Digest of the kit's own sources: two nodes with different checkouts must not train together."""
     digest = hashlib.sha256()
-    root = Path(__file__).parent
+    root = Path(__file__).parent.parent
     for source in sorted(root.rglob("*.py")):
         digest.update(str(source.relative_to(root)).encode() + source.read_bytes())
     return digest.hexdigest()[:12]

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train.config import Config, Progress
+from train.config.schema import Config, Progress
+from train.dist.world import World
 from train.errors import say, storage_error
 from train.files import replace_file
-from train.world import World
 
 
 class Metrics:

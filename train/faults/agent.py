@@ -55,12 +55,12 @@ def end_if_stuck() -> None:
     """
     if _is_there() and os.environ.get("LOCAL_RANK") == "0":  # all ranks of the node leave
         with contextlib.suppress(OSError):
-            line = [sys.executable, "-m", "train.agent", str(os.getpid()), str(os.getppid())]
+            line = [sys.executable, "-m", "train.faults.agent", str(os.getpid()), str(os.getppid())]
             subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def main() -> None:
-    """`python -m train.agent WORKER AGENT`: the pids of a worker that is about to leave and of the agent that has to see it."""
+    """`python -m train.faults.agent WORKER AGENT`: the pids of a worker that is about to leave and of the agent that has to see it."""
     worker, agent = map(int, sys.argv[1:])
     unseen_s = 0.0
     while unseen_s < STUCK_S:

@@ -1,0 +1,1 @@
+"""Where this process stands among the others, and how they talk."""

@@ -1,0 +1,1 @@
+"""What can go wrong, found, said and survived."""

@@ -1,0 +1,1 @@
+"""After the run: one page on what it did."""
