@@ -49,7 +49,7 @@ class Pictures(Dataset):
 class Gathered(Pictures):
     """The same, a micro-batch at a time: what the kit's own datasets do."""
 
-    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitems__(self, indices: list[int], keys: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         return self.images[indices].float() / 255, self.labels[indices]
 
 
@@ -74,11 +74,8 @@ def by_hand(model: nn.Module, dataset: Dataset, batch: int) -> Any:
 
 def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any:
     """The kit's own step, log and data path, one step a turn."""
-    from hydra import compose, initialize_config_dir
-
-    from train.config import schema
-    from train.config.explain import conf_folder
-    from train.data.loader import Data
+    from train.config.compose import compose
+    from train.data.load import Data
     from train.dist.world import START_S, Place, start
     from train.faults.heartbeat import Heartbeat
     from train.faults.preemption import Preemption
@@ -90,9 +87,7 @@ def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any
     overrides = [model, "data=synthetic", f"data.image_shape={list(shape)}", f"batch_size={batch * place.world_size}"]
     overrides += ["optimizer.lr=0.01", "max_steps=1000000", "log.every_steps=50", "log.progress=none"]
     overrides += ["log.tensorboard=false", f"output_dir={folder}", "dist.timeout_s=3600"]
-    schema.register()
-    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-        config = schema.from_hydra(compose("config", overrides=overrides))
+    config = compose(overrides)
     world = start(config, place)
     heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, start_s=START_S, on_hang=print)
     heartbeat.start()  # its cost is part of the step's
@@ -105,7 +100,7 @@ def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any
         begin(run, "step")
         result = run.strategy.step(run.step, micro_batches)
         run.step += 1
-        run.metrics.progress(run.step)
+        run.metrics.advance(run.step)
         if run.step % config.log.every_steps == 0:
             log(run, result)
         yield

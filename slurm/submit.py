@@ -30,12 +30,13 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from train.config import schema
-from train.config.explain import conf_folder, explain
+from train.config.compose import compose as compose_run
+from train.config.options import conf_folder
 from train.errors import ConfigError
 from train.faults import attempts as outcome
 from train.faults.exit import tell
-from train.loggers.metrics import describe, read
+from train.loggers.console import describe
+from train.loggers.jsonl import read
 
 
 @dataclass
@@ -218,12 +219,7 @@ def expand(overrides: list[str]) -> list[list[str]]:
 
 def run_folder(overrides: list[str]) -> str:
     """The folder that these overrides lead to, in full. Raises ConfigError if the run would refuse them."""
-    schema.register()
-    try:
-        with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-            config = schema.from_hydra(compose("config", overrides=overrides))
-    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
-        raise explain(error) from None
+    config = compose_run(overrides)
     return str(Path(config.output_dir).resolve())
 
 
@@ -277,9 +273,8 @@ def wait(jobs: list[submitit.Job[str]], agents: list[Agent]) -> int:
         for n, agent in enumerate(agents):
             lines = read(Path(agent.folder) / "metrics.jsonl")
             for line in lines[seen[n] :]:
-                fields = {key: value for key, value in line.items() if key != "kind"}
                 total = next((x["total_steps"] for x in reversed(lines) if "total_steps" in x), 0)
-                print(f"[{jobs[n].job_id}] {describe(line['kind'], fields, total)}", flush=True)
+                print(f"[{jobs[n].job_id}] {describe(line, total)}", flush=True)
             seen[n] = max(seen[n], len(lines)) if len(lines) >= seen[n] else len(lines)
         if all(done):
             break

@@ -22,6 +22,9 @@ class Ledger:
     def __len__(self) -> int:
         return len(self.points)
 
+    def fingerprint(self) -> str:
+        return f"ledger:{len(self)}"  # without a read that the ledger would note
+
     def __getitem__(self, index: int):
         folder = os.environ.get("LEDGER")
         if folder:

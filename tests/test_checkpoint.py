@@ -142,9 +142,9 @@ def test_resume_from_a_path(trained, tmp_path):
 
 
 def test_model_pt_is_the_plain_model(trained):
-    from train.models.image import Mlp
+    from train.models.mlp import Mlp
 
-    model = Mlp(input_shape=(1, 8, 8), num_classes=10)
+    model = Mlp(input_shape=(1, 8, 8), num_classes=10, hidden=[512])
     model.load_state_dict(trained.weights)
 
 

@@ -8,7 +8,11 @@ import pytest
 import torch
 from launch import ROOT, environment, run
 
-from train.config.schema import SCHEMAS, Config, differences, to_dict
+from train.config.compose import compose
+from train.config.differences import differences, to_dict
+from train.config.help import markdown
+from train.config.keys import GROUPS, Config
+from train.config.options import options
 
 TINY = {
     "mlp": [],
@@ -138,16 +142,39 @@ def test_help_lists_what_there_is():
         timeout=60,
     )
     assert done.returncode == 0
-    for group, options in SCHEMAS.items():
-        assert re.search(rf"^.*{group} +{', '.join(options)}$", done.stdout, re.M), group
-        assert {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")} == set(options)
+    for group in GROUPS:
+        assert re.search(rf"^ *{group} +{', '.join(options(group))}$", done.stdout, re.M), group
     for key in to_dict(Config()):
         assert f"\n{key}:" in done.stdout
 
 
 def test_differences_name_what_matters():
-    before, now = Config(), Config(seed=3, epochs=20, output_dir="elsewhere")
-    assert differences(before, now) == ["seed: 0 -> 3"]
+    before = to_dict(compose([]))
+    assert differences(before, compose(["seed=3", "epochs=20", "output_dir=elsewhere"])) == ["seed: 0 -> 3"]
+    assert differences(before, compose(["strategy.bucket_cap_mb=1", "loggers=[]"])) == []
+    assert differences(before, compose(["model.hidden=[7]"])) == ["model.hidden: [512] -> [7]"]
+
+
+def test_the_readme_says_each_key_as_the_code_has_it():
+    """`python -m train.config` prints the table."""
+    assert markdown() in (ROOT / "README.md").read_text()
+
+
+def test_another_target_takes_only_what_was_given_for_it(tmp_path):
+    """Adam by import path at its own rate, not at SGD's; and in a yaml a value may be the replaced option's by chance."""
+    assert to_dict(compose(["optimizer._target_=torch.optim.Adam"]).optimizer) == {"_target_": "torch.optim.Adam"}
+    given = compose(["optimizer._target_=torch.optim.Adam", "optimizer.lr=0.1"]).optimizer
+    assert given.values == {"lr": 0.1}
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    (tmp_path / "conf/model").mkdir()
+    (tmp_path / "conf/experiment/mine.yaml").write_text(
+        "# @package _global_\noptimizer: {_target_: torch.optim.Adam, lr: 0.1}\n"
+    )
+    (tmp_path / "conf/model/mine.yaml").write_text("_target_: custom.Stateful\n")
+    line = ("--config-dir", str(tmp_path / "conf"), "+experiment=mine", "model=mine", "max_steps=2")
+    result = run(tmp_path / "run", *line)
+    config = (result.folder / "config.yaml").read_text()
+    assert "optimizer:\n  _target_: torch.optim.Adam\n  lr: 0.1\nscheduler" in config and "custom.Stateful" in config
 
 
 def test_rooms_depend_in_one_direction():

@@ -9,8 +9,14 @@ import torch
 from launch import on_ranks, run
 from PIL import Image
 
-from train.data.images import Cifar10, Digits, ImageFolder, Mnist, read_cifar_batch, shift_and_flip
-from train.data.loader import Fetch, batches
+from train.data.cifar10 import Cifar10, read_cifar_batch
+from train.data.digits import Digits
+from train.data.fetch import Fetch
+from train.data.fingerprint import fingerprint
+from train.data.imagefolder import ImageFolder
+from train.data.images import shift_and_flip
+from train.data.loader import LoaderConfig, batches
+from train.data.mnist import Mnist
 from train.data.synthetic import Synthetic
 from train.data.text import Text
 from train.errors import DataError
@@ -63,19 +69,19 @@ def folder(tmp_path):
 
 
 def test_mnist_reads_idx(mnist):
-    data = Mnist(train=True, root=str(mnist))
+    data = Mnist(train=True, root=str(mnist), augment=False)
     images, labels = data.__getitems__([0, 59])
     raw = (mnist / "MNIST/raw/train-images-idx3-ubyte").read_bytes()[16:]
     pixels = np.frombuffer(raw, np.uint8).reshape(60, 28, 28)
     assert images.shape == (2, 1, 28, 28) and labels.dtype == torch.int64
     assert torch.allclose(images[1, 0] * 0.3081 + 0.1307, torch.from_numpy(pixels[59] / 255).float(), atol=1e-5)
-    assert len(Mnist(train=False, root=str(mnist))) == 20
+    assert len(Mnist(train=False, root=str(mnist), augment=False)) == 20
 
 
 def test_cifar_reads_batches(cifar):
     data = Cifar10(train=True, root=str(cifar), augment=False)
     assert len(data) == 100 and data[0][0].shape == (3, 32, 32)
-    assert len(Cifar10(train=False, root=str(cifar))) == 20
+    assert len(Cifar10(train=False, root=str(cifar), augment=False)) == 20
 
 
 def test_a_cifar_batch_cannot_run_code(tmp_path):
@@ -91,7 +97,7 @@ def test_a_cifar_batch_cannot_run_code(tmp_path):
 
 
 def test_image_folder(folder):
-    data = ImageFolder(train=True, root=str(folder), image_size=16)
+    data = ImageFolder(train=True, root=str(folder), image_size=16, augment=True)
     assert (len(data), data.num_classes, data[0][0].shape, data[11][1]) == (12, 2, (3, 16, 16), 1)
     (folder / "train/cat/0.png").write_bytes(b"no picture")
     with pytest.raises(DataError, match=r"0\.png"):
@@ -117,7 +123,7 @@ def test_synthetic_is_computed_by_index():
 
 def fetch(indices, epoch, *, dataset, order=None):
     micro = MicroBatch(epoch, np.array(indices), len(indices))
-    return Fetch(dataset, seed=1, augment=True).__getitems__(micro)[0]
+    return Fetch(dataset, seed=1).__getitems__(micro)[0]
 
 
 @pytest.mark.parametrize("kind", ["whole batches", "one by one"])
@@ -125,7 +131,7 @@ def test_augmentation_depends_on_sample_and_epoch_not_on_company(kind, folder):
     dataset = (
         Digits(train=True, augment=True)
         if kind == "whole batches"
-        else ImageFolder(train=True, root=str(folder), image_size=16)
+        else ImageFolder(train=True, root=str(folder), image_size=16, augment=True)
     )
     torch.manual_seed(0)
     together = fetch([3, 4, 5], 0, dataset=dataset)
@@ -137,7 +143,7 @@ def test_augmentation_depends_on_sample_and_epoch_not_on_company(kind, folder):
 
 
 def test_fetching_leaves_the_generators_alone(folder):
-    dataset = ImageFolder(train=True, root=str(folder), image_size=16)
+    dataset = ImageFolder(train=True, root=str(folder), image_size=16, augment=True)
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
     fetch([1, 2], 0, dataset=dataset)
     assert torch.equal(before[0], torch.get_rng_state()) and (before[1] == np.random.get_state()[1]).all()
@@ -155,24 +161,66 @@ def test_shift_and_flip_moves_whole_images():
     assert seen <= set(valid) and len(seen) > 12
 
 
+class Pictured(torch.utils.data.Dataset):
+    """Samples one by one through a random transform, as torchvision's datasets are."""
+
+    def __init__(self, size=40):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.rand(3) + index, index % 2
+
+
+def test_a_subset_of_random_samples_is_keyed_by_sample_too():
+    """torch's Subset has `__getitems__`, which draws for a whole batch: losses would depend on the world size."""
+    subset = torch.utils.data.Subset(Pictured(), range(10, 30))
+    together, alone = fetch([3, 4, 5], 0, dataset=subset), fetch([4], 0, dataset=subset)
+    assert torch.equal(together[1], alone[0])
+    assert torch.equal(together, fetch([3, 4, 5], 0, dataset=subset))
+
+
+def test_a_whole_batch_with_a_bad_sample_is_read_one_by_one():
+    class Whole(Pictured):
+        def __getitems__(self, indices, keys=None):
+            if 4 in indices:
+                raise OSError("truncated")
+            return torch.tensor(indices).float()[:, None], torch.tensor(indices) % 2
+
+    micro = MicroBatch(0, np.array([3, 4, 8]), 3)
+    assert Fetch(Whole(), seed=1, max_bad=1).__getitems__(micro)[0].flatten().tolist() == [3, 5, 8]
+    with pytest.raises(OSError):
+        Fetch(Whole(), seed=1).__getitems__(micro)
+
+
+def test_a_fingerprint_reads_something_of_the_data():
+    """Two data sets of the same length are not the same; random transforms and the generators do not matter."""
+    before = torch.get_rng_state()
+    one, other = fingerprint(torch.utils.data.Subset(Pictured(), range(20))), fingerprint(Pictured(20))
+    assert one == other == fingerprint(Pictured(20))
+    assert fingerprint(torch.utils.data.Subset(Pictured(), range(1, 21))) != one
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_samples_that_are_no_pairs_are_refused(tmp_path):
+    """(a, b, y) would lose y without a word."""
+    (tmp_path / "triples.py").write_text(
+        "import torch\nclass Triples(torch.utils.data.TensorDataset):\n    num_classes = 2\n    def __init__(self, train):\n"
+        "        super().__init__(torch.rand(20, 3), torch.rand(20, 3), torch.zeros(20).long())\n"
+    )
+    result = run(tmp_path / "run", "data._target_=triples.Triples", ok=False)
+    assert result.code == 3 and "a pair (input, target), and the data gives 3 parts" in result.said[0], result.out
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_change_nothing(workers):
     dataset, plan = Digits(train=True, augment=True), Plan(1437, 100, seed=3)
-    got = list(
-        batches(
-            dataset,
-            plan,
-            steps=range(12, 18),
-            shard=(1, 3),
-            micro_batch_size=20,
-            num_workers=workers,
-            seed=3,
-            augment=True,
-            device=torch.device("cpu"),
-        )
-    )
+    loader = LoaderConfig((1, 3), torch.device("cpu"), seed=3, micro_batch_size=20, num_workers=workers)
+    got = list(batches(dataset, plan, range(12, 18), loader))
     assert [[batch.count for batch in step] for step in got][:2] == [[17, 16], [17, 16]]
-    reference = Fetch(dataset, seed=3, augment=True)
+    reference = Fetch(dataset, seed=3)
     for step, micro_batches in zip(range(12, 18), got, strict=True):
         for micro, batch in zip(
             plan.share(step, rank=1, world_size=3, micro_batch_size=20), micro_batches, strict=True
@@ -185,7 +233,7 @@ def order_of_preparing(folder):
     import time
     from pathlib import Path
 
-    from train.config.schema import Config
+    from train.config.keys import Config
     from train.dist.world import Place, start
 
     world = start(Config(), Place.from_env())

@@ -7,22 +7,11 @@ import os
 import re
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-
-from train.config import schema
-from train.config.explain import conf_folder, explain
-from train.config.parts import arguments, locate
-from train.config.schema import Config
+from train.config.compose import run_each
+from train.config.keys import Config, Dist
 from train.errors import ConfigError, MusterError, RankLost, environment_error
 from train.faults import agent
 from train.faults.exit import leave, tell
@@ -37,27 +26,11 @@ if TYPE_CHECKING:
 def main(preemption: Preemption | None) -> int:
     """Run `python -m train` with sys.argv and give back the exit code; without `preemption`, only check the config."""
     agent.die_with_it()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's own handler prints a traceback and exits 1: let its errors reach us
-    is_first = os.environ.get("RANK", "0") == "0"
-    if not is_first and {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"} & set(sys.argv):
-        return 0
-    schema.register()
-    codes: list[int] = []
-
-    @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")  # type: ignore[untyped-decorator]
-    def job(composed: DictConfig) -> None:
-        codes.append(attempt(composed, preemption))
-
-    try:
-        job()
-    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
-        return attempt(explain(error), preemption)
-    return max(codes, default=0)
+    return run_each(lambda config: attempt(config, preemption))
 
 
-def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -> int:
+def attempt(config: Config | ConfigError, preemption: Preemption | None) -> int:
     """One attempt at one run. A config that did not compose is reported the same way, on all ranks' behalf."""
-    config = checked(composed)
     if isinstance(config, ConfigError) and ("RANK" not in os.environ or preemption is None):
         tell(config)
         return config.exit_code
@@ -81,7 +54,7 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -
     try:
         place = worlds.Place.from_env()
         if isinstance(config, ConfigError):
-            worlds.meet(place, config=None, error=config, timeout_s=schema.Dist().start_timeout_s)
+            worlds.meet(place, config=None, error=config, timeout_s=Dist().start_timeout_s)
             raise config
         folder = Path(config.output_dir)
         world = worlds.start(config, place)
@@ -114,33 +87,3 @@ def attempt(composed: DictConfig | ConfigError, preemption: Preemption | None) -
         of_torch = isinstance(error, RuntimeError) and world is not None and world.size > 1
         named = type(error).__module__ == "torch.distributed" or re.search(r"\bgloo\b|NCCL|nccl", str(error))
         return quit_with(error, lost=bool(of_torch and named))
-
-
-def checked(composed: DictConfig | ConfigError) -> Config | ConfigError:
-    """The typed config with everything checked that can be checked without other ranks, or what is wrong with it."""
-    if isinstance(composed, ConfigError):
-        return composed
-    try:
-        config = schema.from_hydra(composed)
-        for group in schema.GROUPS:
-            component = getattr(config, group)
-            arguments(component, locate(component, key=group), key=group)
-    except ConfigError as error:
-        return error
-    except OmegaConfBaseException as error:
-        return explain(error)
-    return own_folder(config) if HydraConfig.get().mode == RunMode.MULTIRUN else config
-
-
-def own_folder(config: Config) -> Config:
-    """Each job of a sweep is a run, and each run has a folder of its own, named by what is swept."""
-    job = HydraConfig.get()
-    if any(re.match(r"\+*(output_dir|name)=", text) for text in job.overrides.task):
-        return config
-    given = OverridesParser.create().parse_overrides([text for text in sys.argv[1:] if re.match(r"[^-][^=]*=", text)])
-    keys = {override.key_or_group for override in given if override.is_sweep_override()}
-    swept = ",".join(text for text in job.overrides.task if text.lstrip("+").split("=")[0] in keys) or str(job.job.num)
-    name = re.sub(r"[^\w.=,+-]+", "_", swept)
-    storage = config.checkpoint.storage
-    checkpoint = replace(config.checkpoint, storage=storage and f"{storage.rstrip('/')}/{name}")
-    return replace(config, output_dir=f"{config.output_dir}/{name}", checkpoint=checkpoint)

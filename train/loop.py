@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from train.checkpoint.manager import Checkpoints
-from train.config.schema import BadSample, Config, NonFinite, Precision
-from train.data.loader import Batch, Data, batches
+from train.config.keys import Config, NonFinite, Precision
+from train.data.load import Data
+from train.data.loader import Batch, LoaderConfig, batches
 from train.dist.world import World
 from train.errors import Diverged, Preempted
 from train.faults.heartbeat import Heartbeat
@@ -65,7 +66,7 @@ def train(run: Run) -> None:
         result = run.strategy.step(run.step, micro_batches)
         run.step += 1
         count_skips(run, result)
-        run.metrics.progress(run.step)
+        run.metrics.advance(run.step)
         if run.step % config.log.every_steps == 0 or run.step == total:
             log(run, result)
         if run.step % eval_every == 0 and run.step < total:
@@ -81,18 +82,8 @@ def load(run: Run, dataset: Any, plan: Plan, steps: range) -> Iterator[list[Batc
     """This rank's micro-batches of each of `steps`; empty ones on a rank that takes no samples."""
     if run.strategy.shard is None:
         return iter([] for _ in steps)
-    return batches(
-        dataset,
-        plan,
-        steps=steps,
-        shard=run.strategy.shard,
-        micro_batch_size=run.config.micro_batch_size,
-        num_workers=run.config.loader.num_workers,
-        seed=run.config.seed,
-        augment=dataset is run.data.train,
-        device=run.world.device,
-        max_bad=run.config.loader.max_bad_samples if run.config.loader.on_bad_sample is BadSample.skip else None,
-    )
+    loader = LoaderConfig.of(run.config, shard=run.strategy.shard, device=run.world.device)
+    return batches(dataset, plan, steps, loader)
 
 
 def evaluate(run: Run) -> None:

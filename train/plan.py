@@ -120,7 +120,7 @@ class Plan:
         positions = np.arange(start, start + self.count(step), dtype=np.int64)
         return Permutation(self.size, self.seed, epoch)(positions) if self.shuffle else positions
 
-    def pieces(self, step: int, *, world_size: int, micro_batch_size: int | None = None) -> int:
+    def num_micro_batches(self, step: int, *, world_size: int, micro_batch_size: int | None = None) -> int:
         """How many micro-batches each rank puts through its model in step `step`."""
         largest = -(-self.count(step) // world_size)
         return -(-largest // (micro_batch_size or largest))
@@ -132,6 +132,6 @@ class Plan:
         many forward passes on each.
         """
         batch, epoch = self.batch(step), self.epoch(step)
-        pieces = self.pieces(step, world_size=world_size, micro_batch_size=micro_batch_size)
+        number = self.num_micro_batches(step, world_size=world_size, micro_batch_size=micro_batch_size)
         mine = np.array_split(batch, world_size)[rank]
-        return [MicroBatch(epoch, part if len(part) else batch[:1], len(part)) for part in np.array_split(mine, pieces)]
+        return [MicroBatch(epoch, part if len(part) else batch[:1], len(part)) for part in np.array_split(mine, number)]

@@ -15,10 +15,11 @@ from train.checkpoint import backends as storage
 from train.checkpoint import manager as checkpoint
 from train.checkpoint.backends import Storage
 from train.checkpoint.manager import Checkpoints, Saved
+from train.config.differences import differences, to_dict
+from train.config.keys import Config
 from train.config.parts import build
-from train.config.schema import Config, differences, to_dict
-from train.data.loader import Data
-from train.data.loader import load as load_data
+from train.data.load import Data
+from train.data.load import load as load_data
 from train.dist.world import World
 from train.errors import ConfigError, CrashLoop, DataError, Diverged, MusterError, NoValidCheckpoint, say, storage_error
 from train.faults import attempts as outcome
@@ -26,9 +27,10 @@ from train.faults import lease
 from train.faults.heartbeat import Heartbeat
 from train.faults.preemption import Preemption
 from train.files import replace_file
-from train.loggers.metrics import Metrics, last_step
+from train.loggers.jsonl import last_step
+from train.loggers.metrics import Metrics, open_loggers
 from train.loop import Run, train
-from train.optim.schedules import build_optimizer
+from train.optim.build import build_optimizer
 from train.plan import Plan
 from train.strategies.base import Recipe, Strategy
 
@@ -74,7 +76,7 @@ def build_run(
     if world.is_first:  # not before: a config that was refused is not the run's
         write_config(folder, config)
 
-    strategy: Strategy = build(config.strategy, key="strategy", world=world)
+    strategy: Strategy = build(config.strategy, world=world)
     strategy.build(recipe(config, data, plan, total_steps))
     torch.manual_seed(int.from_bytes(hashlib.sha256(f"{config.seed}/{world.rank}".encode()).digest()[:7]))
     if saved:
@@ -84,9 +86,8 @@ def build_run(
             checkpoint.set_rng_state(own["rng"])
 
     step = saved.step if saved else 0
-    metrics = Metrics(
-        folder, config=config, world=world, step=step, samples=plan.samples_before(step), total_steps=total_steps
-    )
+    loggers = open_loggers(config, step=step, total_steps=total_steps) if world.is_first else []
+    metrics = Metrics(loggers, samples=plan.samples_before(step))
     checkpoints = Checkpoints(
         storage_of(config),
         folder=folder,
@@ -298,12 +299,10 @@ def recipe(config: Config, data: Data, plan: Plan, total_steps: int) -> Recipe:
     """How to build the parts, for the strategy to do in its own order."""
     offered = {"input_shape": data.input_shape, **({"num_classes": data.num_classes} if data.num_classes else {})}
     return Recipe(
-        build_model=partial(build, config.model, key="model", **offered),
+        build_model=partial(build, config.model, **offered),
         build_optimizer=partial(build_optimizer, config.optimizer, precision=config.precision),
-        objective=build(config.objective, key="objective"),
-        schedule=build(
-            config.scheduler, key="scheduler", total_steps=total_steps, steps_per_epoch=plan.steps_per_epoch
-        ),
+        objective=build(config.objective),
+        schedule=build(config.scheduler, total_steps=total_steps, steps_per_epoch=plan.steps_per_epoch),
         precision=config.precision,
         grad_clip=config.grad_clip,
         compile=config.compile,

@@ -1,90 +1,173 @@
-"""Build what the config names by import path: the kit's own parts and the user's alike."""
+"""Parts: what the config names by import path, the kit's own and a user's alike.
+
+A part's constructor is its schema: names and annotations are checked before anything is built, and limits and freedom
+stand in the annotations (marks.py). Its values are those of its yaml under conf/, changed by overrides.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from hydra.utils import instantiate
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 
-from train.config.schema import SCHEMAS, Component
+from train.config.marks import FREE, LOCAL, out_of_range
 from train.errors import ConfigError, nearest
 
-
-def locate(component: Component, *, key: str) -> Any:
-    """Import the class or function that `component._target_` names.
-
-    Raises:
-        ConfigError: no such module or attribute; says which part was not found.
-    """
-    path = component._target_
-    module, _, name = path.rpartition(".")
-    if not module:
-        raise ConfigError(f"{key}._target_={path} is not an import path: write it as package.module.Name")
-    parents, found = module.split("."), None
-    for depth in range(len(parents), 0, -1):  # the longest prefix that is a module; the rest are attributes
-        candidate = ".".join(parents[:depth])
-        try:
-            found = importlib.import_module(candidate)
-            break
-        except ModuleNotFoundError as error:
-            if error.name is None or not (candidate == error.name or candidate.startswith(f"{error.name}.")):
-                raise ConfigError(
-                    f"{key}._target_={path}: importing {candidate} failed: {error}; install what it needs"
-                ) from error
-    if found is None:
-        raise ConfigError(
-            f"{key}._target_={path}: there is no module {parents[0]}; install it, or run in the folder that holds it"
-        )
-    for attribute in [*parents[depth:], name]:
-        try:
-            found = getattr(found, attribute)
-        except AttributeError:
-            names = [n for n in dir(found) if not n.startswith("_")]
-            raise ConfigError(f"{key}._target_={path}: no {attribute} there; {nearest(attribute, names)}") from None
-    if not callable(found):
-        raise ConfigError(f"{key}._target_={path} is not a class or function")
-    return found
+TARGET = "_target_"
+# torchvision's datasets, and most people's, name the folder on the node so: it may differ and move.
+BY_CONVENTION = {"data.root": (FREE, LOCAL)}
 
 
-def build(component: Component, *args: Any, key: str, **offered: Any) -> Any:
-    """Call the target with `args`, the keys of its config, and those of `offered` that its signature names.
+@dataclass(frozen=True)
+class Part:
+    """A class or function to be called, and the values that the config gives it."""
 
-    Where only `_target_` was replaced, the rest of the group's option is still that of the built-in it came from:
-    such a key is passed on only if the target has a parameter of that name or the value was changed.
+    key: str
+    target: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, key: str, node: dict[str, Any]) -> Part:
+        """From a config's `{_target_: ..., ...}`. Raises ConfigError if it names nothing."""
+        values = {str(name): value for name, value in node.items()}
+        target = values.pop(TARGET, None)
+        if not isinstance(target, str):
+            raise ConfigError(
+                f"{key} names no part: give {key}={TARGET.strip('_')} by name, or {key}.{TARGET}=your.Own"
+            )
+        return cls(key, target, values)
+
+
+def build(part: Part, *args: Any, **offered: Any) -> Any:
+    """Call the part's target with `args`, its values, and those of `offered` that its signature names.
 
     Raises:
-        ConfigError: the target does not take these arguments.
+        ConfigError: the target cannot be imported, or does not take these values.
     """
-    target = locate(component, key=key)
-    kwargs = instantiate(arguments(component, target, key=key), _convert_="all")
+    target = locate(part)
+    kwargs = {name: _built(f"{part.key}.{name}", value) for name, value in checked_values(part).items()}
     parameters = signature(target)
     kwargs |= {name: value for name, value in offered.items() if name in parameters and name not in kwargs}
+    positional = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if missing := [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        and name not in {*kwargs, *positional[: len(args)]}
+    ]:
+        raise ConfigError(f"{part.key}: {part.target} needs {', '.join(missing)}: write +{part.key}.{missing[0]}=...")
     return target(*args, **kwargs)
 
 
-def arguments(component: Component, target: Any, *, key: str) -> dict[str, Any]:
-    """The keyword arguments that the config gives to `target`, checked against its signature."""
-    parameters = signature(target)
+def _built(key: str, value: Any) -> Any:
+    """A value that is itself a part is built, at any depth."""
+    if isinstance(value, dict) and TARGET in value:
+        return build(Part.of(key, value))
+    if isinstance(value, dict):
+        return {name: _built(f"{key}.{name}", item) for name, item in value.items()}
+    return [_built(key, item) for item in value] if isinstance(value, list) else value
+
+
+def locate(part: Part) -> Any:
+    """Import the class or function that a part names.
+
+    Raises:
+        ConfigError: no such module or attribute; says which part of the path was not found.
+    """
+    said, module = f"{part.key}.{TARGET}={part.target}", part.target.rpartition(".")[0]
+    if not module:
+        raise ConfigError(f"{said} is not an import path: write it as package.module.Name")
+    words, found, depth = part.target.split("."), None, 0
+    for depth in range(len(words) - 1, 0, -1):  # the longest prefix that is a module; the rest are attributes
+        found = _module(".".join(words[:depth]), said)
+        if found is not None:
+            break
+    if found is None:
+        raise ConfigError(f"{said}: there is no module {words[0]}; install it, or run in the folder that holds it")
+    for attribute in words[depth:]:
+        if not hasattr(found, attribute):
+            names = [name for name in dir(found) if not name.startswith("_")]
+            raise ConfigError(f"{said}: no {attribute} there; {nearest(attribute, names)}")
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise ConfigError(f"{said} is not a class or function")
+    return found
+
+
+def _module(path: str, said: str) -> Any:
+    """The module, or None if there is none of that name. Raises ConfigError if it cannot be imported."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
+            raise ConfigError(f"{said}: importing {path} failed: {error}; install what it needs") from error
+    return None
+
+
+def checked_values(part: Part) -> dict[str, Any]:
+    """The part's values as its constructor's annotations have them.
+
+    Raises:
+        ConfigError: a name that it does not take, or a value of the wrong type or out of range.
+    """
+    target = locate(part)
+    parameters, hints = signature(target), type_hints(target)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    defaults = inherited(component)
-    kwargs = {
-        name: value
-        for name, value in component.kwargs.items()
-        if name in parameters or name not in defaults or value != defaults[name]
-    }
-    for name in kwargs:
+    for name in part.values:
         if name not in parameters and not open_ended:
-            raise ConfigError(f"{key}.{name}: {component._target_} has no such parameter; {nearest(name, parameters)}")
-    return kwargs
+            raise ConfigError(f"{part.key}.{name}: {part.target} has no such parameter; {nearest(name, parameters)}")
+    return {name: _checked(part, name, value, hints.get(name)) for name, value in part.values.items()}
 
 
-def inherited(component: Component) -> dict[str, Any]:
-    """The built-in option's own defaults, if `_target_` was replaced by something else; otherwise nothing."""
-    schema = type(component)
-    own = schema() if any(schema in group.values() for group in SCHEMAS.values()) else component
-    return own.kwargs if own._target_ != component._target_ else {}
+def _checked(part: Part, name: str, value: Any, hint: Any) -> Any:
+    key = f"{part.key}.{name}"
+    if problem := out_of_range(key, value, _marks(hint)):
+        raise ConfigError(problem)
+    if hint is None or (isinstance(value, dict) and TARGET in value):
+        return value
+    try:
+        return _adapter(hint).validate_python(value)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].lower()
+        raise ConfigError(f"{key}={value}: {reason}; {part.target} takes {inspect.formatannotation(hint)}") from None
+    except (PydanticUserError, TypeError):
+        return value  # an annotation that is no type to check against
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    """Raises PydanticUserError or TypeError for what is no type."""
+    try:
+        return TypeAdapter(hint, config={"arbitrary_types_allowed": True})
+    except PydanticUserError:  # a type that brings a config of its own
+        return TypeAdapter(hint)
+
+
+def marks(part: Part) -> dict[str, tuple[Any, ...]]:
+    """Full key -> what its annotation says of it, for each parameter of the part."""
+    hints = type_hints(locate(part))
+    named = {f"{part.key}.{name}": _marks(hint) for name, hint in hints.items()}
+    return {
+        key: found + BY_CONVENTION.get(key, ()) for key, found in {**dict.fromkeys(BY_CONVENTION, ()), **named}.items()
+    }
+
+
+def _marks(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+
+
+def type_hints(target: Any) -> dict[str, Any]:
+    """Parameter -> annotation; empty where they cannot be evaluated, which is then for the call to find out."""
+    try:
+        return get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
+    except Exception:  # names that only a type checker sees
+        return {}
 
 
 def signature(target: Any) -> dict[str, inspect.Parameter]:

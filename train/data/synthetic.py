@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.plan import mix
+from train.plan import Keys, mix
 
 
 class Synthetic:
@@ -32,7 +32,7 @@ class Synthetic:
         images, labels = self.__getitems__([index])
         return images[0], labels[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def __getitems__(self, indices: Sequence[int], keys: Keys | None = None) -> tuple[Tensor, Tensor]:
         """`[B, C, H, W] float32` images with unit variance and `[B] int64` labels."""
         samples = np.asarray(indices, dtype=np.uint64) + np.uint64(self.first)
         labels = (mix(samples) % np.uint64(self.num_classes)).astype(np.int64)

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.data.images import hash_of
+from train.data.fingerprint import hash_of
 from train.errors import DataError
+from train.plan import Keys
 
 
 class Text:
@@ -50,7 +51,7 @@ class Text:
         inputs, targets = self.__getitems__([index])
         return inputs[0], targets[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def __getitems__(self, indices: Sequence[int], keys: Keys | None = None) -> tuple[Tensor, Tensor]:
         """`[B, T] int64` bytes and `[B, T] int64` next bytes."""
         positions = self.starts[np.asarray(indices)][:, None] + np.arange(self.block_size + 1)
         windows = torch.from_numpy(self.bytes[positions].astype(np.int64))

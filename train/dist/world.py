@@ -27,11 +27,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from train.faults import attempts as outcome
-from train.config.schema import Backend, Config, Device, flatten
+from train.config.differences import comparable
+from train.config.keys import Backend, Config, Device
 from train.errors import ConfigError, MusterError, say
 
-# What two nodes may differ in without being another run: local places.
-MAY_DIFFER_BETWEEN_RANKS = ("data.root", "gpus")
 POLL_S = 0.02
 STORE_ANSWER_S = 1.0
 CLOCKS_APART_S = 2.0
@@ -294,7 +293,7 @@ def meet(
         "torch": torch.__version__,
         "code": code_hash(),
         "device": device,
-        "config": flatten(config) if config else None,
+        "config": comparable(config) if config else None,
         "error": [error.exit_code, str(error)] if error else None,
     }
     deadline, agents = time.monotonic() + timeout_s, [hello["agent"]]
@@ -462,9 +461,7 @@ def _judge(hellos: list[dict[str, Any] | None], timeout_s: float) -> tuple[int, 
                 "see what nvidia-smi says on both, or choose device=cpu"
             )
         ours, theirs = first["config"], hello["config"]
-        differing = [
-            k for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k) and k not in MAY_DIFFER_BETWEEN_RANKS
-        ]
+        differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
         if differing:
             told = ", ".join(f"{k}={theirs.get(k)} (rank 0: {ours.get(k)})" for k in differing[:4])
             return 2, f"{who} was started with another config: {told}; give every rank the same overrides"

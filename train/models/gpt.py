@@ -25,7 +25,7 @@ class Gpt(nn.Module):
         num_layers: int,
         num_heads: int,
         hidden_dim: int,
-        dropout: float = 0.0,
+        dropout: float,
     ):
         super().__init__()
         if len(input_shape) != 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from train.files import replace_file
-from train.loggers.metrics import read
+from train.loggers.jsonl import read
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>

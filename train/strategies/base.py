@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.config.schema import NonFinite, Precision
+from train.config.keys import NonFinite, Precision
 from train.data.loader import Batch
 from train.dist.world import World
 

@@ -6,12 +6,13 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from train.config.marks import FREE, Gt
 from train.data.loader import Batch
 from train.dist.world import World
 from train.errors import ConfigError
@@ -26,14 +27,12 @@ class Ddp(Single):
         self,
         *,
         world: World,
-        bucket_cap_mb: float,
-        gradient_as_bucket_view: bool,
-        static_graph: bool,
+        bucket_cap_mb: Annotated[float, Gt(0), FREE],
+        gradient_as_bucket_view: Annotated[bool, FREE],
+        static_graph: Annotated[bool, FREE],
         find_unused_parameters: bool,
         sync_batchnorm: bool,
     ):
-        if bucket_cap_mb <= 0:
-            raise ConfigError(f"strategy.bucket_cap_mb={bucket_cap_mb:g} is out of range: use a value above 0")
         if sync_batchnorm and world.device.type != "cuda":
             raise ConfigError("strategy.sync_batchnorm=true needs CUDA devices: torch has it for no other")
         self.world, self.sync_batchnorm = world, sync_batchnorm

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.config.schema import NonFinite, Precision
+from train.config.keys import NonFinite, Precision
 from train.data.loader import Batch
 from train.dist.world import World
 from train.errors import ConfigError
-from train.objectives.objective import sums
+from train.objectives.measure import sums
 from train.strategies.base import Recipe, StepResult, Strategy
 
 AUTOCAST = {Precision.fp32: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}

@@ -1,0 +1,39 @@
+"""All of a config that can be checked without other ranks and before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from train.config.keys import GROUPS, Config, keys
+from train.config.marks import out_of_range
+from train.config.options import options
+from train.config.parts import Part, checked_values
+from train.errors import ConfigError
+
+
+def check(composed: DictConfig) -> Config:
+    """Hydra's result as plain dataclasses and parts.
+
+    Raises:
+        ConfigError: a value is out of its limits, or a part does not take what it is given.
+        OmegaConfBaseException: a value is missing or of another type, as OmegaConf says it.
+    """
+    unchosen = [group for group in GROUPS if not isinstance(OmegaConf.select(composed, group), DictConfig)]
+    if unchosen:
+        valid = ", ".join(options(unchosen[0]))
+        raise ConfigError(f"{unchosen[0]} is not chosen; valid: {valid}, or {unchosen[0]}._target_=your.Own")
+    config: Config = OmegaConf.to_object(composed)  # type: ignore[assignment]
+    parts: dict[str, Any] = {group: Part.of(group, getattr(config, group)) for group in GROUPS}
+    parts["loggers"] = {name: Part.of(f"loggers.{name}", node) for name, node in config.loggers.items()}
+    config = replace(config, **parts)
+    problems = (out_of_range(key.name, key.value, key.marks) for key in keys(config))
+    if problem := next(filter(None, problems), None):
+        raise ConfigError(problem)
+    if config.gpus is not None and len(set(config.gpus)) != len(config.gpus):
+        raise ConfigError(f"gpus={config.gpus} names a device twice: give each local rank one of its own")
+    for part in (*(getattr(config, group) for group in GROUPS), *config.loggers.values()):
+        checked_values(part)
+    return config

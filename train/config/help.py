@@ -1,0 +1,62 @@
+"""What `--help` and the README say of the keys, made of the keys themselves."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from train.config.keys import GROUPS, keys
+from train.config.options import conf_folder, options
+from train.errors import MusterError, Preempted
+
+HEAD = """\
+torchrun --nproc-per-node=N -m train [overrides]     a run on N processes
+python -m train [overrides]                          a run in this process
+python -m train -m optimizer.lr=0.1,0.01             a sweep: one run, in a folder of its own, for each value
+"""
+
+
+def help_template() -> str:
+    """Hydra's help text: choices, what each key means, and `$CONFIG`, which Hydra fills in with the values."""
+    rows = [(group, ", ".join(options(group))) for group in GROUPS] + [
+        ("+experiment", ", ".join(options("experiment")))
+    ]
+    choices = "\n".join(f"  {group:<13}{names}" for group, names in rows)
+    meanings = "\n".join(f"  {key.name:<26}{key.meaning.replace('`', '')}" for key in keys() if key.name not in GROUPS)
+    return (
+        f"{HEAD}\nChoices:\n{choices}\nYour own: model._target_=mypackage.Net (likewise the other groups), "
+        f"+model.width=64 for its arguments\n\nKeys:\n{meanings}\n\nEvery key and its value (override as key=value):\n\n"
+        f"$CONFIG\n{_exit_codes()}\n"
+    )
+
+
+def _exit_codes() -> str:
+    known = sorted((kind.exit_code, kind.outcome.replace("_", " ")) for kind in MusterError.__subclasses__())
+    codes = ", ".join(f"{code} {words}" for code, words in known if code > 1 and code != Preempted.exit_code)
+    return f"Exit codes: 0 done, {codes}, {Preempted.exit_code} preempted: run the same command again"
+
+
+def markdown() -> str:
+    """The README's table of keys and choices."""
+    chosen = {group: _default_option(group) for group in GROUPS}
+    rows = [
+        f"| `{group}` | `{chosen[group]}` | {', '.join(f'`{o}`' for o in options(group) if o != chosen[group])} |"
+        for group in GROUPS
+    ]
+    rows += [f"| `{key.name}` | {_plain(key.value)} | {key.meaning} |" for key in keys() if key.name not in GROUPS]
+    return "\n".join(["| key | default | |", "|---|---|---|", *rows])
+
+
+def _default_option(group: str) -> str:
+    defaults: Any = OmegaConf.select(OmegaConf.load(conf_folder() / "config.yaml"), "defaults")
+    return str(next(entry[group] for entry in defaults if group in entry))
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, Enum):
+        return f"`{value.name}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"

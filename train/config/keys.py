@@ -1,0 +1,148 @@
+"""The kit's own keys: name, type, default, limits, freedom and meaning of each, in one place.
+
+Hydra composes and type-checks them; `--help` and the README's table are made of them (`python -m train.config`).
+What a part takes (data, model, ...) stands in its constructor, and its values in its yaml under conf/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+from train.config.marks import FREE, LOCAL, Ge, Gt
+
+# Enum members are what a user types, so their names are the words of the field.
+Precision = Enum("Precision", ["fp32", "bf16", "fp16"])
+Backend = Enum("Backend", ["auto", "gloo", "nccl"])
+Device = Enum("Device", ["auto", "cpu", "cuda"])
+Progress = Enum("Progress", ["auto", "bar", "plain", "none"])
+NonFinite = Enum("NonFinite", ["stop", "skip"])
+BadSample = Enum("BadSample", ["stop", "skip"])
+
+GROUPS = ("data", "model", "objective", "optimizer", "scheduler", "strategy")
+"""What is chosen by name from conf/, or built by import path."""
+
+
+def key(default: Any, meaning: str, *marks: Any) -> Any:
+    """A key of the kit. `marks`: limits (Ge, Gt) and freedom (FREE, LOCAL), see marks.py."""
+    return field(default=default, metadata={"meaning": meaning, "marks": marks})
+
+
+def key_of(factory: Any, meaning: str, *marks: Any) -> Any:
+    """The same for a key whose default is made anew each time."""
+    return field(default_factory=factory, metadata={"meaning": meaning, "marks": marks})
+
+
+def part(meaning: str) -> Any:
+    """A group: what is chosen there is built from its own constructor."""
+    return field(default=MISSING, metadata={"meaning": meaning, "marks": ()})
+
+
+@dataclass
+class Loader:
+    num_workers: int = key(0, "processes that read samples ahead, a rank", Ge(0), FREE)
+    drop_last: bool = key(False, "leave out the last, smaller batch of an epoch")
+    on_bad_sample: BadSample = key(BadSample.stop, "`skip`: a sample that cannot be read gives its place to the next")
+    max_bad_samples: int = key(10, "how many samples `skip` tolerates", Ge(0), FREE)
+
+
+@dataclass
+class Dist:
+    backend: Backend = key(Backend.auto, "`gloo` or `nccl`; `auto`: by device", FREE)
+    timeout_s: float = key(300.0, "a rank that has stood still for so long is ended", Gt(0), FREE)
+    start_timeout_s: float = key(60.0, "by then all ranks must have arrived", Gt(0), FREE)
+
+
+@dataclass
+class Checkpoint:
+    every_steps: int = key(100, "steps between two checkpoints", Ge(1), FREE)
+    keep: int = key(3, "how many of the newest are kept", Ge(1), FREE)
+    resume: str = key(
+        "auto",
+        "`never` starts over, at each launch, and moves the old run to `previous-N/`; or a path or URL to start from",
+        FREE,
+    )
+    storage: str | None = key(
+        None,
+        "in place of `checkpoints/` in the run's folder: a folder, or an fsspec URL, of this run alone: `s3://bucket/run` "
+        "(`pip install s3fs`; tested), `gs://bucket/run` (gcsfs; tried with an emulator only)",
+        FREE,
+    )
+    accept_changes: bool = key(False, "resume although config or data differ from the checkpoint's", FREE)
+
+
+@dataclass
+class Log:
+    every_steps: int = key(10, "steps between two `train` lines", Ge(1), FREE)
+    progress: Progress = key(Progress.auto, "`bar`, `plain` or `none`", FREE)
+    tensorboard: bool = key(True, "write `tensorboard/`", FREE)
+    report: bool = key(True, "write `report.html` at the end", FREE)
+
+
+@dataclass
+class Eval:
+    every_steps: int | None = key(None, "steps between two evaluations; none: every epoch", Ge(1), FREE)
+
+
+@dataclass
+class Config:
+    """One run. None means: not limited, or chosen for you, as the key's meaning says."""
+
+    name: str = key("run", "the run's name", FREE)
+    output_dir: str = key("runs/${name}", "one run, one folder", FREE)
+    seed: int = key(0, "of the weights, the order of samples and all that is random", Ge(0))
+    epochs: int = key(10, "passes over the training data", Ge(1), FREE)
+    max_steps: int | None = key(None, "optimizer steps; where given, in place of `epochs`", Ge(1), FREE)
+    batch_size: int = key(64, "samples per optimizer step over the whole world, whatever its size", Ge(1))
+    micro_batch_size: int | None = key(
+        None, "the most samples that a rank puts through the model at once; accumulation does the rest", Ge(1), FREE
+    )
+    precision: Precision = key(Precision.fp32, "`bf16`, or `fp16` with loss scaling")
+    device: Device = key(Device.auto, "`cpu`, `cuda`; `auto`: GPUs where there are any", FREE)
+    gpus: list[int] | None = key(None, "`[0,2]` gives local rank 1 device 2; none: all", FREE, LOCAL)
+    compile: bool = key(False, "torch.compile the model", FREE)
+    channels_last: bool | None = key(None, "memory layout of images; none: by device and precision", FREE)
+    grad_clip: float | None = key(None, "the most that the L2 norm of the global gradient may be", Gt(0))
+    on_nonfinite: NonFinite = key(NonFinite.stop, "`skip` leaves out steps whose loss or gradient is not finite", FREE)
+    max_skipped_steps: int = key(10, "how many such steps in a row are tolerated", Ge(1), FREE)
+    max_idle_attempts: int = key(3, "attempts in a row that come no further, before exit code 7", Ge(0), FREE)
+    deterministic: bool = key(False, "deterministic kernels only", FREE)
+    data: Any = part("what is trained on")
+    model: Any = part("what is trained")
+    objective: Any = part("what is minimised and measured")
+    optimizer: Any = part("how weights are changed")
+    scheduler: Any = part("how the learning rate changes")
+    strategy: Any = part("how a step is carried out across ranks")
+    loader: Loader = field(default_factory=Loader)
+    dist: Dist = field(default_factory=Dist)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    log: Log = field(default_factory=Log)
+    eval: Eval = field(default_factory=Eval)
+    loggers: dict[str, Any] = key_of(
+        dict, "what else keeps the records: names from conf/loggers, `+loggers.mine._target_=your.Own`", FREE
+    )
+
+
+@dataclass(frozen=True)
+class Key:
+    """One of the kit's keys by its full name (`checkpoint.keep`), with its value in a config."""
+
+    name: str
+    value: Any
+    meaning: str
+    marks: tuple[Any, ...]
+
+
+def keys(config: Any = None, prefix: str = "") -> Iterator[Key]:
+    """The kit's keys in order, with their values in `config`, or their defaults."""
+    config = config or Config()
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if is_dataclass(value) and "meaning" not in each.metadata:
+            yield from keys(value, f"{prefix}{each.name}.")
+        else:
+            yield Key(prefix + each.name, value, each.metadata["meaning"], each.metadata["marks"])

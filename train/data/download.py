@@ -1,0 +1,16 @@
+"""Fetching, with a word on what to place where if there is no network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from train.errors import DataError
+
+
+def download(fetch: Any, what: str) -> None:
+    """Run `fetch`; where that fails, say what to place where instead."""
+    try:
+        fetch()
+    except (OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(f"download failed ({reason}): place {what}, or set data.root to where it is") from error

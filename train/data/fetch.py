@@ -1,0 +1,88 @@
+"""From a plan's micro-batch to tensors: random changes keyed by sample, and samples that cannot be read."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from train.data.generators import kept_generators, seed_generators
+from train.errors import DataError, say
+from train.plan import Keys, MicroBatch, sample_keys
+
+
+class Fetch(Dataset[Any]):
+    """Runs in the training process or in a DataLoader worker.
+
+    With `max_bad`, a sample that cannot be read gives its place to the next one that can, the same at every world
+    size, and each process tolerates so many of them; with None it ends the run.
+    """
+
+    def __init__(self, dataset: Any, *, seed: int, max_bad: int | None = None):
+        self.dataset, self.seed, self.max_bad = dataset, seed, max_bad
+        self.whole = takes_keys(dataset)
+        self.bad: set[int] = set()
+
+    def __getitems__(self, micro_batch: MicroBatch) -> tuple[Any, Any, int]:
+        """(inputs, targets, count) of one micro-batch. Raises DataError."""
+        keys = sample_keys(seed=self.seed, epoch=micro_batch.epoch, indices=micro_batch.indices)
+        inputs, targets = _pair(self._batch(micro_batch.indices.tolist(), keys))
+        return inputs, targets, micro_batch.count
+
+    def _batch(self, indices: list[int], keys: Keys) -> Any:
+        if self.whole and self.max_bad is None:
+            return self.dataset.__getitems__(indices, keys)
+        with kept_generators():
+            samples = [self._sample(index, key) for index, key in zip(indices, keys.tolist(), strict=True)]
+        return default_collate(samples)
+
+    def sample(self, index: int) -> Any:
+        """One sample, read without a trace in the global generators."""
+        with kept_generators():
+            return self._sample(index, 0)
+
+    def _sample(self, index: int, key: int) -> Any:
+        while True:
+            try:
+                return self._read(index, key)
+            except Exception as error:
+                if self.max_bad is None:
+                    raise
+                self._tolerate(index, error)
+                index = (index + 1) % len(self.dataset)
+
+    def _read(self, index: int, key: int) -> Any:
+        """Seed the global generators for each sample, so that random transforms depend on nothing but its key."""
+        if self.whole:
+            batch = self.dataset.__getitems__([index], torch.tensor([key]).numpy().astype("uint64"))
+            return tuple(part[0] for part in batch)
+        seed_generators(key)
+        return self.dataset[index]
+
+    def _tolerate(self, index: int, error: Exception) -> None:
+        reason = " ".join(str(error).split())[:200]
+        if index not in self.bad:
+            self.bad.add(index)
+            say(f"muster: sample {index} cannot be read, the next takes its place: {reason}")
+        if len(self.bad) > (self.max_bad or 0):
+            raise DataError(
+                f"{len(self.bad)} samples cannot be read, more than loader.max_bad_samples={self.max_bad}: the last is {index}: {reason}"
+            ) from error
+
+
+def takes_keys(dataset: Any) -> bool:
+    """Whether `dataset.__getitems__(indices, keys)` gives a whole micro-batch by the samples' own keys.
+
+    One without `keys` (torch's Subset has one) may draw random numbers for the batch: then samples are read one by one.
+    """
+    method = getattr(dataset, "__getitems__", None)
+    return method is not None and "keys" in inspect.signature(method).parameters
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        given = f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else type(batch).__name__
+        raise DataError(f"a sample must be a pair (input, target), and the data gives {given}: wrap the dataset")
+    return batch[0], batch[1]

@@ -1,0 +1,57 @@
+"""Folders of pictures, a class a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from train.data.fingerprint import hash_of
+from train.errors import DataError
+
+
+class ImageFolder:
+    """Pictures in `root`/train/CLASS and `root`/val/CLASS, resized and cropped to `image_size`.
+
+    Training pictures are cropped and flipped at random if `augment`; the kit keys the random numbers by sample.
+    """
+
+    def __init__(self, train: bool, *, root: str, image_size: int, augment: bool):
+        from torchvision import datasets
+        from torchvision.transforms import v2
+
+        folder = Path(root) / ("train" if train else "val")
+        if not folder.is_dir():
+            raise DataError(
+                f"{folder} is not a folder: put pictures into {root}/train/CLASS/ and {root}/val/CLASS/, or set data.root"
+            )
+        crop = (
+            [v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip()]
+            if augment and train
+            else [v2.Resize(image_size * 8 // 7, antialias=True), v2.CenterCrop(image_size)]
+        )
+        normalize = v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+        transform = v2.Compose([v2.ToImage(), *crop, v2.ToDtype(torch.float32, scale=True), normalize])
+        try:
+            self.pictures = datasets.ImageFolder(str(folder), transform)
+        except (FileNotFoundError, OSError) as error:
+            raise DataError(f"{folder}: {error}") from error
+        self.num_classes = len(self.pictures.classes)
+        self.input_shape = (3, image_size, image_size)
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        try:
+            picture, label = self.pictures[index]
+        except (OSError, SyntaxError, ValueError) as error:
+            raise DataError(
+                f"cannot read picture {self.pictures.samples[index][0]}: {error}; replace or remove it"
+            ) from error
+        return picture, label
+
+    def fingerprint(self) -> str:
+        files = ((Path(path).name, label, Path(path).stat().st_size) for path, label in self.pictures.samples)
+        return f"{len(self)}:{hash_of(files)}"

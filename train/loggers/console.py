@@ -1,0 +1,72 @@
+"""The terminal: a progress bar, or lines for a log."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from train.config.keys import Progress
+from train.errors import say
+from train.loggers.base import Logger
+
+
+def console(wanted: Progress, *, step: int, total_steps: int) -> Logger:
+    """What `log.progress` asks for; `auto` is a bar in a terminal and lines in a log."""
+    if wanted is Progress.none:
+        return Logger()
+    if wanted is Progress.bar or (wanted is Progress.auto and sys.stdout.isatty()):
+        return Bar(step=step, total_steps=total_steps)
+    return Lines(total_steps)
+
+
+class Lines(Logger):
+    """A line a record."""
+
+    def __init__(self, total_steps: int):
+        self.total_steps = total_steps
+
+    def log(self, record: dict[str, Any]) -> None:
+        say(describe(record, self.total_steps), sys.stdout)
+
+
+class Bar(Logger):
+    """A rich progress bar, with the lines above it."""
+
+    def __init__(self, *, step: int, total_steps: int):
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self.total_steps = total_steps
+        bar, done = BarColumn(bar_width=None), MofNCompleteColumn()
+        columns = (TextColumn("{task.description}"), bar, done, TimeElapsedColumn(), TimeRemainingColumn())
+        self.bar = RichProgress(*columns, refresh_per_second=5)
+        self.task = self.bar.add_task("training", total=total_steps, completed=step)
+        self.bar.start()
+
+    def advance(self, step: int) -> None:
+        self.bar.update(self.task, completed=step)
+
+    def log(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "train":  # the bar carries it: a terminal need not scroll
+            said = f"epoch {record['epoch']}  loss {record['loss']:.4f}  {record['samples_per_s']:.0f}/s"
+            self.bar.update(self.task, description=said)
+        else:
+            self.bar.console.print(describe(record, self.total_steps), highlight=False, markup=False)
+
+    def close(self) -> None:
+        self.bar.stop()
+
+
+def describe(record: dict[str, Any], total_steps: int) -> str:
+    """One line for a person."""
+    fields = {name: value for name, value in record.items() if name != "kind"}
+    if record["kind"] == "train":
+        return (
+            f"step {fields['step']}/{total_steps}  epoch {fields['epoch']}  loss {fields['loss']:.4f}  lr {fields['lr']:.3g}  "
+            f"grad_norm {fields['grad_norm']:.3g}  {fields['samples_per_s']:.0f} samples/s"
+        )
+    if record["kind"] == "eval":
+        values = "  ".join(f"{name} {value:.4f}" for name, value in fields.items() if name not in ("step", "epoch"))
+        return f"step {fields['step']}/{total_steps}  epoch {fields['epoch']}  test: {values}"
+    details = "  ".join(f"{name}={value}" for name, value in fields.items() if name not in ("event", "time"))
+    return f"{fields['event']}: {details}" if details else str(fields["event"])

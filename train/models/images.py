@@ -1,0 +1,16 @@
+"""What every model of images asks of the data first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from train.errors import ConfigError
+
+
+def image_shape(input_shape: Sequence[int], *, model: str) -> tuple[int, int, int]:
+    """(C, H, W). Raises ConfigError if the data's inputs are no images."""
+    if len(input_shape) != 3:
+        raise ConfigError(
+            f"model={model} takes images [C, H, W], and the data's inputs are {list(input_shape)}: choose another model or data"
+        )
+    return input_shape[0], input_shape[1], input_shape[2]

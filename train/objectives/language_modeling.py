@@ -1,0 +1,23 @@
+"""Cross-entropy of the next token."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from train.errors import ConfigError
+
+
+class LanguageModeling:
+    """Cross-entropy of `[B, T, classes]` logits and `[B, T] int64` next tokens, per token."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.dim() != 3:
+            raise ConfigError(
+                f"objective=language_modeling takes logits [B, T, classes], and the model gives {outputs.dim()} dimensions: try objective=classification"
+            )
+        return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        right = (outputs.argmax(-1) == targets).float().mean(-1).sum()
+        return {"loss": self(outputs, targets) * len(targets), "accuracy": right}
