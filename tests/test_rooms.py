@@ -1,0 +1,49 @@
+"""The house: data flows one way through it, and adding a part is one file."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from launch import ROOT
+
+# config -> world -> data -> model -> strategy -> loop -> checkpoint, metrics; the left never imports the right.
+ORDER = (
+    "errors", "files", "plan", "config", "dist", "data", "models", "objectives", "optim", "faults", "strategies",
+    "loop", "checkpoint", "loggers", "report", "run", "__main__", "launch",
+)  # fmt: skip
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT / "train").parts[0].removesuffix(".py")
+
+
+def imported(source: str) -> set[str]:
+    """Every module or name of train that a source imports, wherever the line stands and whatever it is renamed to."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+    return {name for name in found if name.split(".")[0] == "train"}
+
+
+def test_every_arrow_is_seen():
+    source = "import os, train.run\nfrom train import loop, checkpoint as c\ndef f():\n    from train.dist.world import World as W"
+    assert imported(source) == {"train.run", "train.loop", "train.checkpoint", "train.dist.world.World"}
+
+
+SOURCES = [path for path in sorted((ROOT / "train").rglob("*.py")) if path != ROOT / "train/__init__.py"]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_left_never_imports_the_right(path):
+    own = ORDER.index(room(path))
+    for name in imported(path.read_text()):
+        assert ORDER.index(name.split(".")[1]) <= own, name
+
+
+def test_every_room_is_known():
+    assert {room(path) for path in SOURCES} == set(ORDER)
