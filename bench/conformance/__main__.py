@@ -1,0 +1,79 @@
+"""`python -m bench.conformance`: the same faults on every trainer that is installed, and a matrix of what was seen."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.conformance.faults import FAULTS, Scene, play
+from bench.conformance.matrix import Results, cell, matrix
+from bench.conformance.trainers import NAMES, trainer
+from bench.conformance.trainers.base import Trainer
+from bench.conformance.verdict import judge, reference_of
+
+
+def column(chosen: Trainer, faults: list[str], *, place: Path, seed: int, limit_s: float) -> dict[str, Any]:
+    """Fault's title -> raw result, for one trainer; the same seed gives every trainer the same faults."""
+    undisturbed = Scene(chosen, place / "reference", random.Random(seed), limit_s)
+    play(undisturbed, FAULTS["none"])
+    reference = reference_of(undisturbed)
+    results = {}
+    for name in faults:
+        fault, scene = FAULTS[name], Scene(chosen, place / name, random.Random(f"{seed}/{name}"), limit_s)
+        play(scene, fault)
+        results[fault.title] = judge(scene, fault, reference)
+        print(f"  {fault.title}: {cell(results[fault.title])}", flush=True)
+    return results
+
+
+def names(valid: tuple[str, ...]) -> Any:
+    """For argparse: some of `valid`, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        if wrong := [name for name in chosen if name not in valid]:
+            raise argparse.ArgumentTypeError(f"{wrong[0]} is none of {', '.join(valid)}")
+        return chosen
+
+    return parse
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.conformance", description=__doc__)
+    parser.add_argument("--only", type=names(NAMES), default=[*NAMES], help=f"of {','.join(NAMES)}; default: all")
+    parser.add_argument("--faults", type=names(tuple(FAULTS)), default=[*FAULTS], help=f"of {','.join(FAULTS)}")
+    parser.add_argument("--json", type=Path, default=Path("conformance.json"), help="where the raw results go")
+    parser.add_argument(
+        "--limit-s", type=float, default=90.0, help="without an event for so long a launch is called hung"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="keep the runs' folders here, which must be new")
+    arguments = parser.parse_args()
+    results: Results = {}
+    versions: dict[str, str | None] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in arguments.only:
+            chosen = trainer(name)
+            versions |= chosen.versions()
+            if absent := [package for package, version in chosen.versions().items() if version is None]:
+                print(f"{chosen.title}: left out, {', '.join(absent)} not installed", flush=True)
+                continue
+            print(f"{chosen.title}:", flush=True)
+            place = (arguments.keep or Path(scratch)).resolve() / name
+            results[chosen.title] = column(
+                chosen, arguments.faults, place=place, seed=arguments.seed, limit_s=arguments.limit_s
+            )
+            record = {"time": time.time(), "versions": versions, "seed": arguments.seed, "results": results}
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\n{matrix(results)}")
+    sys.exit(0 if results else "no trainer that was asked for is installed: pip install '.[conformance]'")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Which samples each step got: one line a forward pass, a file a process, and what is read from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Line:
+    """One rank's part of one step. `attempt`: the same for the ranks of one group, and for no other."""
+
+    time: float
+    attempt: str
+    rank: int
+    pid: int
+    step: int
+    samples: list[int]
+
+
+def write(*, step: int, samples: list[int]) -> None:
+    """Append a line to the file of this process in the folder that LEDGER names."""
+    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    line = Line(time.time(), attempt, int(os.environ.get("RANK", "0")), os.getpid(), step, samples)
+    with Path(os.environ["LEDGER"], f"{os.getpid()}.jsonl").open("a") as file:
+        file.write(json.dumps(vars(line)) + "\n")
+
+
+class Ledger:
+    """The lines in `folder`, read as they come."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lines: list[Line] = []
+        self._read: dict[Path, int] = {}
+
+    @property
+    def lines(self) -> list[Line]:
+        """All lines that are whole by now."""
+        for path in self.folder.glob("*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self._read[path] = self._read.get(path, 0) + len(whole) + 1
+                self._lines += [Line(**json.loads(text)) for text in whole.splitlines()]
+        return self._lines
+
+    def furthest(self) -> int:
+        """The furthest step that was begun; -1 before the first."""
+        return max((line.step for line in self.lines), default=-1)
+
+    def rank(self, rank: int) -> int:
+        """The pid of this rank in the newest attempt."""
+        return max((line for line in self.lines if line.rank == rank), key=lambda line: line.time).pid
+
+    def attempts(self) -> set[str]:
+        return {line.attempt for line in self.lines}
+
+
+def samples_by_step(lines: Iterable[Line]) -> dict[int, list[int]]:
+    """Step -> the samples, sorted, of the last attempt at it: those that the final weights have seen."""
+    last: dict[int, Line] = {}
+    lines = list(lines)
+    for line in lines:
+        if line.step not in last or line.time > last[line.step].time:
+            last[line.step] = line
+    found: dict[int, list[int]] = {step: [] for step in last}
+    for line in lines:
+        if line.attempt == last[line.step].attempt:
+            found[line.step] += line.samples
+    return {step: sorted(samples) for step, samples in sorted(found.items())}
+
+
+def steps_repeated(lines: Iterable[Line]) -> int:
+    """How many times a step was begun again by a later attempt."""
+    begun = {(line.attempt, line.step) for line in lines}
+    return len(begun) - len({step for _, step in begun})
+
+
+def seconds_to_next(lines: Iterable[Line], fault: float) -> float | None:
+    """From the time of a fault to the first step further than any before it; None: there was none."""
+    lines = list(lines)
+    before = max((line.step for line in lines if line.time <= fault), default=-1)
+    after = [line.time for line in lines if line.time > fault and line.step > before]
+    return min(after) - fault if after else None
+
+
+def seconds_per_step(lines: Iterable[Line]) -> float:
+    """Of an undisturbed run, from its first step to its last."""
+    times = [line.time for line in lines if line.rank == 0]
+    return (max(times) - min(times)) / max(1, len(times) - 1)
+
+
+def differing(reference: list[int], found: list[int]) -> tuple[int, int]:
+    """How many entries of `found` are too many, how many of `reference` are missing."""
+    expected, got = Counter(reference), Counter(found)
+    return (got - expected).total(), (expected - got).total()

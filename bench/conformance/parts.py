@@ -1,0 +1,72 @@
+"""What every trainer trains, on what: samples that know their number, and a model that writes down what it is given."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from bench.conformance.ledger import write
+
+SAMPLES, BATCH, EPOCHS = 400, 16, 6
+"""`BATCH` samples a step over the whole world; it divides `SAMPLES`, so no trainer has to pad or drop any."""
+STEPS_PER_EPOCH = SAMPLES // BATCH
+SAVE_EVERY, KEEP = 10, 3
+LR = 1e-3
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    """Points in the plane and the side of a line that they are on; `inputs [3] float32` begin with the sample's number."""
+
+    num_classes = 2
+    input_shape = (3,)
+
+    def __init__(self, train: bool = True):
+        size = SAMPLES if train else BATCH
+        places = torch.rand(size, 2, generator=torch.Generator().manual_seed(int(train)))
+        self.inputs = torch.cat([torch.arange(size)[:, None].float(), places], 1)
+        self.targets = (places.sum(1) > 1).long()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+    def fingerprint(self) -> str:
+        return f"points:{len(self)}"
+
+
+class Net(nn.Module):
+    """A classifier with dropout whose training steps take `delay_s` at least.
+
+    `steps` is saved and restored with the weights, so the ledger says how far the weights have come that got these
+    samples, whatever the trainer believes. Loader workers read ahead: what they read is no step yet.
+    """
+
+    steps: Tensor
+
+    def __init__(self, width: int = 128, delay_s: float = 0.03):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(2, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2)
+        )
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.delay_s = delay_s
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`inputs [B, 3] float32` to logits `[B, 2]`."""
+        if self.training:
+            write(step=int(self.steps), samples=inputs[:, 0].int().tolist())
+            self.steps += 1
+            time.sleep(self.delay_s)
+        logits: Tensor = self.layers(inputs[:, 1:])
+        return logits
+
+
+def batch_of_rank() -> int:
+    """Samples a step for each rank of a world of any size."""
+    return BATCH // int(os.environ.get("WORLD_SIZE", "1"))
