@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import random
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,13 @@ def names(valid: tuple[str, ...]) -> Any:
     return parse
 
 
+def possible(faults: list[str]) -> list[str]:
+    """Those that this user can bring about."""
+    if "full" in faults and os.geteuid() != 0:
+        print(f"{FAULTS['full'].title}: left out, a small disk in a mount namespace needs root", flush=True)
+    return [name for name in faults if name != "full" or os.geteuid() == 0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.conformance", description=__doc__)
     parser.add_argument("--only", type=names(NAMES), default=[*NAMES], help=f"of {','.join(NAMES)}; default: all")
@@ -55,20 +65,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="keep the runs' folders here, which must be new")
     arguments = parser.parse_args()
+    faults = possible(arguments.faults)
     results: Results = {}
-    versions: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {"python": platform.python_version(), "torch": version("torch")}
     with tempfile.TemporaryDirectory() as scratch:
         for name in arguments.only:
             chosen = trainer(name)
-            versions |= chosen.versions()
-            if absent := [package for package, version in chosen.versions().items() if version is None]:
+            if absent := [package for package, found in chosen.versions().items() if found is None]:
                 print(f"{chosen.title}: left out, {', '.join(absent)} not installed", flush=True)
                 continue
             print(f"{chosen.title}:", flush=True)
             place = (arguments.keep or Path(scratch)).resolve() / name
-            results[chosen.title] = column(
-                chosen, arguments.faults, place=place, seed=arguments.seed, limit_s=arguments.limit_s
-            )
+            results[chosen.title] = column(chosen, faults, place=place, seed=arguments.seed, limit_s=arguments.limit_s)
             record = {"time": time.time(), "versions": versions, "seed": arguments.seed, "results": results}
             arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\n{matrix(results)}")
