@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.conformance.launches import Hung, Launches, fill, marked, small_disk, until
 from bench.conformance.ledger import Ledger
-from bench.conformance.parts import EPOCHS, SAVE_EVERY, STEPS_PER_EPOCH
+from bench.conformance.parts import EPOCHS, HOLD, SAVE_EVERY
 from bench.conformance.trainers.base import Trainer
 
 RANKS = 2
@@ -96,7 +96,7 @@ def nothing(scene: Scene) -> None:
 
 def rank_killed(scene: Scene) -> None:
     """SIGKILL of a rank, twice, at random steps"""
-    scene.start(max_restarts=2)
+    scene.start(max_restarts=3)
     for step in sorted(scene.random.sample(range(EARLIEST, LATEST + SAVE_EVERY), 2)):
         scene.reach(step)
         if not scene.ended():
@@ -172,9 +172,13 @@ def twice(scene: Scene) -> None:
     """a second launch of the same run"""
     scene.start()
     scene.some_step()
-    before = scene.ledger.attempts()
-    scene.fault()
-    scene.start()
+    before, hold = scene.ledger.attempts(), scene.ledger.folder / HOLD.name
+    hold.touch()
+    second = scene.start()
+    try:
+        scene.until(lambda: second.poll() is not None or scene.ledger.attempts() != before, "news of the second")
+    finally:
+        hold.unlink()
     scene.until(scene.ended, "end of both")
     scene.facts["second trained too"] = scene.ledger.attempts() != before
 
@@ -187,7 +191,7 @@ def disk_full(scene: Scene) -> None:
         scene.start()
         scene.some_step()
         scene.fault()
-        freed = scene.ledger.furthest() + 2 * max(SAVE_EVERY, STEPS_PER_EPOCH)
+        freed = scene.ledger.furthest() + 2 * scene.trainer.save_every
 
         def filled() -> bool:
             fill(inside)

@@ -37,6 +37,9 @@ class Launches:
         line += [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}", *worker]
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | OFFLINE
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        # Without it torchrun's own restarts meet addresses of the group before, whatever the trainer: see slow restarts
+        # in https://github.com/pytorch/pytorch/blob/main/torch/distributed/elastic/rendezvous/api.py (share_store).
+        environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         environment |= {"LEDGER": str(self.ledger), MARK: self.mark}
         with self.log.open("ab") as log:
             process = subprocess.Popen(line, env=environment, cwd=self.log.parent, stdout=log, stderr=log)

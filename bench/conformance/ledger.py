@@ -85,10 +85,11 @@ def steps_repeated(lines: Iterable[Line]) -> int:
 
 
 def seconds_to_next(lines: Iterable[Line], fault: float) -> float | None:
-    """From the time of a fault to the first step further than any before it; None: there was none."""
+    """From a fault to the first new step of an attempt after it; None: no new attempt came further."""
     lines = list(lines)
-    before = max((line.step for line in lines if line.time <= fault), default=-1)
-    after = [line.time for line in lines if line.time > fault and line.step > before]
+    before = {line.attempt for line in lines if line.time <= fault}
+    furthest = max((line.step for line in lines if line.attempt in before), default=-1)
+    after = [line.time for line in lines if line.attempt not in before and line.step > furthest]
     return min(after) - fault if after else None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from bench.conformance.parts import EPOCHS
+from bench.conformance.parts import EPOCHS, SAVE_EVERY
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class Trainer:
 
     checkpoints: from the oldest to the newest, files or folders.
     metrics: the steps of the losses that it has logged, in the order in which a reader finds them.
+    save_every: the steps from one save to the next.
     """
 
     title: str
@@ -24,6 +25,7 @@ class Trainer:
     checkpoints: Callable[[Path], list[Path]]
     metrics: Callable[[Path], list[int]]
     weights: str = "final.pt"
+    save_every: int = SAVE_EVERY
 
     def versions(self) -> dict[str, str | None]:
         """Of its packages; None for what is not installed."""

@@ -70,6 +70,7 @@ TRAINER = Trainer(
     worker=script("bench.conformance.trainers.by_hand"),
     checkpoints=lambda folder: [*folder.glob("snapshot.pt")],
     metrics=logged,
+    save_every=STEPS_PER_EPOCH,
 )
 
 if __name__ == "__main__":
