@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="keep the runs' folders here, which must be new")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # or what it has launched would train on
     faults = possible(arguments.faults)
     results: Results = {}
     versions: dict[str, str | None] = {"python": platform.python_version(), "torch": version("torch")}
