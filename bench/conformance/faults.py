@@ -22,7 +22,7 @@ LAUNCHES = 3
 """After as many the run is said not to finish."""
 EARLIEST, LATEST = 32, 80
 """Faults come in these steps: every trainer has saved by then, and none is near its end."""
-GOODPUT_S, BETWEEN_S, ENDLESS = 90.0, 30.0, 10_000
+GOODPUT_S, BETWEEN_S, ENDLESS = 60.0, 30.0, 10_000
 DISK = "8m"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DistributedSampler
 
 from bench.conformance.parts import KEEP, LR, SAVE_EVERY, Net, Points, batch_of_rank
 from bench.conformance.trainers.base import Trainer, script
@@ -39,6 +40,11 @@ def main(folder: Path, epochs: int) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=LR)
 
+        def train_dataloader(self) -> Any:
+            # With shuffle=True the loader's own sampler would draw from a generator that no checkpoint restores.
+            return StatefulDataLoader(data, batch_of_rank(), sampler=DistributedSampler(data), num_workers=1)
+
+    data = Points()
     pl.seed_everything(0, workers=True)
     save = ModelCheckpoint(
         dirpath=folder / "checkpoints",
@@ -60,9 +66,8 @@ def main(folder: Path, epochs: int) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = StatefulDataLoader(Points(), batch_of_rank(), shuffle=True, num_workers=1)
     model = Classifier()
-    trainer.fit(model, loader, ckpt_path="last")
+    trainer.fit(model, ckpt_path="last")
     if trainer.is_global_zero:
         torch.save(model.state_dict(), folder / "final.pt")
 
