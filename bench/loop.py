@@ -79,7 +79,8 @@ def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any
     from train.config import schema
     from train.config.explain import conf_folder
     from train.data.loader import Data
-    from train.dist.world import START_S, Place, start
+    from train.dist.place import Place
+    from train.dist.world import START_S, start
     from train.faults.heartbeat import Heartbeat
     from train.faults.preemption import Preemption
     from train.loop import begin, load, log

@@ -48,7 +48,7 @@ class Data:
 
 
 def load(config: Config, world: World) -> Data:
-    """Build both splits; downloads run on one rank of each node while the others wait. Collective.
+    """Build both splits; downloads run on one rank of those that see the same folder while the others wait. Collective.
 
     Raises:
         DataError: on every rank, if the data cannot be had on any.
@@ -58,8 +58,8 @@ def load(config: Config, world: World) -> Data:
         target = locate(config.data, key="data")
         kwargs = arguments(config.data, target, key="data")
         if hasattr(target, "prepare") or kwargs.get("download"):
-            with world.local_first():
-                if world.place.local_rank == 0:
+            with world.local_first(kwargs.get("root")) as goes_first:
+                if goes_first:
                     target.prepare(**kwargs) if hasattr(target, "prepare") else _split(config, train=True)
         train = _split(config, train=True)
         test = _split(config, train=False) if "train" in signature(target) else None
@@ -72,9 +72,11 @@ def load(config: Config, world: World) -> Data:
             f"cannot read {error.filename or config.data._target_}: {error.strerror or error}; set data.root to where the data is"
         )
     world.together(failure)
+    digest = fingerprint(train)
+    world.same("training data: fingerprint", digest, remedy="give every node the same data, see data.root")
     shape = getattr(train, "input_shape", None) or tuple(torch.as_tensor(train[0][0]).shape)
     classes = getattr(train, "num_classes", None) or (len(train.classes) if hasattr(train, "classes") else None)
-    return Data(train, test, tuple(shape), classes, fingerprint(train))
+    return Data(train, test, tuple(shape), classes, digest)
 
 
 def _split(config: Config, *, train: bool) -> Any:
