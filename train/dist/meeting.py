@@ -130,14 +130,16 @@ def host(
     """Rank 0's side: attempt id, the launchers of all ranks, and what keeps them from training (exit code, message)."""
     attempt, meeting = uuid.uuid4().hex[:8], lobby.open(own.facts, own.config)
     hellos, skews, stopped = {0: own.hello}, {0: 0.0}, False
+    looked = time.time()
     while True:
-        told = False
+        told, before, looked = False, looked, time.time()
         for hello in lobby.arrivals(meeting):
             if "stop" in hello:
                 told = True
                 continue
             hellos[hello["rank"]] = hello
-            skews[hello["rank"]] = hello["clock"] - time.time()
+            now = time.time()
+            skews[hello["rank"]] = hello["clock"] - min(max(hello["clock"], before), now)  # it came since the last look
         if not stopped and (told or stopping()):
             stopped, deadline = True, min(deadline, time.monotonic() + LATECOMERS_S)
         if len(hellos) == own.place.world_size or time.monotonic() > deadline:
