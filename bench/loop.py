@@ -76,7 +76,8 @@ def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any
     """The kit's own step, log and data path, one step a turn."""
     from train.config.compose import compose
     from train.data.load import Data
-    from train.dist.world import START_S, Place, start
+    from train.dist.place import Place
+    from train.dist.world import START_S, start
     from train.faults.heartbeat import Heartbeat
     from train.faults.preemption import Preemption
     from train.loop import begin, load, log

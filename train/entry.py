@@ -37,7 +37,9 @@ def attempt(config: Config | ConfigError, preemption: Preemption | None) -> int:
     if preemption is None:
         print(Path(config.output_dir).resolve() if isinstance(config, Config) else "", file=sys.__stdout__)
         return 0
-    from train.dist import world as worlds  # torch: not for --help, and not to report a slip of the keyboard
+    from train.dist.meeting import meet  # torch: not for --help, and not to report a slip of the keyboard
+    from train.dist.place import Place
+    from train.dist.world import START_S, start
 
     world: World | None = None
     run: Run | None = None
@@ -52,12 +54,13 @@ def attempt(config: Config | ConfigError, preemption: Preemption | None) -> int:
         return leave(error, world, folder, step=run.step if run else None, heartbeat=heartbeat, lost=lost)
 
     try:
-        place = worlds.Place.from_env()
+        place = Place.from_env()
         if isinstance(config, ConfigError):
-            worlds.meet(place, config=None, error=config, timeout_s=Dist().start_timeout_s)
+            timeout_s = Dist().start_timeout_s
+            meet(place, config=None, error=config, timeout_s=timeout_s, stopping=lambda: preemption.signalled)
             raise config
         folder = Path(config.output_dir)
-        world = worlds.start(config, place)
+        world = start(config, place, stopping=lambda: preemption.signalled)
         from train.run import carry_out, prepare
 
         def on_hang(error: RankLost) -> None:
@@ -67,7 +70,7 @@ def attempt(config: Config | ConfigError, preemption: Preemption | None) -> int:
             finally:
                 os._exit(code)
 
-        heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, start_s=worlds.START_S, on_hang=on_hang)
+        heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, start_s=START_S, on_hang=on_hang)
         if world.size > 1 or "TORCHELASTIC_RUN_ID" in os.environ:  # somebody waits, or starts what was ended again
             heartbeat.start()
         run = prepare(config, world, preemption, heartbeat)

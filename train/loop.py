@@ -121,24 +121,24 @@ def log(run: Run, result: StepResult) -> None:
 
 def save(run: Run, result: StepResult | None = None) -> None:
     """Begin to write a checkpoint of this step; never one of weights that are not finite. Collective."""
-    run.heartbeat.begin("save", run.step)
+    run.heartbeat.enter("save", run.step)
     if result is not None and run.config.precision is not Precision.fp16 and not result.skipped:
         if not math.isfinite(float(result.grad_norm)):  # the same on every rank
             raise diverged(run)
     position = {"step": run.step, "epoch": epoch(run), "samples": run.plan.samples_before(run.step), **run.identity}
     run.checkpoints.save(state=run.strategy.state(), rank_state=run.strategy.rank_state(), position=position)
-    run.heartbeat.begin("step", run.step)
+    run.heartbeat.enter("step", run.step)
 
 
 def flush(run: Run) -> None:
     """Wait for the checkpoint that is being written. Raises StorageError if it was given up."""
-    run.heartbeat.begin("save", run.step)
+    run.heartbeat.enter("save", run.step)
     run.checkpoints.flush()
 
 
-def begin(run: Run, section: str) -> None:
-    """Enter the next section of work; save and leave instead, if all ranks agreed to stop here."""
-    run.heartbeat.begin(section, run.step)
+def begin(run: Run, phase: str) -> None:
+    """Enter the next phase of work; save and leave instead, if all ranks agreed to stop here."""
+    run.heartbeat.enter(phase, run.step)
     if run.preemption.proceed():
         return
     save(run)

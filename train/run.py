@@ -20,6 +20,7 @@ from train.config.keys import Config
 from train.config.parts import build
 from train.data.load import Data
 from train.data.load import load as load_data
+from train.dist import place
 from train.dist.world import World
 from train.errors import ConfigError, CrashLoop, DataError, Diverged, MusterError, NoValidCheckpoint, say, storage_error
 from train.faults import attempts as outcome
@@ -158,7 +159,7 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
     if world.is_first:
         try:
             before = outcome.read(folder)
-            same_launch = outcome.same_launch(before, world.agents)
+            same_launch = place.same_launch(before, world.agents)
             if not same_launch:
                 lease.refuse_if_held(folder, before)
             if config.checkpoint.resume == "never" and not same_launch:
@@ -340,7 +341,7 @@ def end(run: Run, folder: Path) -> None:
 
 def finish(run: Run, folder: Path) -> None:
     """Write what a finished run leaves behind. Collective."""
-    run.heartbeat.begin("finish", run.step)
+    run.heartbeat.enter("finish", run.step)
     run.strategy.agree()
     weights = run.strategy.weights()
     failure: MusterError | None = None

@@ -8,14 +8,12 @@ rank knows, and the manifest the position with sizes and SHA-256 of all files. E
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from train.checkpoint.backends import Files, Storage, name
 from train.dist.world import World
 from train.errors import Damaged, NoValidCheckpoint, StorageError
 from train.faults import attempts as outcome
-from train.faults.heartbeat import LONG_S
+from train.faults.phase import LONG_S
 
 FAILURES_ALLOWED = 3
 OTHERS_S = 30.0
@@ -108,39 +106,35 @@ class Checkpoints:
 
     def _write(self, shared: dict[str, Any] | None, own: dict[str, Any], position: dict[str, Any]) -> None:
         step, rank, attempt = int(position["step"]), self.world.rank, self.world.attempt
-        key = f"checkpoint/{self._saves}"
+        board, save = self.world.board, self._saves
         started = time.perf_counter()
-        store = self.world.store.clone() if self.world.size > 1 else self.world.store
         try:
             files = self.storage.write(step, attempt, part(rank), own)
             if shared is not None:
                 files |= self.storage.write(step, attempt, "state", shared)
-            store.set(f"{key}/{rank}", json.dumps({"files": files}))
+            board.post_part(save, {"files": files})
             if rank == 0:
-                self._commit(store, position, started)
-                store.set(f"{key}/end", json.dumps({"failed": None}))
-            else:
-                self._await_end(store, key)
+                self._commit(position, started)
+                board.end_save(save, None)
+            elif failed := board.save_end(save, LONG_S):
+                raise StorageError(failed)
             self._failures.clear()
             self.newest_step = step
         except StorageError as error:
-            self._give_up(store, key, step, error)
+            self._give_up(step, error)
         except RuntimeError as error:  # the store is gone, and with it the group
             reason, gone = str(error).splitlines()[0], isinstance(error, DistError)
             failure = StorageError(f"checkpoint {name(step)} was not finished: {reason}")
-            self._give_up(None if gone else store, key, step, failure)
+            self._give_up(step, failure, say_so=not gone)
         except BaseException as error:  # nothing that ends this thread may end it unseen
             traceback.print_exc()
-            self._give_up(store, key, step, StorageError(f"cannot write checkpoint {name(step)}: {error!r}"))
+            self._give_up(step, StorageError(f"cannot write checkpoint {name(step)}: {error!r}"))
 
-    def _commit(self, store: Any, position: dict[str, Any], started: float) -> None:
+    def _commit(self, position: dict[str, Any], started: float) -> None:
         """Rank 0: wait for every rank's files, make them a checkpoint, drop old ones."""
         step, attempt = int(position["step"]), self.world.attempt
         files: Files = {}
-        for rank in range(self.world.size):
-            key = f"checkpoint/{self._saves}/{rank}"
-            store.wait([key], timedelta(seconds=LONG_S))
-            said = json.loads(store.get(key))
+        for said in self.world.board.parts(self._saves, LONG_S):
             if said.get("failed"):
                 raise StorageError(said["failed"])
             files |= said["files"]
@@ -167,24 +161,19 @@ class Checkpoints:
         for old in self.storage.steps()[self.keep :]:
             self.storage.remove(old)
 
-    def _await_end(self, store: Any, key: str) -> None:
-        store.wait([f"{key}/end"], timedelta(seconds=LONG_S))
-        failed = json.loads(store.get(f"{key}/end"))["failed"]
-        if failed:
-            raise StorageError(failed)
-
-    def _give_up(self, store: Any, key: str, step: int, error: StorageError) -> None:
+    def _give_up(self, step: int, error: StorageError, *, say_so: bool = True) -> None:
         self._failures.append(error)
+        board, save = self.world.board, self._saves
         with contextlib.suppress(RuntimeError):
-            if store is not None:
-                store.set(f"{key}/{self.world.rank}", json.dumps({"failed": str(error)}))
+            if say_so:
+                board.post_part(save, {"failed": str(error)})
                 if self.world.is_first:  # whoever still writes would bring the draft back
-                    store.wait([f"{key}/{rank}" for rank in range(self.world.size)], timedelta(seconds=OTHERS_S))
+                    board.parts(save, OTHERS_S)
         if self.world.is_first:
             self.storage.abandon(step, self.world.attempt)
             with contextlib.suppress(RuntimeError):
-                if store is not None:
-                    store.set(f"{key}/end", json.dumps({"failed": str(error)}))
+                if say_so:
+                    board.end_save(save, str(error))
             self.on_commit({"failed": str(error), "failures_in_a_row": len(self._failures)})
 
 

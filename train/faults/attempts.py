@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from train.dist.place import job, launcher
 from train.files import replace_file
 
 RUNNING = "running"
@@ -62,31 +62,6 @@ def idle_attempts(before: dict[str, Any], furthest: int) -> int:
     ):
         return 0
     return int(before.get("idle_attempts", 0)) + 1
-
-
-def launcher() -> str:
-    """The process that started this one and starts it again, unlike any other: host, pid, and when it began.
-
-    A rendezvous id does not do: people give every launch the same.
-    """
-    pid = os.getppid() if "RANK" in os.environ else os.getpid()
-    try:
-        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # clock ticks since boot
-    except OSError:
-        began = ""
-    return f"{socket.gethostname()}:{pid}:{began}"
-
-
-def job() -> str:
-    """The scheduler's name of the job, which it keeps when it requeues it; empty if there is none."""
-    return f"slurm:{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
-
-
-def same_launch(before: dict[str, Any], agents: list[str]) -> bool:
-    """Whether the attempt `before` was started by the same job, or by one of the `agents` that started this one."""
-    if job():
-        return bool(before.get("launcher") == job())
-    return bool({*before.get("agents", ())} & {*agents})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import sys
@@ -33,7 +32,7 @@ def leave(
     lost: bool = False,
 ) -> int:
     """Report `error` once for all ranks, write outcome.json, and give the exit code."""
-    from train.dist.world import Unheard
+    from train.dist.network import Unheard
     from train.faults import attempts as outcome
 
     code = error.exit_code if isinstance(error, MusterError) else 1
@@ -46,11 +45,13 @@ def leave(
         agent.end_restarts(code)
         return code
     if heartbeat:
-        heartbeat.begin("leaving after step", step or 0)
+        heartbeat.enter("leaving after step", step or 0)
     if lost:
         if heartbeat:
             heartbeat.watch()
-        if first := world.first_failure(FIRST_CAUSE_WAIT_S, enough=lambda: heartbeat and heartbeat.silence(SILENCE_S)):
+        if first := world.board.first_failure(
+            FIRST_CAUSE_WAIT_S, enough=lambda: heartbeat and heartbeat.silence(SILENCE_S)
+        ):
             return quit_group(world, heartbeat, int(first["exit_code"]))
         time.sleep(2 * BEAT_S)  # the store may be gone so suddenly that nobody has noticed yet
         error = (heartbeat and heartbeat.silence(SILENCE_S)) or RankLost(
@@ -71,9 +72,8 @@ def leave(
     }
     if isinstance(error, RankLost) and error.rank is not None:
         record |= {"rank": error.rank, "failed_host": error.host}
-    mine = json.dumps(record)
-    first = world.claim_failure(json.loads(mine))
-    if json.dumps(first) == mine:
+    won, first = world.board.claim_failure(record)
+    if won:
         tell(error)
         if folder and folder.is_dir() and outcome.is_latest(folder, world.attempt):
             kept = {key: value for key, value in outcome.read(folder).items() if key in ("furthest", "idle_attempts")}
@@ -88,7 +88,7 @@ def quit_group(world: World, heartbeat: Heartbeat | None, code: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if world.size > 1:
-        world.hold_store(heartbeat.gone if heartbeat else ())
+        world.leave(gone=heartbeat.gone if heartbeat else 0)
         os._exit(code)
     return code
 

@@ -14,18 +14,11 @@ import threading
 import time
 from pathlib import Path
 
+from train.errors import final
 from train.faults import attempts as outcome
 
 # After these no agent comes back by itself: nobody needs the store any more.
-ENDED = (
-    "done",
-    "config_error",
-    "data_error",
-    "no_valid_checkpoint",
-    "storage_error",
-    "diverged",
-    "crash_loop",
-)
+ENDED = ("done", *final().values())
 POLL_S = 1.0
 # After any other end a new attempt begins within this time, or none does.
 LONGEST_PAUSE_S = 60.0
