@@ -133,8 +133,7 @@ class Checkpoints:
         """Rank 0: wait for every rank's files, make them a checkpoint, drop old ones."""
         step, attempt = int(position["step"]), self.world.attempt
         files = self._gather(number)
-        if not self.folder.is_dir():
-            raise Gone(f"the run's folder {self.folder} is not there any more: restore it, then run again")
+        self._see_folder()
         if not outcome.is_latest(self.folder, attempt):
             raise StorageError(f"{name(step)} is not written: another attempt has taken this run over")
         facts = {"world_size": self.world.size, "attempt": attempt, "torch": torch.__version__}
@@ -153,6 +152,10 @@ class Checkpoints:
             self.storage.prune(keep=self.keep)
         except StorageError as error:
             say(f"muster: {name(step)} is saved, but older ones stay: {error}")
+
+    def _see_folder(self) -> None:
+        if not (self.folder / "outcome.json").exists():
+            raise Gone(f"the run's folder {self.folder} is not there any more: restore it, then run again")
 
     def _gather(self, number: int) -> Files:
         keys = [_key(number, rank) for rank in range(self.world.size)]
@@ -183,6 +186,10 @@ class Checkpoints:
             raise (Gone if said["gone"] else StorageError)(said["failed"])
 
     def _give_up(self, number: int, step: int, error: StorageError, *, alone: bool = False) -> None:
+        try:
+            self._see_folder()
+        except Gone as gone:
+            error = gone
         self._failures.append(error)
         with contextlib.suppress(RuntimeError):
             if not alone:

@@ -23,6 +23,7 @@ from train.errors import Damaged, MusterError, StorageError
 
 STEP = re.compile(r"step-(\d{8,})$")
 FORMAT = 2
+OLD = ".old"
 TRIES, PAUSE_S = 3, 1.0
 SEEN_WITHIN_S = 10.0
 T = TypeVar("T")
@@ -50,7 +51,7 @@ class Storage:
         with self._doing("use"):
             self.backend.prepare()
             for each in self.backend.list() if self.backend.renames else []:
-                if each.startswith(".step-"):
+                if each.startswith((".step-", f"{OLD}-step-")):
                     self.backend.delete(each)
 
     @contextlib.contextmanager
@@ -129,18 +130,20 @@ class Storage:
             self.remove(old)
         with self._doing("clear"):
             for step in self._folders() if not self.backend.renames else []:
-                if step <= max(steps, default=-1) and not any(
-                    file.endswith(MANIFEST) for file in self.backend.list(name(step))
-                ):
+                if step <= max(steps, default=-1) and not self._is_named(step):
                     self.backend.delete(name(step))
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint so that at no moment half of one is there."""
         with self._doing(f"delete {self.path(step)}"):
-            attempt = "" if self.backend.renames else self.manifest(step)["attempt"]
-            self.backend.delete(self.backend.withdraw(name(step), ".old"))
-            if attempt:  # others may have been withdrawn there
-                self.backend.delete(f"{name(step)}/{attempt}")
+            try:
+                inside = "" if self.backend.renames else f"{name(step)}/{self.manifest(step)['attempt']}"
+            except Damaged:
+                self.withdraw(step)
+                return
+            self.backend.delete(self.backend.withdraw(name(step), OLD))
+            if inside:  # others may have been withdrawn there
+                self.backend.delete(inside)
 
     def start_over(self) -> None:
         """Withdraw all checkpoints, the bad ones too, so that a run begins anew; nothing is lost."""
@@ -205,6 +208,10 @@ class Storage:
 
     def _is_published(self, step: int) -> bool:
         return self.backend.renames or MANIFEST in self.backend.list(name(step))
+
+    def _is_named(self, step: int) -> bool:
+        """Whether a manifest, also one that was withdrawn, says what the files of the step's folder are."""
+        return any(file.endswith(MANIFEST) and not file.startswith(OLD) for file in self.backend.list(name(step)))
 
     def _withdrawn(self, word: str) -> list[str]:
         if self.backend.renames:
