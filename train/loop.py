@@ -72,7 +72,7 @@ def train(run: Run) -> None:
         if run.step % eval_every == 0 and run.step < total:
             evaluate(run)
         if run.step % config.checkpoint.every_steps == 0 and run.step < total:
-            save(run, result)
+            save(run)
     save(run)
     evaluate(run)
     flush(run)
@@ -119,14 +119,13 @@ def log(run: Run, result: StepResult) -> None:
     )
 
 
-def save(run: Run, result: StepResult | None = None) -> None:
+def save(run: Run) -> None:
     """Begin to write a checkpoint of this step; never one of weights that are not finite. Collective."""
     run.heartbeat.enter("save", run.step)
-    if result is not None and run.config.precision is not Precision.fp16 and not result.skipped:
-        if not math.isfinite(float(result.grad_norm)):  # the same on every rank
-            raise diverged(run)
+    if not run.strategy.is_finite():
+        raise diverged(run)
     position = {"step": run.step, "epoch": epoch(run), "samples": run.plan.samples_before(run.step), **run.identity}
-    run.checkpoints.save(state=run.strategy.state(), rank_state=run.strategy.rank_state(), position=position)
+    run.checkpoints.save(state=run.strategy.state(), position=position)
     run.heartbeat.enter("step", run.step)
 
 
@@ -154,7 +153,9 @@ def count_skips(run: Run, result: StepResult) -> None:
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if result.skipped else 0
     if not result.skipped:
         return
-    if run.config.on_nonfinite is NonFinite.stop or run.skipped_in_a_row > run.config.max_skipped_steps:
+    scaled = run.config.precision is Precision.fp16  # whose scaler has to find its scale by trial
+    stop = run.config.on_nonfinite is NonFinite.stop and not scaled
+    if stop or run.skipped_in_a_row > run.config.max_skipped_steps:
         raise diverged(run)
     run.metrics.event("skipped", step=run.step, in_a_row=run.skipped_in_a_row)
 

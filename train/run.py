@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from train.checkpoint import backends as storage
 from train.checkpoint import manager as checkpoint
-from train.checkpoint.backends import Storage
-from train.checkpoint.manager import Checkpoints, Saved
+from train.checkpoint import storage
+from train.checkpoint.manager import Checkpoints
+from train.checkpoint.storage import Saved, Storage
+from train.checkpoint.weights import write_weights
 from train.config.differences import differences, to_dict
 from train.config.keys import Config
 from train.config.parts import build
@@ -22,7 +25,17 @@ from train.data.load import Data
 from train.data.load import load as load_data
 from train.dist import place
 from train.dist.world import World
-from train.errors import ConfigError, CrashLoop, DataError, Diverged, MusterError, NoValidCheckpoint, say, storage_error
+from train.errors import (
+    ConfigError,
+    CrashLoop,
+    DataError,
+    Diverged,
+    MusterError,
+    NoValidCheckpoint,
+    StorageError,
+    say,
+    storage_error,
+)
 from train.faults import attempts as outcome
 from train.faults import lease
 from train.faults.heartbeat import Heartbeat
@@ -36,6 +49,7 @@ from train.plan import Plan
 from train.strategies.base import Recipe, Strategy
 
 SETTLE_S = 10.0
+SEE_AGAIN_S = 0.1
 OF_A_RUN = ("checkpoints", "metrics.jsonl", "config.yaml", "outcome.json", "model.pt", "tensorboard", "report.html")
 
 
@@ -81,10 +95,7 @@ def build_run(
     strategy.build(recipe(config, data, plan, total_steps))
     torch.manual_seed(int.from_bytes(hashlib.sha256(f"{config.seed}/{world.rank}".encode()).digest()[:7]))
     if saved:
-        state, own = checkpoint.read(saved, world=world)
-        strategy.load(state, own)
-        if own:
-            checkpoint.set_rng_state(own["rng"])
+        checkpoint.restore(saved, strategy)
 
     step = saved.step if saved else 0
     loggers = open_loggers(config, step=step, total_steps=total_steps) if world.is_first else []
@@ -154,7 +165,7 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
     Rank 0 looks and chooses for all: two ranks that look for themselves may see different files.
     """
     failure: MusterError | None = None
-    choice: dict[str, Any] = {}
+    before: dict[str, Any] = {}
     held: lease.Lease | None = None
     if world.is_first:
         try:
@@ -168,30 +179,43 @@ def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | Non
             make_folder(folder)
             take_over(folder, world, before)
             held = lease.Lease(folder, world.attempt)
-            storage_of(config).prepare()
-            saved, bad = find_checkpoint(folder, config)
-            facts = count_idle_attempts(folder, config, before, saved)
-            outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, agents=world.agents, **facts)
-            choice = {
-                "root": saved.storage.root if saved else None,
-                "step": saved.step if saved else 0,
-                "before": before,
-                "bad": bad,
-                "done": before.get("outcome") == "done" and (folder / "model.pt").exists(),
-            }
         except MusterError as error:
             failure = error
-    if failure and held:
-        held.let_go()
-    world.together(failure)
-    choice = world.broadcast(choice)
-    for line in choice["bad"] if world.is_first else []:
-        say(f"muster: put aside a bad checkpoint: {line}")
-    saved = None
-    if choice["root"]:
-        where = storage.at(choice["root"])
-        saved = Saved(where, where.manifest(choice["step"]))
-    return saved, {**choice["before"], "bad": choice["bad"], "done": choice["done"]}, held
+    try:
+        world.together(failure)
+        see_folder(folder, world)
+        before = world.broadcast(before)
+        saved, bad = find_checkpoint(config, world, before)
+        done = world.on_first(lambda: note_start(folder, config, world, before, saved))
+    except BaseException:
+        if held:
+            held.let_go()
+        raise
+    for line in bad if world.is_first else []:
+        say(f"muster: quarantined a bad checkpoint: {line}")
+    return saved, {**before, "bad": bad, "done": done}, held
+
+
+def see_folder(folder: Path, world: World) -> None:
+    """Raises StorageError if a rank does not see what rank 0 has just written: the folder is not shared. Collective."""
+    deadline = time.monotonic() + storage.SEEN_WITHIN_S
+    while not (seen := outcome.read(folder).get("attempt") == world.attempt) and time.monotonic() < deadline:
+        time.sleep(SEE_AGAIN_S)
+    world.together(
+        None
+        if seen
+        else StorageError(
+            f"output_dir={folder} on {socket.gethostname()} is not the folder that rank 0 writes to: "
+            "give one that all nodes share"
+        )
+    )
+
+
+def note_start(folder: Path, config: Config, world: World, before: dict[str, Any], saved: Saved | None) -> bool:
+    """Put on record from where this attempt starts; whether the run was done before. Raises CrashLoop."""
+    facts = count_idle_attempts(folder, config, before, saved)
+    outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, agents=world.agents, **facts)
+    return before.get("outcome") == "done" and (folder / "model.pt").exists()
 
 
 def make_folder(folder: Path) -> None:
@@ -220,33 +244,51 @@ def count_idle_attempts(folder: Path, config: Config, before: dict[str, Any], sa
     return {"step": furthest, "furthest": furthest, "idle_attempts": idle, "cause": cause}
 
 
-def find_checkpoint(folder: Path, config: Config) -> tuple[Saved | None, list[str]]:
-    """The run's own newest checkpoint, else the one that `checkpoint.resume` names; and what was wrong with others."""
+def find_checkpoint(config: Config, world: World, before: dict[str, Any]) -> tuple[Saved | None, list[str]]:
+    """The run's own newest checkpoint, else the one that `checkpoint.resume` names; and what was wrong with others.
+
+    Collective.
+
+    Raises:
+        NoValidCheckpoint: there are or were some, as the outcome of the attempt `before` has it, and none is valid.
+    """
     bad: list[str] = []
-    own = checkpoint.newest(storage_of(config), on_bad=bad.append)
+    place = storage_of(config)
+    world.on_first(place.prepare)
+    own = checkpoint.newest(place, world, on_bad=bad.append)
+    if own is None and (noted := before.get("checkpoint")):
+        raise NoValidCheckpoint(
+            f"step {noted['step']} was saved as {noted['path']}, and there is no checkpoint in {place.root}: "
+            "restore it, give the checkpoint.storage of before, or start over with checkpoint.resume=never"
+        )
     named = config.checkpoint.resume.rstrip("/")
     if own or named in ("auto", "never"):
         return own, bad
-    if "://" not in named and not Path(named).is_dir():
+    return named_checkpoint(named, world, bad), bad
+
+
+def named_checkpoint(named: str, world: World, bad: list[str]) -> Saved:
+    """The checkpoint of another run that `checkpoint.resume` names. Collective."""
+    root, _, last = named.rpartition("/")
+    inside = Path(named, "checkpoints")
+    found, nested = world.on_first(lambda: [Path(named).is_dir(), inside.is_dir()])
+    if "://" not in named and not found:
         raise ConfigError(
             f"checkpoint.resume={named} is no folder: give auto, never, a run's folder, one checkpoint's, or a URL"
         )
-    root, _, last = named.rpartition("/")
     if match := storage.STEP.fullmatch(last):
-        where = storage.at(root or ".")
-        return Saved(where, where.verify(int(match[1]))), bad
-    inside = Path(named, "checkpoints")
-    other = checkpoint.newest(storage.at(str(inside) if inside.is_dir() else named), on_bad=bad.append, own=False)
+        return checkpoint.verify(Storage(root or "."), int(match[1]), world)
+    other = checkpoint.newest(Storage(str(inside) if nested else named), world, on_bad=bad.append, own=False)
     if other is None:
         raise NoValidCheckpoint(
             f"checkpoint.resume={named} holds no checkpoint: give a run's folder or one checkpoint's"
         )
-    return other, bad
+    return other
 
 
 def storage_of(config: Config) -> Storage:
     """Where the run's checkpoints go: `checkpoint.storage`, else `checkpoints/` in its folder."""
-    return storage.at(config.checkpoint.storage or str(Path(config.output_dir, "checkpoints")))
+    return Storage(config.checkpoint.storage or str(Path(config.output_dir, "checkpoints")))
 
 
 def set_aside(folder: Path, config: Config) -> None:
@@ -309,6 +351,7 @@ def recipe(config: Config, data: Data, plan: Plan, total_steps: int) -> Recipe:
         compile=config.compile,
         channels_last=config.channels_last,
         on_nonfinite=config.on_nonfinite,
+        optimizer_options=frozenset(config.optimizer.values),
     )
 
 
@@ -342,14 +385,10 @@ def end(run: Run, folder: Path) -> None:
 def finish(run: Run, folder: Path) -> None:
     """Write what a finished run leaves behind. Collective."""
     run.heartbeat.enter("finish", run.step)
-    run.strategy.agree()
-    weights = run.strategy.weights()
-    failure: MusterError | None = None
-    if run.world.is_first:
+    run.strategy.sync_parameters()
+    failure = write_weights(folder / "model.pt", run.strategy.weights(), writes=run.world.is_first)
+    if run.world.is_first and not failure:
         try:
-            replace_file(
-                folder / "model.pt", lambda draft: torch.save({k: v.detach().cpu() for k, v in weights.items()}, draft)
-            )
             if run.config.log.report:
                 from train.report.page import write_report
 

@@ -212,17 +212,17 @@ class Board:
         ahead = {"failed": "a rank gave this save up and has begun the next"}
         return [part if part["save"] == save else ahead for part in said]
 
-    def end_save(self, save: int, failed: str | None) -> None:
+    def end_save(self, save: int, said: dict[str, Any]) -> None:
         """Rank 0: say how it ended."""
-        self._patient.set(f"save/{save}/end", json.dumps(failed))
+        self._patient.set(f"save/{save}/end", json.dumps(said))
         if save > 2:
             self._patient.delete(*(f"save/{save - 2}/{name}" for name in ("count", "all", "end")))
 
-    def save_end(self, save: int, seconds: float) -> str | None:
-        """How it ended: None, or why it failed. Raises DistStoreError after `seconds`."""
+    def save_end(self, save: int, seconds: float) -> dict[str, Any]:
+        """What rank 0 said of its end. Raises DistStoreError after `seconds`."""
         self._patient.wait(f"save/{save}/end", seconds)
-        failed: str | None = json.loads(self._patient.get(f"save/{save}/end"))
-        return failed
+        said: dict[str, Any] = json.loads(self._patient.get(f"save/{save}/end"))
+        return said
 
     # Leaving (faults/exit.py). The store may be gone, or silent for ever: none of these waits for it for long.
 

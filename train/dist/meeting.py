@@ -278,8 +278,7 @@ def difference(
             f"{who} would train on {other['device']}, rank 0 on {first['host']} on {first['device']}: "
             "see what nvidia-smi says on both, or choose device=cpu"
         )
-    keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
-    if differing := [*keys]:
+    if differing := [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]:
         told = ", ".join(f"{key}={theirs.get(key)} (rank 0: {ours.get(key)})" for key in differing[:4])
         return f"{who} was started with another config: {told}; give every rank the same overrides"
     return None

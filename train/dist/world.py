@@ -109,6 +109,17 @@ class World:
         exit_code, message = said
         raise of_code(exit_code, f"rank {rank}: {message}")
 
+    def on_first(self, ask: Callable[[], Any]) -> Any:
+        """What rank 0 gets for an answer, which has to be JSON, or the MusterError that it gets. Collective."""
+        answer, failure = None, None
+        if self.is_first:
+            try:
+                answer = ask()
+            except MusterError as error:
+                failure = error
+        self.together(failure)
+        return self.broadcast(answer)
+
     def same(self, what: str, value: str, *, remedy: str, error: type[MusterError] = DataError) -> None:
         """Raise `error` on every rank unless all have the same `value`, naming the first that differs. Collective.
 

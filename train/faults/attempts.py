@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,28 @@ from train.files import replace_file
 
 RUNNING = "running"
 FINISHED = ("done", "preempted")
+_WRITING = threading.Lock()  # the checkpoint's writer and whoever ends the attempt
 
 
 def write(folder: Path, outcome: str, *, exit_code: int | None, attempt: str, **details: Any) -> None:
-    """Replace the file in one step. Raises StorageError."""
+    """Replace the file in one step; where the newest checkpoint lies is kept. Raises StorageError."""
+    with _WRITING:
+        _write(folder, outcome, exit_code=exit_code, attempt=attempt, **{**_newest(folder), **details})
+
+
+def note_commit(folder: Path, attempt: str, *, step: int, path: str) -> None:
+    """Note the newest checkpoint, so that it is missed when it is gone. Raises StorageError."""
+    with _WRITING:
+        record = read(folder)
+        if record.get("attempt") == attempt:
+            _replace(folder, {**record, "checkpoint": {"step": step, "path": path}})
+
+
+def _newest(folder: Path) -> dict[str, Any]:
+    return {key: value for key, value in read(folder).items() if key == "checkpoint"}
+
+
+def _write(folder: Path, outcome: str, *, exit_code: int | None, attempt: str, **details: Any) -> None:
     record = {
         "outcome": outcome,
         "exit_code": exit_code,
@@ -27,6 +46,10 @@ def write(folder: Path, outcome: str, *, exit_code: int | None, attempt: str, **
         "launcher": job() or launcher(),
         **details,
     }
+    _replace(folder, record)
+
+
+def _replace(folder: Path, record: dict[str, Any]) -> None:
     replace_file(folder / "outcome.json", lambda draft: draft.write_text(json.dumps(record, indent=1) + "\n"))
 
 
