@@ -239,7 +239,6 @@ def container(tmp_path_factory):
 
 %environment
     export PATH=/opt/venv/bin:/usr/bin:/bin PYTHONPATH=/opt/muster:/tests PYTHONUNBUFFERED=1 MPLCONFIGDIR=/tmp/matplotlib
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 """)
     image = folder / "muster.sif"
     built = subprocess.run(

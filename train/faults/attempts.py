@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,6 @@ def write(folder: Path, outcome: str, *, exit_code: int | None, attempt: str, **
         **details,
     }
     replace_file(folder / "outcome.json", lambda draft: draft.write_text(json.dumps(record, indent=1) + "\n"))
-
-
-def main() -> int:
-    """`python -m train.faults.attempts OUTPUT_DIR`: print how the last attempt ended and exit with its code (1 if it has none)."""
-    record = read(Path(sys.argv[1])) if len(sys.argv) == 2 else {}
-    print(record.get("outcome", "none"))
-    code = record.get("exit_code")
-    return code if isinstance(code, int) else 1
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -87,7 +78,3 @@ def same_launch(before: dict[str, Any], agents: list[str]) -> bool:
     if job():
         return bool(before.get("launcher") == job())
     return bool({*before.get("agents", ())} & {*agents})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
