@@ -1,18 +1,18 @@
 """The launch policy: from each substrate's environment to a torchrun line, and from an end to what comes next."""
 
+import json
 import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
-import venv
 from pathlib import Path
 
 import pytest
 import yaml
+from fake_agent import own_python  # noqa: F401
 from launch import ROOT, environment
 
 from train.errors import ConfigError
@@ -120,8 +120,6 @@ def test_torchrun_accepts_every_line():
         "    assert config.local_addr and given[-2:] == ['train', 'a=b'], (config, given)\n"
         "    assert config.rdzv_backend == 'static' or {'is_host', 'read_timeout'} <= {*config.rdzv_configs}, config\n"
     )
-    import json
-
     lines = [command(spec, ["a=b"])[1:] for spec, _ in GOLDEN.values()]
     lines = [[word.replace("nproc-per-node=8", "nproc-per-node=1") for word in line] for line in lines]
     done = subprocess.run(
@@ -212,7 +210,7 @@ NEVER, TOLD = (
         (verdict.SLURM, {}, 143, True, 75, True),
         (verdict.SUBMITIT, record(75), 1, True, 75, True),
         (verdict.SUBMITIT, record(7), 1, True, 7, False),
-        (verdict.LOCAL, record(75), 1, True, 75, False),
+        (verdict.LOCAL, record(75), 1, True, 75, True),
         (verdict.PYTORCHJOB, record(0), 0, False, 0, False),
         (verdict.PYTORCHJOB, record(6), 1, False, 6, False),
         (verdict.PYTORCHJOB, record(75), 1, True, 143, False),
@@ -266,23 +264,7 @@ def test_command_prints_what_node_would_run():
     assert done.stdout.endswith(shlex.join(command(spec, ["name=a b"])[1:]) + "\n")
 
 
-@pytest.fixture
-def own_python(tmp_path):
-    """A Python with all that this one has, beside a torchrun that the test writes."""
-    place = tmp_path / "venv"
-    venv.create(place, with_pip=False, symlinks=True)
-    packages = next(place.glob("lib/python*/site-packages"))
-    (packages / "all.pth").write_text(sysconfig.get_path("purelib") + "\n")
-
-    def torchrun(script):
-        (place / "bin/torchrun").write_text(f"#!/bin/bash\n{script}\n")
-        (place / "bin/torchrun").chmod(0o755)
-        return place / "bin"
-
-    return torchrun
-
-
-def test_a_node_passes_on_the_first_signal_alone_and_shields_its_agent(own_python, tmp_path):
+def test_a_node_passes_on_the_first_signal_alone_and_shields_its_agent(own_python, tmp_path):  # noqa: F811
     """USR1 comes from Slurm to all processes; a second SIGTERM would end torchrun's wait for its workers."""
     heard = tmp_path / "heard"
     torchrun = own_python(
@@ -310,7 +292,7 @@ def test_a_node_passes_on_the_first_signal_alone_and_shields_its_agent(own_pytho
     )
 
 
-def test_an_agent_dies_with_its_launcher(own_python, tmp_path):
+def test_an_agent_dies_with_its_launcher(own_python, tmp_path):  # noqa: F811
     torchrun = own_python(f"echo $$ >{tmp_path}/pid; exec sleep 60")
     env = environment(**INDEXED, PATH=f"{torchrun}:/usr/bin:/bin")
     line = [torchrun / "python3", "-m", "train.launch", "node", f"output_dir={tmp_path / 'run'}"]

@@ -34,7 +34,7 @@ class Policy:
 
 SLURM = Policy(checks=False, judges=False, forwards_term=False, requeues=True)  # judged once, by the batch script
 SUBMITIT = Policy(checks=False, forwards_term=False, requeues=True)
-LOCAL = Policy(checks=False)
+LOCAL = Policy(checks=False, requeues=True)  # submitit's own controller starts it again
 PYTORCHJOB = Policy(restarts_as=143)  # restartPolicy ExitCode: "killed" is restarted, what is below 128 is not
 TRAINJOB = Policy()  # a podFailurePolicy tells 2 to 7 from the others
 INDEXED_JOB = Policy()
