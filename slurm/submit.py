@@ -35,7 +35,7 @@ from train.config.explain import conf_folder, explain
 from train.errors import ConfigError, Preempted
 from train.faults.exit import tell
 from train.launch import execute, loopback, slurm, verdict
-from train.launch.spec import Spec, command, printed, this_torchrun
+from train.launch.spec import MARGIN_S, Spec, command, printed, this_torchrun
 from train.launch.variables import whole
 from train.loggers.metrics import describe, read
 
@@ -168,9 +168,9 @@ def compose_cluster(overrides: list[str]) -> Cluster:
             f"{' '.join(str(error).split())}; valid: cluster=slurm or local, and cluster. {valid}"
         ) from None
     assert isinstance(cluster, Cluster)
-    for key in ("nodes", "timeout_min"):
-        if getattr(cluster, key) < 1:
-            raise ConfigError(f"cluster.{key}={getattr(cluster, key)} is out of range: use a value of at least 1")
+    for key, least in (("nodes", 1), ("timeout_min", 1), ("signal_delay_s", MARGIN_S + 1)):
+        if getattr(cluster, key) < least:
+            raise ConfigError(f"cluster.{key}={getattr(cluster, key)} is out of range: use a value of at least {least}")
     if isinstance(cluster, Local) and cluster.nodes > 1:
         raise ConfigError(
             f"cluster=local is one machine, and cluster.nodes={cluster.nodes}: use cluster.nproc_per_node"

@@ -26,6 +26,7 @@ from train.launch.verdict import SLURM, decide, identity
 
 
 def node(given: Sequence[str]) -> int:
+    """Run this node's agent to its end, and give the code that its substrate acts on. Raises ConfigError."""
     kind = here(os.environ)
     spec = kind.spec(os.environ)
     overrides = [*kind.overrides(os.environ), *given]
@@ -41,6 +42,7 @@ def node(given: Sequence[str]) -> int:
 
 
 def line(given: Sequence[str]) -> int:
+    """Print what `node` would run. Raises ConfigError."""
     kind = here(os.environ)
     spec = kind.spec(os.environ)
     overrides = [*kind.overrides(os.environ), *given]
@@ -49,11 +51,13 @@ def line(given: Sequence[str]) -> int:
 
 
 def check_here(given: Sequence[str]) -> int:
+    """Check the overrides, those that come by the environment among them. Raises ConfigError."""
     kind = find(os.environ)
     return check([*(kind.overrides(os.environ) if kind else ()), *given])
 
 
 def store(given: Sequence[str]) -> int:
+    """Serve until the run has ended; the one command that imports torch."""
     from train.launch import store as server
 
     server.main(given)
@@ -61,6 +65,7 @@ def store(given: Sequence[str]) -> int:
 
 
 def plan(given: Sequence[str]) -> int:
+    """What slurm/job.sh needs to start the nodes: job, folder, before, srun_flags. Raises ConfigError."""
     flags, job = slurm.srun_flags(os.environ), slurm.job_name(os.environ)
     code, folder = check_apart(given)
     if code:
@@ -73,6 +78,9 @@ def plan(given: Sequence[str]) -> int:
 
 
 def verdict(given: Sequence[str]) -> int:
+    """What slurm/job.sh does at the end: code, requeue, line. Raises ConfigError."""
+    if len(given) not in (3, 4):
+        raise ConfigError(f"verdict got {len(given)} arguments; valid: FOLDER BEFORE CODE [told]")
     folder, before, code, *told = given
     after = attempts.read(Path(folder))
     end = decide(json.loads(before), after, int(code), told=any(told), policy=SLURM)

@@ -48,6 +48,8 @@ class Signals:
 
 @dataclass(frozen=True)
 class End:
+    """What comes next, the signals that came, and the last record of outcome.json."""
+
     verdict: Verdict
     signals: tuple[int, ...]
     record: dict[str, Any]

@@ -45,7 +45,7 @@ class Dynamic:
     id: str
     is_host: bool
     """Whether this agent holds the store. Never left to torchrun, which guesses it from names and addresses."""
-    timings: Timings = Timings()  # frozen
+    timings: Timings = Timings()
 
     def flags(self) -> list[str]:
         return [
