@@ -180,6 +180,14 @@ def test_what_srun_is_told():
     assert {slurm.port(job) for job in (0, 19999, 20000, 10**7)} <= {*range(10000, 30000)}
 
 
+def test_apptainer_passes_on_whatever_the_launcher_reads():
+    """Its container sees no variable of the job by itself."""
+    read = {*re.findall(r'env(?:\[|, |\.get\()["\']([A-Z_]+)', Path(slurm.__file__).read_text())}
+    passed = set(re.search(r'PASS_ENV="(.*)\$', (ROOT / "slurm/container.sbatch").read_text())[1].split())
+    assert {"HEAD", "NPROC", "SLURMD_NODENAME", "SLURM_JOB_ID"} <= read, "the pattern finds them"
+    assert {name for name in read if not name.startswith("SLURM_")} <= passed
+
+
 def test_a_shell_reads_what_python_meant():
     words, value = ["a b", "'", "$HOME", "x\ny", ""], "it's `id`\n"
     script = slurm.assignments({"words": words, "value": value}) + '\nprintf "%s\\0" "${words[@]}" "$value"'

@@ -37,7 +37,7 @@ def node(given: Sequence[str]) -> int:
             return code
     verdict = execute.run(spec, overrides, policy=kind.policy, folder=folder).verdict
     if verdict.line:
-        say(f"muster: {verdict.line} in {folder}")
+        say(f"muster: {folder}: {verdict.line}")
     return verdict.code
 
 
@@ -84,7 +84,7 @@ def verdict(given: Sequence[str]) -> int:
     folder, before, code, *told = given
     after = attempts.read(Path(folder))
     end = decide(json.loads(before), after, int(code), told=any(told), policy=SLURM)
-    answer = {"code": str(end.code), "requeue": str(int(end.requeue)), "line": f"{end.line} in {folder}"}
+    answer = {"code": str(end.code), "requeue": str(int(end.requeue)), "line": f"{folder}: {end.line}"}
     say(slurm.assignments(answer), sys.stdout)
     return 0
 
