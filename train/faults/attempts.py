@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -53,14 +52,6 @@ def _replace(folder: Path, record: dict[str, Any]) -> None:
     replace_file(folder / "outcome.json", lambda draft: draft.write_text(json.dumps(record, indent=1) + "\n"))
 
 
-def main() -> int:
-    """`python -m train.faults.attempts OUTPUT_DIR`: print how the last attempt ended and exit with its code (1 if it has none)."""
-    record = read(Path(sys.argv[1])) if len(sys.argv) == 2 else {}
-    print(record.get("outcome", "none"))
-    code = record.get("exit_code")
-    return code if isinstance(code, int) else 1
-
-
 def read(folder: Path) -> dict[str, Any]:
     """The last attempt's record; `{}` if there is none that can be read."""
     try:
@@ -85,7 +76,3 @@ def idle_attempts(before: dict[str, Any], furthest: int) -> int:
     ):
         return 0
     return int(before.get("idle_attempts", 0)) + 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
