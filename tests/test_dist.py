@@ -179,7 +179,7 @@ def test_all_ranks_go_on_to_the_furthest_and_stop_there(store):
         while watcher.proceed():
             stopped_at += 1
         assert stopped_at == 5
-        assert sum(board.operations[name] for name in ("set", "add", "multi_get")) <= 6, board.operations
+        assert sum(board.operations[name] for name in ("set", "add", "multi_get")) <= 1 + 2 + 3 + 1, board.operations
         watcher.close()
 
 
