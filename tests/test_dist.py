@@ -254,7 +254,7 @@ def test_nodes_whose_data_differ_are_named(tmp_path, change):
         text = "all work and no play makes jack a dull boy. " * 200
         if number and change == "other samples":
             text = text.replace("jack", "jill")
-        (root / "input.txt").write_text(text if not number or change == "other samples" else text[:-1000])
+        (root / "input.py").write_text(text if not number or change == "other samples" else text[:-1000])
     env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     line = ("data=text", "model=gpt", "objective=language_modeling", "max_steps=2", "dist.timeout_s=30")
     ranks = [
