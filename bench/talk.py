@@ -1,7 +1,7 @@
 """What the ranks ask of the rendezvous store, counted: operations per rank while they meet, beat, stop and save.
 
 `python -m bench.talk` lets 64 ranks, each a few threads with connections of its own, talk over loopback as those of a
-run do, without a model and without a process group. Times on so small a machine mean nothing; the counts do.
+run do, without a model and without a process group; an operation on several keys counts as many. Times on so small a machine mean nothing; the counts do.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def test_every_layout_loads_what_another_has_saved(tmp_path, whole):
 
 def test_a_sharded_state_is_written_in_equal_parts_and_read_bit_for_bit(tmp_path):
     folder = tmp_path / "run"
-    sharded = run(folder, *SHARDED, "max_steps=5", ranks=4)
+    sharded = run(folder, *SHARDED, "model.hidden=[400]", "max_steps=5", ranks=4)
     step = folder / "checkpoints/step-00000005"
     index = json.loads((step / "index.json").read_text())
     weight = index["tensors"]["model/1.weight"]
@@ -41,7 +41,9 @@ def test_a_sharded_state_is_written_in_equal_parts_and_read_bit_for_bit(tmp_path
     assert max(sizes) < 1.1 * min(sizes), sizes
     for ranks in (None, 2):
         (folder / "model.pt").unlink()
-        again = run(folder, *SHARDED[1:], OTHER, "max_steps=5", ranks=ranks)  # plain DDP writes what it has loaded
+        again = run(
+            folder, *SHARDED[1:], "model.hidden=[400]", OTHER, "max_steps=5", ranks=ranks
+        )  # plain DDP writes what it has loaded
         assert again.events("resume") and len(again.losses) == 5
         assert again.weights.keys() == sharded.weights.keys()
         assert all(torch.equal(weight, again.weights[name]) for name, weight in sharded.weights.items())

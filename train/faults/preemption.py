@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from train.dist.world import World
 
 POLL_S = 0.2
-LONGEST_POLL_S = 2.0  # a tenth of the grace that schedulers give
+LONGEST_POLL_S = 5.0  # a sixth of the grace that schedulers give
 POLLS_PER_S = 1000.0  # of all ranks together
 
 
