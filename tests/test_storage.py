@@ -288,7 +288,7 @@ def test_a_failure_after_the_commit_is_none_of_the_save(proxy, bucket, tmp_path)
     (tmp_path / "outcome.json").write_text(json.dumps({"attempt": world.attempt}))
     proxy.after = lambda method, path: committed.append(path) if method == "PUT" and "manifest" in path else None
     proxy.before = lambda method, path: 403 if committed and "list-type" in path else None
-    checkpoints = Checkpoints(bucket, folder=tmp_path, world=world, keep=1, on_commit=events.append)
+    checkpoints = Checkpoints(bucket, folder=tmp_path, world=world, keep=1, facts={}, on_commit=events.append)
     checkpoints.save(state={"model/x": torch.ones(3)}, position={"step": 5})
     checkpoints.flush()
     assert committed and [event.get("step") for event in events] == [5]

@@ -111,10 +111,15 @@ def storage_error(doing: str, error: OSError) -> StorageError:
 
 
 def environment_error(error: BaseException) -> ConfigError | None:
-    """What to raise where the system's limits, which no restart lifts, were too low."""
+    """What to raise where a limit of the system or of a layer was met, which no restart lifts."""
     text = str(error)
     if (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)) or "Too many open files" in text:
         return ConfigError(f"out of file descriptors: {' '.join(text.split())[:100]}; raise the limit: ulimit -n 65536")
+    if "Expected more than 1 value per channel" in text:
+        return ConfigError(
+            "a rank's micro-batch had one sample, and the model's batch norm needs two: at the end of an epoch, or at this world size. "
+            "Set loader.drop_last=true, or a batch_size or micro_batch_size that leaves each rank two"
+        )
     if "shared memory" in text:
         return ConfigError(
             "the loader's workers are out of shared memory: make /dev/shm larger (docker --shm-size, a Kubernetes emptyDir with medium: Memory), or set loader.num_workers=0"

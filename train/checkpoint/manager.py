@@ -25,7 +25,7 @@ from train.checkpoint.state import INDEX, Index, Share, Shares, file_of, read, s
 from train.checkpoint.storage import Files, Saved, Storage, Unclear, name
 from train.dist.world import World
 from train.errors import Damaged, MusterError, NoValidCheckpoint, StorageError, say
-from train.faults import attempts as outcome
+from train.faults import attempts
 from train.faults.phase import LONG_S
 from train.strategies.base import Strategy, own_prefix
 
@@ -47,13 +47,16 @@ class Checkpoints:
         folder: Path,
         world: World,
         keep: int,
+        facts: dict[str, Any],
+        newest_step: int | None = None,
+        may_commit: Callable[[], bool] = lambda: True,
         on_commit: Callable[[dict[str, Any]], None] = lambda _: None,
     ):
-        self.storage, self.folder, self.world, self.keep, self.on_commit = storage, folder, world, keep, on_commit
+        self.storage, self.folder, self.world, self.keep, self.facts = storage, folder, world, keep, facts
+        self.may_commit, self.on_commit, self.newest_step = may_commit, on_commit, newest_step
         self._shares = Shares(world)
         self._writer: threading.Thread | None = None
         self._failures: list[StorageError] = []
-        self.newest_step: int | None = None
         self._saves = 0  # the same on every rank: by it the ranks' writers find each other on the board
 
     def save(self, *, state: dict[str, Any], position: dict[str, Any]) -> None:
@@ -130,12 +133,12 @@ class Checkpoints:
         step, attempt = int(position["step"]), self.world.attempt
         files = self._gather(number)
         self._see_folder()
-        if not outcome.is_latest(self.folder, attempt):
+        if not self.may_commit():
             raise StorageError(f"{name(step)} is not written: another attempt has taken this run over")
         facts = {"world_size": self.world.size, "attempt": attempt, "torch": torch.__version__}
-        if not self.storage.commit(step, attempt, {**position, **facts}, files):
+        if not self.storage.commit(step, attempt, {**position, **self.facts, **facts}, files):
             return  # an attempt that was cut off got so far too; a step is never written twice
-        outcome.note_commit(self.folder, attempt, step=step, path=self.storage.path(step))
+        attempts.note_commit(self.folder, attempt, step=step, path=self.storage.path(step))
         self.on_commit(
             {
                 "step": step,

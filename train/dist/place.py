@@ -9,7 +9,6 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from train.errors import ConfigError
 
@@ -54,28 +53,41 @@ def store_is_agents() -> bool:
 
 
 def launcher() -> str:
-    """The process that started this one and starts it again, unlike any other: host, pid, and when it began.
+    """The process that started this one and starts it again, unlike any other: host, pid, when it began, and where pids count.
 
     A rendezvous id does not do: people give every launch the same.
     """
     pid = os.getppid() if "RANK" in os.environ else os.getpid()
+    return f"{socket.gethostname()}:{pid}:{_began(pid)}:{_pid_namespace()}"
+
+
+def has_ended(agent: str) -> bool:
+    """Whether the process that `launcher` named so is gone for certain; of another host's nothing is known."""
+    host, pid, began, namespace = (agent.split(":") + [""] * 4)[:4]
+    if host != socket.gethostname() or not namespace or namespace != _pid_namespace() or not pid.isdigit():
+        return False
+    return _began(int(pid)) != began
+
+
+def _began(pid: int) -> str:
+    """In clock ticks since boot; empty if there is no such process, or it is a zombie. See proc_pid_stat(5)."""
     try:
-        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # clock ticks since boot
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        began = ""
-    return f"{socket.gethostname()}:{pid}:{began}"
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    except OSError:
+        return ""
 
 
 def job() -> str:
     """The scheduler's name of the job, which it keeps when it requeues it; empty if there is none."""
     return f"slurm:{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
-
-
-def same_launch(before: dict[str, Any], agents: list[str]) -> bool:
-    """Whether the attempt `before` was started by the same job, or by one of the `agents` that started this one."""
-    if job():
-        return bool(before.get("launcher") == job())
-    return bool({*before.get("agents", ())} & {*agents})
 
 
 def _number(name: str, default: int) -> int:

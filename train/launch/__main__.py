@@ -70,7 +70,7 @@ def plan(given: Sequence[str]) -> int:
     code, folder = check_apart(given)
     if code:
         return code
-    before = json.dumps(identity(attempts.read(folder)))
+    before = json.dumps(identity(attempts.newest(folder)))
     answer = {"job": job, "folder": str(folder), "before": before, "srun_flags": flags}
     exported = [f"export {text}" for text in slurm.assignments(slurm.srun_environment(os.environ)).splitlines()]
     say("\n".join([slurm.assignments(answer), *exported]), sys.stdout)
@@ -82,7 +82,7 @@ def verdict(given: Sequence[str]) -> int:
     if len(given) not in (3, 4):
         raise ConfigError(f"verdict got {len(given)} arguments; valid: FOLDER BEFORE CODE [told]")
     folder, before, code, *told = given
-    after = attempts.read(Path(folder))
+    after = attempts.newest(Path(folder))
     end = decide(json.loads(before), after, int(code), told=any(told), policy=SLURM)
     answer = {"code": str(end.code), "requeue": str(int(end.requeue)), "line": f"{folder}: {end.line}"}
     say(slurm.assignments(answer), sys.stdout)

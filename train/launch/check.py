@@ -7,15 +7,29 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.errors import ConfigError, one_line, say
+
+if TYPE_CHECKING:
+    from train.config.keys import Config
 
 
 def check(overrides: Sequence[str]) -> int:
     """Print the run's folder, in full, and nothing else: what a user's module prints goes to standard error."""
-    from train.entry import main  # Hydra: not for the commands that check nothing
+    from train.config.compose import run_each  # Hydra: not for the commands that check nothing
 
     sys.argv[1:] = overrides
     with contextlib.redirect_stdout(sys.stderr):
-        return main(None)
+        return run_each(_folder)
+
+
+def _folder(config: Config | ConfigError) -> int:
+    if isinstance(config, ConfigError):
+        say(f"muster: config error: {one_line(config)}")
+        return config.exit_code
+    print(Path(config.output_dir).resolve(), file=sys.__stdout__)
+    return 0
 
 
 def check_apart(overrides: Sequence[str]) -> tuple[int, Path]:

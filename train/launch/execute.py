@@ -57,7 +57,7 @@ class End:
 
 def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folder: Path | None = None) -> End:
     """Start the agent, wait for it, and judge its end by what was written in `folder`, if that is known."""
-    before = attempts.read(folder) if folder else {}
+    before = attempts.newest(folder) if folder else {}
     signals = Signals(policy)
     for number in (signal.SIGTERM, signal.SIGINT, *NOTICES):  # a terminal sends SIGINT to the agent too
         signal.signal(number, signals.on)
@@ -90,6 +90,6 @@ def _as_child() -> None:
 def _settled(folder: Path, *, told: bool) -> dict[str, Any]:
     """How it ended. Another node may stop a little later than this one, and still have to write it."""
     deadline = time.monotonic() + (LAST_WORDS_S if told else 0)
-    while (record := attempts.read(folder)).get("outcome") == attempts.RUNNING and time.monotonic() < deadline:
+    while (record := attempts.newest(folder)).get("outcome") == attempts.RUNNING and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return record

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.config.keys import NonFinite, Precision
+from train.data.generators import kept_generators
 from train.data.loader import Batch
 from train.dist.world import World
 from train.objectives.measure import sums
@@ -82,15 +83,15 @@ class OptimizerStep:
     def warm_up(self, batches: list[Batch]) -> None:
         """One forward and backward whose gradient is thrown away, and which leaves no other trace. Collective."""
         cuda = self.world.device.type == "cuda"
-        random = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+        on_device = torch.cuda.get_rng_state() if cuda else None
         before = self.buffers.copy()
         self.model.train()
-        self.backward(batches[-1:])
+        with kept_generators():
+            self.backward(batches[-1:])
         self.optimizer.zero_grad()
         self.buffers.put_back(before)
-        torch.set_rng_state(random[0])
-        if random[1] is not None:
-            torch.cuda.set_rng_state(random[1])
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device)
 
     def backward(self, batches: list[Batch]) -> Tensor:
         """Accumulate the gradient of the global batch's mean loss; give back this rank's share of that loss, []."""
