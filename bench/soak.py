@@ -181,7 +181,7 @@ def check(cluster: Nodes, ledger: Path, place: Path) -> dict[str, Any]:
         "steps begun more than once": repeated(ledger),
         "attempts by world size": dict(sizes),
         "largest relative difference of a weight": worst,
-        "checkpoints put aside": len(list((cluster.folder / "checkpoints").glob("bad-*"))),
+        "checkpoints quarantined": len(list((cluster.folder / "checkpoints").glob("bad-*"))),
     }
 
 

@@ -38,7 +38,7 @@ def test_a_sharded_state_is_written_in_equal_parts_and_read_bit_for_bit(tmp_path
     assert [piece["file"] for piece in weight["pieces"]] == [f"rank-0000{rank}.bin" for rank in range(4)]
     assert sorted(index["tensors"]["optimizer/1.weight/exp_avg"]) == ["dtype", "pieces", "size"]
     sizes = [(step / f"rank-0000{rank}.bin").stat().st_size for rank in range(4)]
-    assert max(sizes) < 1.1 * min(sizes), sizes
+    assert max(sizes) < 1.2 * min(sizes), sizes  # ten classes on four ranks are not even
     for ranks in (None, 2):
         (folder / "model.pt").unlink()
         again = run(

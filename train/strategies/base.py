@@ -3,7 +3,8 @@
 A strategy builds the model, lays it out over the ranks and makes the optimizer; it carries out one optimizer step on
 this rank's micro-batches and measures a micro-batch of evaluation. Its state is flat: names that every rank spells
 alike (`model/<parameter>`, `optimizer/<parameter>/<value>`, `optimizer/groups`, `scaler`), each with what this rank
-owns or replicates of it, and names that `own` gives, which are this rank's alone. Who writes what, and how a layout
+owns or replicates of it, and names that begin with
+`own_prefix`, which are this rank's alone. Who writes what, and how a layout
 is read by another, is the checkpoint's business.
 """
 
@@ -123,10 +124,6 @@ class Strategy(ABC):
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """The finished model's state dict by unwrapped names, the same ones on every rank; sharded as DTensor. Collective."""
-
-    def own(self, name: str) -> str:
-        """The name of a part of the state that is this rank's alone."""
-        return f"{own_prefix(self.world.rank)}{name}"
 
 
 def own_prefix(rank: int) -> str:

@@ -84,22 +84,13 @@ class Ddp(Strategy):
         pass
 
     def state(self) -> dict[str, Any]:
-        """The replica's, and the buffers that only this rank has."""
-        own = {self.own(f"buffers/{name}"): buffer for name, buffer in self.optimizer_step.buffers.own.items()}
-        return {**self.optimizer_step.state(), **own}
+        return self.optimizer_step.state()
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """The replica's; this rank's own buffers are read beside the ones that all ranks share."""
-        buffers = self.optimizer_step.buffers.own
-        own = {self.own(f"buffers/{name}"): buffer.clone() for name, buffer in buffers.items()}
-        return {**self.optimizer_step.targets(saved), **{name: own[name] for name in own.keys() & saved.keys()}}
+        return self.optimizer_step.targets(saved)
 
     def load(self, state: dict[str, Any]) -> None:
         self.optimizer_step.load(state)
-        own = self.own("buffers/")
-        self.optimizer_step.buffers.put_back(
-            {name.removeprefix(own): value for name, value in state.items() if name.startswith(own)}
-        )
 
     def weights(self) -> dict[str, Tensor]:
         return self.optimizer_step.weights()

@@ -16,7 +16,7 @@ from train.data.loader import Batch
 from train.dist.world import World
 from train.objectives.measure import sums
 from train.strategies import state as flat
-from train.strategies.base import Recipe, SavedTensor, StepResult
+from train.strategies.base import Recipe, SavedTensor, StepResult, own_prefix
 from train.strategies.buffers import Buffers
 
 AUTOCAST = {Precision.fp32: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
@@ -55,6 +55,7 @@ class OptimizerStep:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=recipe.precision is Precision.fp16)
         self.lr = 0.0
+        self._own = f"{own_prefix(world.rank)}buffers/"
         self._leaves_out = recipe.on_nonfinite is NonFinite.skip or self.scaler.is_enabled()
         self._finite = torch.ones((), dtype=torch.bool, device=world.device)
 
@@ -125,19 +126,26 @@ class OptimizerStep:
         return {name: shared.get(name, value) for name, value in weights.items()}
 
     def state(self) -> dict[str, Any]:
-        """What a resume at any world size needs, under flat names. Collective."""
-        optimizer = flat.of_optimizer(self.optimizer, self.model)
-        return {**flat.of_model(self.weights()), **optimizer, "scaler": self.scaler.state_dict()}
+        """What a resume at any world size needs, under flat names, and this rank's own buffers. Collective."""
+        model, optimizer = flat.of_model(self.weights()), flat.of_optimizer(self.optimizer, self.model)
+        own = {f"{self._own}{name}": buffer for name, buffer in self.buffers.own.items()}
+        return {**model, **optimizer, "scaler": self.scaler.state_dict(), **own}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """What to read the `saved` tensors into. Raises ConfigError."""
-        return flat.targets(self.model, self.optimizer, saved)
+        """What to read the `saved` tensors into; this rank's own buffers beside those that all share. Raises ConfigError."""
+        own = {f"{self._own}{name}": buffer for name, buffer in self.buffers.copy().items()}
+        return {
+            **flat.targets(self.model, self.optimizer, saved),
+            **{name: own[name] for name in own.keys() & saved.keys()},
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take up what `state` gave. Raises ConfigError if it does not fit."""
         flat.load(self.model, self.optimizer, state, configured=self.recipe.optimizer_options)
         if state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
+        own = {name: value for name, value in state.items() if name.startswith(self._own)}
+        self.buffers.put_back({name.removeprefix(self._own): value for name, value in own.items()})
         self.buffers.forget()
 
     def _must_skip(self, norm: Tensor) -> bool:
