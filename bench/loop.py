@@ -7,6 +7,7 @@ Checkpoints, evaluation and TensorBoard are off on both sides; the kit logs ever
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import statistics
@@ -76,12 +77,14 @@ def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any
     """The kit's own step, log and data path, one step a turn."""
     from train.config.compose import compose
     from train.data.load import Data
-    from train.dist.world import START_S, Place, start
+    from train.dist.place import Place
+    from train.dist.world import START_S, start
+    from train.faults.exit import Exit
     from train.faults.heartbeat import Heartbeat
     from train.faults.preemption import Preemption
     from train.loop import begin, load, log
     from train.plan import Plan
-    from train.run import prepare
+    from train.run import open_run
 
     place = Place.from_env()
     overrides = [model, "data=synthetic", f"data.image_shape={list(shape)}", f"batch_size={batch * place.world_size}"]
@@ -91,19 +94,18 @@ def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any
     world = start(config, place)
     heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, start_s=START_S, on_hang=print)
     heartbeat.start()  # its cost is part of the step's
-    run = prepare(config, world, Preemption(), heartbeat)
-    run.preemption.watch(run.world)
-    run.data = Data(Gathered(list(shape)), None, shape, 10, "bench")
-    run.plan = Plan(len(run.data.train), config.batch_size)
-    yield run
-    for micro_batches in load(run, run.data.train, run.plan, range(10**6)):
-        begin(run, "step")
-        result = run.strategy.step(run.step, micro_batches)
-        run.step += 1
-        run.metrics.advance(run.step)
-        if run.step % config.log.every_steps == 0:
-            log(run, result)
-        yield
+    with open_run(config, world, Preemption(), heartbeat, Exit(Path(folder))) as (opened, _, _):
+        data = Data(Gathered(list(shape)), None, shape, 10, "bench")
+        run = dataclasses.replace(opened, data=data, plan=Plan(len(data.train), config.batch_size))
+        yield run
+        for micro_batches in load(run, run.data.train, run.plan, range(10**6)):
+            begin(run, "step")
+            result = run.strategy.step(run.step, micro_batches)
+            run.progress.step += 1
+            run.metrics.advance(run.step)
+            if run.step % config.log.every_steps == 0:
+                log(run, result)
+            yield
 
 
 def speed(loop: Any, steps: int) -> float:
@@ -128,10 +130,7 @@ def worker() -> None:
             medians = [round(statistics.median(column), 1) for column in zip(*pairs, strict=True)]
             ratio = round(statistics.median(ours / theirs for ours, theirs in pairs), 2)
             print(json.dumps([name, run.world.size, *medians, ratio]), flush=True)
-        run.preemption.close()
-        run.metrics.close()
-        if run.held:
-            run.held.let_go()
+        kit.close()
         run.heartbeat.close()
         run.world.close()
     sys.stdout.flush()

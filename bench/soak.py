@@ -91,7 +91,7 @@ class Soak:
     def checkpoint_spoiled(self) -> None:
         """A bit of the newest checkpoint flips, and everything is killed, so that it would be used."""
         self.everything_killed()
-        for state in sorted((self.cluster.folder / "checkpoints").glob("step-*/state.pt"))[-1:]:
+        for state in sorted((self.cluster.folder / "checkpoints").glob("step-*/rank-00000.bin"))[-1:]:
             data = bytearray(state.read_bytes())
             data[random.randrange(len(data))] ^= 1 << random.randrange(8)
             state.write_bytes(data)
@@ -181,7 +181,7 @@ def check(cluster: Nodes, ledger: Path, place: Path) -> dict[str, Any]:
         "steps begun more than once": repeated(ledger),
         "attempts by world size": dict(sizes),
         "largest relative difference of a weight": worst,
-        "checkpoints put aside": len(list((cluster.folder / "checkpoints").glob("bad-*"))),
+        "checkpoints quarantined": len(list((cluster.folder / "checkpoints").glob("bad-*"))),
     }
 
 

@@ -1,9 +1,9 @@
 """Send a run, or a sweep of runs, to Slurm through submitit: `python slurm/submit.py [options] [overrides]`.
 
 Overrides are those of `python -m train`; those of the group `cluster` say where and how (cluster.nodes=4,
-cluster=local, ...). A job holds one task a node, and each task is one torchrun agent. On submitit's USR2 (shortly before
-the time limit) and on Slurm's SIGTERM every agent stops its workers, which save one checkpoint; submitit then requeues
-the job, which resumes.
+cluster=local, ...). A job holds one task a node, and each task starts one torchrun agent as train.launch has it. On
+submitit's USR2 (shortly before the time limit) and on Slurm's SIGTERM every agent stops its workers, which save one
+checkpoint; submitit then requeues the job, which resumes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from train.config.compose import compose as compose_run
 from train.config.options import conf_folder
-from train.errors import ConfigError
-from train.faults import attempts as outcome
+from train.errors import ConfigError, Preempted
 from train.faults.exit import tell
+from train.launch import execute, loopback, slurm, verdict
+from train.launch.spec import MARGIN_S, Spec, command, printed, this_torchrun
+from train.launch.variables import whole
 from train.loggers.console import describe
 from train.loggers.jsonl import read
 
@@ -70,7 +72,7 @@ class Local(Cluster):
 
 
 class Agent:
-    """What runs on each node: the elastic agent, in this process, and its workers as `python -m train`."""
+    """What runs on each node: the launcher of train.launch, with torchrun under it."""
 
     def __init__(self, overrides: list[str], cluster: Cluster, folder: str):
         self.overrides, self.cluster, self.folder = overrides, cluster, folder
@@ -81,74 +83,40 @@ class Agent:
 
     def __call__(self) -> str:
         """Run to the end of the run, and give back how it ended. Raises RuntimeError if it failed."""
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import elastic_launch
-
         environment = submitit.JobEnvironment()
         requeue = signal.getsignal(signal.SIGUSR2)
-        told: list[int] = []
+        policy = verdict.SUBMITIT if self._on_slurm else verdict.LOCAL
+        end = execute.run(self.spec(environment.hostnames[0]), self.overrides, policy=policy, folder=Path(self.folder))
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        # A preemption with a grace time sends SIGTERM alone; a cancelled job no longer counts as running.
+        comes_back = end.verdict.requeue and (signal.SIGUSR2 in end.signals or still_running())
+        if comes_back and environment.global_rank == 0 and callable(requeue):
+            requeue(signal.SIGUSR2, None)  # submitit's own handler: asks checkpoint() and requeues
+        if end.verdict.code not in (0, Preempted.exit_code):
+            raise RuntimeError(f"{end.verdict.line}: {end.record.get('error', 'see the messages above')}")
+        return str(end.record.get("outcome", "none"))
 
-        def stop(number: int, _: Any) -> None:
-            told.append(number)
-            raise SignalException(f"the scheduler sent {signal.Signals(number).name}", signal.SIGTERM)
-
-        signal.signal(signal.SIGUSR2, stop)
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        # How long the last checkpoint may take once the agents are told to stop; torchrun's own is 30 s.
-        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "110")
-        launch = elastic_launch(self._launch_config(environment), sys.executable)
-        try:
-            launch("-u", "-m", "train", *self.overrides)
-        except (SignalException, ChildFailedError) as error:
-            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-            record = self._outcome()
-            preempted = record.get("outcome") == "preempted"
-            # A preemption with a grace time sends SIGTERM alone; a cancelled job no longer counts as running.
-            comes_back = signal.SIGUSR2 in told or still_running()
-            if comes_back and preempted and environment.global_rank == 0 and callable(requeue):
-                requeue(signal.SIGUSR2, None)  # submitit's own handler: asks checkpoint() and requeues
-            if not preempted:
-                raise RuntimeError(f"{record.get('outcome', 'failed')}: {record.get('error', error)}") from None
-        return str(outcome.read(Path(self.folder)).get("outcome", "none"))
-
-    def _outcome(self) -> dict[str, Any]:
-        """How it ended. Another node may stop a little later than this one and still have to write it."""
-        deadline = time.monotonic() + 15
-        while (record := outcome.read(Path(self.folder))).get("outcome") == outcome.RUNNING:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.2)
-        return record
-
-    def _launch_config(self, environment: Any) -> Any:
-        from torch.distributed.launcher.api import LaunchConfig
-
+    def spec(self, head: str) -> Spec:
+        """This node's part, for a job whose first node is `head`."""
         processes = self.cluster.nproc_per_node or self.cluster.gpus_per_node or 1
-        cpus = int(os.environ.get("SLURM_CPUS_PER_TASK", os.cpu_count() or 1))
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpus // processes)))
-        on_slurm = self.cluster.executor == "slurm"
-        job = int(os.environ["SLURM_JOB_ID"]) if on_slurm else 0
-        restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-        return LaunchConfig(
-            min_nodes=self.cluster.nodes,
-            max_nodes=self.cluster.nodes,
-            nproc_per_node=processes,
-            run_id=f"{job}.{restart}" if on_slurm else f"local.{os.getpid()}",
-            max_restarts=self.cluster.max_restarts,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{environment.hostnames[0]}:{10000 + job % 20000}" if on_slurm else "127.0.0.1:0",
-            rdzv_configs={"is_host": int(environment.node == 0), "join_timeout": 300, "last_call_timeout": 5},
-            local_addr=os.environ["SLURMD_NODENAME"] if on_slurm else "127.0.0.1",
-            start_method="spawn",
-        )
+        restarts = self.cluster.max_restarts
+        if not self._on_slurm:
+            threads = whole(os.environ, "OMP_NUM_THREADS", default=max(1, (os.cpu_count() or 1) // processes), least=1)
+            kwargs = {"nproc": processes, "max_restarts": restarts, "threads": threads}
+            return loopback.spec("1", port=0, id=f"local.{os.getpid()}", is_host=True, **kwargs)
+        told = {"HEAD": head, "MAX_RESTARTS": str(restarts), "GRACE_S": str(self.cluster.signal_delay_s)}
+        return slurm.spec({**os.environ, **told}, nproc=processes)
+
+    @property
+    def _on_slurm(self) -> bool:
+        return self.cluster.executor == "slurm"
 
 
 def still_running() -> bool:
     """Whether Slurm counts this job as running: not if somebody cancelled it, or if Slurm requeues it by itself."""
     if "SLURM_JOB_ID" not in os.environ:
         return False
-    line = ["scontrol", "show", "job", os.environ["SLURM_JOB_ID"]]
+    line = ["scontrol", "show", "job", slurm.job_name(os.environ)]
     return "JobState=RUNNING" in subprocess.run(line, capture_output=True, text=True, check=False).stdout
 
 
@@ -201,9 +169,9 @@ def compose_cluster(overrides: list[str]) -> Cluster:
             f"{' '.join(str(error).split())}; valid: cluster=slurm or local, and cluster. {valid}"
         ) from None
     assert isinstance(cluster, Cluster)
-    for key in ("nodes", "timeout_min"):
-        if getattr(cluster, key) < 1:
-            raise ConfigError(f"cluster.{key}={getattr(cluster, key)} is out of range: use a value of at least 1")
+    for key, least in (("nodes", 1), ("timeout_min", 1), ("signal_delay_s", MARGIN_S + 1)):
+        if getattr(cluster, key) < least:
+            raise ConfigError(f"cluster.{key}={getattr(cluster, key)} is out of range: use a value of at least {least}")
     if isinstance(cluster, Local) and cluster.nodes > 1:
         raise ConfigError(
             f"cluster=local is one machine, and cluster.nodes={cluster.nodes}: use cluster.nproc_per_node"
@@ -256,9 +224,9 @@ def make_executor(cluster: Cluster) -> submitit.AutoExecutor:
 def sbatch_text(executor: submitit.AutoExecutor, agents: list[Agent]) -> str:
     """What would be sent. Only Slurm has such a text."""
     if executor.cluster != "slurm":
-        return "\n".join(
-            f"local: {sys.executable} -m torch.distributed.run -m train {' '.join(a.overrides)}" for a in agents
-        )
+        specs = [agent.spec("") for agent in agents]
+        lines = [command(spec, a.overrides, torchrun=this_torchrun()) for spec, a in zip(specs, agents, strict=True)]
+        return "\n".join(f"local: {printed(spec, line)}" for spec, line in zip(specs, lines, strict=True))
     inner: Any = executor._executor
     inner.map_count = len(agents) if len(agents) > 1 else None
     text: str = inner._make_submission_file_text(inner._submitit_command_str, "dry-run")

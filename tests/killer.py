@@ -1,46 +1,60 @@
-"""The kit's entry, with a SIGKILL at a chosen point of the checkpoint protocol: KILL_AT=point:step."""
+"""The kit's entry, with a SIGKILL at a chosen point of the checkpoint protocol: KILL_AT=point:step, on rank KILL_RANK."""
 
 import os
 import signal
 
 from front import run
 
+from train.checkpoint import storage as protocol
 from train.checkpoint.backends import folder as storage
 
 point, step = os.environ["KILL_AT"].split(":")
+name = f"step-{int(step):08d}"
+
+
+def die():
+    if os.environ.get("RANK", "0") == os.environ.get("KILL_RANK", "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_before(function, when):
     def wrapper(*args, **kwargs):
         if when(*args):
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         return function(*args, **kwargs)
 
     return wrapper
 
 
-def die_in_the_middle_of_writing(path, value):
-    result = write_tensors(path, value)
-    if f"{int(step):08d}" in str(path) and path.name == "state.pt":
-        os.truncate(path, result["size"] // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
+class Half(protocol.Hashing):
+    """Half of what is written gets to the disk."""
+
+    def write(self, data):
+        stream = self._stream
+        if name in getattr(stream, "name", "") and ".bin" in stream.name:
+            stream.write(memoryview(data).cast("B")[: len(memoryview(data).cast("B")) // 2])
+            stream.flush()
+            die()
+        return super().write(data)
 
 
-write_tensors, rename = storage.write_tensors, os.rename
 if point == "write":
-    storage.write_tensors = die_in_the_middle_of_writing
+    protocol.Hashing = Half
+elif point == "index":
+    put = storage.Folder.put
+    storage.Folder.put = die_before(put, lambda _, file: name in file and file.endswith("index.json"))
 elif point == "manifest":
-    storage.sync_folder = die_before(storage.sync_folder, lambda folder: f"{int(step):08d}" in str(folder))
+    storage.sync_folder = die_before(storage.sync_folder, lambda folder: name in str(folder))
 elif point == "rename":
-    storage.os.rename = die_before(rename, lambda source, target: str(target).endswith(f"/step-{int(step):08d}"))
+    storage.os.rename = die_before(os.rename, lambda source, target: str(target).endswith(f"/{name}"))
+elif point == "committed":
+    protocol.Storage.prune = die_before(
+        protocol.Storage.prune, lambda where: os.path.exists(os.path.join(where.root, name))
+    )
 elif point == "prune":
     storage.shutil.rmtree = die_before(
         storage.shutil.rmtree,
-        lambda doomed, **_: (
-            str(doomed).endswith(".old")
-            and os.path.exists(os.path.join(os.path.dirname(doomed), f"step-{int(step):08d}"))
-        ),
+        lambda doomed, **_: ".old-step-" in str(doomed) and os.path.exists(os.path.join(os.path.dirname(doomed), name)),
     )
 
 if __name__ == "__main__":

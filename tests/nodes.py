@@ -15,7 +15,8 @@ from typing import Any
 
 from launch import QUIET, Result, environment, free_port
 
-RDZV_CONF = "join_timeout=120,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10"
+from train.launch import loopback
+from train.launch import spec as launch
 
 
 class Nodes:
@@ -27,7 +28,7 @@ class Nodes:
         self.folder, self.overrides, self.nnodes, self.nproc = folder, overrides, nnodes, nproc
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.mark = f"muster-test-{os.getpid()}-{time.monotonic_ns()}"
-        self.env = environment(TEST_MARK=self.mark, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env)
+        self.env = environment(TEST_MARK=self.mark, **env)
         self.port, self.own_store = free_port(), own_store
         self.agents: list[subprocess.Popen[str]] = []
         self.store: subprocess.Popen[str] | None = None
@@ -35,19 +36,19 @@ class Nodes:
             self.start_store()
 
     def start_store(self) -> None:
-        self.store = self._popen([sys.executable, "-m", "train.launch.store", "--port", str(self.port)], "store")
+        self.store = self._popen([sys.executable, "-m", "train.launch", "store", "--port", str(self.port)], "store")
 
     def start(
         self, *overrides: str, host: bool | None = None, nproc: int | None = None, max_restarts: int = 100
     ) -> subprocess.Popen[str]:
         """One more agent; without a store of its own the first one is the rendezvous host."""
         is_host = (not self.agents if host is None else host) and not self.own_store
-        line = [
-            sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.nnodes}", f"--nproc-per-node={nproc or self.nproc}",
-            f"--max-restarts={max_restarts}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-id=t",
-            f"--rdzv-conf=is_host={int(is_host)},{RDZV_CONF}", "--local-addr=127.0.0.1",
-            "-m", "train", f"output_dir={self.folder}", *QUIET, *self.overrides, *overrides,
-        ]  # fmt: skip
+        spec = loopback.spec(
+            self.nnodes, port=self.port, id="t", is_host=is_host, nproc=nproc or self.nproc, max_restarts=max_restarts
+        )
+        arguments = (f"output_dir={self.folder}", *QUIET, *self.overrides, *overrides)
+        line = launch.command(spec, arguments, torchrun=[sys.executable, "-m", "torch.distributed.run"])
+        self.env |= launch.environment(spec)
         agent = self._popen(line, f"agent-{len(self.agents)}")
         self.agents.append(agent)
         return agent

@@ -1,21 +1,22 @@
-"""The kit's entry on slow storage: every file of a checkpoint takes SLOW_S seconds."""
+"""The kit's entry on slow storage: every rank's file of a checkpoint takes SLOW_S seconds."""
 
 import os
 import time
 
 from front import run
 
-from train.checkpoint.backends import folder as storage
+from train.checkpoint.backends.folder import Folder
 
-write_tensors = storage.write_tensors
-
-
-def slowly(path, value):
-    time.sleep(float(os.environ["SLOW_S"]))
-    return write_tensors(path, value)
+put = Folder.put
 
 
-storage.write_tensors = slowly
+def slowly(self, name):
+    if name.endswith(".bin"):
+        time.sleep(float(os.environ["SLOW_S"]))
+    return put(self, name)
+
+
+Folder.put = slowly
 
 if __name__ == "__main__":
     run()

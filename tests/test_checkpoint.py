@@ -42,8 +42,8 @@ SPOILS = {
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
-@pytest.mark.parametrize("name", ["state.pt", "rank-00001.pt", "manifest.json"])
-def test_a_bad_checkpoint_is_put_aside_and_the_one_before_is_used(trained, copy, spoil, name):
+@pytest.mark.parametrize("name", ["rank-00000.bin", "rank-00001.bin", "index.json", "manifest.json"])
+def test_a_bad_checkpoint_is_quarantined_and_the_one_before_is_used(trained, copy, spoil, name):
     if (spoil, name) == ("bit flipped", "manifest.json"):
         (copy / "checkpoints/step-00000020/manifest.json").write_text("{")
     else:
@@ -51,15 +51,15 @@ def test_a_bad_checkpoint_is_put_aside_and_the_one_before_is_used(trained, copy,
     os.remove(copy / "outcome.json")
     result = run(copy, *SAVING)
     assert result.events("resume")[-1]["step"] == 15
-    assert "put aside a bad checkpoint" in result.out and "step-00000020" in result.out
+    assert "quarantined a bad checkpoint" in result.out and "step-00000020" in result.out
     assert any(name.startswith("bad-step-00000020") for name in names(copy))
     assert "step-00000020" in names(copy)
 
 
 def test_all_bad_is_never_a_start_from_zero(copy):
     for folder in (copy / "checkpoints").iterdir():
-        SPOILS["bit flipped"](folder / "state.pt")
-    for _ in range(2):  # the second time they are all put aside already
+        SPOILS["bit flipped"](folder / "rank-00000.bin")
+    for _ in range(2):  # the second time they are all quarantined already
         result = run(copy, *SAVING, "max_steps=30", ok=False)
         assert result.code == 4, result.out
         assert "no valid checkpoint" in result.said[0] and "resume=never" in result.said[0]
@@ -74,14 +74,14 @@ def test_a_draft_is_no_checkpoint(copy):
     assert not draft.exists()
 
 
-@pytest.mark.parametrize("point", ["write", "manifest", "rename", "prune"])
+@pytest.mark.parametrize("point", ["write", "index", "manifest", "rename", "committed", "prune"])
 def test_killed_anywhere_in_the_protocol_there_is_a_valid_one(tmp_path, point):
     saving = (*SAVING, "checkpoint.keep=2", "model.hidden=[64]")
     whole = run(tmp_path / "whole", *saving)
     killed = run(tmp_path / "run", *saving, ok=False, env={"KILL_AT": f"{point}:15"}, module="killer")
     assert killed.code == -signal.SIGKILL, killed.out
     result = run(tmp_path / "run", *saving)
-    assert result.events("resume")[-1]["step"] == (15 if point == "prune" else 10)
+    assert result.events("resume")[-1]["step"] == (15 if point in ("committed", "prune") else 10)
     assert result.losses == whole.losses
     assert all(torch.equal(weight, result.weights[name]) for name, weight in whole.weights.items())
     assert not [name for name in names(result.folder) if name.startswith(".")]

@@ -234,7 +234,8 @@ def order_of_preparing(folder):
     from pathlib import Path
 
     from train.config.keys import Config
-    from train.dist.world import Place, start
+    from train.dist.place import Place
+    from train.dist.world import start
 
     world = start(Config(), Place.from_env())
     with world.local_first():

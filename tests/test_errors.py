@@ -228,10 +228,13 @@ def test_lines_of_several_processes_stay_whole():
 
 def test_a_node_whose_gpus_do_not_answer_is_named():
     """device=auto is the CPU there, and ranks of both kinds would wait for each other. (No front door without a GPU.)"""
-    from train.dist.world import _judge
+    from train.dist.meeting import difference, judge
 
-    hello = {"error": None, "torch": "2", "code": "c", "config": {}}
-    hellos = [{**hello, "host": "n1", "device": "cuda"}, {**hello, "host": "n2", "device": "cpu"}]
-    code, message = _judge(hellos, 60)
+    facts = {"torch": "2", "code": "c"}
+    first, other = {**facts, "host": "n1", "device": "cuda"}, {**facts, "host": "n2", "device": "cpu"}
+    hellos = {rank: {"error": None, "differs": None} for rank in (0, 1)}
+    assert judge(hellos, 2, timeout_s=60) is None
+    hellos[1]["differs"] = difference(first, other, {}, {}, rank=1)
+    code, message = judge(hellos, 2, timeout_s=60)
     assert code == 2 and "rank 1 on n2 would train on cpu, rank 0 on n1 on cuda" in message
-    assert _judge(hellos[:1] * 2, 60) is None
+    assert difference(first, first, {}, {}, rank=1) is None

@@ -1,59 +1,129 @@
 """Whose fault it is that nobody moves; the real processes are in test_faults.py."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
-from train.faults import heartbeat
-from train.faults.heartbeat import FIRST_S, LONG_S, Heartbeat, Place, last
+from train.faults import phase as phases
+from train.faults.heartbeat import period_s
+from train.faults.phase import FIRST_S, LONG_S, Phase, Phases
+from train.faults.survey import Echo, Survey
+from train.faults.verdict import NAMED, Outlook, fault, last, outlook, silence
 
 
-def place(sections, *, waiting=False, age_s=10.0, limit_s=5.0):
-    return Place(1, sections, f"step {sections}", age_s, limit_s, waiting, "mine.py:3 (forward)", "n1")
+def phase(number, *, waiting=False, age_s=10.0, limit_s=5.0, host="n1"):
+    return Phase(1, number, f"step {number}", age_s, limit_s, waiting, "mine.py:3 (forward)", host)
 
 
-def test_the_fewest_sections_are_last():
-    assert last({0: place(7, waiting=True), 1: place(6), 2: place(7)}) == [1]
+def test_the_fewest_phases_are_last():
+    assert last({0: phase(7, waiting=True), 1: phase(6), 2: phase(7)}) == [1]
 
 
 def test_of_equals_the_one_in_its_own_code_is_last():
-    assert last({0: place(7, waiting=True), 1: place(7, waiting=True), 2: place(7)}) == [2]
-    assert last({0: place(7, waiting=True), 1: place(7, waiting=True)}) == [0, 1]
+    assert last({0: phase(7, waiting=True), 1: phase(7, waiting=True), 2: phase(7)}) == [2]
+    assert last({0: phase(7, waiting=True), 1: phase(7, waiting=True)}) == [0, 1]
 
 
 @pytest.fixture
-def beat(monkeypatch):
-    """A heartbeat of rank 0 in a world of three, and a clock that is set by hand."""
+def clock(monkeypatch):
+    """A clock that is set by hand."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock.now)
-    watch = Heartbeat(
-        SimpleNamespace(rank=0, size=3, is_first=True), timeout_s=5.0, start_s=9.0, on_hang=lambda _: None
-    )
-    return watch, clock
+    monkeypatch.setattr(phases.time, "monotonic", lambda: clock.now)
+    return clock
 
 
-def limits(watch, clock, durations, kind="step"):
+def limits(own, clock, durations, kind="step"):
     found = []
     for number, seconds in enumerate(durations):
-        watch.begin(kind, number)
-        found.append(watch._section[2])
+        own.enter(kind, number)
+        found.append(own.limit_s)
         clock.now += seconds
     return found
 
 
-def test_a_section_may_take_longer_while_nothing_is_known_of_it(beat):
-    """Two first ones, then the timeout, unless such a section is known to take longer."""
-    assert limits(*beat, [100, 1, 1, 1, 4, 1]) == [FIRST_S, FIRST_S, 5.0, 5.0, 5.0, 12.0]
-    beat[0].begin("save", 6)
-    assert beat[0]._section[2] == LONG_S
+def test_a_phase_may_take_longer_while_nothing_is_known_of_it(clock):
+    """Two first ones, then the timeout, unless such a phase is known to take longer."""
+    own = Phases(timeout_s=5.0, start_s=9.0)
+    assert own.limit_s == 9.0
+    assert limits(own, clock, [100, 1, 1, 1, 4, 1]) == [FIRST_S, FIRST_S, 5.0, 5.0, 5.0, 12.0]
+    own.enter("save", 6)
+    assert own.limit_s == LONG_S
 
 
-def test_who_is_busy_within_its_time_excuses_the_others(beat):
-    watch, _ = beat
-    watch._section = (7, "step 7", 5.0, -10.0)
-    watch._others = {1: place(7, waiting=True), 2: place(6, limit_s=LONG_S)}
-    assert watch._fault(patient=False) is None
-    watch._others[2] = place(6)
-    assert watch._fault(patient=True) is None, "the culprit may still say so itself"
-    found = watch._fault(patient=False)
+def seen(**ranks):
+    return outlook({int(rank[1:]): one for rank, one in ranks.items()}, silent_s={}, quiet_s=0.2)
+
+
+def test_who_is_busy_within_its_time_excuses_the_others():
+    mine = phase(7)
+    busy = seen(r0=mine, r1=phase(7, waiting=True), r2=phase(6, limit_s=LONG_S))
+    assert fault(busy, mine, timeout_s=5, patient=False) is None
+    hung = seen(r0=mine, r1=phase(7, waiting=True), r2=phase(6))
+    assert fault(hung, mine, timeout_s=5, patient=True) is None, "the culprit may still say so itself"
+    assert fault(hung, phase(6), timeout_s=5, patient=True), "which it does"
+    found = fault(hung, mine, timeout_s=5, patient=False)
     assert found and found.rank == 2 and "rank 2 on n1 (step 6) stands in mine.py:3 (forward)" in str(found)
+
+
+def test_all_behind_is_nobodys_fault_alone():
+    found = fault(seen(r0=phase(7), r1=phase(7)), phase(7), timeout_s=5, patient=True)
+    assert found and found.rank is None and "collectives that do not match" in str(found)
+
+
+def test_nothing_is_judged_before_all_have_a_phase():
+    early = seen(r0=phase(0), r1=None)
+    assert fault(early, phase(0), timeout_s=5, patient=False) is None
+    assert "rank 1 (start-up)" in str(
+        silence(outlook({0: phase(0), 1: None}, silent_s={1: 3.0}, quiet_s=0.2), 1.0, told="is silent", me=0)
+    )
+
+
+def test_who_is_silent_is_named_but_not_oneself():
+    world = {rank: phase(7, host=f"n{rank}") for rank in range(3)}
+    said = outlook(world, silent_s={0: 0.0, 1: 4.0, 2: 4.0}, quiet_s=0.2)
+    found = silence(said, 3.0, told="gives no sign of life", me=2)
+    assert found and (found.rank, found.host) == (1, "n1") and "rank 2" not in str(found)
+    assert silence(said, 5.0, told="", me=0) is None
+
+
+def test_what_rank_0_posts_stays_small_and_survives_the_way():
+    world = {rank: phase(7) for rank in range(5000)}
+    said = outlook(world, silent_s=dict.fromkeys(world, 9.0), quiet_s=0.2)
+    assert len(said.silent) == NAMED and len(json.dumps(said.as_json())) < 4096
+    assert Outlook.of_json(json.loads(json.dumps(said.as_json()))) == said
+
+
+def board_of(beats):
+    return SimpleNamespace(beats=lambda: [*beats], first_beat=lambda: beats[0])
+
+
+def test_a_rank_that_posts_nothing_new_is_silent_and_one_that_was_not_looked_at_is_not(clock):
+    beats = [b"", json.dumps({"phase": vars(phase(7))}).encode()]
+    survey = Survey(SimpleNamespace(size=2, rank=0, board=board_of(beats)), 0.1)
+    for _ in range(10):
+        survey.look(phase(7), is_wanted=False)
+        clock.now += 0.1
+    assert survey.gone == 1 and survey.outlook and [one.rank for one in survey.outlook.silent] == [1]
+    clock.now += 30  # this process was stopped itself
+    survey.look(phase(7), is_wanted=True)
+    assert survey.gone == 0 and survey.outlook and not survey.outlook.silent
+
+
+def test_the_others_see_that_rank_0_posts_nothing_new(clock):
+    beats = [json.dumps({"phase": vars(phase(7)), "outlook": None}).encode()]
+    echo = Echo(SimpleNamespace(size=2, rank=1, board=board_of(beats)), 0.1)
+    echo.begin()
+    for _ in range(5):
+        echo.look(phase(7), is_wanted=True)
+        clock.now += 0.1
+    assert echo.first_silent_s == pytest.approx(0.5) and echo.first_name == "rank 0 on n1 (step 7)"
+    beats[0] = json.dumps({"phase": vars(phase(8)), "outlook": None}).encode()
+    echo.look(phase(7), is_wanted=True)
+    assert echo.first_silent_s == 0.0
+
+
+def test_beats_grow_rarer_with_the_world_but_not_too_rare_for_the_timeout():
+    assert period_s(2, 300) == period_s(200, 300) == 0.1
+    assert period_s(1024, 300) == pytest.approx(0.512)
+    assert period_s(100_000, 40) == 5

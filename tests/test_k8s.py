@@ -17,9 +17,14 @@ import pytest
 import yaml
 from custom import RECORDED, assert_exact
 from engine import engine, skip  # noqa: F401
+from fake_agent import own_python  # noqa: F401
 from launch import ROOT, Result, environment, run
 
 from train import errors
+from train.faults.agent import FINAL
+from train.launch import kubernetes
+from train.launch import spec as launch
+from train.launch.substrate import here
 
 K8S = ROOT / "k8s"
 JOBS = {
@@ -167,7 +172,7 @@ def test_manifests_agree_with_the_code(job):
     template, _ = pod(job)
     spec, container = template["spec"], template["spec"]["containers"][0]
     done = subprocess.run(
-        [sys.executable, "-m", "train.check", *container["args"]],
+        [sys.executable, "-m", "train.launch", "check", *container["args"]],
         cwd="/tmp",
         env=environment(),
         capture_output=True,
@@ -176,7 +181,14 @@ def test_manifests_agree_with_the_code(job):
     assert done.returncode == 0, done.stderr
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert "/job" + done.stdout.strip().removeprefix("/tmp") == "/job/runs/muster" and "/job/runs" in mounts
-    assert spec["terminationGracePeriodSeconds"] > 30, "torchrun gives its workers 30 s"
+    assert container["command"] == ["tini", "--", "python3", "-m", "train.launch", "node"]
+    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    settings = {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
+    assert settings["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert spec["terminationGracePeriodSeconds"] == int(settings["GRACE_S"])
+    made = here({"HOSTNAME": "muster-worker-0", **variables(job, 0)})
+    timeout_s = int(launch.environment(made.spec(variables(job, 0)))["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    assert 30 <= timeout_s < spec["terminationGracePeriodSeconds"]
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert (
@@ -191,35 +203,59 @@ def test_manifests_agree_with_the_code(job):
     assert selector.items() <= template["metadata"]["labels"].items()
 
 
+def variables(job, index, address="10.1.0.7"):
+    """The whole environment of a pod."""
+    template, pods = pod(job)
+    name, given = injected(job, index, pods)
+    own = {entry["name"]: entry.get("value", address) for entry in template["spec"]["containers"][0]["env"]}
+    return {"HOSTNAME": name.split(".")[0], **own, **given}
+
+
 @pytest.mark.parametrize("job, before, after, code", [
     ("pytorchjob", 7, None, 143), ("pytorchjob", None, None, 143), ("pytorchjob", 75, 7, 7), ("pytorchjob", 7, 75, 143),
     ("indexed-job", 7, None, 1), ("indexed-job", None, None, 1), ("indexed-job", 75, 7, 7), ("indexed-job", 7, 75, 75),
+    ("trainjob", 7, None, 1), ("trainjob", None, None, 1), ("trainjob", 75, 7, 7), ("trainjob", 7, 75, 75),
 ])  # fmt: skip
-def test_a_pod_ends_as_its_own_attempt_did(tmp_path, job, before, after, code):
+def test_a_pod_ends_as_its_own_attempt_did(tmp_path, own_python, job, before, after, code):  # noqa: F811
     """An outcome.json that an earlier attempt left says nothing of agents that never met."""
-    *_, script, name = pod(job)[0]["spec"]["containers"][0]["command"]
-    folder, agent = tmp_path / "run", tmp_path / "bin/torchrun"
-    for path in (folder, agent.parent):
-        path.mkdir()
+    _, _, _, *command = pod(job)[0]["spec"]["containers"][0]["command"]
+    folder = tmp_path / "run"
+    folder.mkdir()
     if before:
         (folder / "outcome.json").write_text(f'{{"exit_code": {before}, "attempt": "1"}}')
     writes = f'echo \'{{"exit_code": {after}, "attempt": "2"}}\' >{folder}/outcome.json; ' if after else ""
-    agent.write_text(f"#!/bin/sh\n{writes}exit 1\n")
-    agent.chmod(0o755)
-    env = environment(PATH=f"{agent.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}", NNODES="1", NPROC="1")
-    env |= {"JOB_COMPLETION_INDEX": "0", "POD_IP": "127.0.0.1"}
-    command = ["sh", "-c", script, name, f"output_dir={folder}"]
-    assert subprocess.run(command, env=env, cwd=tmp_path, timeout=60).returncode == code
+    place = own_python(f"{writes}exit 1")
+    env = environment(**variables(job, 0), PATH=f"{place}:{os.environ['PATH']}")
+    line = [place / "python3", *command, f"output_dir={folder}"]
+    assert subprocess.run(line, env=env, cwd=tmp_path, timeout=60).returncode == code
 
 
 def test_permanent_failures_are_those_of_the_code():
     job = next(document for document in documents(JOBS["indexed-job"]) if document["kind"] == "Job")
-    rule = next(rule for rule in job["spec"]["podFailurePolicy"]["rules"] if rule["action"] == "FailJob")
+    runtime = documents(JOBS["trainjob"])[0]["spec"]["template"]["spec"]
+    of_pods = runtime["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
     final = {kind.exit_code for kind in errors.MusterError.__subclasses__()} - {1, 75}
-    assert set(rule["onExitCodes"]["values"]) == final
+    for rules in (job["spec"]["podFailurePolicy"]["rules"], of_pods):
+        rule = next(rule for rule in rules if rule["action"] == "FailJob")
+        assert set(rule["onExitCodes"]["values"]) == final == {*FINAL}
+    # Without it the JobSet would start the failed job again, and again.
+    assert {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]} in runtime["failurePolicy"]["rules"]
+    assert runtime["failurePolicy"]["maxRestarts"] > 0, "what a restart can mend is restarted"
     container = job["spec"]["template"]["spec"]["containers"][0]
     settings = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert int(settings["NNODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    service = documents(JOBS["indexed-job"])[0]
+    assert settings["HEAD"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert [port["port"] for port in service["spec"]["ports"]] == [kubernetes.PORT]
+    assert [port["containerPort"] for port in container["ports"]] == [kubernetes.PORT]
+
+
+def test_the_operators_own_policy_reaches_torchrun():
+    """minReplicas, maxReplicas and maxRestarts are PyTorchJob's to say; the manifest says nothing of the rendezvous."""
+    elastic = documents(JOBS["pytorchjob"])[0]["spec"]["elasticPolicy"]
+    assert set(elastic) == {"minReplicas", "maxReplicas", "maxRestarts"}
+    line = launch.command(kubernetes.pytorchjob(variables("pytorchjob", 1)), [])
+    assert {"--nnodes=1:3", "--max-restarts=100", "--nproc-per-node=1", "--local-addr=10.1.0.7"} <= set(line)
 
 
 def injected(job, index, pods):
@@ -227,17 +263,16 @@ def injected(job, index, pods):
     if job == "pytorchjob":
         spec = documents(JOBS[job])[0]["spec"]
         elastic = spec["elasticPolicy"]
-        conf = ",".join(f"{entry['key']}={entry['value']}" for entry in elastic["rdzvConf"])
         return f"muster-worker-{index}", {
-            "PET_RDZV_BACKEND": elastic["rdzvBackend"], "PET_RDZV_ENDPOINT": "muster-worker-0:23456", "PET_RDZV_ID": elastic["rdzvId"],
-            "PET_RDZV_CONF": conf, "PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
+            "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "muster-worker-0:23456",  # whatever the manifest leaves out
+            "PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
             "PET_MAX_RESTARTS": str(elastic["maxRestarts"]), "PET_NPROC_PER_NODE": spec["nprocPerNode"], "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
     if job == "trainjob":
         job_trainer = documents(JOBS[job])[1]["spec"]["trainer"]
         return f"muster-node-0-{index}.muster", {
             "PET_NNODES": str(pods), "PET_NPROC_PER_NODE": str(job_trainer["numProcPerNode"]), "PET_NODE_RANK": str(index),
-            "PET_MASTER_ADDR": "muster-node-0-0.muster", "PET_MASTER_PORT": "29500",
+            "PET_MASTER_ADDR": "muster-node-0-0.muster", "PET_MASTER_PORT": "29500", "JOB_COMPLETION_INDEX": str(index),
         }  # fmt: skip
     return f"muster-{index}.muster", {"JOB_COMPLETION_INDEX": str(index)}
 
@@ -270,18 +305,17 @@ class Pods:
         self.docker("network", "rm", self.prefix, ok=False)
 
     def start(self, index):
-        name, variables = injected(self.job, index, self.count)
+        name, _ = injected(self.job, index, self.count)
         container = self.template["spec"]["containers"][0]
         address = f"172.31.77.{10 + index}"
-        own = {entry["name"]: entry.get("value", address) for entry in container["env"]}
-        variables = {**own, **variables, "PYTHONPATH": "/opt/muster:/tests", "LEDGER": "/job/runs/ledger"}
+        env = {**variables(self.job, index, address), "PYTHONPATH": "/opt/muster:/tests", "LEDGER": "/job/runs/ledger"}
         user = self.template["spec"]["securityContext"]
         entrypoint, *command = container["command"]
         self.docker(
             "run", "-d", "--name", f"{self.prefix}-{index}", "--network", self.prefix, "--network-alias", name, "--ip", address,
             "--hostname", name.split(".")[0], "--user", f"{user['runAsUser']}:{user['runAsGroup']}", "--read-only", "--tmpfs", "/tmp",
             "--cap-drop=ALL", "--security-opt=no-new-privileges", "--shm-size=256m", "-v", f"{self.runs}:/job/runs", "-v", f"{ROOT / 'tests'}:/tests:ro",
-            *(word for key, value in variables.items() for word in ("-e", f"{key}={value}")),
+            *(word for key, value in env.items() for word in ("-e", f"{key}={value}")),
             "--entrypoint", entrypoint, container["image"], *command, *self.arguments,
         )  # fmt: skip
 
@@ -369,7 +403,7 @@ def test_pods_train_as_torchrun_does_and_survive_a_deletion(engine, tmp_path, jo
 
 @pytest.mark.docker
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("job", ["pytorchjob", "indexed-job"])
+@pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize(("mistake", "code"), [("modell=mlp", 2), ("data=mnist", 3)])
 def test_a_permanent_failure_has_its_own_exit_code(engine, tmp_path, job, mistake, code):  # noqa: F811
     with Pods(engine, tmp_path, job, mistake) as pods:

@@ -52,7 +52,7 @@ def test_the_ranks_shares_are_the_global_batch(size, batch, world, micro, drop, 
     counted = [index for share in shares for part in share for index in part.indices[: part.count].tolist()]
     assert counted == plan.batch(step).tolist()
     assert len({len(share) for share in shares}) == 1, "every rank must run as many forward passes"
-    assert len(shares[0]) == plan.pieces(step, world_size=world, micro_batch_size=micro)
+    assert len(shares[0]) == plan.num_micro_batches(step, world_size=world, micro_batch_size=micro)
     assert all(len(part.indices) >= 1 for share in shares for part in share)
     if micro:
         assert all(len(part.indices) <= micro for share in shares for part in share)
@@ -73,3 +73,14 @@ def test_sample_keys_depend_on_sample_epoch_and_seed_alone():
     assert one[1] == sample_keys(seed=1, epoch=2, indices=np.array([6]))[0]
     others = [sample_keys(seed=s, epoch=e, indices=np.array([6]))[0] for s, e in ((1, 3), (2, 2), (2, 1))]
     assert len({int(one[1]), *map(int, others)}) == 4
+
+
+def test_a_rank_computes_its_own_slice_only(monkeypatch):
+    """The whole global batch on every rank would be 15 ms a step at 1,024 ranks."""
+    from train import plan as room
+
+    computed, permute = [], Permutation.__call__
+    monkeypatch.setattr(room.Permutation, "__call__", lambda self, at: computed.append(len(at)) or permute(self, at))
+    Plan(10**6, batch_size=4096).share(3, rank=5, world_size=1024)
+    Plan(10**6, batch_size=7).share(3, rank=9, world_size=10)
+    assert computed == [4, 0, 1]

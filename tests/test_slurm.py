@@ -239,7 +239,6 @@ def container(tmp_path_factory):
 
 %environment
     export PATH=/opt/venv/bin:/usr/bin:/bin PYTHONPATH=/opt/muster:/tests PYTHONUNBUFFERED=1 MPLCONFIGDIR=/tmp/matplotlib
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 """)
     image = folder / "muster.sif"
     built = subprocess.run(
@@ -332,7 +331,12 @@ def test_submit_locally(tmp_path):
 
 
 def test_submit_says_what_is_wrong_before_it_sends_anything(tmp_path):
-    for mistake, said in (("lr=3", "optimizer.lr"), ("cluster.node=3", "nodes"), ("cluster.nodes=0", "at least 1")):
+    for mistake, said in (
+        ("lr=3", "optimizer.lr"),
+        ("cluster.node=3", "nodes"),
+        ("cluster.nodes=0", "at least 1"),
+        ("cluster.signal_delay_s=5", "at least 11"),
+    ):
         done = local(tmp_path, "cluster=local", mistake)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "slurm").exists()

@@ -1,17 +1,25 @@
 """Checkpoints in an object store: a real S3 server (moto's), and real disks that are full."""
 
+import http.client
+import http.server
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import torch
 from launch import environment, finish, free_port, reached, run, start, wait_for
 
+from train.checkpoint import storage as protocol
+from train.checkpoint.state import read
+from train.checkpoint.storage import Storage, Unclear
+from train.dist.world import Place, World
 from train.errors import StorageError
 
 SAVING = ("model.hidden=[16]", "checkpoint.every_steps=5", "max_steps=20", "checkpoint.keep=2")
@@ -60,15 +68,13 @@ def s3():
 
 @pytest.fixture
 def bucket(s3, request, monkeypatch):
-    """A Bucket of this test's own, in this process."""
+    """A store of this test's own, in this process."""
     import s3fs
-
-    from train.checkpoint.backends.fsspec import Bucket
 
     for key, value in s3.env.items():
         monkeypatch.setenv(key, value)
     s3fs.S3FileSystem.clear_instance_cache()
-    return Bucket(f"s3://muster/{re.sub(r'[^a-z_]', '-', request.node.name)}")
+    return Storage(f"s3://muster/{re.sub(r'[^a-z_]', '-', request.node.name)}")
 
 
 def test_a_run_on_s3_resumes_bit_identically(tmp_path, s3):
@@ -80,7 +86,7 @@ def test_a_run_on_s3_resumes_bit_identically(tmp_path, s3):
     first = finish(process, tmp_path / "run")
     assert first.code == 0, first.out
     assert s3.steps("resume") == [10, 13]
-    s3.fs().pipe_file("muster/resume/step-00000017/dead/state/__0_0.distcp", b"half")
+    s3.fs().pipe_file("muster/resume/step-00000017/dead/rank-00000.bin", b"half")
     result = run(tmp_path / "run", *line, url, ranks=2, env=s3.env)
     assert result.events("resume")[-1]["step"] == 13
     assert result.losses == whole.losses
@@ -88,21 +94,20 @@ def test_a_run_on_s3_resumes_bit_identically(tmp_path, s3):
     assert s3.steps("resume") == [15, 20] and not (tmp_path / "run/checkpoints").exists()
     assert not s3.fs().exists("muster/resume/step-00000017"), "a dead writer's draft was left behind"
     manifest = json.loads(s3.fs().cat("muster/resume/step-00000020/manifest.json"))
-    assert {name.split("/", 1)[1] for name in manifest["files"]} == {
-        f"{part}/{name}" for part in ("state", "rank-00000", "rank-00001") for name in (".metadata", "__0_0.distcp")
-    }
+    files = {name.split("/", 1)[1] for name in manifest["files"]}
+    assert files == {"index.json", "rank-00000.bin", "rank-00001.bin"}
 
 
-def test_a_bad_object_is_put_aside_and_all_bad_is_no_start_from_zero(tmp_path, s3):
+def test_a_bad_object_is_quarantined_and_all_bad_is_no_start_from_zero(tmp_path, s3):
     line = (*SAVING, "checkpoint.storage=s3://muster/bad")
     run(tmp_path / "run", *line, env=s3.env)
-    (state,) = s3.fs().glob("muster/bad/step-00000020/*/state/__0_0.distcp")
+    (state,) = s3.fs().glob("muster/bad/step-00000020/*/rank-00000.bin")
     data = bytearray(s3.fs().cat(state))
     data[len(data) // 2] ^= 1
     s3.fs().pipe_file(state, bytes(data))
     result = run(tmp_path / "run", *line, "max_steps=22", env=s3.env)
     assert result.events("resume")[-1]["step"] == 15 and "SHA-256 differs" in result.out
-    for state in s3.fs().glob("muster/bad/step-*/*/state/__0_0.distcp"):
+    for state in s3.fs().glob("muster/bad/step-*/*/rank-00000.bin"):
         s3.fs().rm(state)
     for _ in range(2):
         result = run(tmp_path / "run", *line, "max_steps=24", ok=False, env=s3.env)
@@ -139,45 +144,244 @@ def test_a_store_that_goes_away_is_survived_until_the_limit(tmp_path):
     assert len(result.events("checkpoint_failed")) >= 2
 
 
+def draft(storage, step, attempt, content=b"abc"):
+    with storage.write(step, attempt, "rank-00000.bin") as stream:
+        stream.write(content)
+    return {"rank-00000.bin": stream.facts}
+
+
+def commit(storage, step, attempt, content=b"abc"):
+    manifest = {"step": step, "attempt": attempt, "world_size": 1}
+    return storage.commit(step, attempt, manifest, draft(storage, step, attempt, content))
+
+
+def newest(storage, **kwargs):
+    from train.checkpoint import manager
+
+    return manager.newest(storage, alone(), **{"on_bad": pytest.fail, **kwargs})
+
+
+def alone():
+    return World(Place(), torch.device("cpu"), "a", torch.distributed.HashStore(), [])
+
+
+def content(storage, step):
+    with protocol.Saved(storage, storage.manifest(step)).open("rank-00000.bin") as stream:
+        return stream.read()
+
+
 def test_a_cut_off_writer_cannot_commit_or_spoil(bucket):
-    bucket.write(7, "old", "state", {"x": torch.ones(3)})
-    files = bucket.write(7, "new", "state", {"x": torch.zeros(3), "n": [1, (2.5, None)]})
-    assert bucket.commit(7, "new", {"step": 7, "attempt": "new", "files": files})
-    late = bucket.write(7, "old", "state", {"x": torch.ones(3)})
-    assert not bucket.commit(7, "old", {"step": 7, "attempt": "old", "files": late})
-    manifest = bucket.verify(7)
-    value = bucket.read(7, "state", manifest)
-    assert torch.equal(value["x"], torch.zeros(3)) and value["n"] == [1, (2.5, None)]
-    assert bucket.steps() == [7]
+    draft(bucket, 7, "old", b"old")
+    assert commit(bucket, 7, "new", b"new")
+    assert not commit(bucket, 7, "old", b"old")
+    assert content(bucket, 7) == b"new" and bucket.steps() == [7] and newest(bucket).step == 7
 
 
-@pytest.mark.parametrize("module, name", [("os", "system"), ("torch.distributed.checkpoint.filesystem", "os.system")])
-def test_the_index_of_a_checkpoint_runs_no_code(bucket, tmp_path, module, name):
+def test_a_checkpoint_runs_no_code(tmp_path):
+    """Its plain values are all that is unpickled."""
     mark = tmp_path / "was-here"
-    evil = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)) + b"\x93"
-    evil += b"\x8c" + bytes([len(f"touch {mark}")]) + f"touch {mark}".encode() + b"\x85R."
-    files = bucket.write(1, "a", "state", {"x": torch.ones(1)})
-    bucket.fs.pipe_file(bucket._key(1, "a/state/.metadata"), evil)
-    with pytest.raises(StorageError, match="which is no part of one"):
-        bucket.read(1, "state", {"attempt": "a", "files": files})
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {mark}",)
+
+    torch.save({"scaler": Evil()}, tmp_path / "rank-00000.bin")
+    index = {"tensors": {}, "values": {"scaler": {"file": "rank-00000.bin", "at": 0}}}
+    with pytest.raises(StorageError, match="no plain value"):
+        read(index, ["scaler"], {}, lambda file: (tmp_path / file).open("rb"))
     assert not mark.exists()
 
 
-def commit(storage, step, attempt, value=1.0):
-    files = storage.write(step, attempt, "state", {"x": torch.full((3,), value)})
-    assert storage.commit(step, attempt, {"step": step, "attempt": attempt, "files": files})
-
-
-def test_what_was_put_aside_outlives_a_new_checkpoint_of_the_same_step(bucket):
+def test_what_was_withdrawn_outlives_a_new_checkpoint_of_the_same_step(bucket):
     commit(bucket, 5, "old")
     bucket.start_over()
     commit(bucket, 5, "new")
     bucket.remove(5)
-    bucket.prepare()
-    assert bucket.steps() == [] and bucket.bad() == []
-    left = bucket.fs.find(f"{bucket.base}/step-00000005")
-    assert any("previous-" in key for key in left) and any("/old/state/" in key for key in left)
+    commit(bucket, 6, "new")
+    bucket.prune(keep=1)
+    assert bucket.steps() == [6] and bucket.bad() == []
+    left = bucket.backend.fs.find(f"{bucket.backend.base}/step-00000005")
+    assert any("previous-" in key for key in left) and any("/old/rank-" in key for key in left)
     assert not any("/new/" in key for key in left)
+
+
+class Proxy:
+    """HTTP between a client and the store: `answer(method, path)` may spoil an answer after the store has acted, or before."""
+
+    def __init__(self, port):
+        self.before, self.after = (lambda *_: None), (lambda *_: None)
+        proxy = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def forward(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                status = proxy.before(self.command, self.path)
+                reply, data, headers = None, b"", []
+                if status is None:
+                    store = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+                    store.request(self.command, self.path, body, dict(self.headers))
+                    reply = store.getresponse()
+                    data, headers = reply.read(), reply.getheaders()
+                    status = proxy.after(self.command, self.path)
+                    store.close()
+                if status is not None:
+                    reply, data, headers = None, b"", []
+                self.send_response(reply.status if reply else status)
+                for key, value in headers:
+                    if key.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+                        self.send_header(key, value)
+                length = dict(headers).get("Content-Length") if self.command == "HEAD" else None
+                self.send_header("Content-Length", length or str(len(data)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(data)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.fixture
+def proxy(s3, monkeypatch):
+    proxy = Proxy(s3.port)
+    monkeypatch.setattr(s3, "env", {**s3.env, "AWS_ENDPOINT_URL": proxy.url})
+    yield proxy
+    proxy.server.shutdown()
+
+
+def test_a_manifest_that_was_stored_but_answered_with_an_error_is_a_commit(proxy, bucket):
+    failed = []
+
+    def once(method, path):
+        if method == "PUT" and path.split("?")[0].endswith("manifest.json") and not failed:
+            failed.append(path)
+            return 500
+        return None
+
+    proxy.after = once
+    assert commit(bucket, 5, "a") and failed
+    assert bucket.steps() == [5] and newest(bucket).step == 5
+
+
+def test_a_commit_of_which_nothing_is_known_keeps_its_files(proxy, bucket):
+    """Neither was the manifest answered for nor can it be read: whoever deletes the files may destroy a checkpoint."""
+    proxy.before = lambda method, path: 403 if "manifest.json" in path else None
+    with pytest.raises(Unclear):
+        commit(bucket, 5, "a")
+    proxy.before = lambda *_: None
+    assert bucket.backend.list("step-00000005/a") == ["rank-00000.bin"] and bucket.steps() == []
+    bucket.prepare()
+    assert bucket.backend.list("step-00000005/a") == ["rank-00000.bin"]
+
+
+def test_a_failure_after_the_commit_is_none_of_the_save(proxy, bucket, tmp_path):
+    from train.checkpoint.manager import Checkpoints
+
+    world, events, committed = alone(), [], []
+    (tmp_path / "outcome.json").write_text(json.dumps({"attempt": world.attempt}))
+    proxy.after = lambda method, path: committed.append(path) if method == "PUT" and "manifest" in path else None
+    proxy.before = lambda method, path: 403 if committed and "list-type" in path else None
+    checkpoints = Checkpoints(bucket, folder=tmp_path, world=world, keep=1, facts={}, on_commit=events.append)
+    checkpoints.save(state={"model/x": torch.ones(3)}, position={"step": 5})
+    checkpoints.flush()
+    assert committed and [event.get("step") for event in events] == [5]
+    proxy.before = lambda *_: None
+    assert bucket.steps() == [5] and newest(bucket).step == 5
+
+
+def test_a_put_that_lands_late_harms_nothing(bucket):
+    """Rank 0 of an old attempt was killed while its manifest was under way; the next attempt has begun and saved."""
+    manifests = {}
+    for step in (5, 7):
+        files = draft(bucket, step, "old", b"old")
+        whole = {"format": protocol.FORMAT, "step": step, "attempt": "old", "world_size": 1}
+        whole["files"] = {f"old/{name}": facts for name, facts in files.items()}
+        manifests[step] = json.dumps(whole).encode()
+    bucket.prepare()
+    assert commit(bucket, 5, "new", b"new")
+    bucket.prune(keep=3)
+    with pytest.raises(FileExistsError):
+        bucket.backend.publish("step-00000005/old", "step-00000005", manifests[5])
+    bucket.backend.publish("step-00000007/old", "step-00000007", manifests[7])
+    assert newest(bucket).step == 7 and content(bucket, 7) == b"old" and content(bucket, 5) == b"new"
+    assert commit(bucket, 8, "new") and not bucket.prune(keep=3) and newest(bucket).step == 8
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path, request, kind):
+    storage = Storage(str(tmp_path)) if kind == "folder" else request.getfixturevalue("bucket")
+    commit(storage, 5, "old")
+    place = next(iter(storage.manifest(5)["files"]))
+    if kind == "folder":
+        (tmp_path / "step-00000005" / place).write_bytes(b"abd")
+    else:
+        storage.backend.fs.pipe_file(f"{storage.backend.base}/step-00000005/{place}", b"abd")
+    assert commit(storage, 5, "new", b"new")
+    assert newest(storage).manifest["attempt"] == "new" and content(storage, 5) == b"new" and len(storage.bad()) == 1
+
+
+def test_a_file_that_rank_0_does_not_see_is_no_part_of_a_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "SEEN_WITHIN_S", 0.3)
+    storage = Storage(str(tmp_path))
+    files = {**draft(storage, 5, "a"), "rank-00001.bin": {"size": 3, "sha256": ""}}
+    with pytest.raises(StorageError, match=r"rank-00001\.bin is not there as rank 0 sees it"):
+        storage.commit(5, "a", {"step": 5, "attempt": "a"}, files)
+    assert storage.steps() == []
+
+
+def test_nodes_that_do_not_share_the_folder_are_told_so(tmp_path):
+    port = free_port()
+    nodes = []
+    for node in range(2):
+        (tmp_path / str(node)).mkdir()
+        line = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+            "--nproc-per-node=1",
+            f"--node-rank={node}",
+        ]
+        line += ["--master-addr=127.0.0.1", f"--master-port={port}", "-m", "train", "output_dir=run", "max_steps=5"]
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        nodes.append(subprocess.Popen(line, env=environment(), cwd=tmp_path / str(node), **pipe))
+    first, second = [finish(process, tmp_path / str(node) / "run") for node, process in enumerate(nodes)]
+    assert first.code and second.code
+    out = first.out + second.out
+    assert "is not the folder that rank 0 writes to" in out and "exitcode  : 5 " in out, out
+
+
+def test_checkpoints_that_are_gone_are_missed(tmp_path):
+    """A run that was finished, and then its checkpoints deleted or another place given."""
+    line = (*SAVING, "checkpoint.every_steps=10")
+    run(tmp_path / "run", *line)
+    elsewhere = run(tmp_path / "run", *line, "max_steps=22", f"checkpoint.storage={tmp_path / 'else'}", ok=False)
+    assert elsewhere.code == 4 and "step 20 was saved as" in elsewhere.said[0], elsewhere.out
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    for _ in range(2):
+        deleted = run(tmp_path / "run", *line, "max_steps=22", ok=False)
+        assert deleted.code == 4 and "step 20 was saved as" in deleted.said[0], deleted.out
+    again = run(tmp_path / "run", *line, "checkpoint.resume=never")
+    assert again.events("start") and again.outcome["checkpoint"]["step"] == 20
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_run_whose_folder_is_removed_ends(tmp_path, ranks):
+    endless = ("data._target_=custom.Numbered", "model._target_=custom.Slow", "max_steps=100000")
+    process = start(tmp_path / "run", *endless, "checkpoint.every_steps=10", ranks=ranks)
+    wait_for(tmp_path / "run", reached(15), process=process)
+    (tmp_path / "run").rename(tmp_path / "gone")
+    result = finish(process, tmp_path / "run")
+    assert "is not there any more" in result.out and "restore it" in result.out
+    assert (result.code == 5) if ranks is None else ("exitcode  : 5 " in result.out), result.out
+    assert not (tmp_path / "run/checkpoints").exists()
 
 
 def test_a_name_that_is_a_pattern_is_refused(tmp_path):
@@ -188,40 +392,33 @@ def test_a_name_that_is_a_pattern_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
 def test_what_cannot_be_read_just_now_is_not_bad(tmp_path, request, monkeypatch, kind):
-    """A time-out, a stale handle: tried again, and if it stays, the run ends; nothing is put aside."""
-    from train.checkpoint import manager as checkpoint
-    from train.checkpoint.backends import base
-    from train.checkpoint.backends.folder import Folder
-
-    storage = Folder(tmp_path) if kind == "folder" else request.getfixturevalue("bucket")
-    monkeypatch.setattr(base, "PAUSE_S", 0.01)
+    """A time-out, a stale handle: tried again, and if it stays, the run ends; nothing is quarantined."""
+    storage = Storage(str(tmp_path)) if kind == "folder" else request.getfixturevalue("bucket")
+    monkeypatch.setattr(protocol, "PAUSE_S", 0.01)
     for step in (1, 2):
         commit(storage, step, "a")
-    failures, size = [1], storage.size
+    failures, size = [1], storage.backend.size
 
-    def flaky(step, file):
+    def flaky(file):
         if failures and failures.pop():
             raise TimeoutError("the server is busy")
-        return size(step, file)
+        return size(file)
 
-    monkeypatch.setattr(storage, "size", flaky)
-    assert checkpoint.newest(storage, on_bad=pytest.fail).step == 2
+    monkeypatch.setattr(storage.backend, "size", flaky)
+    assert newest(storage).step == 2
     failures.extend([1] * 100)
     with pytest.raises(StorageError, match=r"cannot read .*the server is busy"):
-        checkpoint.newest(storage, on_bad=pytest.fail)
+        newest(storage)
     assert storage.steps() == [2, 1] and storage.bad() == []
 
 
 def test_another_runs_checkpoints_are_only_read(tmp_path):
-    from train.checkpoint import manager as checkpoint
-    from train.checkpoint.backends.folder import Folder
-
-    storage = Folder(tmp_path)
+    storage = Storage(str(tmp_path))
     for step in (1, 2):
         commit(storage, step, "a")
-    (tmp_path / "step-00000002/state.pt").write_bytes(b"")
+    (tmp_path / "step-00000002/rank-00000.bin").write_bytes(b"")
     bad = []
-    assert checkpoint.newest(storage, on_bad=bad.append, own=False).step == 1
+    assert newest(storage, on_bad=bad.append, own=False).step == 1
     assert len(bad) == 1 and storage.steps() == [2, 1]
 
 

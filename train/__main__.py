@@ -5,23 +5,43 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from train.faults.preemption import Preemption
 
+if TYPE_CHECKING:
+    from train.config.keys import Config
+    from train.errors import ConfigError
+
 
 def main() -> None:
-    """Carry out the run that sys.argv describes and end this process with the contract's exit code."""
+    """Carry out the runs that sys.argv describes and end this process with the contract's exit code."""
     preemption = Preemption()
     preemption.install()  # before the slow imports: a signal during start-up ends like any other
     gc.disable()  # until training begins: a sixth of the time of importing torch goes into collections
-    from train.entry import main as enter
+    from train.config.compose import run_each
+    from train.faults import agent
 
-    code = enter(preemption)
+    agent.die_with_it()
+    code = run_each(lambda config: carry_out(config, preemption))
     sys.stdout.flush()
     sys.stderr.flush()
     # No tear-down: it would put SIGTERM's default back, so that the launcher's signal hides the code, and torch's C++
     # threads may abort the process in it ("terminate called without an active exception").
     os._exit(code)
+
+
+def carry_out(config: Config | ConfigError, preemption: Preemption) -> int:
+    """One attempt. A slip of the keyboard is reported at once, unless other ranks have to hear of it."""
+    from train.errors import ConfigError
+    from train.faults.exit import tell
+
+    if isinstance(config, ConfigError) and "RANK" not in os.environ:
+        tell(config)
+        return config.exit_code
+    from train.run import attempt  # torch: not for --help
+
+    return attempt(config, preemption)
 
 
 if __name__ == "__main__":

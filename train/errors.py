@@ -13,11 +13,13 @@ from typing import TextIO
 class MusterError(Exception):
     """A run cannot go on, for a reason that a person can act on.
 
-    The message is one line: what was given, what is valid, what to do.
+    The message is one line: what was given, what is valid, what to do. `retry`: whether the same command, run again
+    by a launcher with nothing mended, may come further.
     """
 
     exit_code = 1
     outcome = "failed"
+    retry = True
 
 
 class ConfigError(MusterError):
@@ -25,6 +27,7 @@ class ConfigError(MusterError):
 
     exit_code = 2
     outcome = "config_error"
+    retry = False
 
 
 class DataError(MusterError):
@@ -32,6 +35,7 @@ class DataError(MusterError):
 
     exit_code = 3
     outcome = "data_error"
+    retry = False
 
 
 class NoValidCheckpoint(MusterError):
@@ -39,6 +43,7 @@ class NoValidCheckpoint(MusterError):
 
     exit_code = 4
     outcome = "no_valid_checkpoint"
+    retry = False
 
 
 class StorageError(MusterError):
@@ -46,6 +51,7 @@ class StorageError(MusterError):
 
     exit_code = 5
     outcome = "storage_error"
+    retry = False
 
 
 class Damaged(StorageError):
@@ -57,6 +63,7 @@ class Diverged(MusterError):
 
     exit_code = 6
     outcome = "diverged"
+    retry = False
 
 
 class CrashLoop(MusterError):
@@ -64,6 +71,7 @@ class CrashLoop(MusterError):
 
     exit_code = 7
     outcome = "crash_loop"
+    retry = False
 
 
 class Preempted(MusterError):
@@ -84,6 +92,18 @@ class RankLost(MusterError):
         self.rank, self.host = rank, host
 
 
+def of_code(exit_code: int, message: str) -> MusterError:
+    """The error that ends a process with `exit_code`, as another rank has raised it."""
+    return next(
+        (kind(message) for kind in MusterError.__subclasses__() if kind.exit_code == exit_code), MusterError(message)
+    )
+
+
+def final() -> dict[int, str]:
+    """Exit codes, with their outcomes, after which a restart would only fail the same way again."""
+    return {kind.exit_code: kind.outcome for kind in MusterError.__subclasses__() if not kind.retry}
+
+
 def storage_error(doing: str, error: OSError) -> StorageError:
     """Name the path and the system's reason, so that nobody has to read a traceback."""
     where = f" {os.fspath(error.filename)}" if error.filename else ""
@@ -91,10 +111,15 @@ def storage_error(doing: str, error: OSError) -> StorageError:
 
 
 def environment_error(error: BaseException) -> ConfigError | None:
-    """What to raise where the system's limits, which no restart lifts, were too low."""
+    """What to raise where a limit of the system or of a layer was met, which no restart lifts."""
     text = str(error)
     if (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)) or "Too many open files" in text:
         return ConfigError(f"out of file descriptors: {' '.join(text.split())[:100]}; raise the limit: ulimit -n 65536")
+    if "Expected more than 1 value per channel" in text:
+        return ConfigError(
+            "a rank's micro-batch had one sample, and the model's batch norm needs two: at the end of an epoch, or at this world size. "
+            "Set loader.drop_last=true, or a batch_size or micro_batch_size that leaves each rank two"
+        )
     if "shared memory" in text:
         return ConfigError(
             "the loader's workers are out of shared memory: make /dev/shm larger (docker --shm-size, a Kubernetes emptyDir with medium: Memory), or set loader.num_workers=0"

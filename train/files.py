@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from train.errors import storage_error
+
+DRAFT = ".draft-"
 
 
 def sync_folder(folder: Path) -> None:
@@ -21,8 +24,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file beside `path`, then put it in its place in one step."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a file beside `path`, then put it in its place in one step. Raises StorageError."""
+    draft = draft_of(path)
     try:
         write(draft)
         with draft.open("rb") as file:
@@ -32,3 +35,15 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
         raise storage_error(f"write {path}:", error) from error
+
+
+def draft_of(path: Path) -> Path:
+    """A name beside `path` that no other process takes; pids do not do, containers have the same ones."""
+    return path.with_name(f"{DRAFT}{uuid.uuid4().hex}.{path.name}")
+
+
+def clear_drafts(folder: Path) -> None:
+    """Remove what killed writers left: for whoever alone writes to `folder`."""
+    for draft in folder.glob(f"{DRAFT}*"):
+        with contextlib.suppress(OSError):
+            draft.unlink()

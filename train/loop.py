@@ -6,48 +6,74 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from train.checkpoint.manager import Checkpoints
 from train.config.keys import Config, NonFinite, Precision
 from train.data.load import Data
 from train.data.loader import Batch, LoaderConfig, batches
 from train.dist.world import World
 from train.errors import Diverged, Preempted
 from train.faults.heartbeat import Heartbeat
-from train.faults.lease import Lease
 from train.faults.preemption import Preemption
-from train.loggers.metrics import Metrics
 from train.plan import Plan
 from train.strategies.base import StepResult, Strategy
 
 EVAL_BATCH = 256
 
 
+class Saves(Protocol):
+    """What the loop asks of checkpoints (checkpoint/manager.py)."""
+
+    def save(self, *, state: dict[str, Any], position: dict[str, Any]) -> None: ...
+    def flush(self) -> None: ...
+
+
+class Records(Protocol):
+    """What the loop says of itself (loggers/metrics.py)."""
+
+    def train(self, *, step: int, epoch: int, loss: float, lr: float, grad_norm: float, samples: int) -> None: ...
+    def eval(self, *, step: int, epoch: int, seconds: float, values: dict[str, float]) -> None: ...
+    def event(self, event: str, **details: Any) -> None: ...
+    def advance(self, step: int) -> None: ...
+
+
 @dataclass
+class Progress:
+    """How far the run is, over all attempts.
+
+    step: optimizer steps done. evaluated: the step of the last evaluation that was finished.
+    """
+
+    step: int = 0
+    evaluated: int = 0
+    skipped_in_a_row: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """One attempt at a run. `step` counts the optimizer steps that are done, over all attempts."""
+    """One attempt at a run: what it is made of, and how far it is."""
 
     config: Config
     world: World
     data: Data
     plan: Plan
     strategy: Strategy
-    checkpoints: Checkpoints
-    metrics: Metrics
+    checkpoints: Saves
+    metrics: Records
     preemption: Preemption
     heartbeat: Heartbeat
-    held: Lease | None
-    identity: dict[str, Any]
     total_steps: int
-    step: int = 0
-    skipped_in_a_row: int = 0
-    finished_before: bool = False
+    progress: Progress
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
 
 
 def train(run: Run) -> None:
     """Train from `run.step` to the end. Collective.
 
+        make up for an evaluation that a stop cut short
         while steps are left:
             begin the next step, or stop here if the ranks agreed to
             one optimizer step on the next micro-batches
@@ -60,19 +86,18 @@ def train(run: Run) -> None:
         StorageError: checkpoints cannot be written.
     """
     config, total = run.config, run.total_steps
-    eval_every = config.eval.every_steps or run.plan.steps_per_epoch
+    evaluate_if_due(run)
     for micro_batches in load(run, run.data.train, run.plan, range(run.step, total)):
         begin(run, "step")
         result = run.strategy.step(run.step, micro_batches)
-        run.step += 1
+        run.progress.step += 1
         count_skips(run, result)
         run.metrics.advance(run.step)
         if run.step % config.log.every_steps == 0 or run.step == total:
             log(run, result)
-        if run.step % eval_every == 0 and run.step < total:
-            evaluate(run)
+        evaluate_if_due(run)
         if run.step % config.checkpoint.every_steps == 0 and run.step < total:
-            save(run, result)
+            save(run)
     save(run)
     evaluate(run)
     flush(run)
@@ -86,13 +111,22 @@ def load(run: Run, dataset: Any, plan: Plan, steps: range) -> Iterator[list[Batc
     return batches(dataset, plan, steps, loader)
 
 
+def evaluate_if_due(run: Run) -> None:
+    """Evaluate between two steps, if it is time and has not been done: an earlier attempt may have been stopped in it."""
+    every = run.config.eval.every_steps or run.plan.steps_per_epoch
+    if isinstance(every, int) and 0 < run.step < run.total_steps and run.step % every == 0:
+        if run.progress.evaluated != run.step:
+            evaluate(run)
+
+
 def evaluate(run: Run) -> None:
     """Measure the test split, every sample exactly once whatever the world size. Collective."""
-    if not run.data.test:
+    if not run.data.test or run.config.eval.every_steps == "off":
         return
     started, totals = time.perf_counter(), dict[str, Any]()
+    size = min(len(run.data.test), run.config.eval.max_samples or len(run.data.test))
     ranks = run.strategy.shard[1] if run.strategy.shard else 1
-    plan = Plan(len(run.data.test), batch_size=min(len(run.data.test), EVAL_BATCH * ranks), shuffle=False)
+    plan = Plan(size, batch_size=min(size, EVAL_BATCH * ranks), shuffle=False)
     for micro_batches in load(run, run.data.test, plan, range(plan.steps_per_epoch)):
         begin(run, "evaluation")
         for batch in micro_batches:
@@ -100,8 +134,9 @@ def evaluate(run: Run) -> None:
                 totals[name] = totals.get(name, 0) + value.double()
     begin(run, "evaluation")
     sums = run.world.sum_named({name: float(value) for name, value in totals.items()})
-    means = {name: value / len(run.data.test) for name, value in sums.items()}
+    means = {name: value / size for name, value in sums.items()}
     run.metrics.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=means)
+    run.progress.evaluated = run.step
 
 
 def log(run: Run, result: StepResult) -> None:
@@ -119,49 +154,51 @@ def log(run: Run, result: StepResult) -> None:
     )
 
 
-def save(run: Run, result: StepResult | None = None) -> None:
+def save(run: Run) -> None:
     """Begin to write a checkpoint of this step; never one of weights that are not finite. Collective."""
-    run.heartbeat.begin("save", run.step)
-    if result is not None and run.config.precision is not Precision.fp16 and not result.skipped:
-        if not math.isfinite(float(result.grad_norm)):  # the same on every rank
-            raise diverged(run)
-    position = {"step": run.step, "epoch": epoch(run), "samples": run.plan.samples_before(run.step), **run.identity}
-    run.checkpoints.save(state=run.strategy.state(), rank_state=run.strategy.rank_state(), position=position)
-    run.heartbeat.begin("step", run.step)
+    run.heartbeat.enter("save", run.step)
+    if not run.strategy.is_finite():
+        raise diverged(run)
+    samples, evaluated = run.plan.samples_before(run.step), run.progress.evaluated
+    position = {"step": run.step, "epoch": epoch(run), "samples": samples, "evaluated": evaluated}
+    run.checkpoints.save(state=run.strategy.state(), position=position)
+    run.heartbeat.enter("step", run.step)
 
 
 def flush(run: Run) -> None:
     """Wait for the checkpoint that is being written. Raises StorageError if it was given up."""
-    run.heartbeat.begin("save", run.step)
+    run.heartbeat.enter("save", run.step)
     run.checkpoints.flush()
 
 
-def begin(run: Run, section: str) -> None:
-    """Enter the next section of work; save and leave instead, if all ranks agreed to stop here."""
-    run.heartbeat.begin(section, run.step)
+def begin(run: Run, phase: str) -> None:
+    """Enter the next phase of work; save and leave instead, if all ranks agreed to stop here."""
+    run.heartbeat.enter(phase, run.step)
     if run.preemption.proceed():
         return
     save(run)
     flush(run)
     run.metrics.event("preempted", step=run.step)
     raise Preempted(
-        f"stopped at step {run.step} of {run.total_steps} and saved it: run the same command again to go on"
+        f"stopped at step {run.step} of {run.total_steps} and saved it: run the same command again to resume"
     )
 
 
 def count_skips(run: Run, result: StepResult) -> None:
     """Bound the steps left out in a row for a gradient that was not finite. All ranks count alike."""
-    run.skipped_in_a_row = run.skipped_in_a_row + 1 if result.skipped else 0
+    run.progress.skipped_in_a_row = run.progress.skipped_in_a_row + 1 if result.skipped else 0
     if not result.skipped:
         return
-    if run.config.on_nonfinite is NonFinite.stop or run.skipped_in_a_row > run.config.max_skipped_steps:
+    scaled = run.config.precision is Precision.fp16  # whose scaler has to find its scale by trial
+    stop = run.config.on_nonfinite is NonFinite.stop and not scaled
+    if stop or run.progress.skipped_in_a_row > run.config.max_skipped_steps:
         raise diverged(run)
-    run.metrics.event("skipped", step=run.step, in_a_row=run.skipped_in_a_row)
+    run.metrics.event("skipped", step=run.step, in_a_row=run.progress.skipped_in_a_row)
 
 
 def diverged(run: Run) -> Diverged:
     return Diverged(
-        f"loss or gradient is not finite at step {run.step} ({run.skipped_in_a_row} in a row): lower optimizer.lr, "
+        f"loss or gradient is not finite at step {run.step} ({run.progress.skipped_in_a_row} in a row): lower optimizer.lr, "
         "set grad_clip, or leave such steps out with on_nonfinite=skip"
     )
 

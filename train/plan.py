@@ -115,10 +115,7 @@ class Plan:
 
     def batch(self, step: int) -> Indices:
         """The global batch of step `step`: `[count] int64` sample indices in order."""
-        epoch, within = divmod(step, self.steps_per_epoch)
-        start = within * self.batch_size
-        positions = np.arange(start, start + self.count(step), dtype=np.int64)
-        return Permutation(self.size, self.seed, epoch)(positions) if self.shuffle else positions
+        return self._samples(step, 0, self.count(step))
 
     def num_micro_batches(self, step: int, *, world_size: int, micro_batch_size: int | None = None) -> int:
         """How many micro-batches each rank puts through its model in step `step`."""
@@ -131,7 +128,22 @@ class Plan:
         Every rank gets the same number of micro-batches, because a model with synchronised layers has to run as
         many forward passes on each.
         """
-        batch, epoch = self.batch(step), self.epoch(step)
         number = self.num_micro_batches(step, world_size=world_size, micro_batch_size=micro_batch_size)
-        mine = np.array_split(batch, world_size)[rank]
-        return [MicroBatch(epoch, part if len(part) else batch[:1], len(part)) for part in np.array_split(mine, number)]
+        mine = self._samples(step, *slice_of(self.count(step), rank, world_size))
+        spare = mine if len(mine) else self._samples(step, 0, 1)
+        parts = np.array_split(mine, number)
+        return [MicroBatch(self.epoch(step), part if len(part) else spare[:1], len(part)) for part in parts]
+
+    def _samples(self, step: int, first: int, end: int) -> Indices:
+        """The entries `first` to `end` of the global batch; only they are computed."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        start = within * self.batch_size
+        positions = np.arange(start + first, start + end, dtype=np.int64)
+        return Permutation(self.size, self.seed, epoch)(positions) if self.shuffle else positions
+
+
+def slice_of(count: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Where rank `rank`'s slice of `count` samples begins and ends; the first ranks take one more where it is uneven."""
+    share, more = divmod(count, world_size)
+    first = rank * share + min(rank, more)
+    return first, first + share + (rank < more)

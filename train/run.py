@@ -1,360 +1,243 @@
-"""One attempt at a run, put together in the order in which data flows: world, data, model, strategy, checkpoint, loop."""
+"""One attempt at a run, put together in the order in which data flows: world, data, model, strategy, loop, checkpoint."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import json
 import os
+import random
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from train.checkpoint import backends as storage
 from train.checkpoint import manager as checkpoint
-from train.checkpoint.backends import Storage
-from train.checkpoint.manager import Checkpoints, Saved
-from train.config.differences import differences, to_dict
-from train.config.keys import Config
+from train.checkpoint.manager import Checkpoints
+from train.checkpoint.resume import storage_of
+from train.checkpoint.weights import write_weights
+from train.config.differences import to_dict
+from train.config.keys import Config, Dist
 from train.config.parts import build
 from train.data.load import Data
 from train.data.load import load as load_data
-from train.dist.world import World
-from train.errors import ConfigError, CrashLoop, DataError, Diverged, MusterError, NoValidCheckpoint, say, storage_error
-from train.faults import attempts as outcome
-from train.faults import lease
+from train.dist.meeting import meet
+from train.dist.place import Place
+from train.dist.world import START_S, World, start
+from train.errors import ConfigError, Diverged, MusterError, one_line, say
+from train.faults import attempts
+from train.faults.exit import Exit
 from train.faults.heartbeat import Heartbeat
 from train.faults.preemption import Preemption
-from train.files import replace_file
-from train.loggers.jsonl import last_step
+from train.folder import Folder, note_end, open_folder
 from train.loggers.metrics import Metrics, open_loggers
-from train.loop import Run, train
+from train.loop import Progress, Run, train
 from train.optim.build import build_optimizer
 from train.plan import Plan
+from train.report.page import write_report
 from train.strategies.base import Recipe, Strategy
 
 SETTLE_S = 10.0
-OF_A_RUN = ("checkpoints", "metrics.jsonl", "config.yaml", "outcome.json", "model.pt", "tensorboard", "report.html")
 
 
-def prepare(config: Config, world: World, preemption: Preemption, heartbeat: Heartbeat) -> Run:
-    """Open `config.output_dir` and build everything, from where the newest checkpoint left it. Collective.
-
-    Raises:
-        MusterError: the run cannot go on; see errors.py.
-    """
-    folder = Path(config.output_dir)
-    set_numerics(config, world)
-    saved, before, held = open_folder(folder, config, world)
+def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
+    """One attempt at one run: from a config, or what is wrong with it, to an exit code."""
+    leaving = Exit(Path(config.output_dir) if isinstance(config, Config) else Path("."))
     try:
-        return build_run(config, world, preemption, heartbeat, saved=saved, before=before, held=held)
-    except BaseException:
-        if held:
-            held.let_go()
-        raise
+        leaving.world = world = join(config, preemption)
+        assert isinstance(config, Config)
+        leaving.heartbeat = heartbeat = beat(config, world, leaving)
+        with open_run(config, world, preemption, heartbeat, leaving) as (run, folder, checkpoints):
+            carry_out(run, folder, checkpoints)
+        heartbeat.close()
+        world.close()
+        return 0
+    except BaseException as error:
+        return leaving.because(error)
 
 
-def build_run(
-    config: Config,
-    world: World,
-    preemption: Preemption,
-    heartbeat: Heartbeat,
-    *,
-    saved: Saved | None,
-    before: dict[str, Any],
-    held: lease.Lease | None,
-) -> Run:
-    """Everything that a run is made of, in the state of `saved`. Collective."""
-    folder = Path(config.output_dir)
+def join(config: Config | ConfigError, preemption: Preemption) -> World:
+    """Meet the other ranks. A config that did not compose is reported the same way, on all ranks' behalf. Collective."""
+    place = Place.from_env()
+    if isinstance(config, ConfigError):
+        timeout_s = Dist().start_timeout_s
+        meet(place, config=None, error=config, timeout_s=timeout_s, stopping=lambda: preemption.signalled)
+        raise config
+    return start(config, place, stopping=lambda: preemption.signalled)
+
+
+def beat(config: Config, world: World, leaving: Exit) -> Heartbeat:
+    """A heartbeat, which beats where somebody waits, or starts again what was ended."""
+    heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, start_s=START_S, on_hang=leaving.at_once)
+    if world.size > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        heartbeat.start()
+    return heartbeat
+
+
+@contextlib.contextmanager
+def open_run(
+    config: Config, world: World, preemption: Preemption, heartbeat: Heartbeat, leaving: Exit
+) -> Iterator[tuple[Run, Folder, Checkpoints]]:
+    """Everything that a run is made of, from where the newest checkpoint left it. Collective. Raises MusterError."""
+    set_numerics(config)
     data = load_data(config, world)
     plan = Plan(
         len(data.train), min(config.batch_size, len(data.train)), config.seed, drop_last=config.loader.drop_last
     )
     total_steps = config.max_steps or config.epochs * plan.steps_per_epoch
-    world.together(refuse_changes(config, data, saved) if saved else None)
-    if world.is_first:  # not before: a config that was refused is not the run's
-        write_config(folder, config)
-
-    strategy: Strategy = build(config.strategy, world=world)
-    strategy.build(recipe(config, data, plan, total_steps))
-    torch.manual_seed(int.from_bytes(hashlib.sha256(f"{config.seed}/{world.rank}".encode()).digest()[:7]))
-    if saved:
-        state, own = checkpoint.read(saved, world=world)
-        strategy.load(state, own)
-        if own:
-            checkpoint.set_rng_state(own["rng"])
-
-    step = saved.step if saved else 0
-    loggers = open_loggers(config, step=step, total_steps=total_steps) if world.is_first else []
-    metrics = Metrics(loggers, samples=plan.samples_before(step))
-    checkpoints = Checkpoints(
-        storage_of(config),
-        folder=folder,
-        world=world,
-        keep=config.checkpoint.keep,
-        on_commit=lambda facts: metrics.event("checkpoint_failed" if "failed" in facts else "checkpoint", **facts),
-    )
-    checkpoints.newest_step = saved.step if saved else None
-    identity = {"fingerprint": data.fingerprint, "config_hash": config_hash(config), "config": to_dict(config)}
-    run = Run(
-        config,
-        world,
-        data,
-        plan,
-        strategy,
-        checkpoints,
-        metrics,
-        preemption,
-        heartbeat,
-        held,
-        identity,
-        total_steps,
-        step,
-        finished_before=before["done"],
-    )
-    announce(run, saved, before)
-    return run
+    opened = open_folder(config, world, fingerprint=data.fingerprint, total_steps=total_steps, on_loss=leaving.at_once)
+    with opened as folder:
+        leaving.lease = folder.lease
+        strategy: Strategy = build(config.strategy, world=world)
+        strategy.build(recipe(config, data, plan, total_steps, world))
+        progress = restore(config, world, folder, strategy)
+        leaving.progress = progress
+        loggers = open_loggers(config, step=progress.step, total_steps=total_steps) if world.is_first else []
+        metrics = Metrics(loggers, samples=plan.samples_before(progress.step))
+        checkpoints = Checkpoints(
+            storage_of(config),
+            folder=folder.path,
+            world=world,
+            keep=config.checkpoint.keep,
+            facts=identity(config, data, total_steps),
+            newest_step=folder.saved.step if folder.saved else None,
+            may_commit=folder.lease.is_held if folder.lease else lambda: True,
+            on_commit=lambda facts: metrics.event("checkpoint_failed" if "failed" in facts else "checkpoint", **facts),
+        )
+        run = Run(
+            config=config, world=world, data=data, plan=plan, strategy=strategy, checkpoints=checkpoints, metrics=metrics,
+            preemption=preemption, heartbeat=heartbeat, total_steps=total_steps, progress=progress,
+        )  # fmt: skip
+        preemption.watch(world)
+        try:
+            announce(run, folder)
+            gc.freeze()  # what has been imported stays: no need ever to look at it again
+            gc.enable()
+            yield run, folder, checkpoints
+        finally:
+            preemption.close()
+            metrics.close()
 
 
-def carry_out(run: Run) -> None:
+def carry_out(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
     """Train to the end, unless that was done before. Collective. Raises MusterError as `train.loop.train` does."""
-    folder = Path(run.config.output_dir)
-    run.preemption.watch(run.world)
+    if run.step >= run.total_steps and folder.is_done:
+        run.metrics.event("done", step=run.step, note="finished already")
+        if run.world.is_first:
+            note_end(folder, step=run.step, total_steps=run.total_steps)
+        return
     try:
-        if run.step >= run.total_steps and run.finished_before:
-            run.metrics.event("done", step=run.step, note="finished already")
-            end(run, folder)
-        else:
-            train(run)
-            finish(run, folder)
+        train(run)
     except Diverged:  # on every rank alike, so the writers of all of them are still there
-        run.checkpoints.settle(SETTLE_S)
+        checkpoints.settle(SETTLE_S)
         raise
-    finally:
-        run.preemption.close()
-        run.metrics.close()
-        if run.held:
-            run.held.let_go()
+    finish(run, folder)
 
 
-def set_numerics(config: Config, world: World) -> None:
+def finish(run: Run, folder: Folder) -> None:
+    """Write what a finished run leaves behind. Collective. Raises StorageError."""
+    run.heartbeat.enter("finish", run.step)
+    run.strategy.sync_parameters()
+    failure: MusterError | None
+    failure = write_weights(folder.path / "model.pt", run.strategy.weights(), writes=run.world.is_first)
+    if run.world.is_first and not failure:
+        try:
+            run.metrics.event("done", step=run.step, output_dir=str(folder.path))
+            note_end(folder, step=run.step, total_steps=run.total_steps)
+        except MusterError as error:
+            failure = error
+    if run.world.is_first and run.config.log.report:
+        report(folder.path)
+    run.world.together(failure)
+
+
+def report(path: Path) -> None:
+    """Write report.html. It is there to look at, and never fails a run."""
+    try:
+        write_report(path)
+    except Exception as error:
+        say(f"muster: no report.html: {one_line(error)[:300]}; `python -m train.report {path}` makes it anew")
+
+
+def restore(config: Config, world: World, folder: Folder, strategy: Strategy) -> Progress:
+    """Bring strategy and generators where the checkpoint left them; from where this attempt trains. Collective."""
+    saved = folder.saved
+    seed_all(config.seed, world.rank, step=saved.step if saved else 0)
+    if saved is None:
+        return Progress()
+    checkpoint.restore(saved, strategy)
+    return Progress(step=saved.step, evaluated=int(saved.manifest.get("evaluated", 0)))
+
+
+def set_numerics(config: Config) -> None:
     """Seeds and switches that have to be set before the first tensor."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not config.deterministic
-    torch.manual_seed(config.seed)
+    _seed(config.seed)
 
 
-def open_folder(folder: Path, config: Config, world: World) -> tuple[Saved | None, dict[str, Any], lease.Lease | None]:
-    """Make the run's folder, choose the checkpoint to resume from; also how the attempt before ended. Collective.
-
-    Rank 0 looks and chooses for all: two ranks that look for themselves may see different files.
-    """
-    failure: MusterError | None = None
-    choice: dict[str, Any] = {}
-    held: lease.Lease | None = None
-    if world.is_first:
-        try:
-            before = outcome.read(folder)
-            same_launch = outcome.same_launch(before, world.agents)
-            if not same_launch:
-                lease.refuse_if_held(folder, before)
-            if config.checkpoint.resume == "never" and not same_launch:
-                set_aside(folder, config)
-                before = {}
-            make_folder(folder)
-            take_over(folder, world, before)
-            held = lease.Lease(folder, world.attempt)
-            storage_of(config).prepare()
-            saved, bad = find_checkpoint(folder, config)
-            facts = count_idle_attempts(folder, config, before, saved)
-            outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, agents=world.agents, **facts)
-            choice = {
-                "root": saved.storage.root if saved else None,
-                "step": saved.step if saved else 0,
-                "before": before,
-                "bad": bad,
-                "done": before.get("outcome") == "done" and (folder / "model.pt").exists(),
-            }
-        except MusterError as error:
-            failure = error
-    if failure and held:
-        held.let_go()
-    world.together(failure)
-    choice = world.broadcast(choice)
-    for line in choice["bad"] if world.is_first else []:
-        say(f"muster: put aside a bad checkpoint: {line}")
-    saved = None
-    if choice["root"]:
-        where = storage.at(choice["root"])
-        saved = Saved(where, where.manifest(choice["step"]))
-    return saved, {**choice["before"], "bad": choice["bad"], "done": choice["done"]}, held
+def seed_all(seed: int, rank: int, *, step: int) -> None:
+    """Each rank's own generators, for dropout and its kin. By step too: at another world size, where a checkpoint's
+    generators do not fit, masks would else begin anew with those of the first step."""
+    words = f"{seed}/{rank}/{step}" if step else f"{seed}/{rank}"
+    _seed(int.from_bytes(hashlib.sha256(words.encode()).digest()[:7]))
 
 
-def make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise storage_error("use output_dir:", error) from error
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
-def take_over(folder: Path, world: World, before: dict[str, Any]) -> None:
-    """From here on the run is this attempt's: what is wrong with it now is this attempt's outcome."""
-    kept = {key: before[key] for key in ("step", "furthest", "idle_attempts", "cause") if key in before}
-    outcome.write(folder, outcome.RUNNING, exit_code=None, attempt=world.attempt, agents=world.agents, **kept)
+def identity(config: Config, data: Data, total_steps: int) -> dict[str, Any]:
+    """What tells this run from another, for the manifest of its checkpoints."""
+    plain = to_dict(config)
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+    return {"fingerprint": data.fingerprint, "total_steps": total_steps, "config_hash": digest, "config": plain}
 
 
-def count_idle_attempts(folder: Path, config: Config, before: dict[str, Any], saved: Saved | None) -> dict[str, Any]:
-    """What outcome.json keeps of earlier attempts. Raises CrashLoop if too many in a row came no further."""
-    furthest = max(saved.step if saved else 0, last_step(folder), before.get("step") or 0)
-    idle = outcome.idle_attempts(before, furthest)
-    cause = before.get("error") or before.get("cause")
-    if idle > config.max_idle_attempts:
-        raise CrashLoop(
-            f"{idle} attempts in a row came no further than step {furthest}, the last one {before['outcome']}: "
-            f"{cause or 'killed'}. Mend the cause and run the same command again"
-        )
-    return {"step": furthest, "furthest": furthest, "idle_attempts": idle, "cause": cause}
-
-
-def find_checkpoint(folder: Path, config: Config) -> tuple[Saved | None, list[str]]:
-    """The run's own newest checkpoint, else the one that `checkpoint.resume` names; and what was wrong with others."""
-    bad: list[str] = []
-    own = checkpoint.newest(storage_of(config), on_bad=bad.append)
-    named = config.checkpoint.resume.rstrip("/")
-    if own or named in ("auto", "never"):
-        return own, bad
-    if "://" not in named and not Path(named).is_dir():
-        raise ConfigError(
-            f"checkpoint.resume={named} is no folder: give auto, never, a run's folder, one checkpoint's, or a URL"
-        )
-    root, _, last = named.rpartition("/")
-    if match := storage.STEP.fullmatch(last):
-        where = storage.at(root or ".")
-        return Saved(where, where.verify(int(match[1]))), bad
-    inside = Path(named, "checkpoints")
-    other = checkpoint.newest(storage.at(str(inside) if inside.is_dir() else named), on_bad=bad.append, own=False)
-    if other is None:
-        raise NoValidCheckpoint(
-            f"checkpoint.resume={named} holds no checkpoint: give a run's folder or one checkpoint's"
-        )
-    return other, bad
-
-
-def storage_of(config: Config) -> Storage:
-    """Where the run's checkpoints go: `checkpoint.storage`, else `checkpoints/` in its folder."""
-    return storage.at(config.checkpoint.storage or str(Path(config.output_dir, "checkpoints")))
-
-
-def set_aside(folder: Path, config: Config) -> None:
-    """Move an earlier run in this folder to `previous-N`: starting over loses nothing."""
-    there = [folder / name for name in OF_A_RUN if (folder / name).exists()]
-    if there:
-        number = 1 + max(
-            (int(path.name[9:]) for path in folder.glob("previous-*") if path.name[9:].isdigit()), default=0
-        )
-        aside = folder / f"previous-{number}"
-        try:
-            aside.mkdir()
-            for path in there:
-                path.rename(aside / path.name)
-        except OSError as error:
-            raise storage_error("set the earlier run aside:", error) from error
-    if config.checkpoint.storage:
-        storage_of(config).start_over()
-
-
-def write_config(folder: Path, config: Config) -> None:
-    from omegaconf import OmegaConf
-
-    text = OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
-    replace_file(folder / "config.yaml", lambda draft: draft.write_text(text))
-
-
-def config_hash(config: Config) -> str:
-    return hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def refuse_changes(config: Config, data: Data, saved: Saved) -> MusterError | None:
-    """What forbids to go on from `saved` with this config and this data, if anything does."""
-    if config.checkpoint.accept_changes:
-        return None
-    changed = differences(saved.manifest["config"], config)
-    if changed:
-        return ConfigError(
-            f"{config.output_dir} holds another run: {'; '.join(changed[:5])}{'; ...' if len(changed) > 5 else ''}. "
-            "Give another name or output_dir, go on all the same with checkpoint.accept_changes=true, or start over with checkpoint.resume=never"
-        )
-    if saved.manifest["fingerprint"] != data.fingerprint:
-        return DataError(
-            f"the training data has changed since {saved.path} was written (fingerprint {saved.manifest['fingerprint']}, "
-            f"now {data.fingerprint}): restore it, or go on all the same with checkpoint.accept_changes=true"
-        )
-    return None
-
-
-def recipe(config: Config, data: Data, plan: Plan, total_steps: int) -> Recipe:
+def recipe(config: Config, data: Data, plan: Plan, total_steps: int, world: World) -> Recipe:
     """How to build the parts, for the strategy to do in its own order."""
     offered = {"input_shape": data.input_shape, **({"num_classes": data.num_classes} if data.num_classes else {})}
+    objective = build(config.objective)
+    if isinstance(objective, torch.nn.Module):
+        objective = objective.to(world.device)
     return Recipe(
         build_model=partial(build, config.model, **offered),
         build_optimizer=partial(build_optimizer, config.optimizer, precision=config.precision),
-        objective=build(config.objective),
+        objective=objective,
         schedule=build(config.scheduler, total_steps=total_steps, steps_per_epoch=plan.steps_per_epoch),
         precision=config.precision,
         grad_clip=config.grad_clip,
         compile=config.compile,
         channels_last=config.channels_last,
         on_nonfinite=config.on_nonfinite,
+        optimizer_options=frozenset(config.optimizer.values),
     )
 
 
-def announce(run: Run, saved: Saved | None, before: dict[str, Any]) -> None:
+def announce(run: Run, folder: Folder) -> None:
     """Say in metrics.jsonl how this attempt begins."""
+    before, world = folder.before, run.world
     facts = {
         "step": run.step,
         "total_steps": run.total_steps,
-        "world_size": run.world.size,
-        "device": str(run.world.device.type),
-        "attempt": run.world.attempt,
+        "world_size": world.size,
+        "device": str(world.device.type),
+        "attempt": world.attempt,
     }
-    if before.get("outcome") and before["outcome"] not in outcome.FINISHED:
-        run.metrics.event("restart", step=run.step, after=before["outcome"], cause=before.get("error"))
-    if saved:
-        run.metrics.event("resume", checkpoint=saved.path, **facts)
-    else:
-        run.metrics.event(
-            "start", output_dir=str(run.config.output_dir), samples_per_epoch=len(run.data.train), **facts
-        )
-
-
-def end(run: Run, folder: Path) -> None:
-    """Put on record that the run is done. Raises StorageError."""
-    if run.world.is_first:
-        outcome.write(
-            folder, "done", exit_code=0, attempt=run.world.attempt, step=run.step, total_steps=run.total_steps
-        )
-
-
-def finish(run: Run, folder: Path) -> None:
-    """Write what a finished run leaves behind. Collective."""
-    run.heartbeat.begin("finish", run.step)
-    run.strategy.agree()
-    weights = run.strategy.weights()
-    failure: MusterError | None = None
-    if run.world.is_first:
-        try:
-            replace_file(
-                folder / "model.pt", lambda draft: torch.save({k: v.detach().cpu() for k, v in weights.items()}, draft)
-            )
-            if run.config.log.report:
-                from train.report.page import write_report
-
-                write_report(folder)
-            run.metrics.event("done", step=run.step, output_dir=str(folder))
-            end(run, folder)
-        except MusterError as error:
-            failure = error
-    run.world.together(failure)
+    if before.outcome not in ("none", attempts.DONE, attempts.PREEMPTED):
+        run.metrics.event("restart", step=run.step, after=before.outcome, cause=before.error)
+    if folder.saved is None:
+        run.metrics.event("start", output_dir=str(folder.path), samples_per_epoch=len(run.data.train), **facts)
+        return
+    run.metrics.event("resume", checkpoint=folder.saved.path, **facts)
+    then, now = folder.saved.manifest["config"]["micro_batch_size"], run.config.micro_batch_size
+    if then != now and world.is_first:
+        say(f"muster: micro_batch_size={now} was {then}: batch norm and dropout see other batches from here on")

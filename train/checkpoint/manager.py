@@ -1,8 +1,7 @@
-"""Checkpoints that are either whole or not there, written while training goes on.
+"""Saving while training goes on, and finding what to resume from.
 
-`state` holds model, optimizer and scaler, one `rank-NNNNN` a rank its random number generators and what else only that
-rank knows, and the manifest the position with sizes and SHA-256 of all files. Each rank writes its own part, then rank
-0 commits; storage/ says how.
+Every rank copies what it has to write and writes it behind the training's back; rank 0 then commits. storage.py is the
+protocol, state.py says who writes what.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +21,20 @@ import numpy as np
 import torch
 from torch.distributed import DistError
 
-from train.checkpoint.backends import Files, Storage, name
+from train.checkpoint.state import INDEX, Index, Share, Shares, file_of, read, saved_tensors
+from train.checkpoint.storage import Files, Saved, Storage, Unclear, name
 from train.dist.world import World
-from train.errors import Damaged, NoValidCheckpoint, StorageError
-from train.faults import attempts as outcome
-from train.faults.heartbeat import LONG_S
+from train.errors import Damaged, MusterError, NoValidCheckpoint, StorageError, say
+from train.faults import attempts
+from train.faults.phase import LONG_S
+from train.strategies.base import Strategy, own_prefix
 
 FAILURES_ALLOWED = 3
 OTHERS_S = 30.0
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that verified: where it lies, and its manifest."""
-
-    storage: Storage
-    manifest: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        return int(self.manifest["step"])
-
-    @property
-    def path(self) -> str:
-        return self.storage.path(self.step)
+class Gone(StorageError):
+    """The run's folder is not there any more, and no later save will find it."""
 
 
 class Checkpoints:
@@ -59,32 +47,34 @@ class Checkpoints:
         folder: Path,
         world: World,
         keep: int,
+        facts: dict[str, Any],
+        newest_step: int | None = None,
+        may_commit: Callable[[], bool] = lambda: True,
         on_commit: Callable[[dict[str, Any]], None] = lambda _: None,
     ):
-        self.storage, self.folder, self.world, self.keep, self.on_commit = storage, folder, world, keep, on_commit
+        self.storage, self.folder, self.world, self.keep, self.facts = storage, folder, world, keep, facts
+        self.may_commit, self.on_commit, self.newest_step = may_commit, on_commit, newest_step
+        self._shares = Shares(world)
         self._writer: threading.Thread | None = None
         self._failures: list[StorageError] = []
-        self.newest_step: int | None = None
-        self._saves = 0  # the same on every rank: names the keys by which the ranks' writers find each other
+        self._saves = 0  # the same on every rank: by it the ranks' writers find each other on the board
 
-    def save(self, *, state: dict[str, Any], rank_state: dict[str, Any], position: dict[str, Any]) -> None:
-        """Copy the state and write it in the background. Waits for the checkpoint before it. Collective.
+    def save(self, *, state: dict[str, Any], position: dict[str, Any]) -> None:
+        """Copy what this rank writes of `state` and write it in the background. Waits for the save before. Collective.
 
         Args:
-            state: what rank 0 writes for all; other ranks' is ignored.
-            rank_state: what this rank writes for itself.
+            state: what this rank owns or replicates; see Strategy.state.
             position: goes into the manifest; has at least `step`.
 
         Raises:
-            StorageError: the last three checkpoints could not be written.
+            StorageError: the last three checkpoints could not be written, or the run's folder is gone.
         """
         self.wait()
-        self._saves += 1
-        if position["step"] == self.newest_step:
+        if self.world.sum([float(position["step"] != self.newest_step)]) == [0.0]:
             return
-        shared = _copy(state) if self.world.is_first else None
-        own = {**_copy(rank_state), "rng": rng_state()}
-        self._writer = threading.Thread(target=self._write, args=(shared, own, position), name="checkpoint")
+        self._saves += 1
+        share = self._shares.divide({**state, f"{own_prefix(self.world.rank)}rng": rng_state()})
+        self._writer = threading.Thread(target=self._write, args=(share, position), name="checkpoint")
         self._writer.start()
 
     def wait(self) -> None:
@@ -92,7 +82,7 @@ class Checkpoints:
         if self._writer:
             self._writer.join()
             self._writer = None
-        if len(self._failures) >= FAILURES_ALLOWED:
+        if len(self._failures) >= FAILURES_ALLOWED or any(isinstance(failure, Gone) for failure in self._failures):
             raise self._failures[-1]
 
     def settle(self, seconds: float) -> None:
@@ -106,56 +96,49 @@ class Checkpoints:
         if self._failures:
             raise self._failures[-1]
 
-    def _write(self, shared: dict[str, Any] | None, own: dict[str, Any], position: dict[str, Any]) -> None:
-        step, rank, attempt = int(position["step"]), self.world.rank, self.world.attempt
-        key = f"checkpoint/{self._saves}"
-        started = time.perf_counter()
-        store = self.world.store.clone() if self.world.size > 1 else self.world.store
+    def _write(self, share: Share, position: dict[str, Any]) -> None:
+        step, number, started = int(position["step"]), self._saves, time.perf_counter()
         try:
-            files = self.storage.write(step, attempt, part(rank), own)
-            if shared is not None:
-                files |= self.storage.write(step, attempt, "state", shared)
-            store.set(f"{key}/{rank}", json.dumps({"files": files}))
-            if rank == 0:
-                self._commit(store, position, started)
-                store.set(f"{key}/end", json.dumps({"failed": None}))
+            self.world.board.post_part(number, {"files": self._write_share(step, share)})
+            if self.world.is_first:
+                self._commit(number, position, started)
+                self.world.board.end_save(number, {})
             else:
-                self._await_end(store, key)
+                self._await_end(number)
             self._failures.clear()
             self.newest_step = step
         except StorageError as error:
-            self._give_up(store, key, step, error)
+            self._give_up(number, step, error)
         except RuntimeError as error:  # the store is gone, and with it the group
-            reason, gone = str(error).splitlines()[0], isinstance(error, DistError)
-            failure = StorageError(f"checkpoint {name(step)} was not finished: {reason}")
-            self._give_up(None if gone else store, key, step, failure)
+            failure = StorageError(f"checkpoint {name(step)} was not finished: {str(error).splitlines()[0]}")
+            self._give_up(number, step, failure, alone=isinstance(error, DistError))
         except BaseException as error:  # nothing that ends this thread may end it unseen
             traceback.print_exc()
-            self._give_up(store, key, step, StorageError(f"cannot write checkpoint {name(step)}: {error!r}"))
+            self._give_up(number, step, StorageError(f"cannot write checkpoint {name(step)}: {error!r}"))
 
-    def _commit(self, store: Any, position: dict[str, Any], started: float) -> None:
+    def _write_share(self, step: int, share: Share) -> Files:
+        file, attempt = file_of(self.world.rank), self.world.attempt
+        with self.storage.write(step, attempt, file) as stream:
+            for piece in share.pieces():
+                stream.write(piece)
+        files = {file: stream.facts}
+        if self.world.is_first:
+            with self.storage.write(step, attempt, INDEX) as stream:
+                stream.write(json.dumps(self._shares.index).encode())
+            files[INDEX] = stream.facts
+        return files
+
+    def _commit(self, number: int, position: dict[str, Any], started: float) -> None:
         """Rank 0: wait for every rank's files, make them a checkpoint, drop old ones."""
         step, attempt = int(position["step"]), self.world.attempt
-        files: Files = {}
-        for rank in range(self.world.size):
-            key = f"checkpoint/{self._saves}/{rank}"
-            store.wait([key], timedelta(seconds=LONG_S))
-            said = json.loads(store.get(key))
-            if said.get("failed"):
-                raise StorageError(said["failed"])
-            files |= said["files"]
-        if not outcome.is_latest(self.folder, attempt):
+        files = self._gather(number)
+        self._see_folder()
+        if not self.may_commit():
             raise StorageError(f"{name(step)} is not written: another attempt has taken this run over")
-        manifest = {
-            "format": 1,
-            **position,
-            "world_size": self.world.size,
-            "attempt": attempt,
-            "torch": torch.__version__,
-            "files": files,
-        }
-        if not self.storage.commit(step, attempt, manifest):
+        facts = {"world_size": self.world.size, "attempt": attempt, "torch": torch.__version__}
+        if not self.storage.commit(step, attempt, {**position, **self.facts, **facts}, files):
             return  # an attempt that was cut off got so far too; a step is never written twice
+        attempts.note_commit(self.folder, attempt, step=step, path=self.storage.path(step))
         self.on_commit(
             {
                 "step": step,
@@ -164,44 +147,65 @@ class Checkpoints:
                 "seconds": round(time.perf_counter() - started, 3),
             }
         )
-        for old in self.storage.steps()[self.keep :]:
-            self.storage.remove(old)
+        try:
+            self.storage.prune(keep=self.keep)
+        except StorageError as error:
+            say(f"muster: {name(step)} is saved, but older ones stay: {error}")
 
-    def _await_end(self, store: Any, key: str) -> None:
-        store.wait([f"{key}/end"], timedelta(seconds=LONG_S))
-        failed = json.loads(store.get(f"{key}/end"))["failed"]
-        if failed:
-            raise StorageError(failed)
+    def _see_folder(self) -> None:
+        if not (self.folder / "outcome.json").exists():
+            raise Gone(f"the run's folder {self.folder} is not there any more: restore it, then run again")
 
-    def _give_up(self, store: Any, key: str, step: int, error: StorageError) -> None:
+    def _gather(self, number: int) -> Files:
+        files: Files = {}
+        for said in self.world.board.parts(number, LONG_S):
+            if said.get("failed"):
+                raise StorageError(said["failed"])
+            files |= said["files"]
+        return files
+
+    def _await_end(self, number: int) -> None:
+        said = self.world.board.save_end(number, LONG_S)
+        if said.get("failed"):
+            raise (Gone if said["gone"] else StorageError)(said["failed"])
+
+    def _give_up(self, number: int, step: int, error: StorageError, *, alone: bool = False) -> None:
+        try:
+            self._see_folder()
+        except Gone as gone:
+            error = gone
         self._failures.append(error)
+        board = self.world.board
         with contextlib.suppress(RuntimeError):
-            if store is not None:
-                store.set(f"{key}/{self.world.rank}", json.dumps({"failed": str(error)}))
+            if not alone:
+                board.post_part(number, {"failed": str(error)})
                 if self.world.is_first:  # whoever still writes would bring the draft back
-                    store.wait([f"{key}/{rank}" for rank in range(self.world.size)], timedelta(seconds=OTHERS_S))
+                    board.parts(number, OTHERS_S)
         if self.world.is_first:
-            self.storage.abandon(step, self.world.attempt)
+            if not isinstance(error, Unclear):
+                self.storage.abandon(step, self.world.attempt)
             with contextlib.suppress(RuntimeError):
-                if store is not None:
-                    store.set(f"{key}/end", json.dumps({"failed": str(error)}))
+                if not alone:
+                    board.end_save(number, {"failed": str(error), "gone": isinstance(error, Gone)})
             self.on_commit({"failed": str(error), "failures_in_a_row": len(self._failures)})
 
 
-def newest(storage: Storage, *, on_bad: Callable[[str], None], own: bool = True) -> Saved | None:
-    """The newest checkpoint that verifies; bad ones are put aside in a run's `own` storage. None if there never was one.
+def newest(storage: Storage, world: World, *, on_bad: Callable[[str], None], own: bool = True) -> Saved | None:
+    """The newest checkpoint that verifies; bad ones are quarantined in a run's `own` storage. None if there never was one.
+
+    Collective.
 
     Raises:
         StorageError: one cannot be read, which does not make it a bad one.
         NoValidCheckpoint: there are or were checkpoints, and none is valid. Never a silent start from zero.
     """
-    bad = storage.bad()
-    for step in storage.steps():
+    steps, bad = world.on_first(lambda: [storage.steps(), storage.bad()])
+    for step in steps:
         try:
-            return Saved(storage, storage.verify(step))
+            return verify(storage, step, world)
         except Damaged as error:
             on_bad(str(error))
-        bad.append(storage.put_aside(step) if own else name(step))
+        bad.append(world.on_first(partial(storage.withdraw, step)) if own else name(step))
     if bad:
         raise NoValidCheckpoint(
             f"no valid checkpoint in {storage.root} ({len(bad)} bad, newest {bad[-1]}): restore one, or start over with checkpoint.resume=never"
@@ -209,17 +213,61 @@ def newest(storage: Storage, *, on_bad: Callable[[str], None], own: bool = True)
     return None
 
 
-def read(saved: Saved, *, world: World) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The shared state, and this rank's own if the world size is the same."""
-    state: dict[str, Any] = saved.storage.read(saved.step, "state", saved.manifest)
-    if saved.manifest["world_size"] != world.size:
-        return state, None
-    return state, saved.storage.read(saved.step, part(world.rank), saved.manifest)
+def verify(storage: Storage, step: int, world: World) -> Saved:
+    """A checkpoint after every file that its manifest names was compared, by the ranks side by side. Collective.
+
+    Raises:
+        Damaged: on every rank, says what is wrong with which file.
+        StorageError: a file cannot be read.
+    """
+    found = world.on_first(lambda: _manifest(storage, step))
+    if isinstance(found, str):
+        raise Damaged(found)
+    damage, failure = "", None
+    for number, (file, expected) in enumerate(found["files"].items()):
+        try:
+            if number % world.size == world.rank:
+                storage.compare(step, file, expected)
+        except Damaged as error:
+            damage = damage or str(error)
+        except MusterError as error:
+            failure = error
+            break
+    world.together(failure)
+    if damaged := next(filter(None, world.gather(damage)), None):
+        raise Damaged(damaged)
+    return Saved(storage, found)
 
 
-def part(rank: int) -> str:
-    """The name of what one rank alone knows."""
-    return f"rank-{rank:05d}"
+def restore(saved: Saved, strategy: Strategy) -> None:
+    """Bring `strategy` and the random number generators where they were. Each rank reads what it needs. Collective.
+
+    Raises:
+        ConfigError: the checkpoint is not one of this model and optimizer.
+        StorageError: it cannot be read.
+    """
+    world = strategy.world
+    with saved.open(INDEX) as stream:
+        index: Index = json.loads(stream.read())
+    own = own_prefix(world.rank) if saved.manifest["world_size"] == world.size else None
+    names = [
+        name
+        for name in (*index["tensors"], *index["values"])
+        if not name.startswith("rank-") or (own and name.startswith(own))
+    ]
+    failure, values, targets = None, dict[str, Any](), strategy.targets(saved_tensors(index, names))
+    try:
+        values = read(index, names, targets, saved.open)
+    except MusterError as error:
+        failure = error
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        failure = StorageError(f"cannot read {saved.path}: {reason}; mend that, then run again")
+    world.together(failure)
+    rng = values.pop(f"{own}rng", None)
+    strategy.load({**targets, **values})
+    if rng:
+        set_rng_state(rng)
 
 
 def rng_state() -> dict[str, Any]:
@@ -244,10 +292,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _copy(value: Any) -> Any:
-    """A deep copy in host memory, so that training may go on while it is written."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return type(value)(_copy(item) for item in value) if isinstance(value, (list, tuple)) else value
+def _manifest(storage: Storage, step: int) -> dict[str, Any] | str:
+    """The manifest, or what is wrong with it."""
+    try:
+        return storage.manifest(step)
+    except Damaged as error:
+        return str(error)

@@ -32,6 +32,10 @@ def check(composed: DictConfig) -> Config:
     problems = (out_of_range(key.name, key.value, key.marks) for key in keys(config))
     if problem := next(filter(None, problems), None):
         raise ConfigError(problem)
+    if isinstance(config.eval.every_steps, str) and config.eval.every_steps != "off":
+        raise ConfigError(
+            f"eval.every_steps={config.eval.every_steps} is not valid: use a number of steps, null or off"
+        )
     if config.gpus is not None and len(set(config.gpus)) != len(config.gpus):
         raise ConfigError(f"gpus={config.gpus} names a device twice: give each local rank one of its own")
     for part in (*(getattr(config, group) for group in GROUPS), *config.loggers.values()):

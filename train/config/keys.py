@@ -85,7 +85,13 @@ class Log:
 
 @dataclass
 class Eval:
-    every_steps: int | None = key(None, "steps between two evaluations; none: every epoch", Ge(1), FREE)
+    every_steps: int | str | None = key(
+        None,
+        "steps between two evaluations, the last after the last step; none: every epoch; `off`: never",
+        Ge(1),
+        FREE,
+    )
+    max_samples: int | None = key(None, "the first so many test samples are measured; none: all", Ge(1), FREE)
 
 
 @dataclass
@@ -110,6 +116,7 @@ class Config:
     on_nonfinite: NonFinite = key(NonFinite.stop, "`skip` leaves out steps whose loss or gradient is not finite", FREE)
     max_skipped_steps: int = key(10, "how many such steps in a row are tolerated", Ge(1), FREE)
     max_idle_attempts: int = key(3, "attempts in a row that come no further, before exit code 7", Ge(0), FREE)
+    max_idle_preemptions: int = key(100, "clean stops in a row that come no further, before exit code 7", Ge(0), FREE)
     deterministic: bool = key(False, "deterministic kernels only", FREE)
     data: Any = part("what is trained on")
     model: Any = part("what is trained")

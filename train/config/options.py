@@ -9,9 +9,8 @@ from omegaconf import OmegaConf
 
 
 def conf_folder() -> Path:
-    """conf/ of the checkout, or the copy of it inside the installed package."""
-    package = Path(__file__).resolve().parent.parent
-    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+    """conf/ of the checkout, which the package holds a link to, or the copy of it inside an installed package."""
+    return Path(__file__).resolve().parent.parent / "conf"
 
 
 def options(group: str) -> list[str]:

@@ -28,7 +28,7 @@ class Data:
 
 
 def load(config: Config, world: World) -> Data:
-    """Build both splits; downloads run on one rank of each node while the others wait. Collective.
+    """Build both splits; one rank of those that see the same folder downloads while the others wait. Collective.
 
     Raises:
         DataError: on every rank, if the data cannot be had on any.
@@ -43,14 +43,16 @@ def load(config: Config, world: World) -> Data:
             f"cannot read {error.filename or config.data.target}: {error.strerror or error}; set data.root to where the data is"
         )
     world.together(failure)
-    return Data(train, test, _input_shape(train), _num_classes(train), fingerprint(train))
+    digest = fingerprint(train)
+    world.same("training data: fingerprint", digest, remedy="give every node the same data, see data.root")
+    return Data(train, test, _input_shape(train), _num_classes(train), digest)
 
 
 def _splits(config: Config, world: World) -> tuple[Any, Any | None]:
     target, values = locate(config.data), checked_values(config.data)
     if hasattr(target, "prepare") or values.get("download"):
-        with world.local_first():
-            if world.place.local_rank == 0:
+        with world.local_first(values.get("root")) as goes_first:
+            if goes_first:
                 target.prepare(**values) if hasattr(target, "prepare") else build(config.data, train=True)
     train = build(config.data, train=True)
     test = build(config.data, train=False) if "train" in signature(target) else None

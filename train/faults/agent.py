@@ -13,9 +13,8 @@ import time
 import traceback
 from pathlib import Path
 
-from train.errors import MusterError, one_line, say
+from train.errors import MusterError, final, one_line, say
 
-FINAL = range(2, 8)
 POLL_S = 0.1
 STUCK_S = 30.0  # longer than any read_timeout in a --rdzv-conf of ours
 LAST_WORDS_S = 10.0
@@ -41,7 +40,7 @@ def tell(error: BaseException) -> None:
 def end_restarts(code: int) -> None:
     """Have torchrun's agent stop too, where a restart would only fail the same way again."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if code in FINAL and restarts and os.environ.get("LOCAL_RANK") == "0":
+    if code in final() and restarts and os.environ.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)
 
 

@@ -1,93 +1,132 @@
-"""outcome.json: how the last attempt ended, for launchers that hide exit codes, and for the attempt after it."""
+"""outcome.json: how the last attempt ended, for launchers that hide exit codes, and for the attempt after it.
+
+A command that is refused is no attempt: where the folder has a record already, it leaves refused.json beside it.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
-import sys
+import threading
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from train.dist.place import job, launcher
 from train.files import replace_file
 
 RUNNING = "running"
-FINISHED = ("done", "preempted")
+DONE, PREEMPTED = "done", "preempted"
+FAILURES = (RUNNING, "failed", "rank_lost")
+"""Ends of an attempt after which the next one may still come no further: it was killed, or a rank failed."""
+OUTCOME, REFUSED = "outcome.json", "refused.json"
+_WRITING = threading.RLock()  # the checkpoint's writer and whoever ends the attempt
 
 
-def write(folder: Path, outcome: str, *, exit_code: int | None, attempt: str, **details: Any) -> None:
-    """Replace the file in one step. Raises StorageError."""
-    record = {
-        "outcome": outcome,
-        "exit_code": exit_code,
-        "attempt": attempt,
-        "host": socket.gethostname(),
-        "time": round(time.time(), 3),
-        "launcher": job() or launcher(),
-        **details,
-    }
-    replace_file(folder / "outcome.json", lambda draft: draft.write_text(json.dumps(record, indent=1) + "\n"))
+@dataclass(frozen=True)
+class Attempt:
+    """How an attempt at a run stands, or ended.
+
+    token: counts the attempts; whoever has a larger one has taken the run over.
+    agents: the launchers of all ranks (place.launcher). launcher: the scheduler's job, or rank 0's agent.
+    furthest, idle_attempts, idle_preemptions: kept from attempt to attempt, to see whether they come any further.
+    checkpoint: the newest commit, {step, path}, so that it is missed when it is gone.
+    error, traceback, rank, failed_host: of the first cause, if it failed; cause: of the attempt before.
+    """
+
+    outcome: str = "none"
+    exit_code: int | None = None
+    attempt: str = ""
+    token: int = 0
+    agents: tuple[str, ...] = ()
+    launcher: str = ""
+    host: str = ""
+    time: float = 0.0
+    step: int | None = None
+    total_steps: int | None = None
+    furthest: int = -1
+    idle_attempts: int = 0
+    idle_preemptions: int = 0
+    checkpoint: dict[str, Any] | None = None
+    cause: str | None = None
+    error: str | None = None
+    rank: int | None = None
+    failed_host: str | None = None
+    traceback: str | None = None
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Attempt:
+        """From outcome.json; what it does not know, or knows of another type, is left out."""
+        known = {each.name: record[each.name] for each in fields(cls) if record.get(each.name) is not None}
+        return cls(**{**known, "agents": tuple(known.get("agents", ()))})
+
+    def is_same_launch(self, agents: list[str]) -> bool:
+        """Whether the same scheduler's job, or one of `agents`, started it: it is then a restart, no new launch."""
+        return bool(job() and self.launcher == job()) or self.has_agent(agents)
+
+    def has_agent(self, agents: list[str]) -> bool:
+        """Whether one of `agents` started it."""
+        return not {*self.agents}.isdisjoint(agents)
+
+    def idle(self, furthest: int) -> tuple[int, int]:
+        """(failures, clean preemptions) in a row up to this one without a step further than any attempt before them.
+
+        A crash loop that has been reported, and any end but a failure or a preemption, begins the count anew.
+        """
+        if furthest > self.furthest or self.outcome not in (*FAILURES, PREEMPTED):
+            return 0, 0
+        stopped = self.outcome == PREEMPTED
+        return self.idle_attempts + (not stopped), self.idle_preemptions + stopped
 
 
-def main() -> int:
-    """`python -m train.faults.attempts OUTPUT_DIR`: print how the last attempt ended and exit with its code (1 if it has none)."""
-    record = read(Path(sys.argv[1])) if len(sys.argv) == 2 else {}
-    print(record.get("outcome", "none"))
-    code = record.get("exit_code")
-    return code if isinstance(code, int) else 1
+def last(folder: Path) -> Attempt:
+    """The last attempt in `folder`; one of outcome "none" if there is no record that can be read."""
+    return Attempt.of(read(folder))
+
+
+def write(folder: Path, attempt: Attempt) -> None:
+    """Replace outcome.json in one step; where the newest checkpoint lies is kept. Raises StorageError."""
+    with _WRITING:
+        newest = attempt.checkpoint or read(folder).get("checkpoint")
+        _replace(folder / OUTCOME, replace(attempt, checkpoint=newest))
+
+
+def refuse(folder: Path, attempt: Attempt) -> None:
+    """Leave word of a command that was refused, beside the record of the run. Raises StorageError."""
+    _replace(folder / (REFUSED if (folder / OUTCOME).exists() else OUTCOME), attempt)
+
+
+def note_commit(folder: Path, attempt: str, *, step: int, path: str) -> None:
+    """Note the newest checkpoint. Raises StorageError."""
+    with _WRITING:
+        before = last(folder)
+        if before.attempt == attempt:
+            write(folder, replace(before, checkpoint={"step": step, "path": path}))
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The last attempt's record; `{}` if there is none that can be read."""
+    """The last attempt's record as it stands in the file; `{}` if there is none that can be read."""
+    return _read(folder / OUTCOME)
+
+
+def newest(folder: Path) -> dict[str, Any]:
+    """For launchers: how the last command ended, be it an attempt or refused."""
+    records = (_read(folder / OUTCOME), _read(folder / REFUSED))
+    return max(records, key=lambda record: float(record.get("time", 0.0)))
+
+
+def _replace(path: Path, attempt: Attempt) -> None:
+    own = {"host": socket.gethostname(), "time": round(time.time(), 3), "launcher": job() or launcher()}
+    record = {key: value for key, value in asdict(replace(attempt, **own)).items() if value is not None}  # type: ignore[arg-type]
+    text = json.dumps({"outcome": attempt.outcome, "exit_code": attempt.exit_code} | record, indent=1) + "\n"
+    replace_file(path, lambda draft: draft.write_text(text))
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads((folder / "outcome.json").read_text())
+        record = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def is_latest(folder: Path, attempt: str) -> bool:
-    """Whether no later attempt has taken the run over: one that was cut off must not write any more."""
-    return bool(read(folder).get("attempt", attempt) == attempt)
-
-
-def idle_attempts(before: dict[str, Any], furthest: int) -> int:
-    """How many attempts in a row have ended without a step further than any attempt before them.
-
-    A crash loop that has been reported, and any end but a failure or a preemption, begins the count anew.
-    """
-    if before.get("outcome") not in (RUNNING, "failed", "rank_lost", "preempted") or furthest > before.get(
-        "furthest", -1
-    ):
-        return 0
-    return int(before.get("idle_attempts", 0)) + 1
-
-
-def launcher() -> str:
-    """The process that started this one and starts it again, unlike any other: host, pid, and when it began.
-
-    A rendezvous id does not do: people give every launch the same.
-    """
-    pid = os.getppid() if "RANK" in os.environ else os.getpid()
-    try:
-        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # clock ticks since boot
-    except OSError:
-        began = ""
-    return f"{socket.gethostname()}:{pid}:{began}"
-
-
-def job() -> str:
-    """The scheduler's name of the job, which it keeps when it requeues it; empty if there is none."""
-    return f"slurm:{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
-
-
-def same_launch(before: dict[str, Any], agents: list[str]) -> bool:
-    """Whether the attempt `before` was started by the same job, or by one of the `agents` that started this one."""
-    if job():
-        return bool(before.get("launcher") == job())
-    return bool({*before.get("agents", ())} & {*agents})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

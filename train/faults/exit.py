@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
 import socket
 import sys
+import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from train.errors import MusterError, RankLost, one_line, say
-from train.faults import agent
+from train.errors import MusterError, RankLost, environment_error, one_line, say
+from train.faults import agent, attempts
+from train.faults.attempts import Attempt
 from train.faults.heartbeat import BEAT_S, Heartbeat
+from train.faults.lease import Lease
 
 if TYPE_CHECKING:
     from train.dist.world import World
@@ -23,74 +27,141 @@ FIRST_CAUSE_WAIT_S = 1.0  # a rank that fails by itself says so at once; one tha
 SILENCE_S = 0.3  # and beats no more
 
 
-def leave(
-    error: BaseException,
-    world: World | None,
-    folder: Path | None,
-    *,
-    step: int | None,
-    heartbeat: Heartbeat | None,
-    lost: bool = False,
-) -> int:
-    """Report `error` once for all ranks, write outcome.json, and give the exit code."""
-    from train.dist.world import Unheard
-    from train.faults import attempts as outcome
+class HasStep(Protocol):
+    step: int
 
-    code = error.exit_code if isinstance(error, MusterError) else 1
-    agent.tell(error)
-    if lost or isinstance(error, RankLost):
-        agent.end_if_stuck()
-    if world is None:
+
+class Exit:
+    """The end of this process's attempt. It is told how far the attempt has come, and so whom an error concerns."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.world: World | None = None
+        self.heartbeat: Heartbeat | None = None
+        self.lease: Lease | None = None
+        self.progress: HasStep | None = None
+        self._leaving = threading.Lock()
+
+    @property
+    def step(self) -> int | None:
+        return self.progress.step if self.progress else None
+
+    def because(self, error: BaseException) -> int:
+        """Report `error` once for all ranks, write outcome.json, and give the exit code.
+
+        Called by the main thread or the heartbeat's, whichever comes first; the other waits for the end.
+        """
+        self._leaving.acquire()
+        lost = self._is_lost(error)
+        error = _put_into_words(error)
+        agent.tell(error)
+        if lost or isinstance(error, RankLost):
+            agent.end_if_stuck()
+        code = error.exit_code if isinstance(error, MusterError) else 1
+        if self.world is None:
+            code = self._alone(error, code)
+        else:
+            if self.heartbeat:
+                self.heartbeat.enter("leaving after step", self.step or 0)
+            code = self._with_others(self.world, error, code, lost=lost)
+        if self.lease:  # also where a thread ends the process and nothing is unwound
+            self.lease.let_go()
+        return self._quit(code)
+
+    def at_once(self, error: BaseException) -> NoReturn:
+        """The same from a thread: end the process."""
+        code = 1
+        try:
+            code = self.because(error)
+        finally:
+            os._exit(code)
+
+    def _alone(self, error: BaseException, code: int) -> int:
+        """Before the ranks have met: rank 0 speaks for all, unless this rank never reached it."""
+        from train.dist.network import Unheard
+
         if isinstance(error, Unheard) or os.environ.get("RANK", "0") == "0" or not isinstance(error, MusterError):
             tell(error)
-        agent.end_restarts(code)
         return code
-    if heartbeat:
-        heartbeat.begin("leaving after step", step or 0)
-    if lost:
-        if heartbeat:
-            heartbeat.watch()
-        if first := world.first_failure(FIRST_CAUSE_WAIT_S, enough=lambda: heartbeat and heartbeat.silence(SILENCE_S)):
-            return quit_group(world, heartbeat, int(first["exit_code"]))
+
+    def _with_others(self, world: World, error: BaseException, code: int, *, lost: bool) -> int:
+        if lost:
+            first = self._first_cause(world, error)
+            if isinstance(first, int):
+                return first
+            error = first
+        told = attempts.last(self.folder)
+        if isinstance(error, RankLost) and told.attempt == world.attempt and told.outcome != attempts.RUNNING:
+            return told.exit_code or 1  # the first cause, from a rank that is gone
+        record = self._record(world, error, code, lost=lost)
+        won, first_said = world.board.claim_failure(record)
+        if won:
+            tell(error)
+            with contextlib.suppress(MusterError, OSError):  # it could not be written; the line above said why
+                self._write(record)
+        return int(first_said["exit_code"]) if isinstance(error, MusterError) else code
+
+    def _is_lost(self, error: BaseException) -> bool:
+        """Whether torch's own words say that another rank is gone: then the cause is to be heard from others."""
+        if self.world is None or self.world.size == 1 or not isinstance(error, RuntimeError):
+            return False
+        named = type(error).__module__ == "torch.distributed" or re.search(r"\bgloo\b|NCCL|nccl", str(error))
+        return bool(named) and environment_error(error) is None
+
+    def _first_cause(self, world: World, error: BaseException) -> int | RankLost:
+        """The exit code that goes with what another rank has said; if none has, who gives no sign of life."""
+
+        def silent() -> RankLost | None:
+            return self.heartbeat.silence(SILENCE_S) if self.heartbeat else None
+
+        if self.heartbeat:
+            self.heartbeat.watch()
+        if first := world.board.first_failure(FIRST_CAUSE_WAIT_S, enough=silent):
+            return int(first["exit_code"])
         time.sleep(2 * BEAT_S)  # the store may be gone so suddenly that nobody has noticed yet
-        error = (heartbeat and heartbeat.silence(SILENCE_S)) or RankLost(
+        return silent() or RankLost(
             f"rank {world.rank} on {socket.gethostname()} lost contact with another rank, which gave no reason: {one_line(error)[:300]}"
         )
-    told = outcome.read(folder) if folder else {}
-    if isinstance(error, RankLost) and told.get("attempt") == world.attempt and told.get("outcome") != outcome.RUNNING:
-        return quit_group(world, heartbeat, int(told["exit_code"]))  # the first cause, from a rank that is gone
-    known = isinstance(error, MusterError)
-    record = {
-        "outcome": error.outcome if isinstance(error, MusterError) else "failed",
-        "exit_code": code,
-        "step": step,
-        "rank": world.rank,
-        "failed_host": socket.gethostname(),
-        "error": one_line(error) if known else f"{type(error).__name__}: {one_line(error)}",
-        "traceback": traceback.format_exc() if lost or not known else None,
-    }
-    if isinstance(error, RankLost) and error.rank is not None:
-        record |= {"rank": error.rank, "failed_host": error.host}
-    mine = json.dumps(record)
-    first = world.claim_failure(json.loads(mine))
-    if json.dumps(first) == mine:
-        tell(error)
-        if folder and folder.is_dir() and outcome.is_latest(folder, world.attempt):
-            kept = {key: value for key, value in outcome.read(folder).items() if key in ("furthest", "idle_attempts")}
-            with contextlib.suppress(MusterError):  # it could not be written; the line above said why
-                outcome.write(folder, attempt=world.attempt, **{**kept, **first})
-    return quit_group(world, heartbeat, int(first["exit_code"]) if known else code)
+
+    def _record(self, world: World, error: BaseException, code: int, *, lost: bool) -> dict[str, object]:
+        known = isinstance(error, MusterError)
+        whose = error if isinstance(error, RankLost) and error.rank is not None else None
+        return {
+            "outcome": error.outcome if isinstance(error, MusterError) else "failed",
+            "exit_code": code,
+            "step": self.step,
+            "rank": whose.rank if whose else world.rank,
+            "failed_host": whose.host if whose else socket.gethostname(),
+            "error": one_line(error) if known else f"{type(error).__name__}: {one_line(error)}",
+            "traceback": traceback.format_exc() if lost or not known else None,
+        }
+
+    def _write(self, record: dict[str, object]) -> None:
+        """Into outcome.json if the run is this attempt's; a command that was refused leaves the run's record alone."""
+        assert self.world
+        now = attempts.last(self.folder)
+        if now.attempt == self.world.attempt:  # on whichever rank: the first to say it writes it
+            if self.lease is None or self.lease.is_held():
+                attempts.write(self.folder, replace(now, **record))  # type: ignore[arg-type]
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            attempts.refuse(self.folder, Attempt.of({**record, "attempt": self.world.attempt}))
+
+    def _quit(self, code: int) -> int:
+        """Leave without waiting for ranks that may be gone: destroying a broken group can block."""
+        agent.end_restarts(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.world is not None and self.world.size > 1:
+            self.world.leave(gone=self.heartbeat.gone if self.heartbeat else 0)
+            os._exit(code)
+        return code
 
 
-def quit_group(world: World, heartbeat: Heartbeat | None, code: int) -> int:
-    """Leave without waiting for ranks that may be gone: destroying a broken group can block."""
-    agent.end_restarts(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if world.size > 1:
-        world.hold_store(heartbeat.gone if heartbeat else ())
-        os._exit(code)
-    return code
+def _put_into_words(error: BaseException) -> BaseException:
+    if isinstance(error, KeyboardInterrupt):
+        return RankLost("interrupted from the keyboard; the same command resumes from the last checkpoint")
+    return environment_error(error) or error if isinstance(error, Exception) else error
 
 
 def tell(error: BaseException) -> None:

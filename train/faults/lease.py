@@ -1,66 +1,154 @@
-"""One run, one writer: a sign of life in the run's folder, so that a second job sees that the first is at work.
+"""One run, one writer.
 
-Rank 0 renews `.alive` every second. A job that finds the last attempt "running" watches it for a while: if it is
-renewed, somebody is there. Only change is looked for, so clocks need not agree. A restart by the same launcher does
-not wait, and an attempt that was cut off is kept from writing by outcome.is_latest.
+Whoever wants to write to a run's folder claims it: a file `.claim-N` that is made with all its content in one step and
+only if nobody else has (link(2)), so of launches at the same moment one wins. N only grows; whoever finds a larger one
+than its own has been superseded and leaves. The holder renews `.alive` every second. Before a claim is taken over it is
+watched for a while: if it is renewed, somebody is there. Only change is looked for, so clocks need not agree. A restart
+by the same agents does not wait, nor does one that sees that all processes of the holder are gone from this host.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
+import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.errors import ConfigError
-from train.faults import attempts as outcome
+from train.dist.place import has_ended
+from train.errors import ConfigError, RankLost, storage_error
+from train.faults import attempts
+from train.files import clear_drafts, draft_of
 
 RENEW_S = 1.0
-WATCH_S = 3.5
+HELD_S = 10.0
+"""A holder that stood still for less (garbage collection, a slow file server) keeps its lease; after more it may lose
+it, and then leaves as soon as it wakes."""
+CLAIM = re.compile(r"\.claim-(\d+)$")
 
 
-def refuse_if_held(folder: Path, before: dict[str, Any]) -> None:
-    """Raises ConfigError, naming the holder, if another launch of a job is writing to `folder`."""
-    alive = folder / ".alive"
-    if before.get("outcome") != outcome.RUNNING or not alive.exists():
+def refuse_if_held(folder: Path, agents: list[str]) -> None:
+    """Raises ConfigError, naming the holder, if another launch is at work in `folder`. Changes nothing."""
+    token, holder = newest_claim(folder)
+    if not token or {*holder.get("agents", ())} & {*agents}:
         return
-    first, deadline = alive.read_bytes(), time.monotonic() + WATCH_S
+    if holder.get("agents") and all(has_ended(agent) for agent in holder["agents"]):
+        return
+    alive = folder / ".alive"
+    first, deadline = _look(alive), time.monotonic() + HELD_S
     while time.monotonic() < deadline:
         time.sleep(RENEW_S / 4)
-        with contextlib.suppress(OSError):
-            if alive.read_bytes() != first:
-                raise ConfigError(
-                    f"output_dir={folder} is in use by another job on {before.get('host')} (attempt {before.get('attempt')}, "
-                    f"launcher {before.get('launcher')}): stop it, or give this one another name"
-                )
+        if newest_claim(folder)[0] != token:
+            return refuse_if_held(folder, agents)
+        if (seen := _look(alive)) is not None and seen != first:
+            raise in_use(folder, holder)
+
+
+def newest_claim(folder: Path) -> tuple[int, dict[str, Any]]:
+    """The largest token claimed in `folder`, and who has it; 0 and nobody if it is free."""
+    try:
+        found = {int(match[1]): path for path in folder.iterdir() if (match := CLAIM.fullmatch(path.name))}
+    except OSError:
+        return 0, {}
+    if not found:
+        return 0, {}
+    try:
+        holder = json.loads(found[max(found)].read_text())
+    except (OSError, ValueError):
+        holder = {}
+    return max(found), holder if isinstance(holder, dict) else {}
+
+
+def in_use(folder: Path, holder: dict[str, Any]) -> ConfigError:
+    return ConfigError(
+        f"output_dir={folder} is in use by another job on {holder.get('host')} (attempt {holder.get('attempt')}, "
+        f"launcher {holder.get('launcher')}): stop it, or give this one another name"
+    )
 
 
 class Lease:
-    """Renews the sign of life until it is let go."""
+    """The claim on a run's folder, renewed until it is let go. `on_loss` is called, once, if somebody takes it over.
 
-    def __init__(self, folder: Path, attempt: str):
-        self.path, self.attempt = folder / ".alive", attempt
+    Raises:
+        ConfigError: another launch was faster.
+        StorageError: the folder cannot be written.
+    """
+
+    def __init__(
+        self, folder: Path, *, attempt: str, agents: list[str], launcher: str, on_loss: Callable[[RankLost], object]
+    ):
+        self.folder, self.on_loss = folder, on_loss
+        held, _ = newest_claim(folder)
+        self.token = max(held, attempts.last(folder).token) + 1
+        self._claim(
+            json.dumps({"attempt": attempt, "agents": agents, "launcher": launcher, "host": socket.gethostname()})
+        )
+        for token in range(max(1, self.token - 8), self.token):  # of attempts that were killed
+            with contextlib.suppress(OSError):
+                self._path(token).unlink()
+        clear_drafts(folder)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
 
+    def is_held(self) -> bool:
+        """Whether no other attempt has taken the run over; no, if that cannot be told."""
+        record = attempts.read(self.folder)
+        return record.get("token") == self.token and newest_claim(self.folder)[0] == self.token
+
     def let_go(self) -> None:
-        """Stop, and remove the file if it is still ours."""
+        """Stop renewing, and leave no sign if the folder is still this attempt's."""
         self._ended.set()
-        self._thread.join(timeout=5)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
         with contextlib.suppress(OSError):
-            if self.path.read_text().startswith(self.attempt):
-                self.path.unlink()
+            if newest_claim(self.folder)[0] == self.token:
+                (self.folder / ".alive").unlink(missing_ok=True)
+                self._path(self.token).unlink()
+
+    def _path(self, token: int) -> Path:
+        return self.folder / f".claim-{token}"
+
+    def _claim(self, text: str) -> None:
+        draft, path = draft_of(self._path(self.token)), self._path(self.token)
+        try:
+            draft.write_text(text)
+            try:
+                os.link(draft, path)
+            except FileExistsError:
+                raise in_use(self.folder, newest_claim(self.folder)[1]) from None
+            except OSError:  # no links here, as on some object file systems
+                with path.open("x") as file:
+                    file.write(text)
+        except FileExistsError:
+            raise in_use(self.folder, newest_claim(self.folder)[1]) from None
+        except OSError as error:
+            raise storage_error("use output_dir:", error) from error
+        finally:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
 
     def _renew(self) -> None:
         beat = 0
-        while True:
+        while not self._ended.is_set():
             beat += 1
             with contextlib.suppress(OSError):  # a full disk is for the checkpoints to report
-                draft = self.path.with_name(f".alive.{os.getpid()}")
-                draft.write_text(f"{self.attempt} {beat}")
-                os.replace(draft, self.path)
-            if self._ended.wait(RENEW_S):
+                draft = draft_of(self.folder / ".alive")
+                draft.write_text(f"{self.token} {beat}")
+                os.replace(draft, self.folder / ".alive")
+            if newest_claim(self.folder)[0] > self.token:
+                self.on_loss(RankLost(f"another launch has taken over {self.folder}: this one leaves it to that"))
                 return
+            self._ended.wait(RENEW_S)
+
+
+def _look(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None

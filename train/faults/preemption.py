@@ -4,10 +4,14 @@ The signal reaches ranks at different moments, and a rank that stopped on its ow
 collective. A collective in every step to ask would cost a step of every run. So the ranks agree over the store, and
 only once somebody asked:
 
-1. whoever is signalled posts "stop";
-2. on seeing it, every rank's watcher posts how many sections of work (steps, evaluation passes) its rank has begun,
+1. whoever is signalled asks to stop;
+2. on seeing it, every rank's watcher posts how many phases of work (steps, evaluation batches) its rank has begun,
    and from then on the rank begins no further one by itself;
-3. all go on to the largest number posted, and stop there. Every section that any rank began is thereby begun by all.
+3. the last rank to post announces the largest number, all go on to it, and stop there. Every phase that any rank began
+   is thereby begun by all.
+
+Before that, a rank looks at the store now and then; after it, it posts once and looks with growing pauses. None of it
+grows with the number of ranks, but the last one's single read of all numbers.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     from train.dist.world import World
 
 POLL_S = 0.2
+LONGEST_POLL_S = 5.0  # a sixth of the grace that schedulers give
+POLLS_PER_S = 1000.0  # of all ranks together
 
 
 class Preemption:
@@ -57,7 +63,7 @@ class Preemption:
             self._watcher.start()
 
     def proceed(self) -> bool:
-        """Ask before every section of work with a collective in it: True to begin it, False to stop here.
+        """Ask before every phase of work with a collective in it: True to begin it, False to stop here.
 
         Every rank asks in the same order, and all get False at the same point.
         """
@@ -82,23 +88,37 @@ class Preemption:
             self._watcher.join(timeout=5)
 
     def _watch(self) -> None:
-        store = self._world.store.clone()  # a client of its own: a blocking call on a shared one holds up the other
-        rank, ranks = self._world.rank, range(self._world.size)
-        announced = False
         # A store that is gone means that the group is gone: the main thread learns it from its own next collective.
         with contextlib.suppress(RuntimeError):
-            while not self._ended.wait(POLL_S if not self._holding else POLL_S / 10):
-                if self.signalled and not announced:
-                    store.set("stop", "1")
-                    announced = True
-                if not self._holding and store.check(["stop"]):
-                    with self._change:
-                        self._holding = True
-                        mine = self._begun
-                    store.set(f"stop/{rank}", str(mine))
-                if self._holding and store.check([f"stop/{r}" for r in ranks]):
-                    target = max(int(store.get(f"stop/{r}")) for r in ranks)
-                    with self._change:
-                        self._target = target
-                        self._change.notify_all()
-                    return
+            if not self._await_request():
+                return
+            with self._change:
+                self._holding = True
+                mine = self._begun
+            self._world.board.post_begun(mine)
+            self._await_target()
+
+    def _await_request(self) -> bool:
+        """Until a rank, this one perhaps, asks to stop; False if the run ends before."""
+        board, pause_s = self._world.board, min(max(POLL_S, self._world.size / POLLS_PER_S), LONGEST_POLL_S)
+        looked_s = pause_s
+        while not self._ended.wait(POLL_S):
+            looked_s += POLL_S
+            if self.signalled:
+                board.ask_to_stop()
+                return True
+            if looked_s >= pause_s:
+                looked_s = 0.0
+                if board.asked_to_stop():
+                    return True
+        return False
+
+    def _await_target(self) -> None:
+        board, pause_s = self._world.board, POLL_S / 10
+        while not self._ended.wait(pause_s):
+            pause_s = min(2 * pause_s, max(POLL_S, self._world.size / POLLS_PER_S))
+            if (target := board.stop_target()) is not None:
+                with self._change:
+                    self._target = target
+                    self._change.notify_all()
+                return

@@ -1,4 +1,4 @@
-"""A rendezvous store in a process of its own: `python -m train.launch.store --port 29400`.
+"""A rendezvous store in a process of its own: `python -m train.launch store`.
 
 c10d rendezvous keeps its state in a store that one of the agents hosts, and the job dies with that node. With the
 store here, and `is_host=0` for every agent, any training node may die, the first included.
@@ -7,39 +7,33 @@ store here, and `is_host=0` for every agent, any training node may die, the firs
 from __future__ import annotations
 
 import argparse
-import contextlib
 import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from train.errors import final
 from train.faults import attempts as outcome
+from train.launch.compose import STORE_PORT
 
 # After these no agent comes back by itself: nobody needs the store any more.
-ENDED = (
-    "done",
-    "config_error",
-    "data_error",
-    "no_valid_checkpoint",
-    "storage_error",
-    "diverged",
-    "crash_loop",
-)
+ENDED = ("done", *final().values())
 POLL_S = 1.0
 # After any other end a new attempt begins within this time, or none does.
 LONGEST_PAUSE_S = 60.0
 
 
-def main() -> None:
+def main(given: Sequence[str]) -> None:
     """Serve until SIGTERM, or until the run in `--until-end-of` has ended and `--linger` seconds have passed."""
-    parser = argparse.ArgumentParser(prog="python -m train.launch.store", description=__doc__)
-    parser.add_argument("--port", type=int, default=29400)
+    parser = argparse.ArgumentParser(prog="python -m train.launch store", description=__doc__)
+    parser.add_argument("--port", type=int, default=STORE_PORT)
     parser.add_argument("--until-end-of", type=Path, metavar="OUTPUT_DIR", help="leave when this run has ended")
     parser.add_argument(
         "--linger", type=float, default=5.0, metavar="S", help="how long an end has to last (default: 5)"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -59,8 +53,3 @@ def main() -> None:
         if word not in (None, outcome.RUNNING) and time.monotonic() - since >= patience:
             print(f"the run has ended: {word}", flush=True)
             return
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        main()

@@ -1,15 +1,17 @@
 """The seam between the loop, which knows no strategy, and the strategies.
 
-What it has to carry: DDP (replicas that agree after every step), local SGD (replicas that differ between averagings:
-`rank_state`, `agree`), FSDP (`build` makes the model, shards it, and only then the optimizer; `state` gathers),
-pipelines (`shard` is shared by the stages of one pipeline; the loss lives on the last, `StepResult.loss` is 0
-elsewhere), and parameter servers (a rank with `shard` None gets no samples: its `step` serves).
+A strategy builds the model, lays it out over the ranks and makes the optimizer; it carries out one optimizer step on
+this rank's micro-batches and measures a micro-batch of evaluation. Its state is flat: names that every rank spells
+alike (`model/<parameter>`, `optimizer/<parameter>/<value>`, `optimizer/groups`, `scaler`), each with what this rank
+owns or replicates of it, and names that begin with
+`own_prefix`, which are this rank's alone. Who writes what, and how a layout
+is read by another, is the checkpoint's business.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,10 @@ from train.dist.world import World
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a strategy needs to build and to run a training step."""
+    """All that a strategy needs to build and to run a training step.
+
+    optimizer_options: the keys that the config sets; in a parameter group they beat what a checkpoint holds.
+    """
 
     build_model: Callable[[], nn.Module]
     build_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -34,6 +39,7 @@ class Recipe:
     compile: bool
     channels_last: bool | None
     on_nonfinite: NonFinite
+    optimizer_options: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -50,17 +56,28 @@ class StepResult:
     skipped: bool = False
 
 
+@dataclass(frozen=True)
+class SavedTensor:
+    """The whole of a tensor in a checkpoint, however many pieces it lies in."""
+
+    size: torch.Size
+    dtype: torch.dtype
+
+
 class Strategy(ABC):
     """Carries out the training of one model across `world`. Built from its config group plus `world`."""
 
     world: World
-    lr: float = 0.0
-    """The learning rate of the last step, of the first parameter group."""
 
     @property
     def shard(self) -> tuple[int, int] | None:
         """(index, number) of this rank's slice of every global batch; None for a rank that trains on no samples."""
         return self.world.rank, self.world.size
+
+    @property
+    @abstractmethod
+    def lr(self) -> float:
+        """The learning rate of the last step, of the first parameter group."""
 
     @abstractmethod
     def build(self, recipe: Recipe) -> None:
@@ -72,24 +89,43 @@ class Strategy(ABC):
 
     @abstractmethod
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
-        """Metrics of one micro-batch, summed over its samples. Called equally often on every rank."""
+        """Metrics of one micro-batch, summed over its samples, of the model as it would be saved. Collective."""
 
     @abstractmethod
-    def agree(self) -> None:
+    def is_finite(self) -> bool:
+        """Whether every gradient that moved the parameters was finite; the same on every rank. Waits for the device."""
+
+    @abstractmethod
+    def sync_parameters(self) -> None:
         """Make the ranks' parameters equal, where the strategy lets them differ between steps. Collective."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What a resume at any world size needs, complete on rank 0, of tensors and plain values. Collective."""
+        """What a resume needs: tensors, DTensors and plain values by name, as far as this rank has them. Collective."""
 
     @abstractmethod
-    def rank_state(self) -> dict[str, Any]:
-        """What an exact resume at the same world size needs of this rank alone."""
+    def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """What to read the `saved` tensors into, in this rank's layout; what is left out is not read. Collective.
+
+        Raises:
+            ConfigError: they are not those of this model.
+        """
 
     @abstractmethod
-    def load(self, state: dict[str, Any], rank_state: dict[str, Any] | None) -> None:
-        """Take up a saved state; `rank_state` is None if the world size has changed. Collective."""
+    def load(self, state: dict[str, Any]) -> None:
+        """Take up a saved state: `targets` filled, and plain values. Own names are there at the same world size only.
+
+        Collective.
+
+        Raises:
+            ConfigError: it does not fit this model and optimizer.
+        """
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """The finished model's unwrapped state dict, complete on rank 0. Collective."""
+        """The finished model's state dict by unwrapped names, the same ones on every rank; sharded as DTensor. Collective."""
+
+
+def own_prefix(rank: int) -> str:
+    """What the names of a rank's own state begin with."""
+    return f"rank-{rank:05d}/"

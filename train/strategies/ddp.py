@@ -5,22 +5,21 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config.marks import FREE, Gt
 from train.data.loader import Batch
 from train.dist.world import World
 from train.errors import ConfigError
-from train.strategies.base import StepResult
-from train.strategies.single import Single
+from train.strategies.base import Recipe, SavedTensor, StepResult, Strategy
+from train.strategies.optimizer_step import OptimizerStep, build_model
 
 
-class Ddp(Single):
+class Ddp(Strategy):
     """DDP over all ranks; with one rank, plain training."""
 
     def __init__(
@@ -42,43 +41,56 @@ class Ddp(Single):
             "static_graph": static_graph,
             "find_unused_parameters": find_unused_parameters,
         }
-        self.rehearsed = world.size == 1 or (world.size == 2 and not static_graph)
+        self.warmed_up = world.size == 1 or (world.size == 2 and not static_graph)
 
-    def prepare(self, model: nn.Module) -> nn.Module:
+    @property
+    def lr(self) -> float:
+        return self.optimizer_step.lr
+
+    def build(self, recipe: Recipe) -> None:
+        self.model = build_model(recipe, self.world.device)
         if self.sync_batchnorm and self.world.size > 1:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        return model
-
-    def wrap(self, model: nn.Module) -> nn.Module:
+            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)  # type: ignore[no-untyped-call]
+        if recipe.compile:
+            self.model.compile()
         if self.world.size == 1:
-            return model
+            self.optimizer_step = OptimizerStep(recipe, world=self.world, model=self.model)
+            return
         device_ids = [self.world.device] if self.world.device.type == "cuda" else None
-        self.ddp = DistributedDataParallel(model, device_ids=device_ids, **self.options)
-        return self.ddp
-
-    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        return self.ddp.no_sync() if self.world.size > 1 else contextlib.nullcontext()
+        ddp = DistributedDataParallel(self.model, device_ids=device_ids, **self.options)
+        self.optimizer_step = OptimizerStep(
+            recipe, world=self.world, model=self.model, forward=ddp, no_sync=ddp.no_sync
+        )
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
-        if not self.rehearsed:
-            self._rehearse(batches)
-        return super().step(step, batches)
+        """One optimizer step, before the first of which a warm-up step makes DDP lay out its buckets.
 
-    def _rehearse(self, batches: list[Batch]) -> None:
-        """One forward and backward whose gradient is thrown away, at every start and resume.
-
-        DDP lays out its buckets anew after the first backward. With three ranks and more the place in a bucket
-        decides the order in which a sum is made, so without this the first step after a resume would round
-        differently from the same step of an uninterrupted run. A static graph cannot begin within no_sync either.
+        DDP does so after its first backward. With three ranks and more the place in a bucket decides the order in
+        which a sum is made, so without a warm-up the first step after a resume would round differently from the same
+        step of an uninterrupted run. A static graph cannot begin within no_sync either.
         """
-        self.rehearsed = True
-        random = torch.get_rng_state(), torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
-        self.model.train()
-        self._backward(batches[-1:])
-        self.optimizer.zero_grad()
-        for buffer, value in zip(self.model.buffers(), buffers, strict=True):
-            buffer.copy_(value)
-        torch.set_rng_state(random[0])
-        if random[1] is not None:
-            torch.cuda.set_rng_state(random[1])
+        if not self.warmed_up:
+            self.warmed_up = True
+            self.optimizer_step.warm_up(batches)
+        return self.optimizer_step.step(step, batches)
+
+    def evaluate(self, batch: Batch) -> dict[str, Tensor]:
+        return self.optimizer_step.evaluate(batch)
+
+    def is_finite(self) -> bool:
+        return self.optimizer_step.is_finite()
+
+    def sync_parameters(self) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return self.optimizer_step.state()
+
+    def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        return self.optimizer_step.targets(saved)
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.optimizer_step.load(state)
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.optimizer_step.weights()

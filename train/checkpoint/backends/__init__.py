@@ -1,16 +1,25 @@
-"""Where checkpoints lie."""
+"""Where checkpoints lie: one file each. base.py is the seam."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from train.checkpoint.backends.base import MANIFEST, STEP, Files, Storage, name
+from train.checkpoint.backends.base import Backend
 from train.checkpoint.backends.folder import Folder
-from train.checkpoint.backends.fsspec import Bucket
+from train.checkpoint.backends.fsspec import ObjectStore
+from train.config.parts import Part, locate
 
-__all__ = ["MANIFEST", "STEP", "Files", "Storage", "at", "name"]
 
+def at(place: str) -> Backend:
+    """The backend that `place` names: a folder's path, an fsspec URL, or `package.module.Class://...` for one's own.
 
-def at(place: str) -> Storage:
-    """The storage that a path or an fsspec URL names. Raises ConfigError if the URL's file system is not installed."""
-    return Bucket(place) if "://" in place else Folder(Path(place))
+    Raises:
+        ConfigError: there is no such class, or the URL's file system is not installed.
+    """
+    scheme, found, _ = place.partition("://")
+    if not found:
+        return Folder(Path(place))
+    if "." not in scheme:
+        return ObjectStore(place)
+    backend: Backend = locate(Part("checkpoint.storage", scheme))(place)
+    return backend

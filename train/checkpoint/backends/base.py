@@ -1,164 +1,65 @@
-"""Where checkpoints lie: a folder that all nodes share, or an object store by fsspec URL.
-
-Both keep to one protocol. Files are first written where nobody looks for a checkpoint; one last act makes them one: in
-a folder the rename of the finished draft, in a store without rename the manifest, written last and once. Until then a
-killed writer has left nothing but a draft. Every file's size and SHA-256 are in the manifest: torch reads a file with
-flipped bits without a word.
-"""
+"""The seam between the checkpoint protocol and the places where checkpoints lie."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import re
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any
 
-from train.errors import Damaged, StorageError
-
-STEP = re.compile(r"step-(\d{8,})$")
 MANIFEST = "manifest.json"
-TRIES, PAUSE_S = 3, 1.0
-T = TypeVar("T")
-Files = dict[str, dict[str, Any]]
-"""Name -> {"size": bytes, "sha256": hex digest}."""
 
 
-class Storage(ABC):
-    """The checkpoints of one run, by step. All methods raise StorageError."""
+class Unsure(Exception):
+    """`publish` failed in a way that leaves open whether the checkpoint is there."""
+
+
+class Backend(ABC):
+    """Named files (`step-00000010/rank-00000.bin`), and one act that makes some of them a checkpoint.
+
+    Methods raise what the place's own client raises, and FileNotFoundError for a file that is not there.
+    """
 
     root: str
-
-    def path(self, step: int) -> str:
-        """The place of the checkpoint of `step`, for people."""
-        return f"{self.root}/{name(step)}"
+    """The place, for people."""
+    renames: bool
+    """Whether `publish` moves a draft's files to the checkpoint's name (a folder) or they stay (an object store)."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make the place and clear away what killed writers left."""
+        """Make the place, before a run first writes there."""
 
     @abstractmethod
-    def write(self, step: int, attempt: str, part: str, value: Any) -> Files:
-        """Write one part (`state`, `rank-00001`) of a draft: tensors and plain values."""
+    def put(self, name: str) -> AbstractContextManager[Any]:
+        """A stream to write a file of a draft; the file lasts when the context has ended well."""
 
     @abstractmethod
-    def commit(self, step: int, attempt: str, manifest: dict[str, Any]) -> bool:
-        """Make the draft a checkpoint; False if `step` is one already, which is then left as it is."""
+    def get(self, name: str) -> AbstractContextManager[Any]:
+        """A binary stream to read a file, which can seek."""
 
     @abstractmethod
-    def abandon(self, step: int, attempt: str) -> None:
-        """Remove a draft, as far as that can be done."""
+    def list(self, folder: str = "") -> list[str]:
+        """The names in `folder`, of files and folders; none if it is not there."""
 
     @abstractmethod
-    def steps(self) -> list[int]:
-        """Committed checkpoints, newest first."""
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
 
     @abstractmethod
-    def bad(self) -> list[str]:
-        """Names of checkpoints that were put aside."""
+    def delete(self, name: str) -> None:
+        """Delete a file, or a folder with all that is in it; nothing happens if it is not there."""
 
     @abstractmethod
-    def open(self, step: int, file: str) -> contextlib.AbstractContextManager[Any]:
-        """A file of a checkpoint, for reading in binary."""
-
-    @abstractmethod
-    def size(self, step: int, file: str) -> int:
-        """Bytes of a file of a checkpoint."""
-
-    @abstractmethod
-    def read(self, step: int, part: str, manifest: dict[str, Any]) -> Any:
-        """What `write` was given, on the CPU."""
-
-    @abstractmethod
-    def put_aside(self, step: int, word: str = "bad") -> str:
-        """Make a checkpoint none, without losing it; gives its new name. Raises StorageError."""
-
-    @abstractmethod
-    def remove(self, step: int) -> None:
-        """Delete a checkpoint so that at no moment half of one is there."""
-
-    @abstractmethod
-    def start_over(self) -> None:
-        """Put all checkpoints aside, the bad ones too, so that a run begins anew; nothing is lost."""
-
-    def manifest(self, step: int) -> dict[str, Any]:
-        """Raises Damaged if it is missing or no manifest, StorageError if it cannot be read."""
-
-        def read() -> dict[str, Any]:
-            with self.open(step, MANIFEST) as file:
-                manifest: dict[str, Any] = json.loads(file.read())
-            int(manifest["step"]), dict(manifest["files"])
-            return manifest
-
-        return self._patiently(step, MANIFEST, read)
-
-    def verify(self, step: int) -> dict[str, Any]:
-        """Its manifest, after every file that it names was compared.
+    def publish(self, draft: str, name: str, manifest: bytes) -> None:
+        """Make `draft` the checkpoint `name` with `manifest`, whole or not at all, and never over another.
 
         Raises:
-            Damaged: says what is wrong with which file.
-            StorageError: a file cannot be read.
+            FileExistsError: there is another checkpoint of this name.
+            Unsure: it may have been published.
         """
-        manifest = self.manifest(step)
-        for file, expected in manifest["files"].items():
-            self._patiently(step, file, partial(self._compare, step, file, expected))
-        return manifest
 
-    def _compare(self, step: int, file: str, expected: dict[str, Any]) -> None:
-        at = f"{self.path(step)}/{file}"
-        if (size := self.size(step, file)) != expected["size"]:
-            raise Damaged(f"{at} has {size} bytes instead of {expected['size']}")
-        with self.open(step, file) as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != expected["sha256"]:
-                raise Damaged(f"{at} has changed since it was written: its SHA-256 differs")
+    @abstractmethod
+    def withdraw(self, name: str, word: str) -> str:
+        """Undo `publish` in one act and lose nothing: `name` (or what `withdraw` gave) gets a name that begins with `word`.
 
-    def _patiently(self, step: int, file: str, read: Callable[[], T]) -> T:
-        """A file that is missing or wrong is damage; whatever else keeps it from being read may pass."""
-        for further in reversed(range(TRIES)):
-            try:
-                return read()
-            except Damaged:
-                raise
-            except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
-                raise Damaged(f"{self.path(step)}/{file}: {error}") from error
-            except Exception as error:
-                if not further:
-                    reason = " ".join(str(error).split())[:300] or type(error).__name__
-                    raise StorageError(
-                        f"cannot read {self.path(step)}/{file}: {reason}; mend that, then run again"
-                    ) from error
-                time.sleep(PAUSE_S)
-        raise AssertionError
-
-
-def name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-class _Stream(Protocol):
-    def write(self, data: Any) -> Any: ...
-
-
-class Hashing:
-    """A file that digests what passes through. torch writes from start to end."""
-
-    def __init__(self, file: _Stream):
-        self.file, self._size, self._digest = file, 0, hashlib.sha256()
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {"size": self._size, "sha256": self._digest.hexdigest()}
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self._digest.update(view)
-        self._size += len(view)
-        self.file.write(view)
-        return len(view)
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self.file, attribute)
+        In an object store it is the manifest that gets the new name, in the folder where it was.
+        """

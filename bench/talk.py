@@ -1,0 +1,155 @@
+"""What the ranks ask of the rendezvous store, counted: operations per rank while they meet, beat, stop and save.
+
+`python -m bench.talk` lets 64 ranks, each a few threads with connections of its own, talk over loopback as those of a
+run do, without a model and without a process group; an operation on several keys counts as many. Times on so small a machine mean nothing; the counts do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from train.dist.board import Board
+from train.dist.meeting import Met, meet
+from train.dist.place import Place
+from train.faults import heartbeat
+from train.faults.heartbeat import Heartbeat, period_s
+from train.faults.preemption import Preemption
+
+STILL_S = 4.0  # for the simulation: after half of it a rank counts as one that stands still
+
+
+class Unarmed:
+    """In the watchdog's place: nobody is to be killed here."""
+
+    def wind(self, seconds: float) -> None: ...
+
+
+def at_once(work: Callable[[int], Any], ranks: int) -> list[Any]:
+    """`work(rank)` in a thread a rank; their values."""
+    values: list[Any] = [None] * ranks
+
+    def run(rank: int) -> None:
+        values[rank] = work(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return values
+
+
+class Ranks:
+    """As many ranks as are asked for, met and at work."""
+
+    def __init__(self, size: int):
+        def arrive(rank: int) -> Met:
+            return meet(Place(rank, size, rank, size), config=None, error=None, timeout_s=120.0)
+
+        met = at_once(arrive, size)
+        self.met = [one.operations.total() for one in met]
+        self.boards = [Board(one.store, attempt=one.attempt, rank=rank, size=size) for rank, one in enumerate(met)]
+        for board in self.boards:
+            board.post_beat("")
+        worlds = [SimpleNamespace(rank=b.rank, size=size, is_first=b.rank == 0, board=b) for b in self.boards]
+        self.beats = [Heartbeat(world, timeout_s=STILL_S, start_s=9e9, on_hang=print) for world in worlds]
+        self.watchers = [Preemption() for _ in worlds]
+        for beat in self.beats:
+            beat.start()
+        for watcher, world in zip(self.watchers, worlds, strict=True):
+            watcher.watch(world)
+
+    def asked(self) -> list[int]:
+        return [board.operations.total() for board in self.boards]
+
+    def during(self, work: Callable[[], Any]) -> list[int]:
+        before = self.asked()
+        work()
+        return [after - earlier for after, earlier in zip(self.asked(), before, strict=True)]
+
+    def move(self, seconds: float) -> None:
+        """Enter one phase after the other."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for beat in self.beats:
+                beat.enter("step", 0)
+            time.sleep(STILL_S / 20)
+
+
+def save(ranks: Ranks, number: int) -> None:
+    """One rank's part, rank 0's collection of all, and its word that it is done."""
+
+    def work(rank: int) -> None:
+        board = ranks.boards[rank]
+        board.post_part(number, {"files": {f"rank-{rank:05d}": {"size": 1, "sha256": "0" * 64}}})
+        if rank:
+            board.save_end(number, 60.0)
+        else:
+            board.parts(number, 60.0)
+            board.end_save(number, None)
+
+    at_once(work, len(ranks.boards))
+
+
+def stop(ranks: Ranks) -> None:
+    """One rank is told to stop; until all know where."""
+    ranks.watchers[-1].signalled = True
+    for watcher in ranks.watchers:
+        while watcher._watcher.is_alive():
+            time.sleep(0.01)
+
+
+def counted(size: int, seconds: float) -> Iterator[tuple[str, str, list[float]]]:
+    """What was counted: phase, unit, and a figure a rank."""
+    ranks = Ranks(size)
+    yield "start-up", "operations", [float(count) for count in ranks.met]
+    ranks.move(1.0)
+    quiet = ranks.during(lambda: ranks.move(seconds))
+    yield "idle", "operations/s", [count / seconds for count in quiet]
+    for number in (1, 2, 3):
+        save(ranks, number)
+    for beat in ranks.beats:
+        beat.close()
+    time.sleep(2 * period_s(size, STILL_S))
+    talk = ranks.during(lambda: save(ranks, 4))
+    yield "save", "operations", [float(count) for count in talk]
+    yield "preemption", "operations", [float(count) for count in ranks.during(lambda: stop(ranks))]
+    still = Ranks(size)
+    still.move(0.5)
+    time.sleep(STILL_S / 2 + 0.5)
+    talk = still.during(lambda: time.sleep(min(seconds, STILL_S / 2 - 1)))
+    yield "standing still", "operations/s", [count / min(seconds, STILL_S / 2 - 1) for count in talk]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.talk", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of a measurement (default: 3)")
+    arguments = parser.parse_args()
+    heartbeat.Watchdog = Unarmed
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    os.environ |= {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
+    print(f"| {arguments.ranks} ranks | | rank 0 | each other rank | all |\n|---|---|---|---|---|", flush=True)
+    for phase, unit, counts in counted(arguments.ranks, arguments.seconds):
+        others = sum(counts[1:]) / max(1, len(counts) - 1)
+        print(f"| {phase} | {unit} | {counts[0]:.1f} | {others:.1f} | {sum(counts):.0f} |", flush=True)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

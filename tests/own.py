@@ -1,0 +1,100 @@
+"""Parts of a user's own that each are one file's worth: a sharded strategy, an optimizer that keeps state in its groups, a backend."""
+
+import contextlib
+import io
+import sqlite3
+import time
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from train.checkpoint.backends.base import MANIFEST, Backend
+from train.strategies.optimizer_step import OptimizerStep, build_model
+from train.strategies.single import Single
+
+
+class Sharded(Single):
+    """Every parameter, gradient and optimizer value lies in pieces on all ranks."""
+
+    def __init__(self, *, world):
+        self.world = world
+
+    def build(self, recipe):
+        self.model = build_model(recipe, self.world.device)
+        if self.world.size > 1:
+            mesh = init_device_mesh(self.world.device.type, (self.world.size,))
+            for module in self.model.modules():
+                if list(module.parameters(recurse=False)):
+                    fully_shard(module, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        self.optimizer_step = OptimizerStep(recipe, world=self.world, model=self.model)
+
+
+class Fading(torch.optim.SGD):
+    """Its rate falls with a count that it keeps in its group, as schedule-free optimizers do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["count"] = 0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            group["lr"] /= group["count"]
+        return super().step(closure)
+
+
+class Sqlite(Backend):
+    """Checkpoints in one database file."""
+
+    renames = True
+
+    def __init__(self, url):
+        self.root, self.path = url, url.partition("://")[2]
+
+    def do(self, line, *values):
+        with contextlib.closing(sqlite3.connect(self.path, timeout=30)) as database, database:
+            return database.execute(line, values).fetchall()
+
+    def prepare(self):
+        self.do("CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, data BLOB)")
+
+    @contextlib.contextmanager
+    def put(self, name):
+        stream = io.BytesIO()
+        yield stream
+        self.do("INSERT OR REPLACE INTO files VALUES (?, ?)", name, stream.getvalue())
+
+    def get(self, name):
+        found = self.do("SELECT data FROM files WHERE name = ?", name)
+        if not found:
+            raise FileNotFoundError(name)
+        return io.BytesIO(found[0][0])
+
+    def list(self, folder=""):
+        below = f"{folder}/" if folder else ""
+        names = [name for (name,) in self.do("SELECT name FROM files")]
+        return sorted({name[len(below) :].split("/")[0] for name in names if name.startswith(below)})
+
+    def size(self, name):
+        return len(self.get(name).getvalue())
+
+    def delete(self, name):
+        self.do("DELETE FROM files WHERE name = ? OR name LIKE ?", name, f"{name}/%")
+
+    def publish(self, draft, name, manifest):
+        if self.list(name):
+            raise FileExistsError(name)
+        with self.put(f"{draft}/{MANIFEST}") as file:
+            file.write(manifest)
+        self._rename(draft, name)
+
+    def withdraw(self, name, word):
+        aside = f"{word}-{name}.{time.time_ns()}"
+        self._rename(name, aside)
+        return aside
+
+    def _rename(self, old, new):
+        self.do("UPDATE files SET name = ? || substr(name, ?) WHERE name LIKE ?", new, len(old) + 1, f"{old}/%")

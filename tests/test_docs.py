@@ -1,0 +1,68 @@
+"""The README and docs/ are true: every `sh` block is run as printed, in order, in a copy of the checkout."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import ROOT, environment
+
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+NEEDS = {"docker", "slurm", "kubernetes", "network", "gpu", "two-machines", "once"}
+"""What a block may say that it needs (```sh needs=docker): then the substrate's own tests run such lines."""
+
+
+def blocks(page):
+    """(needs, text) of each `sh` block; None needs nothing."""
+    found = re.findall(r"^```sh(?: needs=(\S+))?\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
+    return [(needs or None, text) for needs, text in found]
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory):
+    """The files that git tracks, as a clone would have them, with the tests' own environment as its .venv."""
+    folder = tmp_path_factory.mktemp("docs") / "muster"
+    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    for name in names.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)  # with its time: make compares them
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", PAGES)
+def test_every_line_runs_as_printed(page, checkout):
+    script = "\n".join(text for needs, text in blocks(page) if needs is None)
+    if not script:
+        return
+    # Not to install this copy into the environment that the tests share.
+    script = script.replace("make train", "make -o .venv/.train train")
+    env = {key: value for key, value in environment().items() if key not in ("PYTHONPATH", "MAKEFLAGS", "CI")}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    shutil.rmtree(checkout / "runs", ignore_errors=True)
+    done = subprocess.run(
+        ["bash", "-euxo", "pipefail", "-c", script], cwd=checkout, env=env, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_says_what_it_is(page):
+    """A command in a block of another kind would be run by nobody."""
+    text = (ROOT / page).read_text()
+    assert {kind.split()[0] for kind in re.findall(r"^```(\S.*)$", text, re.M)} <= {"sh", "python", "yaml", "text"}, (
+        page
+    )
+    assert {needs for needs, _ in blocks(page)} <= NEEDS | {None}
+    assert not re.search(r"^```\n(?:torchrun|python|make|sbatch|docker|kubectl) ", text, re.M), page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
+        assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"

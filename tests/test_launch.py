@@ -1,0 +1,360 @@
+"""The launch policy: from each substrate's environment to a torchrun line, and from an end to what comes next."""
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from fake_agent import own_python  # noqa: F401
+from launch import ROOT, environment
+
+from train.errors import ConfigError
+from train.faults.agent import STUCK_S
+from train.launch import compose, kubernetes, loopback, slurm, verdict
+from train.launch.spec import MARGIN_S, Timings, command, printed
+from train.launch.spec import environment as variables
+from train.launch.substrate import find, here
+from train.launch.verdict import Verdict, decide
+
+SLURM = {
+    "SLURM_JOB_ID": "70012", "SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "0", "SLURMD_NODENAME": "gpu-a",
+    "SLURM_CPUS_PER_TASK": "7", "HEAD": "gpu-a", "NPROC": "2",
+}  # fmt: skip
+PYTORCHJOB = {
+    "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "muster-worker-0:23456", "PET_NNODES": "1:3", "PET_MAX_RESTARTS": "9",
+    "PET_NPROC_PER_NODE": "8", "HOSTNAME": "muster-worker-1", "POD_IP": "10.1.0.7", "GRACE_S": "90",
+}  # fmt: skip
+TRAINJOB = {
+    "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "muster-node-0-0.muster",
+    "PET_MASTER_PORT": "29500", "JOB_COMPLETION_INDEX": "1", "POD_IP": "10.1.0.8", "GRACE_S": "90",
+}  # fmt: skip
+INDEXED = {
+    "JOB_COMPLETION_INDEX": "0", "HEAD": "muster-0.muster", "NNODES": "2", "NPROC": "1", "POD_IP": "fd00::9", "GRACE_S": "90",
+    "OMP_NUM_THREADS": "4",
+}  # fmt: skip
+COMPOSE = {"NODES": "3", "NPROC": "1", "RUN": "compose", "ARGS": "", "GRACE_S": "60", "OMP_NUM_THREADS": "1"}
+ACROSS = "join_timeout=300,last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5,read_timeout=20"
+POD = ACROSS.replace("300", "600")
+NEAR = "join_timeout=120,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10"
+
+GOLDEN = {
+    "slurm": (
+        slurm.spec(SLURM),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110 OMP_NUM_THREADS=4 torchrun --nnodes=4 "
+        "--nproc-per-node=2 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=gpu-a:20012 --rdzv-id=70012.0 "
+        f"--rdzv-conf=is_host=1,{ACROSS} --local-addr=gpu-a -m train",
+    ),
+    "slurm, elastic, requeued, with GPUs": (
+        slurm.spec({**SLURM, "MIN_NODES": "2", "SLURM_RESTART_COUNT": "3", "SLURM_GPUS_ON_NODE": "8", "SLURM_NODEID": "2",
+                    "SLURMD_NODENAME": "gpu-c", "MAX_RESTARTS": "5", "GRACE_S": "300", "OMP_NUM_THREADS": "1"}),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=290 OMP_NUM_THREADS=1 torchrun --nnodes=2:4 "
+        "--nproc-per-node=8 --max-restarts=5 --rdzv-backend=c10d --rdzv-endpoint=gpu-a:20012 --rdzv-id=70012.3 "
+        f"--rdzv-conf=is_host=0,{ACROSS} --local-addr=gpu-c -m train",
+    ),
+    "pytorchjob": (
+        kubernetes.pytorchjob(PYTORCHJOB),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=80 OMP_NUM_THREADS=1 torchrun --nnodes=1:3 "
+        "--nproc-per-node=8 --max-restarts=9 --rdzv-backend=c10d --rdzv-endpoint=muster-worker-0:23456 "
+        f"--rdzv-id=muster-worker-0 --rdzv-conf=is_host=0,{POD} --local-addr=10.1.0.7 -m train",
+    ),
+    "pytorchjob, the host": (
+        kubernetes.pytorchjob({**PYTORCHJOB, "HOSTNAME": "muster-worker-0", "PET_RDZV_ID": "mine"}),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=80 OMP_NUM_THREADS=1 torchrun --nnodes=1:3 "
+        "--nproc-per-node=8 --max-restarts=9 --rdzv-backend=c10d --rdzv-endpoint=muster-worker-0:23456 "
+        f"--rdzv-id=mine --rdzv-conf=is_host=1,{POD} --local-addr=10.1.0.7 -m train",
+    ),
+    "trainjob": (
+        kubernetes.trainjob(TRAINJOB),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=80 OMP_NUM_THREADS=1 torchrun --nnodes=2 "
+        "--nproc-per-node=1 --max-restarts=0 --master-addr=muster-node-0-0.muster --master-port=29500 --node-rank=1 "
+        "--local-addr=10.1.0.8 -m train",
+    ),
+    "indexed job": (
+        kubernetes.indexed_job(INDEXED),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=80 OMP_NUM_THREADS=4 torchrun --nnodes=1:2 "
+        "--nproc-per-node=1 --max-restarts=100 --rdzv-backend=c10d --rdzv-endpoint=muster-0.muster:29500 "
+        f"--rdzv-id=muster-0.muster --rdzv-conf=is_host=1,{POD} --local-addr=fd00::9 -m train",
+    ),
+    "compose": (
+        compose.spec({**COMPOSE, "RUN": "second"}, address=lambda: "172.18.0.3"),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=50 OMP_NUM_THREADS=1 torchrun --nnodes=1:3 "
+        "--nproc-per-node=1 --max-restarts=100 --rdzv-backend=c10d --rdzv-endpoint=store:29400 --rdzv-id=second "
+        f"--rdzv-conf=is_host=0,{NEAR} --local-addr=172.18.0.3 -m train",
+    ),
+    "loopback": (
+        loopback.spec("1:2", port=4711, id="t", is_host=True, nproc=2),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=30 OMP_NUM_THREADS=1 torchrun --nnodes=1:2 "
+        "--nproc-per-node=2 --max-restarts=100 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:4711 --rdzv-id=t "
+        f"--rdzv-conf=is_host=1,{NEAR.replace('last_call_timeout=2', 'last_call_timeout=1')} --local-addr=127.0.0.1 -m train",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_the_line_of_each_substrate(case):
+    spec, expected = GOLDEN[case]
+    assert printed(spec, command(spec, [])) == expected
+
+
+def test_the_printed_line_is_the_one_that_runs_whatever_the_overrides_hold():
+    hostile = ["name=a b", "x='it''s'", 'y="$HOME"', "z=`id`;rm -rf /", "w=\\", "v=a\nb", "*"]
+    spec = slurm.spec(SLURM)
+    words = shlex.split(printed(spec, command(spec, hostile)))
+    assert words == [*(f"{key}={value}" for key, value in variables(spec).items()), *command(spec, hostile)]
+    assert words[-len(hostile) :] == hostile
+
+
+def test_torchrun_accepts_every_line():
+    """Its own parser, which knows each flag, and the keys of --rdzv-conf that its handler reads."""
+    code = (
+        "import json, sys; from torch.distributed.run import parse_args, config_from_args\n"
+        "for line in json.load(sys.stdin):\n"
+        "    config, _, given = config_from_args(parse_args(line))\n"
+        "    assert config.local_addr and given[-2:] == ['train', 'a=b'], (config, given)\n"
+        "    assert config.rdzv_backend == 'static' or {'is_host', 'read_timeout'} <= {*config.rdzv_configs}, config\n"
+    )
+    lines = [command(spec, ["a=b"])[1:] for spec, _ in GOLDEN.values()]
+    lines = [[word.replace("nproc-per-node=8", "nproc-per-node=1") for word in line] for line in lines]
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(lines), env=environment(), text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_request_waits_longer_than_an_agent_that_hangs_is_given():
+    assert all(timings.read_timeout < STUCK_S for timings in (Timings(), kubernetes.TIMINGS, compose.TIMINGS))
+    with pytest.raises(AssertionError):
+        Timings(read_timeout=30)
+
+
+def test_compose_splits_args_as_a_shell_does():
+    assert compose.overrides({**COMPOSE, "ARGS": "model=mlp  'name=a b' x=\"y z\""}) == [
+        "name=compose", "model=mlp", "name=a b", "x=y z",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="close every quote"):
+        compose.overrides({**COMPOSE, "ARGS": "model='mlp"})
+
+
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [(SLURM, "Slurm"), (PYTORCHJOB, "PyTorchJob"), (TRAINJOB, "TrainJob"), (INDEXED, "Indexed Job"), (COMPOSE, "compose")],
+)  # fmt: skip
+def test_each_environment_is_recognised(env, name):
+    """Also in a shell that has one of compose's short names by chance."""
+    kind = find({"PATH": "/bin", "ARGS": "x", **env})
+    assert kind and kind.name == name
+
+
+def test_what_is_missing_or_garbled_is_named():
+    for make, env, said in (
+        (slurm.spec, {**SLURM, "HEAD": ""}, "HEAD is not set"),
+        (slurm.spec, {**SLURM, "MAX_RESTARTS": "many"}, "MAX_RESTARTS=many"),
+        (slurm.spec, {**SLURM, "MIN_NODES": "5"}, "MIN_NODES=5 .* use 1 to 4"),
+        (slurm.spec, {**SLURM, "NPROC": "0"}, "NPROC=0 .* at least 1"),
+        (slurm.spec, {**SLURM, "GRACE_S": "5"}, "GRACE_S=5 leaves no time"),
+        (kubernetes.pytorchjob, {**PYTORCHJOB, "PET_NNODES": "1:"}, "nnodes=1: "),
+        (kubernetes.pytorchjob, {**PYTORCHJOB, "PET_NPROC_PER_NODE": "two"}, "nproc=two"),
+        (kubernetes.trainjob, {**TRAINJOB, "PET_NODE_RANK": "-1"}, "PET_NODE_RANK=-1"),
+        (kubernetes.indexed_job, {**INDEXED, "POD_IP": ""}, "POD_IP is not set"),
+        (compose.spec, {**COMPOSE, "NODES": "²"}, "NODES=² is not valid"),
+        (here, {"PATH": "/bin"}, "no launcher's variables are set.*torchrun --standalone"),
+    ):
+        with pytest.raises(ConfigError, match=said) as raised:
+            make(env)
+        assert "\n" not in str(raised.value)
+
+
+def test_what_srun_is_told():
+    assert slurm.srun_flags(SLURM) == ["--ntasks=4", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=120"]
+    assert slurm.srun_flags({**SLURM, "MIN_NODES": "1"})[2:] == ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+    assert slurm.srun_environment(SLURM) == {"SRUN_CPUS_PER_TASK": "7"} and slurm.srun_environment({}) == {}
+    assert slurm.job_name({**SLURM, "SLURM_ARRAY_JOB_ID": "70010", "SLURM_ARRAY_TASK_ID": "2"}) == "70010_2"
+    assert slurm.job_name(SLURM) == "70012"
+    assert {slurm.port(job) for job in (0, 19999, 20000, 10**7)} <= {*range(10000, 30000)}
+
+
+def test_apptainer_passes_on_whatever_the_launcher_reads():
+    """Its container sees no variable of the job by itself."""
+    read = {*re.findall(r'env(?:\[|, |\.get\()["\']([A-Z_]+)', Path(slurm.__file__).read_text())}
+    passed = set(re.search(r'PASS_ENV="(.*)\$', (ROOT / "slurm/container.sbatch").read_text())[1].split())
+    assert {"HEAD", "NPROC", "SLURMD_NODENAME", "SLURM_JOB_ID"} <= read, "the pattern finds them"
+    assert {name for name in read if not name.startswith("SLURM_")} <= passed
+
+
+def test_a_shell_reads_what_python_meant():
+    words, value = ["a b", "'", "$HOME", "x\ny", ""], "it's `id`\n"
+    script = slurm.assignments({"words": words, "value": value}) + '\nprintf "%s\\0" "${words[@]}" "$value"'
+    out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert out.split("\0")[:-1] == [*words, value]
+
+
+def record(code, attempt="2", outcome=None):
+    return {"exit_code": code, "attempt": attempt, "outcome": outcome or f"outcome of {code}", "time": attempt}
+
+
+BEFORE = record(7, attempt="1")
+NEVER, TOLD = (
+    "no rank began to train: the agents' messages above say why",
+    "told to stop before a rank began to train",
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "after", "agent", "told", "code", "requeue"),
+    [
+        (verdict.SLURM, record(75), 0, True, 0, False),
+        (verdict.SLURM, record(75), 1, True, 75, True),
+        (verdict.SLURM, record(2), 1, False, 2, False),
+        (verdict.SLURM, record(None), 137, False, 137, False),
+        (verdict.SLURM, BEFORE, 1, False, 1, False),
+        (verdict.SLURM, BEFORE, 1, True, 75, True),
+        (verdict.SLURM, {}, 143, True, 75, True),
+        (verdict.SUBMITIT, record(75), 1, True, 75, True),
+        (verdict.SUBMITIT, record(7), 1, True, 7, False),
+        (verdict.LOCAL, record(75), 1, True, 75, True),
+        (verdict.PYTORCHJOB, record(0), 0, False, 0, False),
+        (verdict.PYTORCHJOB, record(6), 1, False, 6, False),
+        (verdict.PYTORCHJOB, record(75), 1, True, 143, False),
+        (verdict.PYTORCHJOB, record(None), 1, False, 143, False),
+        (verdict.PYTORCHJOB, BEFORE, 2, False, 143, False),
+        (verdict.PYTORCHJOB, BEFORE, 1, True, 143, False),
+        (verdict.TRAINJOB, record(3), 1, False, 3, False),
+        (verdict.TRAINJOB, record(75), 1, True, 75, False),
+        (verdict.INDEXED_JOB, record(4), 1, False, 4, False),
+        (verdict.INDEXED_JOB, record(75), 1, True, 75, False),
+        (verdict.INDEXED_JOB, BEFORE, 1, False, 1, False),
+        (verdict.COMPOSE, record(5), 1, False, 5, False),
+    ],
+)
+def test_verdicts(policy, after, agent, told, code, requeue):
+    line = (TOLD if told else NEVER) if after in ({}, BEFORE) else f"{after['outcome']} (exit code "
+    end = decide(BEFORE if after else {}, after, agent, told=told, policy=policy)
+    assert (end.code, end.requeue) == (code, requeue)
+    assert end == Verdict(0, False, "") if agent == 0 else end.line.startswith(line)
+
+
+@pytest.mark.parametrize("module", ["__main__", "execute", "substrate", "store", "check"])
+def test_a_launcher_starts_without_torch(module):
+    code = f"import sys, train.launch.{module}; sys.exit(any(name in sys.modules for name in ('torch', 'hydra')))"
+    assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
+
+
+def launcher(*arguments, **env):
+    line = [sys.executable, "-m", "train.launch", *arguments]
+    return subprocess.run(line, env=environment(**env), capture_output=True, text=True, timeout=60)
+
+
+def test_the_commands_say_what_is_wrong_in_one_line(tmp_path):
+    for arguments, env, said in (
+        (["nod"], {}, "did you mean node?"),
+        (["node"], {}, "no launcher's variables"),
+        (["command"], {**SLURM, "SLURM_NODEID": "first"}, "SLURM_NODEID=first"),
+        (["plan", "lr=3"], SLURM, "did you mean optimizer.lr?"),
+        (["node", "lr=3"], INDEXED, "did you mean optimizer.lr?"),
+        (["check"], {**COMPOSE, "ARGS": "lr=3"}, "did you mean optimizer.lr?"),
+    ):
+        done = launcher(*arguments, **env)
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1 and not done.stdout, done
+
+
+def test_command_prints_what_node_would_run():
+    done = launcher("command", "name=a b", **{**COMPOSE, **INDEXED})
+    spec = kubernetes.indexed_job(INDEXED)
+    words = shlex.split(done.stdout)
+    assert words[3 - len(words) :][-1] == "name=a b" and words[-3:-1] == ["-m", "train"]
+    assert done.stdout.endswith(shlex.join(command(spec, ["name=a b"])[1:]) + "\n")
+
+
+def started(place, folder, env, **popen):
+    """A node whose agent is `place`'s torchrun; comes back when that has written to folder/heard."""
+    line = [place / "python3", "-m", "train.launch", "node", f"output_dir={folder / 'run'}"]
+    process = subprocess.Popen(
+        line, env=environment(**env, PATH=f"{place}:/usr/bin:/bin"), cwd=folder, text=True, **popen
+    )
+    deadline = time.monotonic() + 60
+    while not ((folder / "heard").exists() and (folder / "heard").read_text()):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize(("env", "code", "unheard"), [(INDEXED, 75, []), (SLURM, 1, [signal.SIGTERM, signal.SIGTERM])])
+def test_a_node_passes_on_one_signal_alone_and_shields_its_agent(own_python, tmp_path, env, code, unheard):  # noqa: F811
+    """A second SIGTERM would end torchrun's wait for its workers, and Slurm sends the first to the agent itself."""
+    heard = tmp_path / "heard"
+    place = own_python(
+        f"trap 'echo term >>{heard}' TERM; echo ready >>{heard}\n"
+        f"for _ in $(seq 400); do sleep 0.1; [ -e {tmp_path}/end ] && exit 1; done"
+    )
+    process = started(place, tmp_path, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    agent = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
+    for number in unheard:
+        process.send_signal(number)
+        time.sleep(0.3)
+    assert heard.read_text().split() == ["ready"]
+    subprocess.run(["kill", "-USR1", agent], check=True)  # Slurm's comes to every process: the agent would die of it
+    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.3)
+    (tmp_path / "end").touch()
+    out, _ = process.communicate(timeout=60)
+    assert heard.read_text().split() == ["ready", "term"], out
+    assert process.returncode == code and (code == 1 or "told to stop before a rank began to train" in out), out
+    spec = here(env).spec(environment(**env))
+    assert printed(spec, command(spec, [f"output_dir={tmp_path / 'run'}"])) + "\n" in out, "pasteable: a short name"
+
+
+def test_an_agent_dies_with_its_launcher(own_python, tmp_path):  # noqa: F811
+    process = started(own_python(f"echo $$ >{tmp_path}/heard; exec sleep 60"), tmp_path, INDEXED)
+    agent = Path("/proc", (tmp_path / "heard").read_text().strip())
+    deadline = time.monotonic() + 10
+    process.kill()
+    process.wait()
+    while agent.exists() and "Z" not in (agent / "stat").read_text().rpartition(")")[2].split()[0]:
+        assert time.monotonic() < deadline, "an orphan"
+        time.sleep(0.05)
+
+
+SETTINGS = (
+    r"--rdzv[-_]\w+=|rdzv(Backend|Id|Conf)\b|PET_RDZV_CONF|(join|last_call|read|close|heartbeat)_timeout|keep_alive"
+    r"|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|TORCH_ELASTIC_SHUTDOWN_TIMEOUT|--shutdown-timeout"
+)
+ALLOWED = r"train/launch/|docs/|.*\.md$|tests/test_\w+\.py$"
+
+
+def tracked():
+    if not shutil.which("git") or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    return subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_no_rendezvous_setting_stands_outside_the_launch_policy():
+    """Prose may speak of them, and tests may say what they expect of them."""
+    found = [
+        f"{name}:{number}: {line}"
+        for name in tracked()
+        if not re.match(ALLOWED, name) and (ROOT / name).is_file()
+        for number, line in enumerate((ROOT / name).read_text(errors="replace").splitlines(), 1)
+        if re.search(SETTINGS, line) and not line.lstrip().startswith(("#", "STUCK_S"))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_each_substrate_ends_its_agents_before_it_is_killed():
+    """The grace time that a substrate gives is the one that its nodes are told of."""
+    services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
+    node = services["node"]
+    assert node["stop_grace_period"] == f"{node['environment']['GRACE_S']}s"
+    for script in ("ddp", "container"):
+        assert f"#SBATCH --signal=B:USR1@{slurm.GRACE_S}\n" in (ROOT / f"slurm/{script}.sbatch").read_text()
+    for spec, _ in GOLDEN.values():
+        assert int(variables(spec)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == spec.grace_s - MARGIN_S < spec.grace_s
+    assert services["store"]["command"][:4] == ["python3", "-m", "train.launch", "store"]
+    assert "--port" not in services["store"]["command"], "the nodes look for it at the default port"

@@ -1,0 +1,65 @@
+"""Which checkpoint a run resumes from."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from train.checkpoint import storage
+from train.checkpoint.manager import newest, verify
+from train.checkpoint.storage import Saved, Storage
+from train.config.keys import Config
+from train.dist.world import World
+from train.errors import ConfigError, NoValidCheckpoint
+
+
+def storage_of(config: Config) -> Storage:
+    """Where the run's checkpoints go: `checkpoint.storage`, else `checkpoints/` in its folder."""
+    return Storage(config.checkpoint.storage or str(Path(config.output_dir, "checkpoints")))
+
+
+def find_checkpoint(config: Config, world: World, noted: dict[str, Any] | None) -> tuple[Saved | None, list[str]]:
+    """The run's own newest checkpoint, else the one that `checkpoint.resume` names; and what was wrong with others.
+
+    `noted` is the newest commit, {step, path}, as the attempt before has left word of it. Collective.
+
+    Raises:
+        NoValidCheckpoint: there are or were some, and none is valid. Never a silent start from zero.
+    """
+    bad: list[str] = []
+    place = storage_of(config)
+    world.on_first(place.prepare)
+    own = newest(place, world, on_bad=bad.append)
+    if own is None and noted:
+        raise NoValidCheckpoint(
+            f"step {noted['step']} was saved as {noted['path']}, and there is no checkpoint in {place.root}: "
+            "restore it, give the checkpoint.storage of before, or start over with checkpoint.resume=never"
+        )
+    named = config.checkpoint.resume.rstrip("/")
+    if own or named in ("auto", "never"):
+        return own, bad
+    return _named(named, world, bad), bad
+
+
+def _named(named: str, world: World, bad: list[str]) -> Saved:
+    """The checkpoint of another run that `checkpoint.resume` names. Collective."""
+    root, _, last = named.rpartition("/")
+    inside = Path(named, "checkpoints")
+    found, nested = world.on_first(partial(_folders, named, inside))
+    if "://" not in named and not found:
+        raise ConfigError(
+            f"checkpoint.resume={named} is no folder: give auto, never, a run's folder, one checkpoint's, or a URL"
+        )
+    if match := storage.STEP.fullmatch(last):
+        return verify(Storage(root or "."), int(match[1]), world)
+    other = newest(Storage(str(inside) if nested else named), world, on_bad=bad.append, own=False)
+    if other is None:
+        raise NoValidCheckpoint(
+            f"checkpoint.resume={named} holds no checkpoint: give a run's folder or one checkpoint's"
+        )
+    return other
+
+
+def _folders(named: str, inside: Path) -> list[bool]:
+    return [Path(named).is_dir(), inside.is_dir()]

@@ -1,0 +1,293 @@
+"""How the ranks of an attempt find each other over the rendezvous store, before any process group exists.
+
+A rank that is missing, failed early or was started with another config is named here, instead of being waited for in
+the first collective.
+
+A store may outlive an attempt (torchrun keeps one across worker restarts), so what dead processes have posted is
+still there. Meetings are therefore numbered, and each process numbers its arrival in one:
+
+1. rank 0 opens the next meeting, which ends the one before for whoever still waits there; it says what it runs;
+2. the others wait for the newest meeting to be open, compare themselves with rank 0, and arrive: that gives a number
+   which no other process ever had or gets in this meeting;
+3. rank 0 reads the arrivals until it has one of each rank, and gives one verdict, which says up to which number it read;
+4. a rank believes the verdict if it counted this rank's own number. If not, it came too late for a meeting of an earlier
+   attempt, and goes on to the next one.
+
+So nobody believes a verdict that was not about itself, nobody polls but rank 0, and a rank needs about ten operations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import HashStore, Store
+
+from train.config.differences import comparable
+from train.config.keys import Config
+from train.dist.board import Lobby
+from train.dist.network import STOP_S, Stopped, Unheard, attend, connect
+from train.dist.place import Place, launcher
+from train.errors import MusterError, of_code, say
+
+CLOCKS_APART_S = 2.0
+TICK_S = 0.05
+HEARD_S = 5.0
+LATECOMERS_S = 5.0  # where all were told to stop, those that still start are told so too
+VERDICT_S = 5.0  # after the deadline rank 0 says who was missing: hear it
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a meeting gives: an id that no other attempt has, the store, and on rank 0 the launchers of all ranks."""
+
+    attempt: str
+    store: Store
+    agents: list[str]
+    operations: Counter[str] = field(default_factory=Counter)
+
+
+def meet(
+    place: Place,
+    *,
+    config: Config | None,
+    error: MusterError | None,
+    timeout_s: float,
+    device: str = "",
+    stopping: Callable[[], bool] = lambda: False,
+) -> Met:
+    """Find the other ranks, and hear whether all are there, alike and well. Collective.
+
+    Args:
+        error: what keeps this rank from training; all ranks then end with it.
+        stopping: whether this process was told to stop; then all that have come leave at once.
+
+    Raises:
+        MusterError: the lowest rank's early error, as that rank saw it.
+        ConfigError: ranks are missing or differ.
+        Stopped: a rank was told to stop.
+    """
+    agent = launcher()
+    if place.world_size == 1:
+        if error:
+            raise error
+        return Met(uuid.uuid4().hex[:8], HashStore(), [agent])
+    deadline = time.monotonic() + timeout_s
+    store = connect(place, timeout_s=timeout_s, stopping=stopping)
+    facts = {
+        "host": socket.gethostname(),
+        "torch": torch.__version__,
+        "code": code_hash(),
+        "device": device,
+        "config": digest(comparable(config)) if config else None,
+    }
+    hello = {
+        "rank": place.rank,
+        "host": facts["host"],
+        "agent": agent,
+        "error": [error.exit_code, str(error)] if error else None,
+    }
+    own = Own(place, facts, hello, comparable(config) if config else None)
+    if place.rank == 0:
+        lobby = Lobby(store)
+        attempt, agents, failed = host(lobby, own, timeout_s=timeout_s, deadline=deadline, stopping=stopping)
+    else:
+        lobby = Lobby(store.clone())
+        attempt, failed = attend_meeting(Lobby(store, lobby.operations), lobby, own, deadline=deadline, stopping=stopping)
+        agents = [agent]
+    if error and not (failed and failed[0] == Stopped.exit_code):
+        raise error
+    if failed:
+        raise Stopped if failed[0] == Stopped.exit_code else of_code(*failed)
+    return Met(attempt, store, agents, lobby.operations)
+
+
+@dataclass(frozen=True)
+class Own:
+    """What this process brings to a meeting."""
+
+    place: Place
+    facts: dict[str, Any]
+    hello: dict[str, Any]
+    config: dict[str, Any] | None
+
+
+def host(
+    lobby: Lobby, own: Own, *, timeout_s: float, deadline: float, stopping: Callable[[], bool]
+) -> tuple[str, list[str], tuple[int, str] | None]:
+    """Rank 0's side: attempt id, the launchers of all ranks, and what keeps them from training (exit code, message)."""
+    attempt, meeting = uuid.uuid4().hex[:8], lobby.open(own.facts, own.config)
+    hellos, skews, stopped = {0: own.hello}, {0: 0.0}, False
+    looked = time.time()
+    while True:
+        told, before, looked = False, looked, time.time()
+        for hello in lobby.arrivals(meeting):
+            if "stop" in hello:
+                told = True
+                continue
+            hellos[hello["rank"]] = hello
+            now = time.time()
+            skews[hello["rank"]] = hello["clock"] - min(max(hello["clock"], before), now)  # it came since the last look
+        if not stopped and (told or stopping()):
+            stopped, deadline = True, min(deadline, time.monotonic() + LATECOMERS_S)
+        if len(hellos) == own.place.world_size or time.monotonic() > deadline:
+            break
+        time.sleep(TICK_S)
+    tell_of_clocks(hellos, skews)
+    failed = (Stopped.exit_code, "") if stopped else judge(hellos, own.place.world_size, timeout_s=timeout_s)
+    verdict = {"attempt": attempt, "error": failed, "ranks": len(hellos)}
+    if not lobby.decide(meeting, verdict):
+        raise Unheard("another rank 0 has opened a meeting at the same store: give each rank a number of its own")
+    if failed and len(hellos) > 1 and own.place.hosts_store:  # let the others read the verdict before the store goes
+        lobby.await_acknowledgements(meeting, HEARD_S)
+    return attempt, sorted({hello["agent"] for hello in hellos.values()}), failed
+
+
+def attend_meeting(
+    waiting: Lobby, speaking: Lobby, own: Own, *, deadline: float, stopping: Callable[[], bool]
+) -> tuple[str, tuple[int, str] | None]:
+    """The others' side, in a thread, as it blocks: attempt id, and what keeps the ranks from training.
+
+    Raises:
+        Unheard: rank 0 did not come, or was lost.
+        Stopped: told to stop, and rank 0 did not answer to that.
+    """
+    guest = Guest(waiting, own, deadline + VERDICT_S, stopping)
+    thread = threading.Thread(target=guest.run, name="meeting", daemon=True)
+    thread.start()
+
+    def say_so() -> None:
+        if guest.arrived_in and not guest.stopped:
+            guest.stopped = True
+            speaking.arrive(guest.arrived_in, {"rank": own.place.rank, "stop": True})
+
+    timeout_s = deadline + VERDICT_S + STOP_S - time.monotonic()
+    attend(thread, timeout_s=timeout_s, stopping=stopping, on_stop=say_so)
+    if guest.verdict:
+        error = guest.verdict["error"]
+        return guest.verdict["attempt"], (int(error[0]), str(error[1])) if error else None
+    if stopping():
+        raise Stopped
+    raise guest.failure or Unheard(f"rank {own.place.rank} has no answer from the rendezvous store: see rank 0's log")
+
+
+class Guest:
+    """What a rank other than 0 does in a meeting: blocks on the store, to be run in a thread of its own."""
+
+    def __init__(self, lobby: Lobby, own: Own, deadline: float, stopping: Callable[[], bool]):
+        self.lobby, self.own, self.deadline, self.stopping = lobby, own, deadline, stopping
+        self.arrived_in = 0
+        self.stopped = False
+        self.verdict: dict[str, Any] | None = None
+        self.failure: Unheard | None = None
+
+    def run(self) -> None:
+        rank, master = self.own.place.rank, os.environ["MASTER_ADDR"]
+        try:
+            self.verdict = self._meet()
+        except RuntimeError as broken:
+            if time.monotonic() < self.deadline - 1:
+                told = f"rank {rank} lost rank 0 at {master} during start-up: see its log"
+            else:
+                told = f"rank {rank} on {socket.gethostname()} waited in vain for rank 0 at {master}: is it up?"
+            self.failure = Unheard(told)
+            self.failure.__cause__ = broken
+
+    def _meet(self) -> dict[str, Any]:
+        meeting = max(1, self.lobby.newest())
+        while True:
+            facts = self.lobby.facts(meeting, self._left())
+            if "over" not in facts:
+                hello = {**self.own.hello, "clock": time.time(), "differs": self._difference(meeting, facts)}
+                number = self.lobby.arrive(meeting, hello)
+                self.arrived_in = meeting
+                verdict = self.lobby.verdict(meeting, self._left())
+                if "over" not in verdict and self._is_meant(number, verdict):
+                    if verdict["error"]:
+                        self.lobby.acknowledge(meeting, of=verdict["ranks"] - 1)
+                    return verdict
+            meeting += 1
+
+    def _is_meant(self, number: int, verdict: dict[str, Any]) -> bool:
+        """Or it has been told to stop, as those were who came in time."""
+        if number <= verdict["seen"] and number not in verdict["unread"]:
+            return True
+        return bool(self.stopping() and verdict["error"] and verdict["error"][0] == Stopped.exit_code)
+
+    def _difference(self, meeting: int, facts: dict[str, Any]) -> str | None:
+        theirs = self.own.facts
+        if facts["config"] == theirs["config"] or None in (facts["config"], theirs["config"]):
+            return difference(facts, theirs, {}, {}, rank=self.own.place.rank)
+        return difference(
+            facts, theirs, self.lobby.config(meeting) or {}, self.own.config or {}, rank=self.own.place.rank
+        )
+
+    def _left(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+def code_hash() -> str:
+    """Digest of the kit's own sources: two nodes with different checkouts must not train together."""
+    sources = hashlib.sha256()
+    root = Path(__file__).parent.parent
+    for source in sorted(root.rglob("*.py")):
+        sources.update(str(source.relative_to(root)).encode() + source.read_bytes())
+    return sources.hexdigest()[:12]
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def judge(hellos: dict[int, dict[str, Any]], world_size: int, *, timeout_s: float) -> tuple[int, str] | None:
+    """What keeps these ranks from forming a group: (exit code, message), or None."""
+    for rank, hello in sorted(hellos.items()):
+        if hello["error"]:
+            code, message = hello["error"]
+            return code, message if rank == 0 else f"rank {rank} on {hello['host']}: {message}"
+    missing = [rank for rank in range(world_size) if rank not in hellos]
+    if missing:
+        return 2, (
+            f"{len(hellos)} of {world_size} ranks arrived within dist.start_timeout_s={timeout_s:g}; "
+            f"missing: {', '.join(map(str, missing[:8]))}{'...' if len(missing) > 8 else ''}: start as many processes as WORLD_SIZE says"
+        )
+    return next(((2, hello["differs"]) for _, hello in sorted(hellos.items()) if hello.get("differs")), None)
+
+
+def difference(
+    first: dict[str, Any], other: dict[str, Any], ours: dict[str, Any], theirs: dict[str, Any], *, rank: int
+) -> str | None:
+    """In what `rank` differs from rank 0 (facts, then flat configs) so that they must not train together."""
+    who = f"rank {rank} on {other['host']}"
+    for key in ("torch", "code"):
+        if other[key] != first[key]:
+            return f"{who} runs {key} {other[key]}, rank 0 on {first['host']} {first[key]}: install the same on every node"
+    if other["device"] != first["device"]:
+        return (
+            f"{who} would train on {other['device']}, rank 0 on {first['host']} on {first['device']}: "
+            "see what nvidia-smi says on both, or choose device=cpu"
+        )
+    if differing := [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]:
+        told = ", ".join(f"{key}={theirs.get(key)} (rank 0: {ours.get(key)})" for key in differing[:4])
+        return f"{who} was started with another config: {told}; give every rank the same overrides"
+    return None
+
+
+def tell_of_clocks(hellos: dict[int, dict[str, Any]], skews: dict[int, float]) -> None:
+    rank = max(skews, key=lambda rank: abs(skews[rank]))
+    if abs(skews[rank]) > CLOCKS_APART_S:
+        say(
+            f"muster: the clocks of {hellos[rank]['host']} and {hellos[0]['host']} are {abs(skews[rank]):.0f} s apart: torchrun compares them "
+            "to tell who is alive, and may drop nodes or wait for them at the end; synchronize them (NTP)"
+        )

@@ -1,0 +1,150 @@
+"""How this process reaches the others: the rendezvous store, gloo's interface, and file descriptors enough for both."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import Store, TCPStore
+
+from train.dist.board import CLIENTS
+from train.dist.place import Place
+from train.errors import ConfigError, Preempted
+
+SPARE_DESCRIPTORS = 128  # files, pipes of loader workers, libraries
+WATCH_S = 0.05
+STOP_S = 10.0
+"""How long a rank that was told to stop still waits for the others to hear of it; launchers kill after 30 s."""
+
+
+class Unheard(ConfigError):
+    """This rank never reached the others: it has to speak for itself."""
+
+
+class Stopped(Preempted):
+    """Told to stop before the ranks had met; nothing was begun, so nothing had to be saved."""
+
+    def __init__(self) -> None:
+        super().__init__("told to stop while the ranks were still meeting: run the same command again to resume")
+
+
+def connect(place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> Store:
+    """A client of the rendezvous store, which rank 0 hosts unless torchrun's agent does.
+
+    Raises:
+        Unheard: nothing there answers like a store.
+        Stopped: told to stop meanwhile.
+    """
+    host = _resolved(os.environ["MASTER_ADDR"], place)
+    address = f"{host}:{os.environ['MASTER_PORT']}"
+    found: list[Store] = []
+    reasons = [f"what listens there has not answered within dist.start_timeout_s={timeout_s:g} and may be no store"]
+
+    def open_store() -> None:
+        try:
+            # As env:// does, but without its wait for all clients: who is missing is for the meeting to say.
+            store = TCPStore(
+                host,
+                int(os.environ["MASTER_PORT"]),
+                world_size=place.world_size,
+                is_master=place.hosts_store,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+            found.append(store)
+        except (RuntimeError, ValueError) as error:
+            reasons.append(str(error).splitlines()[0][:200])
+
+    thread = threading.Thread(target=open_store, daemon=True)  # its timeout does not hold with a silent stranger
+    thread.start()
+    attend(thread, timeout_s=timeout_s + 2, stopping=stopping)
+    if found:
+        return found[0]
+    if stopping():
+        raise Stopped
+    raise Unheard(
+        f"rank {place.rank} cannot reach the rendezvous store at {address}: {reasons[-1]}; is rank 0 up, and the port free and open?"
+    )
+
+
+def attend(
+    thread: threading.Thread,
+    *,
+    timeout_s: float,
+    stopping: Callable[[], bool],
+    on_stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Until `thread`, which blocks on the store, has ended; signals are noticed meanwhile, and then waited `STOP_S`.
+
+    Waits in slices on the store itself would notice them too, but torch logs a warning for each one that ends.
+    """
+    deadline, told = time.monotonic() + timeout_s, False
+    while thread.is_alive() and time.monotonic() < deadline:
+        if stopping():
+            if not told:
+                told, deadline = True, min(deadline, time.monotonic() + STOP_S)
+            on_stop()
+        thread.join(WATCH_S)
+
+
+def check_descriptors(place: Place) -> None:
+    """Make sure that this process may open a socket to each other rank, and to its store's clients if it hosts it.
+
+    gloo connects every rank with every other. The soft limit is raised where the hard one allows.
+
+    Raises:
+        ConfigError: the hard limit is too low.
+    """
+    if place.world_size == 1:
+        return
+    needed = place.world_size * (1 + CLIENTS * place.hosts_store) + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return
+    raise ConfigError(
+        f"ulimit -n is {hard} on {socket.gethostname()}, and {place.world_size} ranks need {needed} file descriptors in rank "
+        f"{place.rank}, a socket to each other rank among them: raise it to at least ulimit -n {needed}"
+    )
+
+
+def choose_interface(place: Place) -> None:
+    """Point gloo at the interface that leads to the master, where the job spans nodes and nobody chose one.
+
+    gloo takes the address that the host's own name resolves to, which on many systems is 127.0.1.1.
+    """
+    if place.is_one_node or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing: only the route is looked up
+        address = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name[:15].encode())
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                if socket.inet_ntoa(reply[20:24]) == address:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _resolved(host: str, place: Place) -> str:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        if not place.is_one_node:
+            raise Unheard(
+                f"MASTER_ADDR={host} does not resolve ({error}): give an address that every node knows"
+            ) from None
+        return "127.0.0.1"  # the machine does not know its own name; all ranks are on it
+    return host
+

@@ -1,0 +1,98 @@
+"""Where this process stands, as its launcher wrote it into the environment, and who that launcher is.
+
+Rank arithmetic reads RANK and its kin here; a word to torchrun's agent (faults/agent.py) goes by LOCAL_RANK alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from train.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's position in the job; one process alone if the launcher wrote nothing."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+
+    @classmethod
+    def from_env(cls) -> Place:
+        """Raises ConfigError if a variable is not a number, or only some of them are set."""
+        if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
+            raise ConfigError("only one of RANK and WORLD_SIZE is set: set both, or start through torchrun")
+        rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0")
+        if world_size > 1 and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
+            raise ConfigError(
+                f"WORLD_SIZE={world_size} needs MASTER_ADDR and MASTER_PORT: set both, or start through torchrun"
+            )
+        return cls(rank, world_size, _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1), _number("GROUP_RANK", 0))
+
+    @property
+    def is_one_node(self) -> bool:
+        return self.local_world_size == self.world_size
+
+    @property
+    def hosts_store(self) -> bool:
+        """Whether the rendezvous store lives in this very process, and dies with it."""
+        return self.rank == 0 and self.world_size > 1 and not store_is_agents()
+
+
+def store_is_agents() -> bool:
+    """Whether torchrun's agent holds the rendezvous store; if not, rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def launcher() -> str:
+    """The process that started this one and starts it again, unlike any other: host, pid, when it began, and where pids count.
+
+    A rendezvous id does not do: people give every launch the same.
+    """
+    pid = os.getppid() if "RANK" in os.environ else os.getpid()
+    return f"{socket.gethostname()}:{pid}:{_began(pid)}:{_pid_namespace()}"
+
+
+def has_ended(agent: str) -> bool:
+    """Whether the process that `launcher` named so is gone for certain; of another host's nothing is known."""
+    host, pid, began, namespace = (agent.split(":") + [""] * 4)[:4]
+    if host != socket.gethostname() or not namespace or namespace != _pid_namespace() or not pid.isdigit():
+        return False
+    return _began(int(pid)) != began
+
+
+def _began(pid: int) -> str:
+    """In clock ticks since boot; empty if there is no such process, or it is a zombie. See proc_pid_stat(5)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    except OSError:
+        return ""
+
+
+def job() -> str:
+    """The scheduler's name of the job, which it keeps when it requeues it; empty if there is none."""
+    return f"slurm:{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "") or str(default)
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text} in the environment is not a whole number; start through torchrun") from None

@@ -1,0 +1,90 @@
+"""What a rank is doing, and for how long it may: the phases of a run (steps, evaluation batches, saves)."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+LONG_S = 1800.0  # a save to slow storage
+FIRST_S = 600.0  # the first phases of each kind compile and tune
+FIRST = 2
+USUAL = 3  # times as long as a phase of its kind has ever taken is still no hang
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Where a rank stands. Times are its own: seconds since it entered the phase, and the most allowed.
+
+    `number` counts the phases that the rank has entered; `waiting` is whether its code waits for other ranks.
+    """
+
+    beat: int
+    number: int
+    label: str
+    age_s: float
+    limit_s: float
+    waiting: bool
+    where: str
+    host: str
+
+    @property
+    def overdue(self) -> bool:
+        return self.age_s >= self.limit_s
+
+
+class Phases:
+    """This rank's phases, one after the other, and what is known of how long each kind takes."""
+
+    def __init__(self, *, timeout_s: float, start_s: float):
+        self.timeout_s = timeout_s
+        self._entered: Counter[str] = Counter()
+        self._longest: dict[str, float] = {}
+        self._current = (0, "start-up", start_s, time.monotonic())
+
+    def enter(self, kind: str, step: int) -> None:
+        """Leave the phase before, and enter the next: `step`, `evaluation`, `save` or `finish`."""
+        number, label, _, since = self._current
+        now, before = time.monotonic(), label.split()[0]
+        if self._entered[before] >= FIRST:
+            self._longest[before] = max(self._longest.get(before, 0.0), now - since)
+        self._entered[kind] += 1
+        limit_s = LONG_S
+        if kind in ("step", "evaluation"):
+            limit_s = FIRST_S if self._entered[kind] <= FIRST else USUAL * self._longest.get(kind, 0.0)
+        self._current = (number + 1, f"{kind} {step}", max(limit_s, self.timeout_s), now)
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._current[3]
+
+    @property
+    def limit_s(self) -> float:
+        return self._current[2]
+
+    def now(self, beat: int) -> Phase:
+        """As it is posted. Where the code stands is looked up only once it has stood for a while."""
+        number, label, limit_s, since = self._current
+        age_s = time.monotonic() - since
+        where, waiting = standing() if age_s > self.timeout_s / 4 else ("", False)
+        return Phase(beat, number, label, age_s, limit_s, waiting, where, socket.gethostname())
+
+
+def standing() -> tuple[str, bool]:
+    """Where the main thread's code stands, outside of torch, and whether it waits for other ranks there."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    waiting, first = False, frame
+    if frame:
+        path = frame.f_code.co_filename
+        waiting = "/torch/distributed/" in path or path.endswith("/torch/autograd/graph.py")
+    while frame and "/torch/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    frame = frame or first
+    if not frame:
+        return "unknown code", waiting
+    source = Path(frame.f_code.co_filename)
+    return f"{source.parent.name}/{source.name}:{frame.f_lineno} ({frame.f_code.co_name})", waiting

@@ -1,0 +1,49 @@
+"""A timer of the kernel's that ends this process when nothing in it works any more.
+
+A stopped process can do nothing itself, and torchrun waits 30 s for it to take SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+
+from train.errors import say
+
+
+class Watchdog:
+    """A POSIX timer that kills this process when it is not wound up in time, stopped or not. Linux; elsewhere nothing.
+
+    Source: timer_create(2). SIGKILL needs no code of ours to run, so it also ends a process in state T.
+    """
+
+    class _Event(ctypes.Structure):
+        _fields_ = (
+            ("value", ctypes.c_void_p),
+            ("signo", ctypes.c_int),
+            ("notify", ctypes.c_int),
+            ("pad", ctypes.c_char * 48),
+        )
+
+    class _Spec(ctypes.Structure):
+        _fields_ = tuple((name, ctypes.c_long) for name in ("interval_s", "interval_ns", "value_s", "value_ns"))
+
+    def __init__(self) -> None:
+        self._timer = ctypes.c_void_p()
+        self._libc: ctypes.CDLL | None = None
+        if sys.platform == "linux":
+            event = self._Event(None, 9, 0, b"")  # SIGKILL, SIGEV_SIGNAL
+            for library in (None, "librt.so.1"):  # where it was before glibc 2.34
+                with contextlib.suppress(AttributeError, OSError):
+                    libc = ctypes.CDLL(library)
+                    if libc.timer_create(1, ctypes.byref(event), ctypes.byref(self._timer)) == 0:  # CLOCK_MONOTONIC
+                        self._libc = libc
+                        return
+            say("muster: no timer_create here: a stopped rank is found, but ended by torchrun alone")
+
+    def wind(self, seconds: float) -> None:
+        """Kill this process `seconds` from now, unless wound again."""
+        if self._libc:
+            spec = self._Spec(0, 0, int(seconds), int(seconds % 1 * 1e9))
+            self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)

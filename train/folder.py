@@ -1,0 +1,180 @@
+"""The run's folder: claimed by one attempt, with what earlier attempts left in it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from train.checkpoint.resume import find_checkpoint, storage_of
+from train.checkpoint.storage import SEEN_WITHIN_S, Saved
+from train.config.differences import differences, to_dict
+from train.config.keys import Config
+from train.config.parts import locate, signature
+from train.dist.place import job, launcher
+from train.dist.world import World
+from train.errors import ConfigError, CrashLoop, DataError, MusterError, RankLost, StorageError, say, storage_error
+from train.faults import attempts, lease
+from train.faults.attempts import Attempt
+from train.faults.lease import Lease
+from train.files import replace_file
+from train.loggers.jsonl import last_step
+
+SEE_AGAIN_S = 0.1
+OF_A_RUN = ("checkpoints", "metrics.jsonl", "config.yaml", "outcome.json", "model.pt", "tensorboard", "report.html")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A run's folder that is this attempt's to write to.
+
+    before: how the attempt before this one ended. saved: what to resume from. is_done: it had finished.
+    lease: on rank 0, the claim.
+    """
+
+    path: Path
+    before: Attempt
+    saved: Saved | None
+    is_done: bool
+    lease: Lease | None
+
+
+@contextlib.contextmanager
+def open_folder(
+    config: Config, world: World, *, fingerprint: str, total_steps: int, on_loss: Callable[[RankLost], object]
+) -> Iterator[Folder]:
+    """Claim the run's folder, choose what to resume from, and put on record that this attempt is at work. Collective.
+
+    What refuses the command comes before anything of the run is changed. Rank 0 looks and chooses for all: two ranks
+    that look for themselves may see different files.
+
+    Raises:
+        MusterError: it is another launch's, another run's, damaged beyond use, or cannot be written; see errors.py.
+    """
+    path, held = Path(config.output_dir), list[Lease]()
+    world.on_first(lambda: held.append(_claim(path, config, world, on_loss)))
+    try:
+        _see_claim(path, world, held)
+        record, over = world.on_first(lambda: _before(path, config, world))
+        before = Attempt.of(record)
+        saved, bad = (None, []) if over else find_checkpoint(config, world, before.checkpoint)
+        world.together(refuse_changes(config, saved, fingerprint=fingerprint, total_steps=total_steps))
+        is_done = world.on_first(lambda: _take_over(path, config, world, before, saved, held[0], over=over))
+        for line in bad if world.is_first else []:
+            say(f"muster: quarantined a bad checkpoint: {line}")
+        yield Folder(path, before, saved, is_done, held[0] if held else None)
+    finally:
+        for claim in held:
+            claim.let_go()
+
+
+def _claim(path: Path, config: Config, world: World, on_loss: Callable[[RankLost], object]) -> Lease:
+    lease.refuse_if_held(path, world.agents)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise storage_error("use output_dir:", error) from error
+    return Lease(path, attempt=world.attempt, agents=world.agents, launcher=job() or launcher(), on_loss=on_loss)
+
+
+def _see_claim(path: Path, world: World, held: list[Lease]) -> None:
+    """Raises StorageError if a rank does not see what rank 0 has just written: the folder is not shared. Collective."""
+    token = world.broadcast(held[0].token if held else None)
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not (seen := lease.newest_claim(path)[0] == token) and time.monotonic() < deadline:
+        time.sleep(SEE_AGAIN_S)
+    where = f"output_dir={path} on {socket.gethostname()}"
+    told = f"{where} is not the folder that rank 0 writes to: give one that all nodes share"
+    world.together(None if seen else StorageError(told))
+
+
+def _before(path: Path, config: Config, world: World) -> tuple[dict[str, object], bool]:
+    """The record of the attempt before, and whether this launch is to start over."""
+    record = attempts.read(path)
+    over = config.checkpoint.resume == "never" and not Attempt.of(record).is_same_launch(world.agents)
+    return ({} if over else record), over
+
+
+def refuse_changes(config: Config, saved: Saved | None, *, fingerprint: str, total_steps: int) -> MusterError | None:
+    """What forbids to resume from `saved` with this config and this data, if anything does."""
+    if saved is None or config.checkpoint.accept_changes:
+        return None
+    if changed := differences(saved.manifest["config"], config):
+        return ConfigError(
+            f"{config.output_dir} holds another run: {'; '.join(changed[:5])}{'; ...' if len(changed) > 5 else ''}. "
+            "Give another name or output_dir, resume all the same with checkpoint.accept_changes=true, or start over with checkpoint.resume=never"
+        )
+    if saved.manifest["fingerprint"] != fingerprint:
+        return DataError(
+            f"the training data has changed since {saved.path} was written (fingerprint {saved.manifest['fingerprint']}, "
+            f"now {fingerprint}): restore it, or resume all the same with checkpoint.accept_changes=true"
+        )
+    planned = saved.manifest["total_steps"]
+    if planned != total_steps and "total_steps" in signature(locate(config.scheduler)):
+        return ConfigError(
+            f"the learning rate of {config.scheduler.target} depends on the length of the run, which was {planned} steps and now is "
+            f"{total_steps}: it would jump. Give max_steps={planned}, or resume all the same with checkpoint.accept_changes=true"
+        )
+    return None
+
+
+def _take_over(
+    path: Path, config: Config, world: World, before: Attempt, saved: Saved | None, claim: Lease, *, over: bool
+) -> bool:
+    """From here on the run is this attempt's. Says whether it had finished. Raises CrashLoop, StorageError."""
+    if over:
+        _set_aside(path, config)
+    furthest = max(saved.step if saved else 0, last_step(path), before.step or 0)
+    failures, stops = before.idle(furthest)
+    cause = before.error or before.cause
+    now = Attempt(
+        outcome=attempts.RUNNING, attempt=world.attempt, token=claim.token, agents=tuple(world.agents), step=furthest,
+        furthest=furthest, idle_attempts=failures, idle_preemptions=stops, cause=cause,
+    )  # fmt: skip
+    attempts.write(path, now)
+    if failures > config.max_idle_attempts:
+        raise CrashLoop(
+            f"{failures} attempts in a row came no further than step {furthest}, the last one {before.outcome}: "
+            f"{cause or 'killed'}. Mend the cause and run the same command again"
+        )
+    if stops > config.max_idle_preemptions:
+        raise CrashLoop(
+            f"{stops} times in a row the run was told to stop before it came further than step {furthest}: give it more "
+            "time, raise max_idle_preemptions, and run the same command again"
+        )
+    _write_config(path, config)
+    return before.outcome == attempts.DONE and (path / "model.pt").exists()
+
+
+def _set_aside(path: Path, config: Config) -> None:
+    """Move an earlier run in this folder to `previous-N`: starting over loses nothing."""
+    there = [path / name for name in OF_A_RUN if (path / name).exists()]
+    if there:
+        numbers = (int(match[1]) for old in path.iterdir() if (match := re.fullmatch(r"previous-(\d+)", old.name)))
+        aside = path / f"previous-{1 + max(numbers, default=0)}"
+        try:
+            aside.mkdir()
+            for each in there:
+                each.rename(aside / each.name)
+        except OSError as error:
+            raise storage_error("set the earlier run aside:", error) from error
+    if config.checkpoint.storage:
+        storage_of(config).start_over()
+    storage_of(config).prepare()
+
+
+def _write_config(path: Path, config: Config) -> None:
+    from omegaconf import OmegaConf
+
+    text = OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+    replace_file(path / "config.yaml", lambda draft: draft.write_text(text))
+
+
+def note_end(folder: Folder, *, step: int, total_steps: int) -> None:
+    """On rank 0: put on record that the run is done. Raises StorageError."""
+    now = attempts.last(folder.path)
+    attempts.write(folder.path, replace(now, outcome=attempts.DONE, exit_code=0, step=step, total_steps=total_steps))

@@ -1,0 +1,118 @@
+"""`python -m train.launch COMMAND`: what batch scripts, manifests and compose.yaml call.
+
+node [overrides]       run this node's agent, as the environment of Slurm, Kubernetes or compose says
+command [overrides]    print its torchrun line, and run nothing
+check [overrides]      exit 0 and print the run's folder if `python -m train` would accept them, else 2 and the reason
+store [options]        hold the rendezvous store in a process of its own
+plan [overrides]       for slurm/job.sh: check, then what srun is to be told, as shell assignments
+verdict FOLDER BEFORE CODE [told]    for slurm/job.sh: how it ended and what comes next, as shell assignments
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from train.errors import ConfigError, nearest, one_line, say
+from train.faults import attempts
+from train.launch import execute, slurm
+from train.launch.check import check, check_apart
+from train.launch.spec import command, printed, this_torchrun
+from train.launch.substrate import find, here
+from train.launch.verdict import SLURM, decide, identity
+
+
+def node(given: Sequence[str]) -> int:
+    """Run this node's agent to its end, and give the code that its substrate acts on. Raises ConfigError."""
+    kind = here(os.environ)
+    spec = kind.spec(os.environ)
+    overrides = [*kind.overrides(os.environ), *given]
+    folder = None
+    if kind.policy.checks:
+        code, folder = check_apart(overrides)
+        if code:
+            return code
+    verdict = execute.run(spec, overrides, policy=kind.policy, folder=folder).verdict
+    if verdict.line:
+        say(f"muster: {folder}: {verdict.line}")
+    return verdict.code
+
+
+def line(given: Sequence[str]) -> int:
+    """Print what `node` would run. Raises ConfigError."""
+    kind = here(os.environ)
+    spec = kind.spec(os.environ)
+    overrides = [*kind.overrides(os.environ), *given]
+    say(printed(spec, command(spec, overrides, torchrun=this_torchrun())), sys.stdout)
+    return 0
+
+
+def check_here(given: Sequence[str]) -> int:
+    """Check the overrides, those that come by the environment among them. Raises ConfigError."""
+    kind = find(os.environ)
+    return check([*(kind.overrides(os.environ) if kind else ()), *given])
+
+
+def store(given: Sequence[str]) -> int:
+    """Serve until the run has ended; the one command that imports torch."""
+    from train.launch import store as server
+
+    server.main(given)
+    return 0
+
+
+def plan(given: Sequence[str]) -> int:
+    """What slurm/job.sh needs to start the nodes: job, folder, before, srun_flags. Raises ConfigError."""
+    flags, job = slurm.srun_flags(os.environ), slurm.job_name(os.environ)
+    code, folder = check_apart(given)
+    if code:
+        return code
+    before = json.dumps(identity(attempts.newest(folder)))
+    answer = {"job": job, "folder": str(folder), "before": before, "srun_flags": flags}
+    exported = [f"export {text}" for text in slurm.assignments(slurm.srun_environment(os.environ)).splitlines()]
+    say("\n".join([slurm.assignments(answer), *exported]), sys.stdout)
+    return 0
+
+
+def verdict(given: Sequence[str]) -> int:
+    """What slurm/job.sh does at the end: code, requeue, line. Raises ConfigError."""
+    if len(given) not in (3, 4):
+        raise ConfigError(f"verdict got {len(given)} arguments; valid: FOLDER BEFORE CODE [told]")
+    folder, before, code, *told = given
+    after = attempts.newest(Path(folder))
+    end = decide(json.loads(before), after, int(code), told=any(told), policy=SLURM)
+    answer = {"code": str(end.code), "requeue": str(int(end.requeue)), "line": f"{folder}: {end.line}"}
+    say(slurm.assignments(answer), sys.stdout)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "node": node,
+    "command": line,
+    "check": check_here,
+    "store": store,
+    "plan": plan,
+    "verdict": verdict,
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command with its arguments, and give the exit code."""
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        say(str(__doc__).rstrip(), sys.stdout)
+        return 0
+    try:
+        if name not in COMMANDS:
+            raise ConfigError(f"python -m train.launch {name} is unknown; {nearest(name, COMMANDS)}")
+        return COMMANDS[name](rest)
+    except ConfigError as error:
+        say(f"muster: config error: {one_line(error)}")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""Run this node's agent to its end: the line printed, signals passed on, the end judged."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from train.errors import say
+from train.faults import attempts
+from train.launch.spec import MARGIN_S, Spec, command, environment, printed, this_torchrun
+from train.launch.verdict import Policy, Verdict, decide
+
+LAST_WORDS_S = MARGIN_S - 2
+POLL_S = 0.2
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+LIBC = ctypes.CDLL(None)
+
+
+@dataclass
+class Signals:
+    """Those that asked this launcher to stop; the agent hears of the first as SIGTERM, unless it got that itself."""
+
+    policy: Policy
+    came: list[int] = field(default_factory=list)
+    agent: subprocess.Popen[bytes] | None = None
+    passed_on: bool = False
+
+    def on(self, number: int, _frame: FrameType | None) -> None:
+        self.came.append(number)
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        alone = (*NOTICES, signal.SIGTERM) if self.policy.forwards_term else NOTICES
+        wanted = not {*alone}.isdisjoint(self.came)
+        if wanted and self.agent and not self.passed_on:
+            self.passed_on = True  # torchrun takes a second SIGTERM for the end of its patience
+            self.agent.send_signal(signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class End:
+    """What comes next, the signals that came, and the last record of outcome.json."""
+
+    verdict: Verdict
+    signals: tuple[int, ...]
+    record: dict[str, Any]
+
+
+def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folder: Path | None = None) -> End:
+    """Start the agent, wait for it, and judge its end by what was written in `folder`, if that is known."""
+    before = attempts.newest(folder) if folder else {}
+    signals = Signals(policy)
+    for number in (signal.SIGTERM, signal.SIGINT, *NOTICES):  # a terminal sends SIGINT to the agent too
+        signal.signal(number, signals.on)
+    code = _run_agent(spec, overrides, signals)
+    told = bool(signals.came)
+    after = _settled(folder, told=told) if folder else {}
+    if not policy.judges or folder is None:
+        return End(Verdict(code, False, ""), tuple(signals.came), after)
+    return End(decide(before, after, code, told=told, policy=policy), tuple(signals.came), after)
+
+
+def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals) -> int:
+    line = command(spec, overrides, torchrun=this_torchrun())
+    say(printed(spec, line), sys.stdout)
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", **environment(spec)}
+    signals.agent = subprocess.Popen(line, env=env, preexec_fn=_as_child)
+    signals.pass_on()  # one that came before there was an agent
+    code = signals.agent.wait()
+    return 128 - code if code < 0 else code
+
+
+def _as_child() -> None:
+    """The agent dies with its launcher, and leaves USR1 and USR2, which Slurm sends to every process, to it."""
+    if sys.platform == "linux":
+        LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    for number in NOTICES:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _settled(folder: Path, *, told: bool) -> dict[str, Any]:
+    """How it ended. Another node may stop a little later than this one, and still have to write it."""
+    deadline = time.monotonic() + (LAST_WORDS_S if told else 0)
+    while (record := attempts.newest(folder)).get("outcome") == attempts.RUNNING and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return record

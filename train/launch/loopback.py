@@ -1,0 +1,27 @@
+"""One machine: what tests and benchmarks start several agents of, and `cluster=local` one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from train.launch import compose
+from train.launch.spec import Dynamic, Spec
+
+ADDRESS = "127.0.0.1"
+TIMINGS = replace(compose.TIMINGS, last_call_timeout=1)  # nodes start in the same second
+GRACE_S = 40
+
+
+def spec(
+    nnodes: str, *, port: int, id: str, is_host: bool, nproc: int = 1, max_restarts: int = 100, threads: int = 1
+) -> Spec:
+    """Port 0: any free one, for a world of one node."""
+    return Spec(
+        nnodes=nnodes,
+        nproc=str(nproc),
+        max_restarts=max_restarts,
+        rendezvous=Dynamic(endpoint=f"{ADDRESS}:{port}", id=id, is_host=is_host, timings=TIMINGS),
+        local_addr=ADDRESS,
+        grace_s=GRACE_S,
+        threads=threads,
+    )

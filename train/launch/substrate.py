@@ -1,0 +1,52 @@
+"""Which substrate this is, told by the variables that only it sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from train.errors import ConfigError
+from train.launch import compose, kubernetes, slurm, verdict
+from train.launch.spec import Spec
+from train.launch.verdict import Policy
+
+
+def no_overrides(_env: Mapping[str, str]) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class Substrate:
+    """`marks`: variables that are all set there, and not together anywhere before it in the list."""
+
+    name: str
+    marks: tuple[str, ...]
+    spec: Callable[[Mapping[str, str]], Spec]
+    policy: Policy
+    overrides: Callable[[Mapping[str, str]], list[str]] = no_overrides
+    """Those that come by the environment, not on the command line."""
+
+
+# TrainJob before Indexed Job: JobSet's pods have a completion index too.
+SUBSTRATES = (
+    Substrate("Slurm", ("SLURM_JOB_ID",), slurm.spec, verdict.SLURM),
+    Substrate("PyTorchJob", ("PET_RDZV_ENDPOINT",), kubernetes.pytorchjob, verdict.PYTORCHJOB),
+    Substrate("TrainJob", ("PET_MASTER_ADDR",), kubernetes.trainjob, verdict.TRAINJOB),
+    Substrate("Indexed Job", ("JOB_COMPLETION_INDEX",), kubernetes.indexed_job, verdict.INDEXED_JOB),
+    Substrate("compose", ("NODES", "NPROC", "RUN", "ARGS"), compose.spec, verdict.COMPOSE, compose.overrides),
+)
+
+
+def find(env: Mapping[str, str]) -> Substrate | None:
+    """The first that the environment speaks of."""
+    return next((kind for kind in SUBSTRATES if all(name in env for name in kind.marks)), None)
+
+
+def here(env: Mapping[str, str]) -> Substrate:
+    """Raises ConfigError if no substrate started this process."""
+    if kind := find(env):
+        return kind
+    known = ", ".join(f"{kind.name} ({' '.join(kind.marks)})" for kind in SUBSTRATES)
+    raise ConfigError(
+        f"no launcher's variables are set; known: {known}; on one machine use torchrun --standalone --nproc-per-node=N -m train"
+    )

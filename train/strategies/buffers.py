@@ -1,0 +1,77 @@
+"""The model's buffers (batch-norm statistics), of which every rank keeps its own while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from train.dist.world import World
+
+
+class Buffers:
+    """What the ranks' buffers are to evaluation and to whoever loads the weights: one value for all.
+
+    Averaged in floating point, rank 0's otherwise. The ranks' own go on undisturbed, so that it makes no difference
+    to training when and whether somebody looked.
+    """
+
+    def __init__(self, model: nn.Module, world: World):
+        self.own = dict(model.named_buffers())
+        self._world = world
+        self._shared: dict[str, Tensor] | None = None
+
+    def shared(self) -> dict[str, Tensor]:
+        """The common values, until `forget`. Collective."""
+        if self._world.size == 1:
+            return self.own
+        if self._shared is None:
+            self._shared = {name: buffer.clone() for name, buffer in self.own.items()}
+            self._average([buffer for buffer in self._shared.values() if buffer.is_floating_point()])
+            for buffer in self._shared.values():
+                if not buffer.is_floating_point():
+                    buffer.copy_(self._first(buffer))
+        return self._shared
+
+    def forget(self) -> None:
+        """The ranks' own have changed."""
+        self._shared = None
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """The model has the common values inside, and afterwards its own again. Collective."""
+        if self._world.size == 1 or not self.own:
+            yield
+            return
+        shared, kept = self.shared(), self.copy()
+        self.put_back(shared)
+        try:
+            yield
+        finally:
+            self.put_back(kept)
+
+    def copy(self) -> dict[str, Tensor]:
+        """This rank's own, as they are now."""
+        return {name: buffer.clone() for name, buffer in self.own.items()}
+
+    def put_back(self, values: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self.own[name].copy_(value)
+
+    def _average(self, buffers: list[Tensor]) -> None:
+        if not buffers:
+            return
+        total = torch.cat([buffer.flatten().double() for buffer in buffers])  # exact where the ranks agree already
+        dist.all_reduce(total)
+        parts = torch.split(total / self._world.size, [buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.copy_(part.view(buffer.shape))
+
+    def _first(self, buffer: Tensor) -> Tensor:
+        raw = buffer.flatten().view(torch.uint8)  # gloo does not know every type
+        dist.broadcast(raw, 0)
+        return raw.view(buffer.dtype).view(buffer.shape)

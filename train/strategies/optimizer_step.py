@@ -1,0 +1,176 @@
+"""One optimizer step on a model that is laid out already: what the strategies of data parallelism share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from train.config.keys import NonFinite, Precision
+from train.data.generators import kept_generators
+from train.data.loader import Batch
+from train.dist.world import World
+from train.objectives.measure import sums
+from train.strategies import state as flat
+from train.strategies.base import Recipe, SavedTensor, StepResult, own_prefix
+from train.strategies.buffers import Buffers
+
+AUTOCAST = {Precision.fp32: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+
+
+def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
+    """The recipe's model on `device`, in the memory format that suits it."""
+    model = recipe.build_model().to(device)
+    if recipe.channels_last or (recipe.channels_last is None and _prefers_channels_last(model, recipe, device)):
+        model = model.to(memory_format=torch.channels_last)
+    return model
+
+
+class OptimizerStep:
+    """Accumulation, precision, loss scaling, clipping, the optimizer's step, and leaving one out.
+
+    Args:
+        model: laid out over the ranks; its parameters are the optimizer's.
+        forward: what training calls instead of the model, where something wraps it.
+        no_sync: the context of every backward pass but a step's last.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        world: World,
+        model: nn.Module,
+        forward: Callable[[Any], Any] | None = None,
+        no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ):
+        self.recipe, self.world, self.model, self.no_sync = recipe, world, model, no_sync
+        self.forward = forward or model
+        self.buffers = Buffers(model, world)
+        self.optimizer = recipe.build_optimizer(model.parameters())
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=recipe.precision is Precision.fp16)
+        self.lr = 0.0
+        self._own = f"{own_prefix(world.rank)}buffers/"
+        self._leaves_out = recipe.on_nonfinite is NonFinite.skip or self.scaler.is_enabled()
+        self._finite = torch.ones((), dtype=torch.bool, device=world.device)
+
+    def step(self, step: int, batches: list[Batch]) -> StepResult:
+        """One optimizer step of global step `step`. Collective."""
+        self._set_lr(step)
+        self.model.train()
+        before = self.buffers.copy() if self._leaves_out else {}
+        loss = self.backward(batches)
+        self.buffers.forget()
+        self.scaler.unscale_(self.optimizer)  # clipping is defined on the true gradient
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self._must_skip(whole):
+            self.buffers.put_back(before)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            return StepResult(loss, whole, skipped=True)
+        if self.recipe.grad_clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.recipe.grad_clip, norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return StepResult(loss, whole)
+
+    def warm_up(self, batches: list[Batch]) -> None:
+        """One forward and backward whose gradient is thrown away, and which leaves no other trace. Collective."""
+        cuda = self.world.device.type == "cuda"
+        on_device = torch.cuda.get_rng_state() if cuda else None
+        before = self.buffers.copy()
+        self.model.train()
+        with kept_generators():
+            self.backward(batches[-1:])
+        self.optimizer.zero_grad()
+        self.buffers.put_back(before)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device)
+
+    def backward(self, batches: list[Batch]) -> Tensor:
+        """Accumulate the gradient of the global batch's mean loss; give back this rank's share of that loss, []."""
+        shares = []
+        for batch in batches:
+            last = batch is batches[-1]
+            with contextlib.nullcontext() if last else self.no_sync():
+                with self._autocast():
+                    loss = self.recipe.objective(self.forward(batch.inputs), batch.targets)
+                # A mean over ranks follows, and ranks hold unequal shares: weigh by the true count.
+                share = loss * (batch.count / batch.total)
+                self.scaler.scale(share * self.world.size).backward()
+            shares.append(share.detach() if batch.count else torch.zeros_like(share))
+        return torch.stack(shares).sum()
+
+    def evaluate(self, batch: Batch) -> dict[str, Tensor]:
+        """Metrics of one micro-batch, summed over its samples. Collective."""
+        self.model.eval()
+        with self.buffers.in_use(), torch.no_grad(), self._autocast():
+            outputs = self.model(batch.inputs)
+        measured = sums(self.recipe.objective, outputs, batch.targets)
+        return {name: value * bool(batch.count) for name, value in measured.items()}
+
+    def is_finite(self) -> bool:
+        """Whether every gradient that moved the parameters was finite. Waits for the device."""
+        return bool(self._finite)
+
+    def weights(self) -> dict[str, Any]:
+        """The model's state dict with the buffers that all ranks share. Collective."""
+        weights, shared = self.model.state_dict(), self.buffers.shared()
+        return {name: shared.get(name, value) for name, value in weights.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What a resume at any world size needs, under flat names, and this rank's own buffers. Collective."""
+        model, optimizer = flat.of_model(self.weights()), flat.of_optimizer(self.optimizer, self.model)
+        own = {f"{self._own}{name}": buffer for name, buffer in self.buffers.own.items()}
+        return {**model, **optimizer, "scaler": self.scaler.state_dict(), **own}
+
+    def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """What to read the `saved` tensors into; this rank's own buffers beside those that all share. Raises ConfigError."""
+        own = {f"{self._own}{name}": buffer for name, buffer in self.buffers.copy().items()}
+        return {
+            **flat.targets(self.model, self.optimizer, saved),
+            **{name: own[name] for name in own.keys() & saved.keys()},
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` gave. Raises ConfigError if it does not fit."""
+        flat.load(self.model, self.optimizer, state, configured=self.recipe.optimizer_options)
+        if state["scaler"] and self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+        own = {name: value for name, value in state.items() if name.startswith(self._own)}
+        self.buffers.put_back({name.removeprefix(self._own): value for name, value in own.items()})
+        self.buffers.forget()
+
+    def _must_skip(self, norm: Tensor) -> bool:
+        """The norm is of the reduced gradient, so every rank decides alike without asking.
+
+        To look at it on CUDA is to wait for the device, so there it is only done where a step may be left out (under
+        fp16 the scaler waits anyway); elsewhere a gradient that was not finite is remembered until somebody saves.
+        """
+        if norm.is_cuda and not self._leaves_out:
+            self._finite.logical_and_(torch.isfinite(norm))
+            return False
+        return not bool(torch.isfinite(norm))
+
+    def _set_lr(self, step: int) -> None:
+        factor = self.recipe.schedule(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        self.lr = float(self.optimizer.param_groups[0]["lr"])
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        dtype = AUTOCAST[self.recipe.precision]
+        return torch.autocast(self.world.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
+
+
+def _prefers_channels_last(model: nn.Module, recipe: Recipe, device: torch.device) -> bool:
+    """Tensor cores convolve in channels-last; elsewhere it gains nothing worth a changed layout."""
+    reduced = recipe.precision is not Precision.fp32
+    return device.type == "cuda" and reduced and any(isinstance(module, nn.Conv2d) for module in model.modules())
