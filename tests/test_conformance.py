@@ -24,11 +24,12 @@ def line(step, samples, *, attempt="a", rank=0, time=None):
     return ledger.Line(time if time is not None else step, attempt, rank, pid=100 + rank, step=step, samples=samples)
 
 
-def suite(*arguments, timeout_s=280):
+def suite(*arguments, timeout_s=550):
     command = [sys.executable, "-m", "bench.conformance", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", ["rank", "twice"])
 def test_our_column(tmp_path, fault):
     done = suite(

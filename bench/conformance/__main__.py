@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.conformance", description=__doc__)
     parser.add_argument("--only", type=names(NAMES), default=[*NAMES], help=f"of {','.join(NAMES)}; default: all")
     parser.add_argument("--faults", type=names(tuple(FAULTS)), default=[*FAULTS], help=f"of {','.join(FAULTS)}")
-    parser.add_argument("--json", type=Path, default=Path("conformance.json"), help="where the raw results go")
+    parser.add_argument("--json", type=Path, default=Path("runs/conformance.json"), help="where the raw results go")
     parser.add_argument(
         "--limit-s", type=float, default=90.0, help="without an event for so long a launch is called hung"
     )
@@ -80,6 +80,7 @@ def main() -> None:
             place = (arguments.keep or Path(scratch)).resolve() / name
             results[chosen.title] = column(chosen, faults, place=place, seed=arguments.seed, limit_s=arguments.limit_s)
             record = {"time": time.time(), "versions": versions, "seed": arguments.seed, "results": results}
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\n{matrix(results)}")
     sys.exit(0 if results else "no trainer that was asked for is installed: pip install '.[conformance]'")
