@@ -27,7 +27,8 @@ def reference_of(scene: Scene) -> Reference:
     """Raises RuntimeError where the trainer does not even train undisturbed."""
     weights = weights_of(scene)
     if weights is None:
-        raise RuntimeError(f"{scene.trainer.title} does not train undisturbed: see {scene.place / 'log'}")
+        said = (scene.place / "log").read_text()[-2000:]
+        raise RuntimeError(f"{scene.trainer.title} does not train undisturbed:\n{said}")
     lines = scene.ledger.lines
     return Reference(samples_by_step(lines), weights, metrics_of(scene), seconds_per_step(lines))
 
