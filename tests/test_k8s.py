@@ -21,7 +21,6 @@ from fake_agent import own_python  # noqa: F401
 from launch import ROOT, Result, environment, run
 
 from train import errors
-from train.faults.agent import FINAL
 from train.launch import kubernetes
 from train.launch import spec as launch
 from train.launch.substrate import here
@@ -237,7 +236,7 @@ def test_permanent_failures_are_those_of_the_code():
     final = {kind.exit_code for kind in errors.MusterError.__subclasses__()} - {1, 75}
     for rules in (job["spec"]["podFailurePolicy"]["rules"], of_pods):
         rule = next(rule for rule in rules if rule["action"] == "FailJob")
-        assert set(rule["onExitCodes"]["values"]) == final == {*FINAL}
+        assert set(rule["onExitCodes"]["values"]) == final == {*errors.final()}
     # Without it the JobSet would start the failed job again, and again.
     assert {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]} in runtime["failurePolicy"]["rules"]
     assert runtime["failurePolicy"]["maxRestarts"] > 0, "what a restart can mend is restarted"
