@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests")]
-
-from custom import RECORDED, assert_exact  # noqa: E402
-from nodes import Nodes, nodes  # noqa: E402
+from kit.ledger import RECORDED, assert_exact
+from kit.loopback import Nodes, nodes
 
 TIMEOUT_S = 10.0
 ENDLESS = (

@@ -22,13 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests")]
-
-import torch  # noqa: E402
-from custom import RECORDED, assert_exact  # noqa: E402
-from launch import run  # noqa: E402
-from nodes import Nodes, nodes  # noqa: E402
+import torch
+from kit.ledger import RECORDED, assert_exact
+from kit.loopback import Nodes, nodes
+from launch import run
 
 LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10", "dist.timeout_s=6", "eval.every_steps=50")
 WITHIN_S = 60.0

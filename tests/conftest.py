@@ -1,12 +1,19 @@
-"""Test modules import their helpers by name; what killed launches leave in the temporary folder goes with the session."""
+"""Fixtures of all tests; what killed launches leave in the temporary folder goes with the session."""
 
+import contextlib
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import sysconfig
 import tempfile
-from pathlib import Path
+import venv
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+import pytest
+from kit.docker import CACHE, CI, build, skip, works
+from kit.job import ROOT
+from kit.slurm import SCRIPT, Slurm
 
 
 def pytest_configure(config):
@@ -17,3 +24,75 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     shutil.rmtree(config.scratch, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def engine():
+    """The environment in which `docker` works; both images are built."""
+    env = dict(os.environ)
+    ours = CACHE / "docker"
+    if not works(env, "docker", "info"):
+        if not (CI and os.getuid() == 0):
+            skip(
+                "no Docker engine answers here (docker info): start one, or run as root with CI=true to have one installed"
+            )
+        setup = subprocess.run([ROOT / "tests/substrates/docker.sh", ours], capture_output=True, text=True)
+        if setup.returncode:
+            pytest.fail(f"no Docker engine could be started: {(ours / 'setup.log').read_text()[-3000:]}", pytrace=False)
+    if (ours / "config").is_dir():
+        env["DOCKER_CONFIG"] = str(ours / "config")
+    if not works(env, "docker", "compose", "version") or not works(env, "docker", "buildx", "version"):
+        skip("docker compose (v2) or buildx is missing")
+    build(env)
+    pid = ours / "dockerd.pid"
+    if pid.exists():  # an engine of our own: 6 GB of an earlier image would stay with each change of the requirements
+        for prune in (("image", "prune", "--force"), ("builder", "prune", "--force", "--keep-storage=8gb")):
+            subprocess.run(["docker", *prune], env=env, capture_output=True, timeout=120)
+    yield env
+    if pid.exists():
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            os.kill(int(pid.read_text()), signal.SIGTERM)
+        pid.unlink()
+
+
+@pytest.fixture(scope="session")
+def slurm():
+    if sys.platform != "linux" or os.getuid() != 0 or not (CI or shutil.which("slurmctld")):
+        skip("a Slurm cluster of our own needs Linux, root and slurm-wlm (or CI=true, to have it installed)")
+    folder = CACHE / "slurm"
+    subprocess.run([SCRIPT, "stop", folder], capture_output=True, timeout=60)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with (folder / "start.log").open("w") as log:
+        done = subprocess.run([SCRIPT, "start", folder], stdout=log, stderr=subprocess.STDOUT, timeout=400)
+    if done.returncode:
+        skip(f"no Slurm could be started: {(folder / 'start.log').read_text()[-2000:]}")
+    yield Slurm(folder)
+    subprocess.run([SCRIPT, "stop", folder], capture_output=True, timeout=60)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """The repo's root as a user has it, at a path with a blank."""
+    root = tmp_path / "my repo"
+    root.mkdir()
+    for name in ("train", "conf", "slurm"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.log"))
+    (root / "slurm/logs").mkdir(exist_ok=True)
+    return root
+
+
+@pytest.fixture
+def own_python(tmp_path):
+    """A Python with all that this one has, beside a torchrun that the test writes."""
+    place = tmp_path / "venv"
+    venv.create(place, with_pip=False, symlinks=True)
+    packages = next(place.glob("lib/python*/site-packages"))
+    (packages / "all.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def torchrun(script):
+        (place / "bin/torchrun").write_text(f"#!/bin/bash\n{script}\n")
+        (place / "bin/torchrun").chmod(0o755)
+        return place / "bin"
+
+    return torchrun

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from launch import ROOT, environment
+from kit.job import ROOT, environment
 
 
 def bench(*arguments, **env):

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from launch import finish, reached, run, start, wait_for
+from kit.job import finish, reached, run, start, wait_for
 
 SAVING = ("checkpoint.every_steps=5", "max_steps=20")
 
@@ -78,7 +78,7 @@ def test_a_draft_is_no_checkpoint(copy):
 def test_killed_anywhere_in_the_protocol_there_is_a_valid_one(tmp_path, point):
     saving = (*SAVING, "checkpoint.keep=2", "model.hidden=[64]")
     whole = run(tmp_path / "whole", *saving)
-    killed = run(tmp_path / "run", *saving, ok=False, env={"KILL_AT": f"{point}:15"}, module="killer")
+    killed = run(tmp_path / "run", *saving, ok=False, env={"KILL_AT": f"{point}:15"}, module="kit.killer")
     assert killed.code == -signal.SIGKILL, killed.out
     result = run(tmp_path / "run", *saving)
     assert result.events("resume")[-1]["step"] == (15 if point in ("committed", "prune") else 10)
@@ -182,8 +182,8 @@ def test_metrics_have_no_step_twice_after_a_kill(tmp_path):
 def test_two_jobs_in_one_folder(tmp_path):
     """The second refuses and says who is there; after a kill the folder is free again."""
     endless = (
-        "model._target_=custom.Slow",
-        "data._target_=custom.Numbered",
+        "model._target_=kit.parts.models.Slow",
+        "data._target_=kit.parts.data.Numbered",
         "max_steps=100000",
         "checkpoint.every_steps=5",
     )
@@ -203,7 +203,7 @@ def test_two_jobs_in_one_folder(tmp_path):
 
 def test_two_launches_with_the_same_rendezvous_id(tmp_path):
     """People give every launch the same id: it does not make the second job the first, nor `never` a restart of it."""
-    endless = ("model._target_=custom.Slow", "data._target_=custom.Numbered", "max_steps=100000")
+    endless = ("model._target_=kit.parts.models.Slow", "data._target_=kit.parts.data.Numbered", "max_steps=100000")
     flags = ("--rdzv-id=1", "--rdzv-backend=c10d")
     first = start(tmp_path / "run", *endless, ranks=2, torchrun=(*flags, "--rdzv-endpoint=127.0.0.1:0"))
     wait_for(tmp_path / "run", reached(10), process=first)
@@ -217,7 +217,12 @@ def test_two_launches_with_the_same_rendezvous_id(tmp_path):
 
 
 def test_ctrl_c_saves_too(tmp_path):
-    process = start(tmp_path / "run", "model._target_=custom.Slow", "data._target_=custom.Numbered", "max_steps=100000")
+    process = start(
+        tmp_path / "run",
+        "model._target_=kit.parts.models.Slow",
+        "data._target_=kit.parts.data.Numbered",
+        "max_steps=100000",
+    )
     wait_for(tmp_path / "run", reached(5), process=process)
     process.send_signal(signal.SIGINT)
     result = finish(process, tmp_path / "run")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from launch import ROOT, environment, run
+from kit.job import ROOT, environment, run
 
 from train.config.compose import compose
 from train.config.differences import differences, to_dict
@@ -98,13 +98,17 @@ def test_the_default_run_learns(tmp_path):
 
 def test_parts_of_ones_own(tmp_path):
     own = [
-        "data._target_=custom.Tokens",
+        "data._target_=kit.parts.data.Tokens",
         "+data.noise=0.05",
         "model._target_=torch.nn.Linear",
         "+model.in_features=4",
         "+model.out_features=3",
     ]
-    own += ["objective._target_=custom.MeanSquares", "optimizer._target_=torch.optim.RMSprop", "optimizer.lr=0.01"]
+    own += [
+        "objective._target_=kit.parts.objectives.MeanSquares",
+        "optimizer._target_=torch.optim.RMSprop",
+        "optimizer.lr=0.01",
+    ]
     result = run(tmp_path / "run", *own, "batch_size=7", "max_steps=30", ranks=2)
     assert set(result.weights) == {"weight", "bias"}
     assert result.losses[30] < result.losses[1]
@@ -170,8 +174,11 @@ def test_another_target_takes_only_what_was_given_for_it(tmp_path):
     (tmp_path / "conf/experiment/mine.yaml").write_text(
         "# @package _global_\noptimizer: {_target_: torch.optim.Adam, lr: 0.1}\n"
     )
-    (tmp_path / "conf/model/mine.yaml").write_text("_target_: custom.Stateful\n")
+    (tmp_path / "conf/model/mine.yaml").write_text("_target_: kit.parts.models.Stateful\n")
     line = ("+experiment=mine", "model=mine", "max_steps=2", "--config-dir", str(tmp_path / "conf"))
     result = run(tmp_path / "run", *line)
     config = (result.folder / "config.yaml").read_text()
-    assert "optimizer:\n  _target_: torch.optim.Adam\n  lr: 0.1\nscheduler" in config and "custom.Stateful" in config
+    assert (
+        "optimizer:\n  _target_: torch.optim.Adam\n  lr: 0.1\nscheduler" in config
+        and "kit.parts.models.Stateful" in config
+    )

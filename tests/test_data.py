@@ -6,7 +6,8 @@ import struct
 import numpy as np
 import pytest
 import torch
-from launch import on_ranks, run
+from kit.job import run
+from kit.ranks import on_ranks
 from PIL import Image
 
 from train.data.cifar10 import Cifar10, read_cifar_batch

@@ -12,7 +12,8 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from launch import environment, finish, free_port, on_ranks, start
+from kit.job import environment, finish, free_port, start
+from kit.ranks import on_ranks
 from torch.distributed import TCPStore
 
 from train.dist.board import Board

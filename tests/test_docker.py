@@ -2,12 +2,13 @@
 
 import json
 import subprocess
-import time
+from functools import partial
 
 import pytest
-from custom import RECORDED, assert_exact
-from engine import Compose, build, engine  # noqa: F401
-from launch import ROOT, run
+from kit.docker import Compose, build
+from kit.job import ROOT, run
+from kit.ledger import RECORDED, assert_exact
+from kit.until import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 
@@ -25,19 +26,19 @@ TIMES = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def say_times(engine, request):  # noqa: F811
+def say_times(engine, request):
     yield
     seconds = json.dumps({name: round(value, 1) for name, value in TIMES.items()})
     request.config.pluginmanager.get_plugin("terminalreporter").write_line(f"\nmeasured seconds: {seconds}")
 
 
-def docker(engine, *command, ok=True):  # noqa: F811
+def docker(engine, *command, ok=True):
     done = subprocess.run(["docker", *command], env=engine, capture_output=True, text=True, timeout=120)
     assert not ok or done.returncode == 0, done.stderr
     return done
 
 
-def test_an_edit_rebuilds_in_seconds(engine, tmp_path):  # noqa: F811
+def test_an_edit_rebuilds_in_seconds(engine, tmp_path):
     marker = ROOT / "train" / "edited_by_a_test.py"
     marker.write_text("")
     try:
@@ -50,7 +51,7 @@ def test_an_edit_rebuilds_in_seconds(engine, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_an_image_keeps_no_secret_and_runs_as_a_plain_user(engine, target):  # noqa: F811
+def test_an_image_keeps_no_secret_and_runs_as_a_plain_user(engine, target):
     config = json.loads(docker(engine, "image", "inspect", f"muster:{target}").stdout)[0]["Config"]
     assert config["User"] == "1000:1000" and config["Entrypoint"] == ["tini", "--"]
     assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
@@ -61,13 +62,13 @@ def test_an_image_keeps_no_secret_and_runs_as_a_plain_user(engine, target):  # n
     assert out[0] == "1000" and out[1:] and out[1].startswith("2."), out
 
 
-def test_the_gpu_image_has_what_infiniband_needs(engine):  # noqa: F811
+def test_the_gpu_image_has_what_infiniband_needs(engine):
     shell = "ldconfig -p | grep -c -e libibverbs.so.1 -e librdmacm.so.1; python3 -c 'import torch; print(torch.cuda.nccl.version())'"
     out = docker(engine, "run", "--rm", "--network=none", "muster:gpu", "sh", "-c", shell).stdout.split("\n")
     assert int(out[0]) >= 2 and out[1].startswith("(2,")
 
 
-def test_one_container_trains_with_a_read_only_root(engine):  # noqa: F811
+def test_one_container_trains_with_a_read_only_root(engine):
     sandbox = [
         "--network=none",
         "--read-only",
@@ -81,7 +82,7 @@ def test_one_container_trains_with_a_read_only_root(engine):  # noqa: F811
     assert "done: step=5" in out
 
 
-def test_sigterm_reaches_the_workers(engine):  # noqa: F811
+def test_sigterm_reaches_the_workers(engine):
     name = "muster-test-sigterm"
     docker(engine, "rm", "-f", name, ok=False)
     torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", "-m", "train", "epochs=100000"]
@@ -91,23 +92,20 @@ def test_sigterm_reaches_the_workers(engine):  # noqa: F811
         done = docker(engine, "logs", name)
         return done.stdout + done.stderr
 
-    deadline = time.monotonic() + 60
-    while "\nstep 20/" not in said():
-        assert time.monotonic() < deadline, said()
-        time.sleep(0.3)
+    until(lambda: "\nstep 20/" in said(), "step 20", timeout_s=60, every_s=0.3, said=said)
     docker(engine, "stop", "--time", "30", name)
     assert "preempted: step=" in said(), said()
     docker(engine, "rm", "-f", name)
 
 
-def test_up_trains_to_the_end_as_torchrun_does(engine, tmp_path):  # noqa: F811
+def test_up_trains_to_the_end_as_torchrun_does(engine, tmp_path):
     """Losses agree within 1e-4 relative: the same samples, summed in another order."""
     common = ["max_steps=40", "log.every_steps=1", "batch_size=50"]
     plain = run(tmp_path / "plain", *common, ranks=3)
     with Compose(engine, tmp_path, args=" ".join(common)) as cluster:
         process = cluster.up()
-        assert process.wait(timeout=120) == 0, cluster.log.read_text()
-        result = cluster.result
+        assert process.wait(timeout=120) == 0, cluster.log
+        result = cluster.result()
         assert {event["world_size"] for event in result.lines("event") if "world_size" in event} >= {3}, result.out
         assert list(result.losses) == list(plain.losses)
         for step, loss in plain.losses.items():
@@ -115,74 +113,60 @@ def test_up_trains_to_the_end_as_torchrun_does(engine, tmp_path):  # noqa: F811
         assert (result.folder / "model.pt").stat().st_uid == 1000
 
 
-def test_a_slip_ends_everything_before_a_node_starts(engine, tmp_path):  # noqa: F811
+def test_a_slip_ends_everything_before_a_node_starts(engine, tmp_path):
     with Compose(engine, tmp_path, args="lr=3") as cluster:
         assert cluster.up().wait(timeout=60) != 0
-        log = cluster.log.read_text()
+        log = cluster.log
         assert "did you mean optimizer.lr?" in log and "node-1  |" not in log
 
 
-def test_killed_nodes_the_first_included_and_one_that_returns(engine, tmp_path):  # noqa: F811
+def test_killed_nodes_the_first_included_and_one_that_returns(engine, tmp_path):
     with Compose(engine, tmp_path, args=f"{ARGS} max_steps=600") as cluster:
         process = cluster.up()
-        TIMES["up, to the first step"] = cluster.wait(lambda: cluster.step() >= 1, "first step")
-        cluster.wait(
-            lambda: cluster.lines()[-1].get("step", 0) >= 45 and world_size(cluster) == 3, "three nodes at work"
-        )
+        TIMES["up, to the first step"] = cluster.until(lambda: cluster.step() >= 1, "first step")
+        cluster.until(lambda: cluster.step() >= 45 and cluster.world_size() == 3, "three nodes at work")
         for victim, left in (("muster-node-2", 2), ("muster-node-1", 1)):
-            TIMES[f"{victim} killed, to the next step"] = goes_on_after(cluster, "kill", victim)
-            assert world_size(cluster) == left
-        TIMES["node started again, to the group's next step"] = goes_on_after(cluster, "start", "muster-node-2")
-        assert world_size(cluster) == 2
-        assert process.wait(timeout=200) == 0, cluster.log.read_text()[-5000:]
+            TIMES[f"{victim} killed, to the next step"] = cluster.next_step(partial(cluster.docker, "kill", victim))
+            assert cluster.world_size() == left
+        TIMES["node started again, to the group's next step"] = cluster.next_step(
+            lambda: cluster.docker("start", "muster-node-2")
+        )
+        assert cluster.world_size() == 2
+        assert process.wait(timeout=200) == 0, cluster.log[-5000:]
         assert_exact(cluster.runs / "ledger", steps=600, batch_size=10)
-        assert list(cluster.result.losses) == list(range(1, 601))
-        assert not list((cluster.result.folder / "checkpoints").glob(".*"))
+        assert list(cluster.result().losses) == list(range(1, 601))
+        assert not list((cluster.result().folder / "checkpoints").glob(".*"))
 
 
-def test_a_cut_off_node_writes_nothing_and_the_rest_goes_on(engine, tmp_path):  # noqa: F811
+def test_a_cut_off_node_writes_nothing_and_the_rest_goes_on(engine, tmp_path):
     with Compose(engine, tmp_path, args=f"{ARGS} max_steps=500") as cluster:
         process = cluster.up()
-        cluster.wait(lambda: cluster.step() >= 30 and world_size(cluster) == 3, "three nodes at work")
+        cluster.until(lambda: cluster.step() >= 30 and cluster.world_size() == 3, "three nodes at work")
         first = rank_zero(cluster)  # the node that writes
-        TIMES["rank 0's node cut off, to the next step (timeout 10 s)"] = goes_on_after(
-            cluster, "network", "disconnect", "muster_job", first
+        TIMES["rank 0's node cut off, to the next step (timeout 10 s)"] = cluster.next_step(
+            lambda: cluster.docker("network", "disconnect", "muster_job", first)
         )
         cluster.docker("network", "connect", "muster_job", first)
-        cluster.wait(lambda: process.poll() is not None, "the end", timeout_s=200)
+        cluster.until(lambda: process.poll() is not None, "the end", timeout_s=200)
         assert_exact(cluster.runs / "ledger", steps=500, batch_size=10)
-        assert list(cluster.result.losses) == list(range(1, 501))
+        assert list(cluster.result().losses) == list(range(1, 501))
 
 
-def test_stop_saves_once_and_up_resumes(engine, tmp_path):  # noqa: F811
+def test_stop_saves_once_and_up_resumes(engine, tmp_path):
     args = f"{ARGS} max_steps=250".replace("checkpoint.every_steps=20", "checkpoint.every_steps=1000")
     with Compose(engine, tmp_path, args=args) as cluster:
         process = cluster.up()
-        cluster.wait(lambda: cluster.step() >= 40 and world_size(cluster) == 3, "three nodes at work")
+        cluster.until(lambda: cluster.step() >= 40 and cluster.world_size() == 3, "three nodes at work")
         cluster.run("stop")
         process.wait(timeout=120)
-        assert cluster.result.outcome["outcome"] == "preempted" and cluster.result.outcome["exit_code"] == 75
-        at = cluster.result.outcome["step"]
-        assert [path.name for path in (cluster.result.folder / "checkpoints").iterdir()][-1] == f"step-{at:08d}"
+        assert cluster.result().outcome["outcome"] == "preempted" and cluster.result().outcome["exit_code"] == 75
+        at = cluster.result().outcome["step"]
+        assert [path.name for path in (cluster.result().folder / "checkpoints").iterdir()][-1] == f"step-{at:08d}"
         again = cluster.up()
-        TIMES["up after stop, to the next step"] = cluster.wait(lambda: cluster.step() > at, "resumes")
+        TIMES["up after stop, to the next step"] = cluster.until(lambda: cluster.step() > at, "resumes")
         assert again.wait(timeout=120) == 0
-        assert cluster.result.events("resume")[-1]["step"] >= at
+        assert cluster.result().events("resume")[-1]["step"] >= at
         assert_exact(cluster.runs / "ledger", steps=250, batch_size=10)
-
-
-def goes_on_after(cluster, *command):
-    """Seconds from a docker command to the first step of the attempt that follows it."""
-    attempts = cluster.attempts()
-    cluster.docker(*command)
-    return cluster.wait(
-        lambda: cluster.attempts() > attempts and cluster.lines()[-1]["kind"] == "train", " ".join(command)
-    )
-
-
-def world_size(cluster):
-    sizes = [line["world_size"] for line in cluster.lines() if line.get("event") in ("start", "resume")]
-    return sizes[-1] if sizes else 0
 
 
 def rank_zero(cluster):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT, environment
+from kit.job import ROOT, environment
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 NEEDS = {"docker", "slurm", "kubernetes", "network", "gpu", "two-machines", "once"}

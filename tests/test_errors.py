@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from launch import ROOT, environment, finish, free_port, run, start
+from kit.job import ROOT, environment, finish, free_port, run, start
 
 MISTAKES = {
     "unknown key": (["epoch=3"], 2, "epoch", "epochs"),
@@ -21,15 +21,15 @@ MISTAKES = {
     "impossible value": (["batch_size=0"], 2, "batch_size=0", "at least 1"),
     "impossible in a component": (["strategy.bucket_cap_mb=-1"], 2, "bucket_cap_mb", "above 0"),
     "no such module": (["model._target_=nowhere.Net"], 2, "nowhere", "install"),
-    "no such class": (["model._target_=custom.Statefull"], 2, "Statefull", "Stateful"),
-    "no such parameter": (["model._target_=custom.Stateful", "+model.width=3"], 2, "width", "input_shape"),
+    "no such class": (["model._target_=kit.parts.models.Statefull"], 2, "Statefull", "Stateful"),
+    "no such parameter": (["model._target_=kit.parts.models.Stateful", "+model.width=3"], 2, "width", "input_shape"),
     "not an override": (["epochs"], 2, "epochs", "key=value"),
     "no such device": (["device=cuda"], 2, "device=cuda", "device=cpu"),
     "no such gpu": (["gpus=[0]"], 2, "gpus=[0]", "device=cpu"),
     "backend for another device": (["dist.backend=nccl"], 2, "nccl", "gloo"),
     "model for other data": (["model=gpt"], 2, "gpt", "data=text"),
     "objective for another model": (["data=text", "model=gpt"], 2, "classification", "language_modeling"),
-    "nothing to train": (["model._target_=custom.Frozen"], 2, "no trainable parameter", ""),
+    "nothing to train": (["model._target_=kit.parts.models.Frozen"], 2, "no trainable parameter", ""),
     "warm-up past the end": (
         ["scheduler=cosine", "scheduler.warmup_steps=50", "max_steps=5"],
         2,
@@ -149,10 +149,10 @@ def test_a_master_that_does_not_resolve(tmp_path):
 
 
 def test_an_exception_in_one_rank_is_the_first_cause(tmp_path):
-    result = run(tmp_path / "run", "model._target_=custom.Crashing", "max_steps=5", ranks=2, ok=False)
+    result = run(tmp_path / "run", "model._target_=kit.parts.models.Crashing", "max_steps=5", ranks=2, ok=False)
     outcome = result.outcome
     assert outcome["outcome"] == "failed" and outcome["rank"] == 1
-    assert "the user's own mistake" in outcome["error"] and "custom.py" in outcome["traceback"]
+    assert "the user's own mistake" in outcome["error"] and "parts/models.py" in outcome["traceback"]
     assert outcome["failed_host"]
 
 
@@ -160,7 +160,7 @@ def test_an_exception_in_one_rank_is_the_first_cause(tmp_path):
 def test_not_a_number_stops_the_run(tmp_path, ranks):
     result = run(
         tmp_path / "run",
-        "model._target_=custom.Exploding",
+        "model._target_=kit.parts.models.Exploding",
         "checkpoint.every_steps=1",
         "max_steps=9",
         ranks=ranks,
@@ -172,7 +172,9 @@ def test_not_a_number_stops_the_run(tmp_path, ranks):
 
 
 def test_not_a_number_can_be_left_out(tmp_path):
-    result = run(tmp_path / "run", "model._target_=custom.Exploding", "on_nonfinite=skip", "max_steps=9", ranks=2)
+    result = run(
+        tmp_path / "run", "model._target_=kit.parts.models.Exploding", "on_nonfinite=skip", "max_steps=9", ranks=2
+    )
     assert [event["step"] for event in result.events("skipped")] == [4]
     assert all(weight.isfinite().all() for weight in result.weights.values())
     assert result.losses[4] is None and result.losses[9] is not None
@@ -180,7 +182,7 @@ def test_not_a_number_can_be_left_out(tmp_path):
 
 def test_leaving_out_is_bounded(tmp_path):
     overrides = (
-        "model._target_=custom.Exploding",
+        "model._target_=kit.parts.models.Exploding",
         "+model.bad_steps=[2,3,4,5,6,7]",
         "on_nonfinite=skip",
         "max_skipped_steps=3",
@@ -191,7 +193,7 @@ def test_leaving_out_is_bounded(tmp_path):
 
 def test_a_crash_loop_ends_and_shows_the_first_cause(tmp_path):
     """torchrun would restart ten times; three attempts without progress are enough."""
-    crashing = ("model._target_=custom.Crashing", "+model.at=3", "max_steps=9")
+    crashing = ("model._target_=kit.parts.models.Crashing", "+model.at=3", "max_steps=9")
     result = run(tmp_path / "run", *crashing, ranks=2, torchrun=("--max-restarts=10",), ok=False, timeout_s=200)
     assert result.outcome["outcome"] == "crash_loop" and result.outcome["exit_code"] == 7, result.out
     assert "the user's own mistake" in result.outcome["error"]

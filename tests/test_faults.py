@@ -10,9 +10,9 @@ import time
 
 import pytest
 import torch
-from custom import RECORDED, assert_exact, recorded
-from launch import environment, finish, free_port, reached, run, start, wait_for
-from nodes import nodes
+from kit.job import environment, finish, free_port, reached, run, start, wait_for
+from kit.ledger import RECORDED, assert_exact, recorded
+from kit.loopback import nodes
 
 from train.plan import Plan
 
@@ -179,12 +179,12 @@ def test_a_stopped_rank_is_named_and_ended(job, ledger, rank):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_deadlocked_rank_says_where_it_stands(job, ledger, rank):
-    stuck = ("model._target_=custom.Stuck", f"+model.rank={rank}")
+    stuck = ("model._target_=kit.parts.models.Stuck", f"+model.rank={rank}")
     with job(*stuck, "max_steps=60", "dist.timeout_s=5", nnodes="1", nproc=2) as cluster:
         cluster.start()
         assert cluster.ended() == [0], cluster.log
         cause = cluster.result().events("restart")[0]["cause"]
-        assert f"rank {rank} on" in cause and "(step 29)" in cause and "tests/custom.py" in cause and "forward" in cause
+        assert f"rank {rank} on" in cause and "(step 29)" in cause and "parts/models.py" in cause and "forward" in cause
         assert "dist.timeout_s=5" in cause
         assert_clean(cluster, ledger, steps=60)
 
@@ -205,8 +205,8 @@ def test_a_stopped_rank_alone_on_its_node_is_ended(job, ledger):
 def test_what_is_slow_is_no_hang(tmp_path, ledger):
     """A start, a first step and saves that each take longer than the timeout."""
     env = {"LEDGER": str(ledger), "SLOW_S": "3"}
-    line = (*LINE, "model._target_=custom.SlowToStart", "max_steps=15", "dist.timeout_s=2")
-    result = run(tmp_path / "run", *line, ranks=2, module="slow", env=env)
+    line = (*LINE, "model._target_=kit.parts.models.SlowToStart", "max_steps=15", "dist.timeout_s=2")
+    result = run(tmp_path / "run", *line, ranks=2, module="kit.slow", env=env)
     assert not result.events("restart") and len(result.events("checkpoint")) == 2, result.out
     assert "waiting for" in result.out and "may for" in result.out
     assert_exact(ledger, steps=15, batch_size=10)
@@ -257,9 +257,9 @@ def test_preempted_nodes(job, ledger, preempted):
 def test_sigterm_at_an_inconvenient_moment(tmp_path, ledger, when):
     """The same end: one valid checkpoint, or none yet; no traceback of ours; exact afterwards."""
     env = {"LEDGER": str(ledger), "SLOW_S": "1" if when == "save" else "0"}
-    line = (*LINE, "max_steps=40", "eval.every_steps=20", "data._target_=custom.SlowToTest")
+    line = (*LINE, "max_steps=40", "eval.every_steps=20", "data._target_=kit.parts.data.SlowToTest")
     line += (f"loader.num_workers={int(when == 'with loader workers')}",)  # torchrun signals them too
-    process = start(tmp_path / "run", *line, ranks=2, env=env, module="slow")
+    process = start(tmp_path / "run", *line, ranks=2, env=env, module="kit.slow")
     if when == "start-up":
         time.sleep(2.0)
     else:
@@ -278,7 +278,7 @@ def test_sigterm_at_an_inconvenient_moment(tmp_path, ledger, when):
     if outcome:
         assert outcome["outcome"] == "preempted", stopped.out
         assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) <= 2
-    result = run(tmp_path / "run", *line, ranks=2, env=env, module="slow")
+    result = run(tmp_path / "run", *line, ranks=2, env=env, module="kit.slow")
     if outcome:
         assert result.events("resume")[-1]["step"] == outcome["step"]
     assert_exact(ledger, steps=40, batch_size=10)
@@ -287,7 +287,7 @@ def test_sigterm_at_an_inconvenient_moment(tmp_path, ledger, when):
 
 def test_preempted_for_ever_ends(tmp_path):
     """Every attempt is stopped before it has done a step."""
-    line = ("model._target_=custom.SlowToStart", "data._target_=custom.Numbered", "max_steps=50")
+    line = ("model._target_=kit.parts.models.SlowToStart", "data._target_=kit.parts.data.Numbered", "max_steps=50")
     env, codes = {"SLOW_S": "3"}, []
     for _ in range(5):
         process = start(tmp_path / "run", *line, env=env)
@@ -314,7 +314,12 @@ def test_a_killed_loader_worker(job, ledger):
 
 
 def test_out_of_memory_again_and_again(tmp_path):
-    hungry = ("model._target_=custom.Hungry", "data._target_=custom.Numbered", "max_steps=9", "max_idle_attempts=1")
+    hungry = (
+        "model._target_=kit.parts.models.Hungry",
+        "data._target_=kit.parts.data.Numbered",
+        "max_steps=9",
+        "max_idle_attempts=1",
+    )
     result = run(tmp_path / "run", *hungry, ranks=2, torchrun=("--max-restarts=10",), ok=False)
     assert result.outcome["exit_code"] == 7 and "memory" in result.outcome["error"], result.out
 
@@ -322,7 +327,13 @@ def test_out_of_memory_again_and_again(tmp_path):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_bad_sample_ends_the_run_or_gives_its_place_to_the_next(tmp_path, workers):
     """The same substitutes at every world size, each said once, and not without bound."""
-    line = (*LINE, "data._target_=custom.Spoiled", "max_steps=100", "+model.delay_s=0", f"loader.num_workers={workers}")
+    line = (
+        *LINE,
+        "data._target_=kit.parts.data.Spoiled",
+        "max_steps=100",
+        "+model.delay_s=0",
+        f"loader.num_workers={workers}",
+    )
     ledgers = {}
     for ranks in (1, 2):
         (tmp_path / f"ledger-{ranks}").mkdir()
@@ -408,7 +419,7 @@ def test_clocks_that_differ_are_said(tmp_path):
     port = free_port()
     env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
-        start(tmp_path / "run", "max_steps=2", env={**env, "RANK": str(rank)}, module=("train", "skewed")[rank])
+        start(tmp_path / "run", "max_steps=2", env={**env, "RANK": str(rank)}, module=("train", "kit.skewed")[rank])
         for rank in (0, 1)
     ]
     results = [finish(process, tmp_path / "run", timeout_s=60) for process in ranks]

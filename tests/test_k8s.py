@@ -15,13 +15,11 @@ import kubeflow_trainer_api.models as trainer
 import kubernetes_validate
 import pytest
 import yaml
-from custom import RECORDED, assert_exact
-from engine import engine, skip  # noqa: F401
-from fake_agent import own_python  # noqa: F401
-from launch import ROOT, Result, environment, run
+from kit.docker import skip
+from kit.job import ROOT, Job, environment, run
+from kit.ledger import RECORDED, assert_exact
 
 from train import errors
-from train.faults.agent import FINAL
 from train.launch import kubernetes
 from train.launch import spec as launch
 from train.launch.substrate import here
@@ -216,7 +214,7 @@ def variables(job, index, address="10.1.0.7"):
     ("indexed-job", 7, None, 1), ("indexed-job", None, None, 1), ("indexed-job", 75, 7, 7), ("indexed-job", 7, 75, 75),
     ("trainjob", 7, None, 1), ("trainjob", None, None, 1), ("trainjob", 75, 7, 7), ("trainjob", 7, 75, 75),
 ])  # fmt: skip
-def test_a_pod_ends_as_its_own_attempt_did(tmp_path, own_python, job, before, after, code):  # noqa: F811
+def test_a_pod_ends_as_its_own_attempt_did(tmp_path, own_python, job, before, after, code):
     """An outcome.json that an earlier attempt left says nothing of agents that never met."""
     _, _, _, *command = pod(job)[0]["spec"]["containers"][0]["command"]
     folder = tmp_path / "run"
@@ -237,7 +235,7 @@ def test_permanent_failures_are_those_of_the_code():
     final = {kind.exit_code for kind in errors.MusterError.__subclasses__()} - {1, 75}
     for rules in (job["spec"]["podFailurePolicy"]["rules"], of_pods):
         rule = next(rule for rule in rules if rule["action"] == "FailJob")
-        assert set(rule["onExitCodes"]["values"]) == final == {*FINAL}
+        assert set(rule["onExitCodes"]["values"]) == final == {*errors.final()}
     # Without it the JobSet would start the failed job again, and again.
     assert {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]} in runtime["failurePolicy"]["rules"]
     assert runtime["failurePolicy"]["maxRestarts"] > 0, "what a restart can mend is restarted"
@@ -277,7 +275,7 @@ def injected(job, index, pods):
     return f"muster-{index}.muster", {"JOB_COMPLETION_INDEX": str(index)}
 
 
-class Pods:
+class Pods(Job):
     """One container a pod on a network of their own, restarted as the job's policy has it."""
 
     def __init__(self, env, folder, job, *arguments):
@@ -285,6 +283,7 @@ class Pods:
         self.template, self.count = pod(job)
         self.arguments = ["name=muster", "output_dir=runs/muster", *arguments]
         self.runs = folder / "runs"
+        super().__init__(self.runs / "muster")
         (self.runs / "ledger").mkdir(parents=True)
         for path in (self.runs, self.runs / "ledger"):
             os.chown(path, 1000, 1000)
@@ -333,20 +332,17 @@ class Pods:
 
     def until_all_succeed(self, timeout_s=200):
         """Play the controller: a pod that failed is started again, until all have ended well."""
-        deadline = time.monotonic() + timeout_s
-        while (codes := [self.code(index) for index in range(self.count)]) != [0] * self.count:
-            assert time.monotonic() < deadline, self.logs()
-            for index, code in enumerate(codes):
-                if code:
-                    if self.job == "trainjob":  # static rendezvous: the job is restarted as a whole
-                        for other in range(self.count):
-                            self.delete(other)
-                        for other in range(self.count):
-                            self.start(other)
-                        break
-                    self.delete(index)
-                    self.start(index)
-            time.sleep(0.5)
+        self.until(self.all_succeeded, "good end of all pods", timeout_s=timeout_s, every_s=0.5)
+
+    def all_succeeded(self):
+        codes = [self.code(index) for index in range(self.count)]
+        failed = [index for index, code in enumerate(codes) if code]
+        if failed and self.job == "trainjob":  # static rendezvous: the job is restarted as a whole
+            failed = range(self.count)
+        for restart in (self.delete, self.start):
+            for index in failed[: None if self.job == "trainjob" else 1]:
+                restart(index)
+        return codes == [0] * self.count
 
     def delete(self, index):
         """As kubectl delete pod does: SIGTERM, and SIGKILL after the grace period."""
@@ -355,26 +351,17 @@ class Pods:
         )
         self.docker("rm", "-f", f"{self.prefix}-{index}")
 
-    def logs(self):
+    @property
+    def log(self):
         return "\n".join(
             self.docker("logs", "--tail", "40", f"{self.prefix}-{index}", ok=False) for index in range(self.count)
         )
-
-    @property
-    def result(self):
-        return Result(0, "", self.runs / "muster", 0)
-
-    def step(self):
-        try:
-            return max(self.result.losses, default=0)
-        except (OSError, ValueError):
-            return 0
 
 
 @pytest.mark.docker
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("job", JOBS)
-def test_pods_train_as_torchrun_does_and_survive_a_deletion(engine, tmp_path, job):  # noqa: F811
+def test_pods_train_as_torchrun_does_and_survive_a_deletion(engine, tmp_path, job):
     """The same losses to 1e-4 relative, and after a pod was deleted in the middle the sample ledger is exact."""
     arguments = (
         *RECORDED,
@@ -388,14 +375,11 @@ def test_pods_train_as_torchrun_does_and_survive_a_deletion(engine, tmp_path, jo
     (tmp_path / "ledger").mkdir()
     plain = run(tmp_path / "plain", *arguments, "+model.delay_s=0", env={"LEDGER": str(tmp_path / "ledger")}, ranks=2)
     with Pods(engine, tmp_path, job, *arguments, "+model.delay_s=0.05") as pods:
-        deadline = time.monotonic() + 90
-        while pods.step() < 30 or pods.result.lines("event")[-1].get("world_size", pods.count) < 2:
-            assert time.monotonic() < deadline, pods.logs()
-            time.sleep(0.2)
+        pods.until(lambda: pods.step() >= 30 and pods.world_size() >= 2, "two pods at work", timeout_s=120)
         pods.delete(1)
         pods.start(1)
         pods.until_all_succeed()
-        result = pods.result
+        result = pods.result()
         assert result.events("preempted") and result.events("resume")
         assert_exact(pods.runs / "ledger", steps=200, batch_size=12)
         assert all(result.losses[step] == pytest.approx(loss, rel=1e-4) for step, loss in plain.losses.items())
@@ -405,13 +389,10 @@ def test_pods_train_as_torchrun_does_and_survive_a_deletion(engine, tmp_path, jo
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize(("mistake", "code"), [("modell=mlp", 2), ("data=mnist", 3)])
-def test_a_permanent_failure_has_its_own_exit_code(engine, tmp_path, job, mistake, code):  # noqa: F811
+def test_a_permanent_failure_has_its_own_exit_code(engine, tmp_path, job, mistake, code):
     with Pods(engine, tmp_path, job, mistake) as pods:
-        deadline = time.monotonic() + 90
-        while pods.code(0) is None:
-            assert time.monotonic() < deadline, pods.logs()
-            time.sleep(0.5)
-        assert pods.code(0) == code, pods.logs()
+        pods.until(lambda: pods.code(0) is not None, "end of pod 0", timeout_s=120, every_s=0.5)
+        assert pods.code(0) == code, pods.log
 
 
 @pytest.mark.kubernetes

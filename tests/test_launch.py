@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_agent import own_python  # noqa: F401
-from launch import ROOT, environment
+from kit.job import ROOT, environment
 
 from train.errors import ConfigError
 from train.faults.agent import STUCK_S
@@ -286,7 +285,7 @@ def started(place, folder, env, **popen):
 
 
 @pytest.mark.parametrize(("env", "code", "unheard"), [(INDEXED, 75, []), (SLURM, 1, [signal.SIGTERM, signal.SIGTERM])])
-def test_a_node_passes_on_one_signal_alone_and_shields_its_agent(own_python, tmp_path, env, code, unheard):  # noqa: F811
+def test_a_node_passes_on_one_signal_alone_and_shields_its_agent(own_python, tmp_path, env, code, unheard):
     """A second SIGTERM would end torchrun's wait for its workers, and Slurm sends the first to the agent itself."""
     heard = tmp_path / "heard"
     place = own_python(
@@ -311,7 +310,7 @@ def test_a_node_passes_on_one_signal_alone_and_shields_its_agent(own_python, tmp
     assert printed(spec, command(spec, [f"output_dir={tmp_path / 'run'}"])) + "\n" in out, "pasteable: a short name"
 
 
-def test_an_agent_dies_with_its_launcher(own_python, tmp_path):  # noqa: F811
+def test_an_agent_dies_with_its_launcher(own_python, tmp_path):
     process = started(own_python(f"echo $$ >{tmp_path}/heard; exec sleep 60"), tmp_path, INDEXED)
     agent = Path("/proc", (tmp_path / "heard").read_text().strip())
     deadline = time.monotonic() + 10

@@ -5,10 +5,16 @@ import json
 
 import pytest
 import torch
-from launch import finish, free_port, run, start
-from ledger import read
+from kit.job import finish, free_port, run, start
+from kit.ledger import read
 
-LEDGER = ("data._target_=ledger.Ledger", "model.hidden=[8]", "batch_size=10", "max_steps=23", "optimizer.lr=0.05")
+LEDGER = (
+    "data._target_=kit.parts.data.Ledger",
+    "model.hidden=[8]",
+    "batch_size=10",
+    "max_steps=23",
+    "optimizer.lr=0.05",
+)
 
 
 def ledger_run(folder, *overrides, ranks, **kwargs):
@@ -89,7 +95,7 @@ def test_the_loss_is_printed_once_per_interval(ledgers):
 def test_a_resumed_run_ends_with_bit_identical_weights(tmp_path, ranks):
     """Model with dropout, batch norm, momentum and augmentation: every kind of state that a resume can lose."""
     overrides = (
-        "model._target_=custom.Stateful",
+        "model._target_=kit.parts.models.Stateful",
         "data.augment=true",
         "batch_size=31",
         "seed=7",
@@ -128,7 +134,12 @@ def test_another_world_size_goes_on_with_the_same_samples(tmp_path):
 
 def test_weights_of_two_ranks_never_differ(tmp_path):
     result = run(
-        tmp_path / "run", "strategy._target_=custom.Watched", "model=convnet", "max_steps=12", "batch_size=37", ranks=3
+        tmp_path / "run",
+        "strategy._target_=kit.parts.strategies.Watched",
+        "model=convnet",
+        "max_steps=12",
+        "batch_size=37",
+        ranks=3,
     )
     seen = [json.loads(line) for path in sorted((tmp_path).glob("digests-*")) for line in path.read_text().splitlines()]
     assert len(seen) == 36, result.out

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from launch import ROOT
+from kit.job import ROOT
 
 # config -> world -> data -> model -> strategy -> loop -> checkpoint, metrics; the left never imports the right.
 ORDER = (

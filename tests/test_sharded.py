@@ -6,9 +6,14 @@ import signal
 
 import pytest
 import torch
-from launch import run
+from kit.job import run
 
-SHARDED = ("strategy._target_=own.Sharded", "checkpoint.every_steps=3", "optimizer=adamw", "model.hidden=[30]")
+SHARDED = (
+    "strategy._target_=kit.parts.strategies.Sharded",
+    "checkpoint.every_steps=3",
+    "optimizer=adamw",
+    "model.hidden=[30]",
+)
 OTHER = "checkpoint.accept_changes=true"
 
 
@@ -20,7 +25,7 @@ def whole(tmp_path_factory):
 
 def test_every_layout_loads_what_another_has_saved(tmp_path, whole):
     folder = tmp_path / "run"
-    for ranks, until, strategy in ((4, 4, "own.Sharded"), (2, 6, "own.Sharded"), (1, 8, "own.Sharded"), (3, 10, None), (4, 12, "own.Sharded")):  # fmt: skip
+    for ranks, until, strategy in ((4, 4, "kit.parts.strategies.Sharded"), (2, 6, "kit.parts.strategies.Sharded"), (1, 8, "kit.parts.strategies.Sharded"), (3, 10, None), (4, 12, "kit.parts.strategies.Sharded")):  # fmt: skip
         chosen = (f"strategy._target_={strategy}",) if strategy else ()
         result = run(folder, *SHARDED[1:], *chosen, f"max_steps={until}", OTHER, ranks=ranks)
     assert [event["step"] for event in result.events("resume")] == [4, 6, 8, 10]
@@ -59,10 +64,10 @@ def test_replicated_state_is_written_once_and_by_all(tmp_path):
 
 @pytest.mark.parametrize("point, rank", [("write", 0), ("write", 1), ("manifest", 0), ("rename", 0), ("committed", 0)])
 def test_killed_anywhere_a_sharded_run_resumes_exactly(tmp_path, point, rank):
-    line = (*SHARDED, "model._target_=custom.Stateful", "model.hidden=[512]", "max_steps=9")
+    line = (*SHARDED, "model._target_=kit.parts.models.Stateful", "model.hidden=[512]", "max_steps=9")
     undisturbed = run(tmp_path / "whole", *line, ranks=2)
     env = {"KILL_AT": f"{point}:6", "KILL_RANK": str(rank)}
-    killed = run(tmp_path / "run", *line, ranks=2, ok=False, env=env, module="killer")
+    killed = run(tmp_path / "run", *line, ranks=2, ok=False, env=env, module="kit.killer")
     assert killed.code and f"exitcode  : {-signal.SIGKILL} " in killed.out, killed.out
     result = run(tmp_path / "run", *line, ranks=2)
     assert result.events("resume")[-1]["step"] == (6 if point == "committed" else 3)
@@ -81,7 +86,7 @@ def test_another_model_does_not_fit(tmp_path):
 
 
 def test_a_backend_of_ones_own_is_one_file(tmp_path):
-    kept = f"checkpoint.storage=own.Sqlite://{tmp_path}/kept.db"
+    kept = f"checkpoint.storage=kit.parts.backends.Sqlite://{tmp_path}/kept.db"
     run(tmp_path / "run", *SHARDED, kept, "checkpoint.keep=2", "max_steps=8", ranks=2)
     result = run(tmp_path / "run", *SHARDED, kept, "checkpoint.keep=2", "max_steps=10", ranks=2)
     assert result.events("resume")[-1]["step"] == 8 and not (result.folder / "checkpoints").exists()

@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster import checkout, result, slurm  # noqa: F401
-from custom import RECORDED, assert_exact
-from engine import CACHE, CI, skip
-from launch import ROOT, environment, run
+from kit.docker import CACHE, CI, skip
+from kit.job import ROOT, Job, Result, environment, run
+from kit.ledger import RECORDED, assert_exact
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 SLOW = (
@@ -27,20 +26,18 @@ SLOW = (
 
 
 def step(folder):
-    try:
-        return max(result(folder).losses, default=0)
-    except (OSError, ValueError):
-        return 0
+    return Job(folder).step()
 
 
 def reach(folder, target, timeout_s=60):
-    deadline = time.monotonic() + timeout_s
-    while step(folder) < target:
-        assert time.monotonic() < deadline, f"step {step(folder)} of {target}"
-        time.sleep(0.2)
+    Job(folder).reach(target, timeout_s=timeout_s)
 
 
-def logs(checkout):  # noqa: F811
+def result(folder):
+    return Result(0, "", folder, 0)
+
+
+def logs(checkout):
     return "\n".join(path.read_text() for path in sorted((checkout / "slurm/logs").glob("*.log")))
 
 
@@ -61,7 +58,7 @@ def test_every_directive_is_one():
         assert sum(line.startswith("#SBATCH") for line in lines) >= 6
 
 
-def test_two_nodes_train_as_torchrun_does(slurm, checkout, tmp_path):  # noqa: F811
+def test_two_nodes_train_as_torchrun_does(slurm, checkout, tmp_path):
     """The same samples and, to 1e-4 relative, the same losses as torchrun on one machine; two jobs at once, on the same nodes."""
     common = ("max_steps=30", "log.every_steps=1", "batch_size=50")
     jobs = [slurm.sbatch(checkout, *common, f"name={name}", f"seed={seed}") for name, seed in (("a", 0), ("b", 1))]
@@ -76,7 +73,7 @@ def test_two_nodes_train_as_torchrun_does(slurm, checkout, tmp_path):  # noqa: F
         assert all(ours.losses[n] == pytest.approx(loss, rel=1e-4) for n, loss in plain.losses.items())
 
 
-def test_a_wrong_override_ends_at_once(slurm, checkout):  # noqa: F811
+def test_a_wrong_override_ends_at_once(slurm, checkout):
     started = time.monotonic()
     job = slurm.sbatch(checkout, "lr=3")
     state = slurm.ended(job, timeout_s=30)
@@ -85,7 +82,7 @@ def test_a_wrong_override_ends_at_once(slurm, checkout):  # noqa: F811
     assert time.monotonic() - started < 30
 
 
-def test_usr1_saves_requeues_and_resumes(slurm, checkout, ledger):  # noqa: F811
+def test_usr1_saves_requeues_and_resumes(slurm, checkout, ledger):
     folder = checkout / "runs/run"
     job = slurm.sbatch(checkout, *SLOW, "max_steps=200", "checkpoint.every_steps=1000", LEDGER=str(ledger))
     reach(folder, 40)
@@ -97,7 +94,7 @@ def test_usr1_saves_requeues_and_resumes(slurm, checkout, ledger):  # noqa: F811
     assert "start: " in logs(checkout), "the log of the first attempt was truncated"
 
 
-def test_requeue_and_preemption_resume(slurm, checkout, ledger):  # noqa: F811
+def test_requeue_and_preemption_resume(slurm, checkout, ledger):
     """scontrol requeue, then a job of a higher partition that needs the nodes: both send SIGTERM."""
     folder = checkout / "runs/run"
     job = slurm.sbatch(checkout, *SLOW, "max_steps=300", "checkpoint.every_steps=10", LEDGER=str(ledger))
@@ -112,7 +109,7 @@ def test_requeue_and_preemption_resume(slurm, checkout, ledger):  # noqa: F811
     assert_exact(ledger, steps=300, batch_size=10)
 
 
-def test_a_lost_node_brings_the_job_back(slurm, checkout, ledger):  # noqa: F811
+def test_a_lost_node_brings_the_job_back(slurm, checkout, ledger):
     folder = checkout / "runs/run"
     job = slurm.sbatch(
         checkout, *SLOW, "max_steps=200", "checkpoint.every_steps=10", flags=("--nodelist=n1,n2",), LEDGER=str(ledger)
@@ -125,7 +122,7 @@ def test_a_lost_node_brings_the_job_back(slurm, checkout, ledger):  # noqa: F811
     assert_exact(ledger, steps=200, batch_size=10)
 
 
-def test_the_time_limit_saves_requeues_and_resumes(slurm, checkout, ledger):  # noqa: F811
+def test_the_time_limit_saves_requeues_and_resumes(slurm, checkout, ledger):
     """Two minutes are the shortest limit that leaves room for the signal; the job needs more than one of them."""
     folder = checkout / "runs/run"
     job = slurm.sbatch(
@@ -144,7 +141,7 @@ def test_the_time_limit_saves_requeues_and_resumes(slurm, checkout, ledger):  # 
     assert_exact(ledger, steps=1000, batch_size=10)
 
 
-def elastic(slurm, checkout, ledger, *, steps, nodes):  # noqa: F811
+def elastic(slurm, checkout, ledger, *, steps, nodes):
     arguments = (*SLOW, "dist.timeout_s=8", f"max_steps={steps}", "checkpoint.every_steps=10")
     flags = ("--no-kill", f"--nodelist={nodes}")
     job = slurm.sbatch(checkout, *arguments, flags=flags, LEDGER=str(ledger), MIN_NODES="1")
@@ -152,7 +149,7 @@ def elastic(slurm, checkout, ledger, *, steps, nodes):  # noqa: F811
     return job
 
 
-def test_an_elastic_job_goes_on_without_a_lost_node(slurm, checkout, ledger):  # noqa: F811
+def test_an_elastic_job_goes_on_without_a_lost_node(slurm, checkout, ledger):
     folder = checkout / "runs/run"
     job = elastic(slurm, checkout, ledger, steps=400, nodes="n1,n2")
     reach(folder, 40)
@@ -164,7 +161,7 @@ def test_an_elastic_job_goes_on_without_a_lost_node(slurm, checkout, ledger):  #
     assert_exact(ledger, steps=400, batch_size=10)
 
 
-def test_an_elastic_job_that_loses_its_first_node_is_requeued(slurm, checkout, ledger):  # noqa: F811
+def test_an_elastic_job_that_loses_its_first_node_is_requeued(slurm, checkout, ledger):
     """The batch script and the rendezvous are lost with it, and Slurm leaves such a job RUNNING on the others."""
     folder = checkout / "runs/run"
     job = elastic(slurm, checkout, ledger, steps=150, nodes="n1,n3")
@@ -176,7 +173,7 @@ def test_an_elastic_job_that_loses_its_first_node_is_requeued(slurm, checkout, l
     assert_exact(ledger, steps=150, batch_size=10)
 
 
-def test_scancel_stays_cancelled(slurm, checkout, ledger):  # noqa: F811
+def test_scancel_stays_cancelled(slurm, checkout, ledger):
     folder = checkout / "runs/run"
     job = slurm.sbatch(checkout, *SLOW, "max_steps=100000", LEDGER=str(ledger))
     reach(folder, 10)
@@ -187,7 +184,7 @@ def test_scancel_stays_cancelled(slurm, checkout, ledger):  # noqa: F811
     assert result(folder).outcome["outcome"] == "preempted"
 
 
-def test_agents_that_never_meet_do_not_requeue_for_ever(slurm, checkout):  # noqa: F811
+def test_agents_that_never_meet_do_not_requeue_for_ever(slurm, checkout):
     """The outcome.json of an earlier attempt says "preempted", but nobody came to train in this one."""
     folder = checkout / "runs/run"
     folder.mkdir(parents=True)
@@ -197,10 +194,10 @@ def test_agents_that_never_meet_do_not_requeue_for_ever(slurm, checkout):  # noq
     assert "no rank began to train" in logs(checkout)
 
 
-def test_told_to_stop_before_anybody_trains(slurm, checkout, ledger):  # noqa: F811
+def test_told_to_stop_before_anybody_trains(slurm, checkout, ledger):
     """USR1 while the data still loads; and what a user's module prints is not taken for the run's folder."""
     (checkout / "slow_start.py").write_text(
-        "import time\nfrom custom import Numbered\nprint('hello from a module')\n\n"
+        "import time\nfrom kit.parts.data import Numbered\nprint('hello from a module')\n\n"
         "class Late(Numbered):\n    def __init__(self, train):\n        time.sleep(8)\n        super().__init__(train)\n"
     )
     arguments = (*SLOW, "data._target_=slow_start.Late", "max_steps=30")
@@ -253,7 +250,7 @@ def container(tmp_path_factory):
     }
 
 
-def test_a_container_trains_requeues_and_resumes(slurm, checkout, ledger, container):  # noqa: F811
+def test_a_container_trains_requeues_and_resumes(slurm, checkout, ledger, container):
     """In Apptainer, as one node's wrong override, then as two nodes that are told to save their place."""
     script = "slurm/container.sbatch"
     state = slurm.ended(slurm.sbatch(checkout, "lr=3", script=script, **container), timeout_s=60)
@@ -277,12 +274,12 @@ def test_a_container_trains_requeues_and_resumes(slurm, checkout, ledger, contai
     assert_exact(ledger, steps=200, batch_size=10)
 
 
-def submit(slurm, checkout, *arguments, ok=True, **env):  # noqa: F811
+def submit(slurm, checkout, *arguments, ok=True, **env):
     env = {"PYTHONPATH": f"{checkout}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", **env}
     return slurm.on("ctl", sys.executable, "slurm/submit.py", *arguments, cwd=checkout, env=env, ok=ok)
 
 
-def test_submit_a_sweep_of_three(slurm, checkout):  # noqa: F811
+def test_submit_a_sweep_of_three(slurm, checkout):
     out = submit(slurm, checkout, "-m", "--wait", "cluster.nodes=1", "optimizer.lr=0.1,0.05,0.01", "max_steps=5")
     assert sorted(path.name for path in (checkout / "runs/run").iterdir()) == [
         f"optimizer.lr={lr}" for lr in ("0.01", "0.05", "0.1")
@@ -290,7 +287,7 @@ def test_submit_a_sweep_of_three(slurm, checkout):  # noqa: F811
     assert len(re.findall(r"^\[\d+_\d\] done  /", out, re.M)) == 3, out
 
 
-def test_submit_is_requeued_and_resumes(slurm, checkout, ledger):  # noqa: F811
+def test_submit_is_requeued_and_resumes(slurm, checkout, ledger):
     folder = checkout / "runs/run"
     out = submit(
         slurm, checkout, "cluster.nodes=2", *SLOW, "max_steps=150", "checkpoint.every_steps=1000", LEDGER=str(ledger)
@@ -305,7 +302,7 @@ def test_submit_is_requeued_and_resumes(slurm, checkout, ledger):  # noqa: F811
     assert_exact(ledger, steps=150, batch_size=10)
 
 
-def test_submit_comes_back_after_a_preemption(slurm, checkout, ledger):  # noqa: F811
+def test_submit_comes_back_after_a_preemption(slurm, checkout, ledger):
     """With a grace time Slurm sends SIGTERM alone, and a job that ends within it does not come back by itself."""
     folder = checkout / "runs/run"
     arguments = ("cluster.nodes=2", *SLOW, "max_steps=150", "checkpoint.every_steps=1000")

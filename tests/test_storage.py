@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from launch import environment, finish, free_port, reached, run, start, wait_for
+from kit.job import environment, finish, free_port, reached, run, start, wait_for
 
 from train.checkpoint import storage as protocol
 from train.checkpoint.state import read
@@ -79,7 +79,7 @@ def bucket(s3, request, monkeypatch):
 
 def test_a_run_on_s3_resumes_bit_identically(tmp_path, s3):
     """Killed with a draft half written; nothing of a checkpoint lies in the run's folder."""
-    line = (*SAVING[1:], "model._target_=custom.Stateful", "data.augment=true")
+    line = (*SAVING[1:], "model._target_=kit.parts.models.Stateful", "data.augment=true")
     whole = run(tmp_path / "whole", *line, ranks=2)
     url = "checkpoint.storage=s3://muster/resume"
     process = start(tmp_path / "run", *line, url, "max_steps=13", ranks=2, env=s3.env)
@@ -128,8 +128,8 @@ def test_a_store_that_cannot_be_reached(tmp_path, s3):
 def test_a_store_that_goes_away_is_survived_until_the_limit(tmp_path):
     server = S3()
     line = (
-        "data._target_=custom.Numbered",
-        "model._target_=custom.Slow",
+        "data._target_=kit.parts.data.Numbered",
+        "model._target_=kit.parts.models.Slow",
         "max_steps=100000",
         "checkpoint.every_steps=20",
     )
@@ -374,7 +374,7 @@ def test_checkpoints_that_are_gone_are_missed(tmp_path):
 
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_run_whose_folder_is_removed_ends(tmp_path, ranks):
-    endless = ("data._target_=custom.Numbered", "model._target_=custom.Slow", "max_steps=100000")
+    endless = ("data._target_=kit.parts.data.Numbered", "model._target_=kit.parts.models.Slow", "max_steps=100000")
     process = start(tmp_path / "run", *endless, "checkpoint.every_steps=10", ranks=ranks)
     wait_for(tmp_path / "run", reached(15), process=process)
     (tmp_path / "run").rename(tmp_path / "gone")
@@ -468,7 +468,7 @@ def test_a_full_disk_ends_the_run_after_the_limit(tmp_path):
 def test_a_disk_that_is_full_for_a_while(tmp_path):
     """Training goes on and the next checkpoint is written when there is room again; no step is missing."""
     result = on_small_disk(
-        tmp_path, "3m", "model._target_=custom.FillsDisk", "checkpoint.every_steps=5", "max_steps=40"
+        tmp_path, "3m", "model._target_=kit.parts.models.FillsDisk", "checkpoint.every_steps=5", "max_steps=40"
     )
     assert result.code == 0, result.out
     assert 1 <= len(result.events("checkpoint_failed")) <= 2

@@ -1,13 +1,13 @@
 """What a strategy keeps: the optimizer's own state, one value of every buffer, and no gradient that is not finite."""
 
 import torch
-from launch import run
+from kit.job import run
 
-STATEFUL = ("model._target_=custom.Stateful", "batch_size=31", "max_steps=12")
+STATEFUL = ("model._target_=kit.parts.models.Stateful", "batch_size=31", "max_steps=12")
 
 
 def test_what_an_optimizer_keeps_in_its_groups_is_resumed(tmp_path):
-    line = ("optimizer._target_=own.Fading", "checkpoint.every_steps=4", "max_steps=9")
+    line = ("optimizer._target_=kit.parts.optimizers.Fading", "checkpoint.every_steps=4", "max_steps=9")
     whole = run(tmp_path / "whole", *line)
     run(tmp_path / "parts", *line, "max_steps=5")
     parts = run(tmp_path / "parts", *line)
@@ -16,7 +16,7 @@ def test_what_an_optimizer_keeps_in_its_groups_is_resumed(tmp_path):
 
 
 def test_the_accuracy_that_is_reported_is_that_of_model_pt(tmp_path):
-    from custom import Stateful
+    from kit.parts.models import Stateful
 
     from train.data.images import Digits
 
@@ -40,7 +40,7 @@ def test_saving_and_evaluating_more_often_changes_no_weight(tmp_path):
 
 
 def test_fp16_leaves_out_what_is_not_finite_with_its_statistics(tmp_path):
-    line = ("precision=fp16", "model._target_=custom.Exploding", "max_steps=8", "on_nonfinite=skip")
+    line = ("precision=fp16", "model._target_=kit.parts.models.Exploding", "max_steps=8", "on_nonfinite=skip")
     result = run(tmp_path / "run", *line, "+model.bad_steps=[3]", ranks=2)
     assert 4 in [event["step"] for event in result.events("skipped")]
     assert all(torch.isfinite(weight.float()).all() for weight in result.weights.values())
@@ -48,6 +48,6 @@ def test_fp16_leaves_out_what_is_not_finite_with_its_statistics(tmp_path):
 
 def test_fp16_with_gradients_that_are_never_finite_ends(tmp_path):
     bad = f"+model.bad_steps={list(range(3, 40))}".replace(" ", "")
-    line = ("precision=fp16", "model._target_=custom.Exploding", "max_steps=40", "max_skipped_steps=5")
+    line = ("precision=fp16", "model._target_=kit.parts.models.Exploding", "max_steps=40", "max_skipped_steps=5")
     result = run(tmp_path / "run", *line, bad, "log.every_steps=100", ok=False)
     assert result.code == 6 and "6 in a row" in result.said[0], result.out

@@ -6,7 +6,7 @@ import contextlib
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from train.config.keys import Config
 from train.config.parts import locate, signature
 from train.dist.place import job, launcher
 from train.dist.world import World
-from train.errors import ConfigError, CrashLoop, DataError, MusterError, RankLost, StorageError, say, storage_error
+from train.errors import ConfigError, CrashLoop, DataError, MusterError, StorageError, say, storage_error
 from train.faults import attempts, lease
 from train.faults.attempts import Attempt
+from train.faults.exit import Exit
 from train.faults.lease import Lease
 from train.files import replace_file
 from train.loggers.jsonl import last_step
@@ -33,20 +34,16 @@ class Folder:
     """A run's folder that is this attempt's to write to.
 
     before: how the attempt before this one ended. saved: what to resume from. is_done: it had finished.
-    lease: on rank 0, the claim.
     """
 
     path: Path
     before: Attempt
     saved: Saved | None
     is_done: bool
-    lease: Lease | None
 
 
 @contextlib.contextmanager
-def open_folder(
-    config: Config, world: World, *, fingerprint: str, total_steps: int, on_loss: Callable[[RankLost], object]
-) -> Iterator[Folder]:
+def open_folder(config: Config, world: World, leaving: Exit, *, fingerprint: str, total_steps: int) -> Iterator[Folder]:
     """Claim the run's folder, choose what to resume from, and put on record that this attempt is at work. Collective.
 
     What refuses the command comes before anything of the run is changed. Rank 0 looks and chooses for all: two ranks
@@ -55,35 +52,35 @@ def open_folder(
     Raises:
         MusterError: it is another launch's, another run's, damaged beyond use, or cannot be written; see errors.py.
     """
-    path, held = Path(config.output_dir), list[Lease]()
-    world.on_first(lambda: held.append(_claim(path, config, world, on_loss)))
-    try:
-        _see_claim(path, world, held)
-        record, over = world.on_first(lambda: _before(path, config, world))
-        before = Attempt.of(record)
-        saved, bad = (None, []) if over else find_checkpoint(config, world, before.checkpoint)
-        world.together(refuse_changes(config, saved, fingerprint=fingerprint, total_steps=total_steps))
-        is_done = world.on_first(lambda: _take_over(path, config, world, before, saved, held[0], over=over))
-        for line in bad if world.is_first else []:
-            say(f"muster: quarantined a bad checkpoint: {line}")
-        yield Folder(path, before, saved, is_done, held[0] if held else None)
-    finally:
-        for claim in held:
-            claim.let_go()
+    path = Path(config.output_dir)
+    world.on_first(lambda: _claim(path, world, leaving))
+    _see_claim(path, world, leaving.lease)
+    record, over = world.on_first(lambda: _before(path, config, world))
+    before = Attempt.of(record)
+    saved, bad = (None, []) if over else find_checkpoint(config, world, before.checkpoint)
+    world.together(refuse_changes(config, saved, fingerprint=fingerprint, total_steps=total_steps))
+    is_done = world.on_first(lambda: _take_over(path, config, world, before, saved, leaving.lease, over=over))
+    for line in bad if world.is_first else []:
+        say(f"muster: quarantined a bad checkpoint: {line}")
+    yield Folder(path, before, saved, is_done)
+    if leaving.lease:  # after a failure it is let go once that is on record
+        leaving.lease.let_go()
 
 
-def _claim(path: Path, config: Config, world: World, on_loss: Callable[[RankLost], object]) -> Lease:
+def _claim(path: Path, world: World, leaving: Exit) -> None:
     lease.refuse_if_held(path, world.agents)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise storage_error("use output_dir:", error) from error
-    return Lease(path, attempt=world.attempt, agents=world.agents, launcher=job() or launcher(), on_loss=on_loss)
+    leaving.lease = Lease(
+        path, attempt=world.attempt, agents=world.agents, launcher=job() or launcher(), on_loss=leaving.at_once
+    )
 
 
-def _see_claim(path: Path, world: World, held: list[Lease]) -> None:
+def _see_claim(path: Path, world: World, held: Lease | None) -> None:
     """Raises StorageError if a rank does not see what rank 0 has just written: the folder is not shared. Collective."""
-    token = world.broadcast(held[0].token if held else None)
+    token = world.broadcast(held.token if held else None)
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not (seen := lease.newest_claim(path)[0] == token) and time.monotonic() < deadline:
         time.sleep(SEE_AGAIN_S)
@@ -123,7 +120,7 @@ def refuse_changes(config: Config, saved: Saved | None, *, fingerprint: str, tot
 
 
 def _take_over(
-    path: Path, config: Config, world: World, before: Attempt, saved: Saved | None, claim: Lease, *, over: bool
+    path: Path, config: Config, world: World, before: Attempt, saved: Saved | None, held: Lease | None, *, over: bool
 ) -> bool:
     """From here on the run is this attempt's. Says whether it had finished. Raises CrashLoop, StorageError."""
     if over:
@@ -132,7 +129,7 @@ def _take_over(
     failures, stops = before.idle(furthest)
     cause = before.error or before.cause
     now = Attempt(
-        outcome=attempts.RUNNING, attempt=world.attempt, token=claim.token, agents=tuple(world.agents), step=furthest,
+        outcome=attempts.RUNNING, attempt=world.attempt, token=held.token if held else 0, agents=tuple(world.agents), step=furthest,
         furthest=furthest, idle_attempts=failures, idle_preemptions=stops, cause=cause,
     )  # fmt: skip
     attempts.write(path, now)

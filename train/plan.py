@@ -6,6 +6,7 @@ the next `batch_size` entries of its epoch's permutation whatever the world size
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ Indices = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
 ROUNDS = 6
+SORTED = 1 << 16
+"""Up to so many samples an epoch's order is a sort by hash: a Feistel network over few digits leaves neighbours together."""
 
 
 def mix(x: Keys) -> Keys:
@@ -39,7 +42,7 @@ def sample_keys(*, seed: int, epoch: int, indices: Indices) -> Keys:
 class Permutation:
     """A pseudo-random bijection of `range(size)`, computed entry by entry in O(1) memory.
 
-    A Feistel network over pairs (left, right) of digits in base ceil(sqrt(size)) with addition modulo the base;
+    Of a small range all entries at once, sorted by hash. Of a larger one a Feistel network over pairs (left, right) of digits in base ceil(sqrt(size)) with addition modulo the base;
     values outside the range are walked on until they fall inside, which keeps it a bijection.
 
     Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (cycle-walking and
@@ -52,6 +55,8 @@ class Permutation:
 
     def __call__(self, positions: Indices) -> Indices:
         """Map `[B] int64` positions in `range(size)` to `[B] int64` sample indices."""
+        if self.size <= SORTED:
+            return _sorted_by_hash(self.size, self.seed, self.epoch)[positions]
         base = max(1, int(np.ceil(np.sqrt(float(self.size)))))
         while base * base < self.size:  # sqrt of a large integer may round down
             base += 1
@@ -69,6 +74,14 @@ class Permutation:
             round_key = mix(stream ^ np.uint64((r + 1) << 32))
             left, right = right, (left + mix(round_key ^ right) % base) % base
         return left * base + right
+
+
+@functools.lru_cache(maxsize=2)
+def _sorted_by_hash(size: int, seed: int, epoch: int) -> Indices:
+    keys = sample_keys(seed=seed, epoch=epoch, indices=np.arange(size, dtype=np.int64))
+    order = np.argsort(mix(keys), kind="stable")  # mixed once more: augmentation has the keys themselves
+    order.flags.writeable = False
+    return order
 
 
 @dataclass(frozen=True)

@@ -89,9 +89,7 @@ def open_run(
         len(data.train), min(config.batch_size, len(data.train)), config.seed, drop_last=config.loader.drop_last
     )
     total_steps = config.max_steps or config.epochs * plan.steps_per_epoch
-    opened = open_folder(config, world, fingerprint=data.fingerprint, total_steps=total_steps, on_loss=leaving.at_once)
-    with opened as folder:
-        leaving.lease = folder.lease
+    with open_folder(config, world, leaving, fingerprint=data.fingerprint, total_steps=total_steps) as folder:
         strategy: Strategy = build(config.strategy, world=world)
         strategy.build(recipe(config, data, plan, total_steps, world))
         progress = restore(config, world, folder, strategy)
@@ -105,7 +103,7 @@ def open_run(
             keep=config.checkpoint.keep,
             facts=identity(config, data, total_steps),
             newest_step=folder.saved.step if folder.saved else None,
-            may_commit=folder.lease.is_held if folder.lease else lambda: True,
+            may_commit=leaving.lease.is_held if leaving.lease else lambda: True,
             on_commit=lambda facts: metrics.event("checkpoint_failed" if "failed" in facts else "checkpoint", **facts),
         )
         run = Run(

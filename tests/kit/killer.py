@@ -3,8 +3,7 @@
 import os
 import signal
 
-from front import run
-
+from kit.front import run
 from train.checkpoint import storage as protocol
 from train.checkpoint.backends import folder as storage
 

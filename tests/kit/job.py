@@ -1,7 +1,8 @@
-"""Helpers that go through the front door: real processes, the real command line."""
+"""A run through the front door: real processes, the real command line, and what the run left behind."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 
-ROOT = Path(__file__).resolve().parent.parent
+from kit.until import until
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 QUIET = ("log.tensorboard=false", "log.report=false", "log.every_steps=1")
 
 
@@ -125,18 +127,18 @@ def wait_for(
     folder: Path, condition: Callable[[Result], Any], *, process: subprocess.Popen[str], timeout_s: float = 60
 ) -> None:
     """Until `condition` holds of what the run has written so far."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if (folder / "metrics.jsonl").exists():
-            try:
-                if condition(Result(0, "", folder, 0)):
-                    return
-            except ValueError:
-                pass  # caught a line half written
+
+    def holds() -> bool:
         assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
-    process.kill()
-    raise AssertionError(f"the run never came so far:\n{process.communicate()[0]}")
+        with contextlib.suppress(OSError, ValueError):  # not there yet, or a line half written
+            return bool(condition(Result(0, "", folder, 0)))
+        return False
+
+    def give_up() -> str:
+        process.kill()
+        return process.communicate()[0]
+
+    until(holds, "run that came so far", timeout_s=timeout_s, said=give_up)
 
 
 def reached(step: int) -> Callable[[Result], bool]:
@@ -149,36 +151,67 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """Call `function(*args)` in `ranks` fresh processes that find RANK and its kin set; one value a rank."""
-    context = mp.get_context("spawn")
-    port, queue = free_port(), context.Queue()
-    processes = [
-        context.Process(target=_on_rank, args=(queue, function, args, rank, ranks, port)) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    values = dict(queue.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join(timeout=30)
-    failures = [text for text in (values[rank][1] for rank in range(ranks)) if text]
-    assert not failures, "\n".join(failures)
-    return [values[rank][0] for rank in range(ranks)]
+class Job:
+    """A run that is under way somewhere, seen through the files that it writes. Each substrate adds how to disturb it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    @property
+    def log(self) -> str:
+        """What its processes have printed, for a person to read where a test fails."""
+        return ""
+
+    def result(self, code: int = 0) -> Result:
+        return Result(code, self.log, self.folder, 0)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All whole lines of metrics.jsonl so far."""
+        with contextlib.suppress(OSError):
+            return [
+                json.loads(text) for text in (self.folder / "metrics.jsonl").read_text().splitlines() if _whole(text)
+            ]
+        return []
+
+    def step(self) -> int:
+        """The last step in metrics.jsonl; 0 before there is one."""
+        with contextlib.suppress(OSError, IndexError), (self.folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 8192))
+            lines = [text for text in file.read().splitlines()[:-1] if text.startswith(b'{"kind": "train"')]
+            return int(json.loads([text for text in lines if text.endswith(b"}")][-1])["step"])
+        return 0
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """The `start` and `resume` events so far."""
+        return [line for line in self.lines() if line.get("event") in ("start", "resume")]
+
+    def world_size(self) -> int:
+        """Of the newest attempt; 0 before there is one."""
+        return int((self.attempts() or [{"world_size": 0}])[-1]["world_size"])
+
+    def until(self, condition: Callable[[], Any], what: str, *, timeout_s: float = 90, every_s: float = 0.02) -> float:
+        """Wait until `condition` holds; the seconds that it took."""
+
+        def said() -> str:
+            return f"at step {self.step()}\n{self.log[-8000:]}"
+
+        return until(condition, what, timeout_s=timeout_s, every_s=every_s, said=said)
+
+    def reach(self, step: int, *, timeout_s: float = 90) -> float:
+        return self.until(lambda: self.step() >= step, f"step {step}", timeout_s=timeout_s)
+
+    def next_step(self, fault: Callable[[], Any], *, timeout_s: float = 90) -> float:
+        """Seconds from `fault` to the first step of an attempt that began after it."""
+        before = len(self.attempts())
+        began = time.monotonic()
+        fault()
+        self.until(lambda: len(self.attempts()) > before, "new attempt", timeout_s=timeout_s)
+        at = self.attempts()[-1]["step"]
+        self.until(lambda: self.step() > at, f"step after {at}", timeout_s=timeout_s)
+        return time.monotonic() - began
 
 
-def _on_rank(queue: Any, function: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, port: int) -> None:
-    import traceback
-
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    torch.set_num_threads(1)
-    try:
-        queue.put((rank, (function(*args), None)))
-    except BaseException:
-        queue.put((rank, (None, f"rank {rank}:\n{traceback.format_exc()}")))
+def _whole(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(json.loads(text))
+    return False

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch import QUIET, Result, environment, free_port
-
+from kit.job import QUIET, Job, environment, free_port
 from train.launch import loopback
 from train.launch import spec as launch
 
 
-class Nodes:
+class Nodes(Job):
     """Agents ("nodes") of one job. Every process that it starts can be found again by a mark in its environment."""
 
     def __init__(
         self, folder: Path, *overrides: str, nnodes: str = "1:2", nproc: int = 1, own_store: bool = True, **env: str
     ):
-        self.folder, self.overrides, self.nnodes, self.nproc = folder, overrides, nnodes, nproc
+        super().__init__(folder)
+        self.overrides, self.nnodes, self.nproc = overrides, nnodes, nproc
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.mark = f"muster-test-{os.getpid()}-{time.monotonic_ns()}"
         self.env = environment(TEST_MARK=self.mark, **env)
@@ -72,53 +71,9 @@ class Nodes:
                 os.kill(pid, signal.SIGKILL)
         agent.wait()
 
-    def result(self) -> Result:
-        return Result(0, self.log, self.folder, 0)
-
     @property
     def log(self) -> str:
         return "\n".join(f"==== {path.name}\n{path.read_text()}" for path in sorted(self.folder.parent.glob("*.log")))
-
-    def step(self) -> int:
-        """The last step in metrics.jsonl; 0 before there is one."""
-        with contextlib.suppress(OSError, IndexError), (self.folder / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - 8192))
-            lines = [
-                json.loads(text)
-                for text in file.read().splitlines()[:-1]
-                if text.startswith(b'{"kind": "train"') and text.endswith(b"}")
-            ]
-            return int(lines[-1]["step"])
-        return 0
-
-    def reach(self, step: int, *, timeout_s: float = 60) -> None:
-        self.until(lambda: self.step() >= step, f"step {step}", timeout_s=timeout_s)
-
-    def until(self, condition: Callable[[], Any], what: str, *, timeout_s: float = 60) -> float:
-        """Wait until `condition` holds; the seconds that it took."""
-        began = time.monotonic()
-        while not condition():
-            if time.monotonic() - began > timeout_s:
-                raise AssertionError(f"no {what} within {timeout_s} s; at step {self.step()}:\n{self.log[-8000:]}")
-            time.sleep(0.02)
-        return time.monotonic() - began
-
-    def attempts(self) -> list[dict[str, Any]]:
-        """The `start` and `resume` events so far."""
-        with contextlib.suppress(OSError, ValueError):
-            result = self.result()
-            return [line for line in result.lines("event") if line["event"] in ("start", "resume")]
-        return []
-
-    def next_step(self, fault: Callable[[], Any], *, timeout_s: float = 60) -> float:
-        """Seconds from `fault` to the first step of an attempt that began after it."""
-        before = len(self.attempts())
-        began = time.monotonic()
-        fault()
-        self.until(lambda: len(self.attempts()) > before, "new attempt", timeout_s=timeout_s)
-        at = self.attempts()[-1]["step"]
-        self.until(lambda: self.step() > at, f"step after {at}", timeout_s=timeout_s)
-        return time.monotonic() - began
 
     def ended(self, *, timeout_s: float = 90) -> list[int]:
         """The exit codes of all agents, in the order of their start."""

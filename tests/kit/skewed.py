@@ -2,7 +2,7 @@
 
 import time
 
-from front import run
+from kit.front import run
 
 true_time = time.time
 time.time = lambda: true_time() + 60

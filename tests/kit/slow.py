@@ -3,8 +3,7 @@
 import os
 import time
 
-from front import run
-
+from kit.front import run
 from train.checkpoint.backends.folder import Folder
 
 put = Folder.put

@@ -1,49 +1,11 @@
-"""Parts of a user's own that each are one file's worth: a sharded strategy, an optimizer that keeps state in its groups, a backend."""
+"""A place for checkpoints, in one file."""
 
 import contextlib
 import io
 import sqlite3
 import time
 
-import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
 from train.checkpoint.backends.base import MANIFEST, Backend
-from train.strategies.optimizer_step import OptimizerStep, build_model
-from train.strategies.single import Single
-
-
-class Sharded(Single):
-    """Every parameter, gradient and optimizer value lies in pieces on all ranks."""
-
-    def __init__(self, *, world):
-        self.world = world
-
-    def build(self, recipe):
-        self.model = build_model(recipe, self.world.device)
-        if self.world.size > 1:
-            mesh = init_device_mesh(self.world.device.type, (self.world.size,))
-            for module in self.model.modules():
-                if list(module.parameters(recurse=False)):
-                    fully_shard(module, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-        self.optimizer_step = OptimizerStep(recipe, world=self.world, model=self.model)
-
-
-class Fading(torch.optim.SGD):
-    """Its rate falls with a count that it keeps in its group, as schedule-free optimizers do."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, lr=lr)
-        for group in self.param_groups:
-            group["count"] = 0
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["count"] += 1
-            group["lr"] /= group["count"]
-        return super().step(closure)
 
 
 class Sqlite(Backend):

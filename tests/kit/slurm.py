@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from engine import CACHE, CI, skip
-from launch import ROOT, Result
+from kit.job import ROOT
+from kit.until import until
 
 SCRIPT = ROOT / "tests/substrates/slurm.sh"
 
@@ -69,44 +66,12 @@ class Slurm:
         return dict(re.findall(r"(\w+)=(\S+)", text))
 
     def wait(self, job: str, *states: str, timeout_s: float = 150) -> dict[str, str]:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            state = self.state(job)
-            if state.get("JobState") in states:
-                return state
-            time.sleep(0.5)
-        raise AssertionError(f"job {job} is {self.state(job)}, not {states}")
+        until(
+            lambda: self.state(job).get("JobState") in states,
+            f"{' or '.join(states)} of job {job}",
+            timeout_s=timeout_s, every_s=0.5, said=lambda: str(self.state(job)),
+        )  # fmt: skip
+        return self.state(job)
 
     def ended(self, job: str, *, timeout_s: float = 150) -> dict[str, str]:
         return self.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", timeout_s=timeout_s)
-
-
-@pytest.fixture(scope="session")
-def slurm():
-    if sys.platform != "linux" or os.getuid() != 0 or not (CI or shutil.which("slurmctld")):
-        skip("a Slurm cluster of our own needs Linux, root and slurm-wlm (or CI=true, to have it installed)")
-    folder = CACHE / "slurm"
-    subprocess.run([SCRIPT, "stop", folder], capture_output=True, timeout=60)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    with (folder / "start.log").open("w") as log:
-        done = subprocess.run([SCRIPT, "start", folder], stdout=log, stderr=subprocess.STDOUT, timeout=400)
-    if done.returncode:
-        skip(f"no Slurm could be started: {(folder / 'start.log').read_text()[-2000:]}")
-    yield Slurm(folder)
-    subprocess.run([SCRIPT, "stop", folder], capture_output=True, timeout=60)
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    """The repo's root as a user has it, at a path with a blank."""
-    root = tmp_path / "my repo"
-    root.mkdir()
-    for name in ("train", "conf", "slurm"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.log"))
-    (root / "slurm/logs").mkdir(exist_ok=True)
-    return root
-
-
-def result(folder: Path) -> Result:
-    return Result(0, "", folder, 0)

@@ -1,0 +1,1 @@
+"""Parts of a user's own, named by import path from the tests."""

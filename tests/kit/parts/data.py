@@ -1,0 +1,90 @@
+"""Data sets whose samples can be told apart, or cannot be read."""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+
+class Tokens:
+    """Samples one by one, with a random transform that uses the global generator."""
+
+    num_classes = 3
+
+    def __init__(self, train, noise=0.1):
+        self.noise = noise if train else 0.0
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index % 3)) + self.noise * torch.randn(4), index % 3
+
+
+class Numbered:
+    """Points whose first coordinate is the sample's own number, so that a step can tell which samples it got."""
+
+    num_classes = 2
+    input_shape = (3,)
+
+    def __init__(self, train, size=1000):
+        generator = torch.Generator().manual_seed(int(train))
+        self.points = torch.cat([torch.arange(size)[:, None].float(), torch.rand(size, 2, generator=generator)], 1)
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, index):
+        return self.points[index], (self.points[index, 1:].sum() > 1).long()
+
+
+class SlowToTest(Numbered):
+    """Reading the test split takes a while."""
+
+    def __init__(self, train):
+        super().__init__(train, size=1000 if train else 40)
+        self.train = train
+
+    def __getitem__(self, index):
+        if not self.train:
+            time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+class Spoiled(Numbered):
+    """Some training samples cannot be read."""
+
+    def __init__(self, train):
+        super().__init__(train)
+        self.train = train
+
+    def __getitem__(self, index):
+        if self.train and index in (3, 4, 500):
+            raise OSError(f"image file {index} is truncated")
+        return super().__getitem__(index)
+
+
+class Ledger:
+    """Points in the plane; the target tells on which side of a line. Reads are noted, if LEDGER names a folder."""
+
+    num_classes = 2
+    input_shape = (2,)
+
+    def __init__(self, train: bool, size: int = 101):
+        self.points = torch.rand(size, 2, generator=torch.Generator().manual_seed(int(train)))
+        self.train = train
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def fingerprint(self) -> str:
+        return f"ledger:{len(self)}"  # without a read that the ledger would note
+
+    def __getitem__(self, index: int):
+        folder = os.environ.get("LEDGER")
+        if folder:
+            name = f"{'train' if self.train else 'test'}-{os.environ.get('RANK', '0')}"
+            with (Path(folder) / name).open("a") as file:
+                file.write(f"{index}\n")
+        return self.points[index], (self.points[index].sum() > 1).long()

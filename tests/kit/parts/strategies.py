@@ -1,0 +1,59 @@
+"""Strategies that write down what they see, and one whose state lies in pieces."""
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from train.strategies.ddp import Ddp
+from train.strategies.optimizer_step import OptimizerStep, build_model
+from train.strategies.single import Single
+
+
+class Watched(Ddp):
+    """DDP that writes down a digest of its weights after every step."""
+
+    def step(self, step, batches):
+        result = super().step(step, batches)
+        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())).hexdigest()
+        with Path(f"digests-{self.world.rank}").open("a") as file:
+            file.write(json.dumps({"step": step, "digest": digest}) + "\n")
+        return result
+
+
+class Recorded(Ddp):
+    """DDP that writes down which samples each step got, into the folder that LEDGER names."""
+
+    def step(self, step, batches):
+        samples = [int(number) for batch in batches for number in batch.inputs[: batch.count, 0]]
+        line = {
+            "step": step,
+            "time": time.time(),
+            "attempt": self.world.attempt,
+            "rank": self.world.rank,
+            "samples": samples,
+        }
+        with (Path(os.environ["LEDGER"]) / f"{self.world.attempt}-{self.world.rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return super().step(step, batches)
+
+
+class Sharded(Single):
+    """Every parameter, gradient and optimizer value lies in pieces on all ranks."""
+
+    def __init__(self, *, world):
+        self.world = world
+
+    def build(self, recipe):
+        self.model = build_model(recipe, self.world.device)
+        if self.world.size > 1:
+            mesh = init_device_mesh(self.world.device.type, (self.world.size,))
+            for module in self.model.modules():
+                if list(module.parameters(recurse=False)):
+                    fully_shard(module, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        self.optimizer_step = OptimizerStep(recipe, world=self.world, model=self.model)
