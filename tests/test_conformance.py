@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT, environment
+from kit.job import ROOT, environment
 
 from bench.conformance import ledger
 from bench.conformance.faults import FAULTS, Scene

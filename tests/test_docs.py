@@ -27,9 +27,9 @@ def checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs") / "muster"
     names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     for name in names.stdout.splitlines():
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_symlink() or (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)  # with its time: make compares them
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)  # with its time: make compares them
     (folder / ".venv").symlink_to(sys.prefix)
     return folder
 
