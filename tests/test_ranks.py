@@ -165,7 +165,7 @@ def test_two_nodes(tmp_path, backend):
     import subprocess
     import sys
 
-    from launch import QUIET, environment
+    from kit.job import QUIET, environment
 
     nodes = [
         subprocess.Popen(
@@ -217,7 +217,7 @@ def test_a_finished_run_says_so_at_once(tmp_path):
 def test_a_sweep_gives_each_job_its_own_folder(tmp_path):
     import subprocess
 
-    from launch import command, environment
+    from kit.job import command, environment
 
     line = [
         *command("-m", "optimizer.lr=0.1,0.01", "max_steps=3", "log.report=false", "log.tensorboard=false", ranks=2),

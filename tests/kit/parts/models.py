@@ -135,3 +135,10 @@ class FillsDisk(nn.Linear):
         if self.calls == 14 and os.environ["RANK"] == "0":
             self.file.unlink()
         return super().forward(x.flatten(1))
+
+
+class Normed(nn.Sequential):
+    """Batch norm over vectors, which needs two samples."""
+
+    def __init__(self, input_shape, num_classes):
+        super().__init__(nn.Flatten(), nn.Linear(64, num_classes), nn.BatchNorm1d(num_classes))

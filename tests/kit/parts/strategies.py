@@ -14,7 +14,15 @@ from train.strategies.optimizer_step import OptimizerStep, build_model
 from train.strategies.single import Single
 
 
-class Watched(Ddp):
+class Plain(Ddp):
+    """DDP with the values of its yaml: what replaces it takes none of them by itself."""
+
+    def __init__(self, *, world):
+        options = {"static_graph": False, "find_unused_parameters": False, "sync_batchnorm": False}
+        super().__init__(world=world, bucket_cap_mb=25.0, gradient_as_bucket_view=True, **options)
+
+
+class Watched(Plain):
     """DDP that writes down a digest of its weights after every step."""
 
     def step(self, step, batches):
@@ -25,7 +33,7 @@ class Watched(Ddp):
         return result
 
 
-class Recorded(Ddp):
+class Recorded(Plain):
     """DDP that writes down which samples each step got, into the folder that LEDGER names."""
 
     def step(self, step, batches):

@@ -1,0 +1,235 @@
+"""One run, one writer; what an attempt leaves to the next; and refusals that touch nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from kit.job import environment, finish, reached, run, start, wait_for
+from kit.until import until
+
+from train.errors import ConfigError
+from train.faults import attempts, lease
+from train.faults.attempts import Attempt
+from train.faults.lease import Lease
+
+ENDLESS = ("model._target_=kit.parts.models.Slow", "data._target_=kit.parts.data.Numbered", "max_steps=100000")
+
+
+def claim(folder, attempt, **kwargs):
+    kwargs = {"agents": [attempt], "launcher": attempt, "on_loss": print} | kwargs
+    return Lease(folder, attempt=attempt, **kwargs)
+
+
+def test_of_many_launches_at_once_exactly_one_trains(tmp_path):
+    """Twenty processes that claim one folder at the same moment, five times over."""
+    code = (
+        "import sys, time, pathlib\nfrom train.faults.lease import Lease, refuse_if_held\nfrom train.errors import ConfigError\n"
+        "folder, me = pathlib.Path(sys.argv[1]), sys.argv[2]\nsys.stdin.read(1)\n"
+        "try:\n    refuse_if_held(folder, [me])\n    Lease(folder, attempt=me, agents=[me], launcher=me, on_loss=print)\n"
+        "    print('won', flush=True)\n    time.sleep(60)\nexcept ConfigError as error:\n    print('refused', flush=True)\n"
+    )
+    for number in range(5):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        line = [sys.executable, "-c", code, str(folder)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment()}
+        claimants = [subprocess.Popen([*line, f"launch-{each}"], **pipes) for each in range(8)]
+        time.sleep(1.5)
+        for each in claimants:
+            each.stdin.write("x")
+            each.stdin.flush()
+        said = [each.stdout.readline().strip() for each in claimants]
+        for each in claimants:
+            each.kill()
+            each.communicate()
+        assert sorted(said) == ["refused"] * 7 + ["won"], said
+
+
+def test_a_superseded_holder_cannot_commit_and_learns_of_it(tmp_path, monkeypatch):
+    """As after a pause that outlasted the lease: the older token is worth nothing, and its holder is told."""
+    lost = []
+    old = claim(tmp_path, "old", on_loss=lost.append)
+    attempts.write(tmp_path, Attempt(outcome="running", attempt="old", token=old.token))
+    assert old.is_held()
+    new = claim(tmp_path, "new")
+    assert new.token > old.token and not old.is_held()
+    attempts.write(tmp_path, Attempt(outcome="running", attempt="new", token=new.token))
+    assert new.is_held()
+    until(lambda: lost, "word of it", timeout_s=5)
+    assert "another launch has taken over" in str(lost[0])
+    old.let_go()
+    assert new.is_held(), "the old one took the new one's claim along"
+    new.let_go()
+    assert not list(tmp_path.glob(".*"))
+    assert claim(tmp_path, "third").token > new.token, "the count goes on although no claim was left"
+
+
+@pytest.mark.parametrize("spoil", ["missing", "torn", "stale"])
+def test_what_cannot_be_told_is_no(tmp_path, spoil):
+    """outcome.json missing, torn, or as another attempt left it: no commit."""
+    held = claim(tmp_path, "a")
+    if spoil == "torn":
+        (tmp_path / "outcome.json").write_text('{"token": 1, "att')
+    if spoil == "stale":
+        attempts.write(tmp_path, Attempt(outcome="running", attempt="b", token=held.token + 3))
+    assert not held.is_held()
+    held.let_go()
+
+
+def test_a_holder_of_which_no_process_is_left_is_not_waited_for(tmp_path):
+    from train.dist.place import has_ended, launcher
+
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    gone = launcher().split(":")
+    gone[1], gone[2] = str(process.pid), "1"  # another process has the pid by now
+    assert not has_ended(launcher()) and has_ended(":".join(gone)) and not has_ended(f"elsewhere:{':'.join(gone[1:])}")
+    process.kill()
+    process.wait()
+    held = claim(tmp_path, "dead", agents=[":".join(gone)])
+    held._ended.set()
+    began = time.monotonic()
+    lease.refuse_if_held(tmp_path, ["me"])
+    assert time.monotonic() - began < 1
+
+
+def test_a_stall_shorter_than_the_lease_keeps_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "HELD_S", 3.0)
+    held = claim(tmp_path, "slow")
+    held._ended.set()  # it stands still
+    held._thread.join()
+    held._ended.clear()
+
+    def wake():
+        time.sleep(2.0)
+        held._renew()
+
+    import threading
+
+    threading.Thread(target=wake, daemon=True).start()
+    with pytest.raises(ConfigError, match="in use by another job"):
+        lease.refuse_if_held(tmp_path, ["me"])
+    held._ended.set()
+
+
+def test_a_paused_launch_whose_folder_was_taken_leaves_at_once(tmp_path):
+    """SIGSTOP for longer than the lease, a second launch, SIGCONT: the first writes nothing and ends."""
+    line = (*ENDLESS, "checkpoint.every_steps=20")
+    first = start(tmp_path / "run", *line)
+    wait_for(tmp_path / "run", reached(25), process=first)
+    first.send_signal(signal.SIGSTOP)
+    second = start(tmp_path / "run", *line)
+    wait_for(tmp_path / "run", lambda result: len(result.events("resume")) == 1, process=second, timeout_s=90)
+    first.send_signal(signal.SIGCONT)
+    ended = finish(first, tmp_path / "run", timeout_s=30)
+    assert ended.code == 1 and "another launch has taken over" in ended.said[-1], ended.out
+    at = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["step"]
+    wait_for(tmp_path / "run", reached(at + 30), process=second)
+    assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "running"
+    second.send_signal(signal.SIGTERM)
+    result = finish(second, tmp_path / "run")
+    assert result.code == 75 and result.outcome["outcome"] == "preempted", result.out
+    steps = [line["step"] for line in result.lines("train")]
+    assert steps == sorted(set(steps)), "both have logged"
+
+
+def test_a_refused_command_leaves_a_finished_run_alone(tmp_path):
+    line = ("max_steps=5", "log.report=true")
+    done = run(tmp_path / "run", *line)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    for mistake, code in ((("seed=3",), 2), (("data._target_=kit.parts.data.Numbered", "seed=0"), 2)):
+        refused = run(tmp_path / "run", *line, *mistake, ok=False)
+        assert refused.code == code, refused.out
+        after = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+        record = json.loads(after.pop("refused.json"))
+        assert after == before and record["exit_code"] == code and "another run" in record["error"]
+        assert not list((tmp_path / "run").glob(".*"))
+    assert attempts.newest(tmp_path / "run")["outcome"] == "config_error"
+    assert done.outcome["outcome"] == "done"
+
+
+def test_clean_stops_are_no_failures():
+    """Four preemptions during start-up ended in exit code 7; they are counted by themselves, and far higher."""
+    attempt = Attempt(outcome="preempted", furthest=10)
+    for number in range(1, 5):
+        failures, stops = attempt.idle(10)
+        assert (failures, stops) == (0, number)
+        attempt = Attempt(outcome="preempted", furthest=10, idle_attempts=failures, idle_preemptions=stops)
+    assert Attempt(outcome="failed", furthest=10, idle_attempts=2, idle_preemptions=4).idle(10) == (3, 4)
+    assert Attempt(outcome="failed", furthest=10, idle_attempts=2).idle(11) == (0, 0)
+    assert Attempt(outcome="crash_loop", furthest=10, idle_attempts=4).idle(10) == (0, 0)
+
+
+def test_an_evaluation_that_was_cut_short_is_made_after_the_resume(tmp_path):
+    line = ("data._target_=kit.parts.data.SlowToTest", "model._target_=kit.parts.models.Slow", "max_steps=40")
+    line += ("eval.every_steps=20", "batch_size=10")
+    process = start(tmp_path / "run", *line)
+    wait_for(tmp_path / "run", reached(20), process=process)
+    time.sleep(0.5)  # the evaluation of 40 samples takes two seconds
+    process.send_signal(signal.SIGTERM)
+    stopped = finish(process, tmp_path / "run")
+    assert stopped.code == 75 and stopped.outcome["step"] == 20 and not stopped.lines("eval"), stopped.out
+    result = run(tmp_path / "run", *line)
+    assert [line["step"] for line in result.lines("eval")] == [20, 40]
+
+
+def test_evaluation_can_be_bounded_or_left_out(tmp_path):
+    counted = run(
+        tmp_path / "some",
+        "data._target_=kit.parts.data.Ledger",
+        "eval.max_samples=7",
+        "max_steps=3",
+        env={"LEDGER": str(tmp_path)},
+    )
+    assert len((tmp_path / "test-0").read_text().split()) == 7 and counted.lines("eval")
+    assert not run(tmp_path / "none", "eval.every_steps=off", "max_steps=3").lines("eval")
+    refused = run(tmp_path / "bad", "eval.every_steps=sometimes", ok=False)
+    assert refused.code == 2 and "null or off" in refused.said[0], refused.out
+
+
+def test_a_schedule_that_depends_on_the_length_is_not_stretched_in_silence(tmp_path):
+    """Cosine with another max_steps would jump from 2e-5 to 0.05; a constant rate may go on for longer."""
+    run(tmp_path / "run", "scheduler=cosine", "max_steps=10")
+    refused = run(tmp_path / "run", "scheduler=cosine", "max_steps=20", ok=False)
+    assert refused.code == 2 and "was 10 steps and now is 20" in refused.said[0], refused.out
+    told = ("scheduler=cosine", "max_steps=20", "checkpoint.accept_changes=true")
+    assert run(tmp_path / "run", *told).events("resume")[-1]["step"] == 10
+
+
+def test_a_changed_micro_batch_is_said(tmp_path):
+    run(tmp_path / "run", "max_steps=2")
+    result = run(tmp_path / "run", "max_steps=4", "micro_batch_size=16")
+    assert "micro_batch_size=16 was None" in result.said[0], result.out
+
+
+def test_every_generator_is_seeded(tmp_path):
+    """Python's and NumPy's too: a model that draws from them starts the same each time."""
+    (tmp_path / "drawn.py").write_text(
+        "import random\nimport numpy as np\nimport torch\n"
+        "class Drawn(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(64, 10)\n"
+        "        self.weight.data += random.random() + np.random.rand()\n"
+        "    def forward(self, x):\n        return super().forward(x.flatten(1)) * (1 + 0.1 * random.random())\n"
+    )
+    line = ("model._target_=drawn.Drawn", "max_steps=6", "checkpoint.every_steps=3")
+    one, two = (run(tmp_path / name, *line, ranks=2) for name in ("one", "two"))
+    assert one.losses == two.losses
+    run(tmp_path / "parts", *line, "max_steps=3", ranks=2)
+    assert run(tmp_path / "parts", *line, ranks=2).losses == one.losses
+
+
+def test_batch_norm_on_one_sample_is_explained(tmp_path):
+    line = ("model._target_=kit.parts.models.Normed", "batch_size=100", "max_steps=20")
+    result = run(
+        tmp_path / "run", *line, "data=synthetic", "data.num_samples=1201", "data.image_shape=[1,8,8]", ok=False
+    )
+    assert result.code == 2 and "loader.drop_last=true" in result.said[0], result.out
+
+
+def test_a_report_that_cannot_be_written_fails_nothing(tmp_path):
+    (tmp_path / "run/report.html").mkdir(parents=True)  # a folder in its place
+    result = run(tmp_path / "run", "max_steps=3", "log.report=true")
+    assert result.outcome["outcome"] == "done" and any("no report.html" in line for line in result.said), result.out
+    assert os.path.isdir(tmp_path / "run/report.html")
