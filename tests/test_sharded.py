@@ -90,7 +90,7 @@ def test_a_backend_of_ones_own_is_one_file(tmp_path):
     run(tmp_path / "run", *SHARDED, kept, "checkpoint.keep=2", "max_steps=8", ranks=2)
     result = run(tmp_path / "run", *SHARDED, kept, "checkpoint.keep=2", "max_steps=10", ranks=2)
     assert result.events("resume")[-1]["step"] == 8 and not (result.folder / "checkpoints").exists()
-    from own import Sqlite
+    from kit.parts.backends import Sqlite
 
     database = Sqlite(kept.partition("=")[2])
     assert database.list() == ["step-00000009", "step-00000010"]
