@@ -7,7 +7,12 @@ STATEFUL = ("model._target_=kit.parts.models.Stateful", "batch_size=31", "max_st
 
 
 def test_what_an_optimizer_keeps_in_its_groups_is_resumed(tmp_path):
-    line = ("optimizer._target_=kit.parts.optimizers.Fading", "checkpoint.every_steps=4", "max_steps=9")
+    line = (
+        "optimizer._target_=kit.parts.optimizers.Fading",
+        "optimizer.lr=0.1",
+        "checkpoint.every_steps=4",
+        "max_steps=9",
+    )
     whole = run(tmp_path / "whole", *line)
     run(tmp_path / "parts", *line, "max_steps=5")
     parts = run(tmp_path / "parts", *line)
@@ -18,13 +23,13 @@ def test_what_an_optimizer_keeps_in_its_groups_is_resumed(tmp_path):
 def test_the_accuracy_that_is_reported_is_that_of_model_pt(tmp_path):
     from kit.parts.models import Stateful
 
-    from train.data.images import Digits
+    from train.data.digits import Digits
 
     result = run(tmp_path / "run", *STATEFUL, ranks=3)
     model = Stateful((1, 8, 8), 10)
     model.load_state_dict(result.weights)
     model.eval()
-    test = Digits(train=False)
+    test = Digits(train=False, augment=False)
     samples = [test[index] for index in range(len(test))]
     with torch.no_grad():
         outputs = model(torch.stack([torch.as_tensor(image).float() for image, _ in samples]))

@@ -68,13 +68,18 @@ def open_folder(config: Config, world: World, leaving: Exit, *, fingerprint: str
 
 
 def _claim(path: Path, world: World, leaving: Exit) -> None:
-    lease.refuse_if_held(path, world.agents)
+    after = lease.look(path, world.agents)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise storage_error("use output_dir:", error) from error
     leaving.lease = Lease(
-        path, attempt=world.attempt, agents=world.agents, launcher=job() or launcher(), on_loss=leaving.at_once
+        path,
+        after=after,
+        attempt=world.attempt,
+        agents=world.agents,
+        launcher=job() or launcher(),
+        on_loss=leaving.at_once,
     )
 
 

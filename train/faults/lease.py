@@ -32,21 +32,26 @@ it, and then leaves as soon as it wakes."""
 CLAIM = re.compile(r"\.claim-(\d+)$")
 
 
-def refuse_if_held(folder: Path, agents: list[str]) -> None:
-    """Raises ConfigError, naming the holder, if another launch is at work in `folder`. Changes nothing."""
+def look(folder: Path, agents: list[str]) -> int:
+    """The largest token that `folder` has known, for `Lease` to go one further, once nobody else is at work there.
+
+    Changes nothing. Raises ConfigError, naming the holder, if another launch is.
+    """
     token, holder = newest_claim(folder)
+    known = max(token, attempts.last(folder).token)
     if not token or {*holder.get("agents", ())} & {*agents}:
-        return
+        return known
     if holder.get("agents") and all(has_ended(agent) for agent in holder["agents"]):
-        return
+        return known
     alive = folder / ".alive"
-    first, deadline = _look(alive), time.monotonic() + HELD_S
+    first, deadline = _read(alive), time.monotonic() + HELD_S
     while time.monotonic() < deadline:
         time.sleep(RENEW_S / 4)
         if newest_claim(folder)[0] != token:
-            return refuse_if_held(folder, agents)
-        if (seen := _look(alive)) is not None and seen != first:
+            return look(folder, agents)
+        if (seen := _read(alive)) is not None and seen != first:
             raise in_use(folder, holder)
+    return known
 
 
 def newest_claim(folder: Path) -> tuple[int, dict[str, Any]]:
@@ -74,17 +79,24 @@ def in_use(folder: Path, holder: dict[str, Any]) -> ConfigError:
 class Lease:
     """The claim on a run's folder, renewed until it is let go. `on_loss` is called, once, if somebody takes it over.
 
+    `after` is what `look` gave: if anybody has claimed the folder since, this claim fails.
+
     Raises:
         ConfigError: another launch was faster.
         StorageError: the folder cannot be written.
     """
 
     def __init__(
-        self, folder: Path, *, attempt: str, agents: list[str], launcher: str, on_loss: Callable[[RankLost], object]
+        self,
+        folder: Path,
+        *,
+        after: int,
+        attempt: str,
+        agents: list[str],
+        launcher: str,
+        on_loss: Callable[[RankLost], object],
     ):
-        self.folder, self.on_loss = folder, on_loss
-        held, _ = newest_claim(folder)
-        self.token = max(held, attempts.last(folder).token) + 1
+        self.folder, self.on_loss, self.token = folder, on_loss, after + 1
         self._claim(
             json.dumps({"attempt": attempt, "agents": agents, "launcher": launcher, "host": socket.gethostname()})
         )
@@ -147,7 +159,7 @@ class Lease:
             self._ended.wait(RENEW_S)
 
 
-def _look(path: Path) -> bytes | None:
+def _read(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
     except OSError:
