@@ -7,7 +7,7 @@ MINUTES ?= 3
 BIN    := $(VENV)/bin
 export PYTHONUNBUFFERED = 1
 
-.PHONY: help train test substrates-docker substrates-slurm lint format bench recovery soak clean
+.PHONY: help train test substrates-docker substrates-slurm lint format bench recovery soak docs clean
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
@@ -47,6 +47,10 @@ recovery: $(VENV)/.test ## seconds from a killed worker, node or store to the ne
 
 soak: $(VENV)/.test ## random faults for MINUTES (3), then a look at what was lost
 	$(BIN)/python -m bench.soak --minutes $(MINUTES) $(ARGS)
+
+docs: $(VENV)/.train ## the pages of docs/ as a site, in site/
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/mkdocs build --quiet --strict --site-dir site
 
 clean: ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
