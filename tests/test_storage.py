@@ -19,7 +19,9 @@ from kit.job import environment, finish, free_port, reached, run, start, wait_fo
 from train.checkpoint import storage as protocol
 from train.checkpoint.state import read
 from train.checkpoint.storage import Storage, Unclear
-from train.dist.world import Place, World
+from train.dist.board import Board
+from train.dist.place import Place
+from train.dist.world import World
 from train.errors import StorageError
 
 SAVING = ("model.hidden=[16]", "checkpoint.every_steps=5", "max_steps=20", "checkpoint.keep=2")
@@ -162,7 +164,8 @@ def newest(storage, **kwargs):
 
 
 def alone():
-    return World(Place(), torch.device("cpu"), "a", torch.distributed.HashStore(), [])
+    board = Board(torch.distributed.HashStore(), attempt="a", rank=0, size=1)
+    return World(Place(), torch.device("cpu"), "a", board, [])
 
 
 def content(storage, step):
