@@ -118,12 +118,15 @@ def speed(loop: Any, steps: int) -> float:
 
 def worker() -> None:
     """On every rank: take turns and print, on rank 0, one JSON line a workload."""
+    from train.config.parts import build
+
     for name, (model, shape, batch, steps) in WORKLOADS.items():
         kit = with_kit(
             model, shape, batch, f"{os.environ['BENCH_DIR']}/{model.removeprefix('model=')}-{os.environ['WORLD_SIZE']}"
         )
         run = next(kit)
-        hand = by_hand(run.strategy.recipe.build_model(), Pictures(list(shape)), batch)
+        plain = build(run.config.model, input_shape=shape, num_classes=Pictures.num_classes)
+        hand = by_hand(plain, Pictures(list(shape)), batch)
         speed(kit, steps), speed(hand, steps)  # warm up
         pairs = [(speed(kit, steps), speed(hand, steps)) for _ in range(ROUNDS)]
         if run.world.is_first:

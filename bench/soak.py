@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.job import run
 from kit.ledger import RECORDED, assert_exact
 from kit.loopback import Nodes, nodes
-from launch import run
 
 LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10", "dist.timeout_s=6", "eval.every_steps=50")
 WITHIN_S = 60.0
