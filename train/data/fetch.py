@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
+import numpy as np
 from torch.utils.data import Dataset, default_collate
 
 from train.data.generators import kept_generators, seed_generators
@@ -56,7 +56,7 @@ class Fetch(Dataset[Any]):
     def _read(self, index: int, key: int) -> Any:
         """Seed the global generators for each sample, so that random transforms depend on nothing but its key."""
         if self.whole:
-            batch = self.dataset.__getitems__([index], torch.tensor([key]).numpy().astype("uint64"))
+            batch = self.dataset.__getitems__([index], np.array([key], dtype=np.uint64))
             return tuple(part[0] for part in batch)
         seed_generators(key)
         return self.dataset[index]
