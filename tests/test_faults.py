@@ -288,6 +288,7 @@ def test_sigterm_at_an_inconvenient_moment(tmp_path, ledger, when):
 def test_preempted_for_ever_ends(tmp_path):
     """Every attempt is stopped before it has done a step."""
     line = ("model._target_=kit.parts.models.SlowToStart", "data._target_=kit.parts.data.Numbered", "max_steps=50")
+    line += ("max_idle_preemptions=3",)
     env, codes = {"SLOW_S": "3"}, []
     for _ in range(5):
         process = start(tmp_path / "run", *line, env=env)
