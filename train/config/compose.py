@@ -114,10 +114,10 @@ def only_what_was_given(composed: DictConfig, choices: Mapping[str, Any], overri
 def _own_folder(config: Config) -> Config:
     """Each job of a sweep is a run, and each run has a folder of its own, named by what is swept."""
     job = HydraConfig.get()
-    if any(re.match(r"\+*(output_dir|name)=", text) for text in job.overrides.task):
-        return config
     given = OverridesParser.create().parse_overrides([text for text in sys.argv[1:] if re.match(r"[^-][^=]*=", text)])
     swept_keys = {override.key_or_group for override in given if override.is_sweep_override()}
+    if swept_keys & {"name", "output_dir"}:  # they have one already
+        return config
     swept = [text for text in job.overrides.task if text.lstrip("+").split("=")[0] in swept_keys]
     name = re.sub(r"[^\w.=,+-]+", "_", ",".join(swept) or str(job.job.num))
     storage = config.checkpoint.storage
