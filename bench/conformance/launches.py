@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from train.launch.spec import UNSHARED
+
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.02
 MARK = "CONFORMANCE_RUN"
@@ -39,7 +41,7 @@ class Launches:
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         # Without it torchrun's own restarts meet addresses of the group before, whatever the trainer: see slow restarts
         # in https://github.com/pytorch/pytorch/blob/main/torch/distributed/elastic/rendezvous/api.py (share_store).
-        environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        environment |= UNSHARED
         environment |= {"LEDGER": str(self.ledger), MARK: self.mark}
         with self.log.open("ab") as log:
             process = subprocess.Popen(line, env=environment, cwd=self.log.parent, stdout=log, stderr=log)

@@ -13,6 +13,8 @@ from pathlib import Path
 from train.errors import ConfigError
 from train.faults.agent import STUCK_S
 
+UNSHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Or a surviving agent keeps the address of the group from a node that joins late or anew."""
 MARGIN_S = 10  # of the grace time, for the agent's own end and for what reads the outcome
 
 
@@ -101,8 +103,7 @@ class Spec:
 def environment(spec: Spec) -> dict[str, str]:
     """The variables without which torchrun would not do what the line says."""
     return {
-        # Or a surviving agent keeps the address of the group from a node that joins late or anew.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **UNSHARED,
         # How long the workers have for the last checkpoint (torchrun's own: 30 s).
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace_s - MARGIN_S),
         "OMP_NUM_THREADS": str(spec.threads),
