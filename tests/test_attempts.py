@@ -97,6 +97,21 @@ def test_a_holder_of_which_no_process_is_left_is_not_waited_for(tmp_path):
     assert time.monotonic() - began < 1
 
 
+def test_a_full_disk_gathers_no_drafts(tmp_path, monkeypatch):
+    """The sign of life is written once a second: what a full disk cuts short must not stay."""
+
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    held = claim(tmp_path, "a")
+    until(lambda: (tmp_path / ".alive").exists(), "sign of life", timeout_s=5)
+    monkeypatch.setattr(lease.os, "replace", full)
+    for _ in range(3):
+        held._show("cut short")
+    assert not list(tmp_path.glob(".draft-*"))
+    held.let_go()
+
+
 def test_a_stall_shorter_than_the_lease_keeps_it(tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "HELD_S", 3.0)
     held = claim(tmp_path, "slow")

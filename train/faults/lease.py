@@ -149,14 +149,21 @@ class Lease:
         beat = 0
         while not self._ended.is_set():
             beat += 1
-            with contextlib.suppress(OSError):  # a full disk is for the checkpoints to report
-                draft = draft_of(self.folder / ".alive")
-                draft.write_text(f"{self.token} {beat}")
-                os.replace(draft, self.folder / ".alive")
+            self._show(f"{self.token} {beat}")
             if newest_claim(self.folder)[0] > self.token:
                 self.on_loss(RankLost(f"another launch has taken over {self.folder}: this one leaves it to that"))
                 return
             self._ended.wait(RENEW_S)
+
+    def _show(self, text: str) -> None:
+        """A full disk is for the checkpoints to report; but a draft that it cut short must not stay, once a second."""
+        draft = draft_of(self.folder / ".alive")
+        with contextlib.suppress(OSError):
+            try:
+                draft.write_text(text)
+                os.replace(draft, self.folder / ".alive")
+            finally:
+                draft.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> bytes | None:
