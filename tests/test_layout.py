@@ -30,10 +30,10 @@ def test_the_last_dimension_is_the_nearest():
 
 
 def test_a_size_that_does_not_divide_is_told_those_that_do():
-    with pytest.raises(ConfigError, match="strategy.tensor=3 must divide world size 8: use 1, 2, 4 or 8"):
+    with pytest.raises(ConfigError, match=r"strategy.tensor=3 must divide world size 8: use 1, 2, 4 or 8"):
         Layout.of(8, data=-1, tensor=3)
     with pytest.raises(
-        ConfigError, match="strategy.stage=2 x strategy.tensor=8 must divide world size 8: their product"
+        ConfigError, match=r"strategy.stage=2 x strategy.tensor=8 must divide world size 8: their product"
     ):
         Layout.of(8, data=-1, stage=2, tensor=8)
     with pytest.raises(ConfigError, match="must divide world size 8"):
