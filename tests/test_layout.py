@@ -11,7 +11,7 @@ from train.errors import ConfigError
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
 def test_slices_cover_the_batch_and_one_rank_speaks_for_each(replicate, shard, tensor):
     layout = Layout.of(
-        replicate * shard * tensor, data=("replicate", "shard"), replicate=-1, shard=shard, tensor=tensor
+        replicate * shard * tensor, samples_over=("replicate", "shard"), replicate=-1, shard=shard, tensor=tensor
     )
     assert layout.world_size == replicate * shard * tensor and layout.sizes["replicate"] == replicate
     ranks = range(layout.world_size)

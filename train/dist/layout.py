@@ -19,14 +19,14 @@ class Layout:
     Neighbouring ranks, which are mostly on one node, so share what comes last: put there what talks most.
 
     sizes: ranks along each dimension, in order.
-    data: the dimensions along which a global batch is divided; along the others ranks work on the same samples.
+    samples_over: the dimensions along which a global batch is divided; along the others ranks work on the same samples.
     """
 
     sizes: Mapping[str, int]
-    data: tuple[str, ...] = (DATA,)
+    samples_over: tuple[str, ...] = (DATA,)
 
     @classmethod
-    def of(cls, world_size: int, *, data: tuple[str, ...] = (DATA,), **sizes: int) -> Layout:
+    def of(cls, world_size: int, *, samples_over: tuple[str, ...] = (DATA,), **sizes: int) -> Layout:
         """The given `sizes`, where -1, at most once, stands for what is left of `world_size`.
 
         Raises:
@@ -39,7 +39,7 @@ class Layout:
             divisors = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
             valid = f"use {_either(divisors)}" if given == max(sizes.values()) else f"their product has to be {_either(divisors)}"
             raise ConfigError(f"{said} must divide world size {world_size}: {valid}")
-        return cls({name: rest if size == -1 else size for name, size in sizes.items()}, data)
+        return cls({name: rest if size == -1 else size for name, size in sizes.items()}, samples_over)
 
     @property
     def world_size(self) -> int:
@@ -55,13 +55,13 @@ class Layout:
     def shard(self, rank: int) -> tuple[int, int]:
         """(index, number) of the rank's slice of every global batch."""
         at, index, number = self.coordinates(rank), 0, 1
-        for name in self.data:
+        for name in self.samples_over:
             index, number = index * self.sizes[name] + at[name], number * self.sizes[name]
         return index, number
 
     def speaks(self, rank: int) -> bool:
         """Whether it is the first of those that work on the same samples: sums over ranks count its share alone."""
-        return not any(place for name, place in self.coordinates(rank).items() if name not in self.data)
+        return not any(place for name, place in self.coordinates(rank).items() if name not in self.samples_over)
 
     def mesh(self, device_type: str) -> Any:
         """The grid as torch's DeviceMesh, of the dimensions' names. Collective."""
