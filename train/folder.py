@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from train.checkpoint.resume import find_checkpoint, storage_of
 from train.checkpoint.storage import SEEN_WITHIN_S, Saved
 from train.config.differences import differences, to_dict
@@ -114,6 +116,12 @@ def refuse_changes(config: Config, saved: Saved | None, *, fingerprint: str, tot
         return DataError(
             f"the training data has changed since {saved.path} was written (fingerprint {saved.manifest['fingerprint']}, "
             f"now {fingerprint}): restore it, or resume all the same with checkpoint.accept_changes=true"
+        )
+    threads = saved.manifest.get("threads")
+    if config.virtual_world_size and threads and threads != torch.get_num_threads():
+        return ConfigError(
+            f"{saved.path} was trained with {threads} threads a rank, and this is {torch.get_num_threads()}: with virtual_world_size the "
+            f"weights would differ. Set OMP_NUM_THREADS={threads}, or resume all the same with checkpoint.accept_changes=true"
         )
     planned = saved.manifest["total_steps"]
     if planned != total_steps and "total_steps" in signature(locate(config.scheduler)):
