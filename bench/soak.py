@@ -29,8 +29,6 @@ from kit.ledger import RECORDED, assert_exact
 from kit.loopback import Nodes, nodes
 
 LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10", "dist.timeout_s=6", "eval.every_steps=50")
-WITHIN_S = 60.0
-"""Without a step for as long, the run is called lost."""
 PAUSE_S = 8.0
 """The longest that a node stands still: less than a lease outlives (faults/lease.py)."""
 HARMLESS = ("second launch", "node paused")
@@ -40,8 +38,8 @@ HARMLESS = ("second launch", "node paused")
 class Soak:
     """The faults, on one cluster that is kept at two nodes."""
 
-    def __init__(self, cluster: Nodes):
-        self.cluster = cluster
+    def __init__(self, cluster: Nodes, within_s: float):
+        self.cluster, self.within_s = cluster, within_s
         self.agents: list[subprocess.Popen[str]] = []
 
     def keep_two(self, *overrides: str) -> None:
@@ -128,24 +126,26 @@ class Soak:
     def starting_preempted(self) -> None:
         """All are told to stop, and again within the first second after they were started again."""
         self.all_preempted()
-        for agent in self.agents:
-            agent.wait(timeout=WITHIN_S)
+        self.cluster.until(self._is_over, "end of all agents", timeout_s=self.within_s)
         self.keep_two()
         time.sleep(random.uniform(0.0, 1.0))
         self.all_preempted()
 
     def second_launch(self) -> None:
         """The same command with a rendezvous of its own is refused, and nothing of the run is changed."""
-        self.cluster.until(self._is_whole, "two nodes at work", timeout_s=WITHIN_S)
+        self.cluster.until(self._is_whole, "two nodes at work", timeout_s=self.within_s)
         before = self.cluster.result().outcome["attempt"]
         second = {"TEST_MARK": self.cluster.mark, "LEDGER": self.cluster.env["LEDGER"]}
         refused = finish(
             start(self.cluster.folder, *self.cluster.overrides, ranks=1, env=second),
             self.cluster.folder,
-            timeout_s=WITHIN_S,
+            timeout_s=self.within_s,
         )
         assert refused.code and "is in use by another job" in refused.out, f"not refused:\n{refused.out}"
         assert refused.outcome["attempt"] == before, "a refused launch disturbed the run"
+
+    def _is_over(self) -> bool:
+        return all(agent.poll() is not None for agent in self.agents)
 
     def _is_whole(self) -> bool:
         self.keep_two()
@@ -171,11 +171,11 @@ class Soak:
         }
 
 
-def soak(cluster: Nodes, minutes: float) -> tuple[Counter[str], list[float]]:
+def soak(cluster: Nodes, minutes: float, within_s: float) -> tuple[Counter[str], list[float]]:
     """Faults for so many minutes; how many of each kind, and the seconds from each to the next new step."""
-    job, done, seconds, bag = Soak(cluster), Counter[str](), list[float](), list[str]()
+    job, done, seconds, bag = Soak(cluster, within_s), Counter[str](), list[float](), list[str]()
     job.keep_two()
-    cluster.reach(5, timeout_s=WITHIN_S)
+    cluster.reach(5, timeout_s=within_s)
     until = time.monotonic() + minutes * 60
     while time.monotonic() < until:
         time.sleep(random.uniform(0.0, 6.0))
@@ -194,7 +194,7 @@ def soak(cluster: Nodes, minutes: float) -> tuple[Counter[str], list[float]]:
             attempts = cluster.attempts()
             return (at > 0 or len(attempts) > before) and cluster.step() > max(at, attempts[-1]["step"])
 
-        cluster.until(goes_on, f"step after fault {sum(done.values())} ({fault})", timeout_s=WITHIN_S)
+        cluster.until(goes_on, f"step after fault {sum(done.values())} ({fault})", timeout_s=within_s)
         took = time.monotonic() - began
         print(f"{fault}: {took:.1f} s, step {cluster.step()}", flush=True)
         seconds += [] if fault in HARMLESS else [took]
@@ -204,7 +204,7 @@ def soak(cluster: Nodes, minutes: float) -> tuple[Counter[str], list[float]]:
         agent.wait()
     cluster.overrides = (*cluster.overrides, f"max_steps={cluster.step() + 50}")
     job.keep_two()
-    cluster.until(lambda: cluster.result().outcome.get("outcome") == "done", "end of the run", timeout_s=WITHIN_S * 2)
+    cluster.until(lambda: cluster.result().outcome.get("outcome") == "done", "end of the run", timeout_s=within_s * 2)
     cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=15)
     return done, seconds
 
@@ -251,6 +251,9 @@ def check(cluster: Nodes, ledger: Path, place: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument(
+        "--within-s", type=float, default=60.0, help="without a step for as long, the run is called lost"
+    )
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     arguments = parser.parse_args()
     random.seed(arguments.seed)
@@ -262,7 +265,7 @@ def main() -> None:
         ledger.mkdir()
         with nodes(place / "run", *LINE, "max_steps=1000000", "max_idle_attempts=20", LEDGER=str(ledger)) as cluster:
             try:
-                done, seconds = soak(cluster, arguments.minutes)
+                done, seconds = soak(cluster, arguments.minutes, arguments.within_s)
                 facts = check(cluster, ledger, place)
             except AssertionError as error:
                 print(f"FAILED (seed {arguments.seed}): {error}")
