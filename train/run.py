@@ -108,7 +108,7 @@ def open_run(
             keep=config.checkpoint.keep,
             facts=identity(config, data, total_steps),
             newest_step=folder.saved.step if folder.saved else None,
-            may_commit=leaving.lease.is_held if leaving.lease else lambda: True,
+            may_commit=folder.may_commit,
             on_commit=lambda facts: metrics.event("checkpoint_failed" if "failed" in facts else "checkpoint", **facts),
         )
         run = Run(
