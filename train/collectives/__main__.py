@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,12 +13,13 @@ import torch.distributed as dist
 from train.collectives.measure import Bench, Figures
 from train.collectives.options import Options, parse, world_sizes
 from train.collectives.plot import draw
+from train.collectives.record import write_json
 from train.collectives.table import show
 from train.dist.network import choose_interface
 from train.dist.place import Place
-from train.errors import ConfigError, MusterError, one_line, say, storage_error
+from train.errors import ConfigError, MusterError, say
 from train.faults import agent
-from train.files import replace_file
+from train.faults.exit import tell
 
 TIMEOUT = timedelta(seconds=120)
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         measure(options, place)
     except MusterError as error:
         if os.environ.get("RANK", "0") == "0":
-            say(f"muster: {'config error' if isinstance(error, ConfigError) else 'error'}: {one_line(error)}")
+            tell(error)
         return error.exit_code
     return 0
 
@@ -76,12 +76,7 @@ def choose_device(options: Options, place: Place) -> torch.device:
 def leave(figures: Figures, options: Options) -> None:
     """The table on the terminal, the picture and the numbers in the folder. Raises StorageError."""
     show(figures)
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise storage_error("make the folder", error) from error
-    numbers = json.dumps(figures.as_json(), indent=1) + "\n"
-    replace_file(options.out / "collectives.json", lambda draft: draft.write_text(numbers))
+    write_json(options.out / "collectives.json", figures.as_json())
     draw(figures, options.out / "collectives.png")
     say(f"{options.out}/collectives.json and collectives.png", sys.stdout)
 
