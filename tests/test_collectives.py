@@ -16,6 +16,8 @@ from train.collectives.collective import ALGORITHMS, Collective, collectives, su
 from train.collectives.measure import Bench
 from train.collectives.model import Network, fit
 from train.collectives.options import parse, world_sizes
+from train.collectives.scale.check import job, measure, stepper
+from train.collectives.scale.strategies import ddp
 from train.errors import ConfigError, MusterError
 
 COUNTS = (1, 3, 7, 64, 1001)
@@ -41,6 +43,8 @@ def whatever_a_rank_sees():
         bench.measure(world_sizes=[2], sizes=[8])
     except MusterError as error:
         seen["broken"] = str(error)
+    turns = {size: stepper(bench.link(size)) for size in (1, 2, 4)}
+    seen["ddp"] = measure(turns, rounds=1, steps=1)
     return seen
 
 
@@ -72,6 +76,15 @@ def test_bytes_are_those_of_theory(seen, algorithm, size):
 def test_a_wrong_result_is_an_error_on_every_rank(seen):
     messages = {ranks["broken"] for ranks in seen}
     assert len(messages) == 1 and "ours gave a wrong result over 2 ranks and 8 bytes" in messages.pop()
+
+
+def test_ddp_sends_what_the_model_says(seen):
+    """As the kernel has counted it; messages have headers and a step a barrier."""
+    times, sent = seen[0]["ddp"]
+    assert all(seconds > 0 for seconds in times.values())
+    for size, nbytes in sent.items():
+        expected = ddp(job(Network(0.0, 0.0), seconds=1.0), size).sent_bytes
+        assert expected <= nbytes <= expected * 1.01 + 10_000, size
 
 
 @given(size=WORLD_SIZES, nbytes=st.integers(4, 2**40), more=st.integers(1, 2**40))

@@ -14,6 +14,7 @@ from train.collectives.measure import Bench, Figures
 from train.collectives.options import Options, parse, world_sizes
 from train.collectives.plot import draw
 from train.collectives.record import write_json
+from train.collectives.start import become_torchrun
 from train.collectives.table import show
 from train.dist.network import choose_interface
 from train.dist.place import Place
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         options, place = parse(arguments), Place.from_env()
         if "RANK" not in os.environ:
             world_sizes(options, options.ranks)
-            start(options.ranks, arguments)
+            become_torchrun("train.collectives", arguments, ranks=options.ranks)
         agent.die_with_it()
         measure(options, place)
     except MusterError as error:
@@ -38,13 +39,6 @@ def main(arguments: Sequence[str]) -> int:
             tell(error)
         return error.exit_code
     return 0
-
-
-def start(ranks: int, arguments: Sequence[str]) -> None:
-    """Become torchrun, with this command on `ranks` processes."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "train.collectives", *arguments])
 
 
 def measure(options: Options, place: Place) -> None:

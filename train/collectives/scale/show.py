@@ -53,10 +53,15 @@ def draw(prediction: Prediction, path: Path) -> None:
     )
     picture, axes = plt.subplots(1, len(panels), figsize=(15, 4.8))
     for axis, (title, value) in zip(axes, panels, strict=True):
-        for mark, (name, steps) in zip(MARKS, prediction.items(), strict=True):
-            axis.plot(list(steps), [value(step) for step in steps.values()], f"{mark}-", label=name, ms=4, lw=1.2)
+        for at, (name, steps) in enumerate(prediction.items()):
+            points = [value(step) for step in steps.values()]
+            thin = 1 - at / (1 + len(prediction))  # where several coincide, all are seen
+            axis.plot(list(steps), points, f"{MARKS[at]}-", label=name, ms=9 * thin, lw=5 * thin)
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
+        if "memory" in title:
+            axis.set_ylim(bottom=0)
+        else:
+            axis.set_yscale("log")
         axis.set_xticks(SHOWN, [f"{world_size:,}" for world_size in SHOWN])
         axis.set_xlabel("ranks")
         axis.set_title(title)

@@ -68,7 +68,8 @@ def zero(job: Job, world_size: int) -> Step:
 def fsdp(job: Job, world_size: int) -> Step:
     """b F / S + 3 gather(n, W), a layer at a time: parameters twice, gradients once; memory P (2 v + o) / W + two layers + b A.
 
-    Assumes: a layer's parameters are freed after its forward, and the next layer's are fetched meanwhile.
+    Assumes: a layer's parameters are freed after its forward, the next layer's are fetched meanwhile, and no parameter has
+    fewer rows than there are ranks (fully_shard pads it to one row a rank).
     """
     return _step(job, _sharded(job, world_size), state=_whole(job) / world_size + _two_layers(job))
 
