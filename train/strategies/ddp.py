@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +28,10 @@ HALVES = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 class Ddp(Stepping):
     """DDP over all ranks; with one rank, plain training."""
 
+    step_class: type[OptimizerStep] = OptimizerStep
+    options: Mapping[str, Any] = {}
+    sync_batchnorm = False
+    compression = "none"
     powersgd: PowerSgd | None = None
 
     def __init__(
@@ -41,9 +46,9 @@ class Ddp(Stepping):
         powersgd_rank: Annotated[int, Ge(1)],
         powersgd_warm_up_steps: Annotated[int, Ge(2)],
     ):
-        self.sync_batchnorm, self.compression = sync_batchnorm, compression
+        self.sync_batchnorm, self.compression = sync_batchnorm, str(compression)
         self.powersgd_options = {"rank": powersgd_rank, "warm_up_steps": powersgd_warm_up_steps}
-        self.options: dict[str, Any] = {
+        self.options = {
             "bucket_cap_mb": bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
@@ -79,8 +84,8 @@ class Ddp(Stepping):
         """Make the optimizer step, which goes through DDP where there is more than one rank. Collective."""
         world, wrapped = self.world, self._wrap(self.model) if self.world.size > 1 else {}
         places_matter = world.size > 2 or self.powersgd is not None
-        self.warmed_up = world.size == 1 or not (places_matter or self.options["static_graph"])
-        self.optimizer_step = OptimizerStep(
+        self.warmed_up = world.size == 1 or not (places_matter or self.options.get("static_graph"))
+        self.optimizer_step = self.step_class(
             recipe, world=world, layout=self.layout(world.size), model=self.model, **wrapped
         )
 
@@ -112,11 +117,14 @@ class Ddp(Stepping):
 
     def _wrap(self, model: nn.Module) -> dict[str, Any]:
         """How the optimizer step goes through DDP."""
-        device_ids = [self.world.device] if self.world.device.type == "cuda" else None
-        ddp = DistributedDataParallel(model, device_ids=device_ids, **self.options)
+        ddp = DistributedDataParallel(model, device_ids=self._device_ids(), **self.options)
         if hook := HALVES.get(self.compression):
             # By its name torch refuses the hook for bf16 where there is no NCCL, though gloo adds up bf16 as well.
             ddp.register_comm_hook(None, lambda group, bucket: hook(group, bucket))
         if self.compression == "powersgd":
             self.powersgd = PowerSgd(ddp, self.world, **self.powersgd_options)
         return {"forward": ddp, "no_sync": ddp.no_sync}
+
+    def _device_ids(self) -> list[torch.device] | None:
+        """Where inputs are brought; None where the model sees to that."""
+        return [self.world.device] if self.world.device.type == "cuda" else None
