@@ -115,4 +115,4 @@ def _is_within(name: str, split: list[str]) -> bool:
 
 
 def _moved(values: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values)
