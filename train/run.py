@@ -232,8 +232,10 @@ def recipe(config: Config, data: Data, plan: Plan, total_steps: int, world: Worl
 
 
 def announce(run: Run, folder: Folder) -> None:
-    """Say in metrics.jsonl how this attempt begins."""
+    """Say in metrics.jsonl how this attempt begins, and to the user what it does not promise."""
     before, world = folder.before, run.world
+    if run.strategy.caveat and world.is_first:
+        say(f"muster: {run.strategy.caveat}")
     facts = {
         "step": run.step,
         "total_steps": run.total_steps,

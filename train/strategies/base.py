@@ -77,6 +77,11 @@ class Strategy(ABC):
     takes_slices: ClassVar[bool] = False
     """Whether it can compute a step as `virtual_world_size` ranks would."""
 
+    @property
+    def caveat(self) -> str:
+        """What the kit promises and this strategy, as it is configured, does not keep, in a line; none if empty."""
+        return ""
+
     def layout(self, world_size: int) -> Layout:
         """Which rank is which part of what. Raises ConfigError for a world size that does not fit."""
         return Layout({DATA: world_size})

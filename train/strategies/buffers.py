@@ -65,13 +65,14 @@ class Buffers:
     def _average(self, buffers: list[Tensor]) -> None:
         if not buffers:
             return
-        total = torch.cat([buffer.flatten().double() for buffer in buffers])  # exact where the ranks agree already
+        # In float64: exact where the ranks agree already. On one device: a model may be spread over several.
+        total = torch.cat([buffer.flatten().to(self._world.device, torch.float64) for buffer in buffers])
         dist.all_reduce(total)
         parts = torch.split(total / self._world.size, [buffer.numel() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part.view(buffer.shape))
 
     def _first(self, buffer: Tensor) -> Tensor:
-        raw = buffer.flatten().view(torch.uint8)  # gloo does not know every type
+        raw = buffer.flatten().to(self._world.device).view(torch.uint8)  # gloo does not know every type
         dist.broadcast(raw, 0)
         return raw.view(buffer.dtype).view(buffer.shape)

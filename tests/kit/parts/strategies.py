@@ -19,6 +19,7 @@ class Plain(Ddp):
 
     def __init__(self):
         options = {"static_graph": False, "find_unused_parameters": False, "sync_batchnorm": False}
+        options |= {"compression": "none", "powersgd_rank": 1, "powersgd_warm_up_steps": 2}
         super().__init__(bucket_cap_mb=25.0, gradient_as_bucket_view=True, **options)
 
 
