@@ -36,8 +36,7 @@ from train.strategies.single import Single
 class Patient(Single):
     """Waits a little in each step."""
 
-    def __init__(self, *, world, pause_s: float):
-        super().__init__(world=world)
+    def __init__(self, *, pause_s: float):
         self.pause_s = pause_s
 
     def step(self, step, batches):

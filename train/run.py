@@ -48,10 +48,11 @@ def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
     """One attempt at one run: from a config, or what is wrong with it, to an exit code."""
     leaving = Exit(Path(config.output_dir) if isinstance(config, Config) else Path("."))
     try:
-        leaving.world = world = join(config, preemption)
+        world, strategy = join(config, preemption)
+        leaving.world = world
         assert isinstance(config, Config)
         leaving.heartbeat = heartbeat = beat(config, world, leaving)
-        with open_run(config, world, preemption, heartbeat, leaving) as (run, folder, checkpoints):
+        with open_run(config, world, strategy, preemption, heartbeat, leaving) as (run, folder, checkpoints):
             carry_out(run, folder, checkpoints)
         heartbeat.close()
         world.close()
@@ -60,14 +61,19 @@ def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
         return leaving.because(error)
 
 
-def join(config: Config | ConfigError, preemption: Preemption) -> World:
-    """Meet the other ranks. A config that did not compose is reported the same way, on all ranks' behalf. Collective."""
+def join(config: Config | ConfigError, preemption: Preemption) -> tuple[World, Strategy]:
+    """Meet the other ranks, and how they are to train together. What is wrong with the config, all hear. Collective."""
     place = Place.from_env()
-    if isinstance(config, ConfigError):
-        timeout_s = Dist().start_timeout_s
-        meet(place, config=None, error=config, timeout_s=timeout_s, stopping=lambda: preemption.signalled)
-        raise config
-    return start(config, place, stopping=lambda: preemption.signalled)
+    try:
+        if isinstance(config, ConfigError):
+            raise config
+        strategy: Strategy = build(config.strategy)
+        strategy.check(config, place.world_size)
+    except ConfigError as error:
+        timeout_s = Dist().start_timeout_s if isinstance(config, ConfigError) else config.dist.start_timeout_s
+        meet(place, config=None, error=error, timeout_s=timeout_s, stopping=lambda: preemption.signalled)
+        raise
+    return start(config, place, stopping=lambda: preemption.signalled), strategy
 
 
 def beat(config: Config, world: World, leaving: Exit) -> Heartbeat:
@@ -80,7 +86,7 @@ def beat(config: Config, world: World, leaving: Exit) -> Heartbeat:
 
 @contextlib.contextmanager
 def open_run(
-    config: Config, world: World, preemption: Preemption, heartbeat: Heartbeat, leaving: Exit
+    config: Config, world: World, strategy: Strategy, preemption: Preemption, heartbeat: Heartbeat, leaving: Exit
 ) -> Iterator[tuple[Run, Folder, Checkpoints]]:
     """Everything that a run is made of, from where the newest checkpoint left it. Collective. Raises MusterError."""
     set_numerics(config)
@@ -90,8 +96,7 @@ def open_run(
     )
     total_steps = config.max_steps or config.epochs * plan.steps_per_epoch
     with open_folder(config, world, leaving, fingerprint=data.fingerprint, total_steps=total_steps) as folder:
-        strategy: Strategy = build(config.strategy, world=world)
-        strategy.build(recipe(config, data, plan, total_steps, world))
+        strategy.build(recipe(config, data, plan, total_steps, world), world)
         progress = restore(config, world, folder, strategy)
         leaving.progress = progress
         loggers = open_loggers(config, step=progress.step, total_steps=total_steps) if world.is_first else []

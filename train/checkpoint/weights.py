@@ -18,16 +18,16 @@ from train.files import replace_file
 def write_weights(path: Path, weights: Mapping[str, Any], *, writes: bool) -> MusterError | None:
     """Write `weights` to `path` on the rank that `writes`; what kept it from doing so. Collective.
 
-    Sharded tensors are made whole one at a time, and wait in a file: no rank ever holds two of them.
+    Those in pieces are made whole one at a time, and wait in a file: no rank ever holds two of them.
     """
     spill = path.with_name(f".{path.name}.sharded")
     failure: MusterError | None = None
     whole: dict[str, Any] = {}
     for name, value in weights.items():
-        full = value.full_tensor() if isinstance(value, DTensor) else value
+        full = value.full_tensor() if isinstance(value, DTensor) else value() if callable(value) else value
         if writes and not failure:
             try:
-                whole[name] = _spilled(spill, full) if isinstance(value, DTensor) else host_copy(full)
+                whole[name] = host_copy(full) if full is value else _spilled(spill, full)
             except (OSError, RuntimeError) as error:
                 failure = storage_error(f"write {spill}:", error if isinstance(error, OSError) else OSError(str(error)))
     if writes and not failure:

@@ -1,7 +1,8 @@
 """The seam between the loop, which knows no strategy, and the strategies.
 
-A strategy builds the model, lays it out over the ranks and makes the optimizer; it carries out one optimizer step on
-this rank's micro-batches and measures a micro-batch of evaluation. Its state is flat: names that every rank spells
+A strategy is built from its config group alone and says, before any process group exists, what it cannot do. Then it
+builds the model, lays it out over the ranks and makes the optimizer; it carries out one optimizer step on this rank's
+micro-batches and measures a micro-batch of evaluation. Its state is flat: names that every rank spells
 alike (`model/<parameter>`, `optimizer/<parameter>/<value>`, `optimizer/groups`, `scaler`), each with what this rank
 owns or replicates of it, and names that begin with
 `own_prefix`, which are this rank's alone. Who writes what, and how a layout
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.config.keys import NonFinite, Precision
+from train.config.keys import Config, NonFinite, Precision
 from train.data.loader import Batch
+from train.dist.layout import DATA, Layout
 from train.dist.world import World
 
 
@@ -65,14 +67,22 @@ class SavedTensor:
 
 
 class Strategy(ABC):
-    """Carries out the training of one model across `world`. Built from its config group plus `world`."""
+    """Carries out the training of one model across `world`, which it has from `build` on."""
 
     world: World
+
+    def layout(self, world_size: int) -> Layout:
+        """Which rank is which part of what. Raises ConfigError for a world size that does not fit."""
+        return Layout({DATA: world_size})
+
+    def check(self, config: Config, world_size: int) -> None:
+        """Before any process group. Raises ConfigError for what does not go together, with what does."""
+        self.layout(world_size)
 
     @property
     def shard(self) -> tuple[int, int] | None:
         """(index, number) of this rank's slice of every global batch; None for a rank that trains on no samples."""
-        return self.world.rank, self.world.size
+        return self.layout(self.world.size).shard(self.world.rank)
 
     @property
     @abstractmethod
@@ -80,8 +90,8 @@ class Strategy(ABC):
         """The learning rate of the last step, of the first parameter group."""
 
     @abstractmethod
-    def build(self, recipe: Recipe) -> None:
-        """Make the model, lay it out over the ranks, then make the optimizer. Collective."""
+    def build(self, recipe: Recipe, world: World) -> None:
+        """Make the model, lay it out over the ranks of `world`, then make the optimizer. Collective."""
 
     @abstractmethod
     def step(self, step: int, batches: list[Batch]) -> StepResult:
@@ -122,8 +132,11 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def weights(self) -> dict[str, Tensor]:
-        """The finished model's state dict by unwrapped names, the same ones on every rank; sharded as DTensor. Collective."""
+    def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
+        """The finished model's state dict by unwrapped names, the same ones in the same order on every rank. Collective.
+
+        What lies in pieces is a DTensor, or a function that makes it whole on rank 0 at least; that is collective, too.
+        """
 
 
 def own_prefix(rank: int) -> str:

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from train.config.keys import NonFinite, Precision
 from train.data.generators import kept_generators
 from train.data.loader import Batch
+from train.dist.layout import Layout
 from train.dist.world import World
 from train.objectives.measure import sums
 from train.strategies import state as flat
-from train.strategies.base import Recipe, SavedTensor, StepResult, own_prefix
+from train.strategies.base import Recipe, SavedTensor, StepResult, Strategy, own_prefix
 from train.strategies.buffers import Buffers
+from train.strategies.gradient import clip, total_norm
 
 AUTOCAST = {Precision.fp32: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 
@@ -34,7 +35,8 @@ class OptimizerStep:
     """Accumulation, precision, loss scaling, clipping, the optimizer's step, and leaving one out.
 
     Args:
-        model: laid out over the ranks; its parameters are the optimizer's.
+        model: laid out over the ranks as `layout` says; its parameters are the optimizer's. Among the ranks that divide
+            the samples, gradients are averaged.
         forward: what training calls instead of the model, where something wraps it.
         no_sync: the context of every backward pass but a step's last.
     """
@@ -44,12 +46,14 @@ class OptimizerStep:
         recipe: Recipe,
         *,
         world: World,
+        layout: Layout,
         model: nn.Module,
         forward: Callable[[Any], Any] | None = None,
         no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
         self.recipe, self.world, self.model, self.no_sync = recipe, world, model, no_sync
         self.forward = forward or model
+        self._shards, self._speaks = layout.shard(world.rank)[1], layout.speaks(world.rank)
         self.buffers = Buffers(model, world)
         self.optimizer = recipe.build_optimizer(model.parameters())
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -67,19 +71,18 @@ class OptimizerStep:
         loss = self.backward(batches)
         self.buffers.forget()
         self.scaler.unscale_(self.optimizer)  # clipping is defined on the true gradient
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if self._must_skip(whole):
+        norm = total_norm(p.grad for p in self.parameters if p.grad is not None)
+        if self._must_skip(norm):
             self.buffers.put_back(before)
             self.scaler.update()
             self.optimizer.zero_grad()
-            return StepResult(loss, whole, skipped=True)
+            return StepResult(loss, norm, skipped=True)
         if self.recipe.grad_clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.recipe.grad_clip, norm)
+            clip(self.parameters, self.recipe.grad_clip, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        return StepResult(loss, whole)
+        return StepResult(loss, norm)
 
     def warm_up(self, batches: list[Batch]) -> None:
         """One forward and backward whose gradient is thrown away, and which leaves no other trace. Collective."""
@@ -104,8 +107,8 @@ class OptimizerStep:
                     loss = self.recipe.objective(self.forward(batch.inputs), batch.targets)
                 # A mean over ranks follows, and ranks hold unequal shares: weigh by the true count.
                 share = loss * (batch.count / batch.total)
-                self.scaler.scale(share * self.world.size).backward()
-            shares.append(share.detach() if batch.count else torch.zeros_like(share))
+                self.scaler.scale(share * self._shards).backward()
+            shares.append(share.detach() if batch.count and self._speaks else torch.zeros_like(share))
         return torch.stack(shares).sum()
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
@@ -114,7 +117,7 @@ class OptimizerStep:
         with self.buffers.in_use(), torch.no_grad(), self._autocast():
             outputs = self.model(batch.inputs)
         measured = sums(self.recipe.objective, outputs, batch.targets)
-        return {name: value * bool(batch.count) for name, value in measured.items()}
+        return {name: value * bool(batch.count and self._speaks) for name, value in measured.items()}
 
     def is_finite(self) -> bool:
         """Whether every gradient that moved the parameters was finite. Waits for the device."""
@@ -168,6 +171,40 @@ class OptimizerStep:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = AUTOCAST[self.recipe.precision]
         return torch.autocast(self.world.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
+
+
+class Stepping(Strategy):
+    """A strategy whose step is an OptimizerStep: it has to build one, as `optimizer_step`."""
+
+    optimizer_step: OptimizerStep
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer_step.lr
+
+    def step(self, step: int, batches: list[Batch]) -> StepResult:
+        return self.optimizer_step.step(step, batches)
+
+    def evaluate(self, batch: Batch) -> dict[str, Tensor]:
+        return self.optimizer_step.evaluate(batch)
+
+    def is_finite(self) -> bool:
+        return self.optimizer_step.is_finite()
+
+    def sync_parameters(self) -> None:
+        """They are equal after every step."""
+
+    def state(self) -> dict[str, Any]:
+        return self.optimizer_step.state()
+
+    def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        return self.optimizer_step.targets(saved)
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.optimizer_step.load(state)
+
+    def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
+        return self.optimizer_step.weights()
 
 
 def _prefers_channels_last(model: nn.Module, recipe: Recipe, device: torch.device) -> bool:

@@ -17,9 +17,9 @@ from train.strategies.single import Single
 class Plain(Ddp):
     """DDP with the values of its yaml: what replaces it takes none of them by itself."""
 
-    def __init__(self, *, world):
+    def __init__(self):
         options = {"static_graph": False, "find_unused_parameters": False, "sync_batchnorm": False}
-        super().__init__(world=world, bucket_cap_mb=25.0, gradient_as_bucket_view=True, **options)
+        super().__init__(bucket_cap_mb=25.0, gradient_as_bucket_view=True, **options)
 
 
 class Watched(Plain):
@@ -53,15 +53,15 @@ class Recorded(Plain):
 class Sharded(Single):
     """Every parameter, gradient and optimizer value lies in pieces on all ranks."""
 
-    def __init__(self, *, world):
-        self.world = world
+    def check(self, config, world_size):
+        pass
 
-    def build(self, recipe):
-        self.model = build_model(recipe, self.world.device)
-        if self.world.size > 1:
-            mesh = init_device_mesh(self.world.device.type, (self.world.size,))
+    def build(self, recipe, world):
+        self.world, self.model = world, build_model(recipe, world.device)
+        if world.size > 1:
+            mesh = init_device_mesh(world.device.type, (world.size,))
             for module in self.model.modules():
                 if list(module.parameters(recurse=False)):
                     fully_shard(module, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
-        self.optimizer_step = OptimizerStep(recipe, world=self.world, model=self.model)
+        self.optimizer_step = OptimizerStep(recipe, world=world, layout=self.layout(world.size), model=self.model)
