@@ -10,10 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from kit.job import QUIET, ROOT, Job, environment
+from kit.job import QUIET, ROOT, Job, environment, finish, reached, start, wait_for
 from kit.until import until
+from torch.distributed import FileStore
 
 import train.launch
+from train.config.compose import compose
+from train.dist.meeting import meet
+from train.dist.place import Place
 from train.errors import ConfigError, Diverged, MusterError, Preempted
 from train.launch import launch
 
@@ -225,3 +229,122 @@ def test_the_notebook_runs_and_its_stop_button_saves(tmp_path, monkeypatch):
     assert "caught: rank 1: ValueError: no such luck" in unlucky and "Traceback" in unlucky
     assert "stopped: " in stopped and "preempted (exit code 75)" in stopped
     assert Job(tmp_path / "runs/notebook").result().outcome["outcome"] == "preempted"
+
+
+def by_hand(folder, *overrides, ranks, at):
+    """Each rank from a shell of its own, without an address or a port."""
+    line = (*overrides, f"dist.init_method=file://{at}")
+    env = {"MASTER_ADDR": "", "MASTER_PORT": "", "WORLD_SIZE": str(ranks)}
+    return [start(folder, *line, env={**env, "RANK": str(rank)}) for rank in reversed(range(ranks))]
+
+
+def test_ranks_meet_by_a_file_again_after_all_were_killed(tmp_path):
+    """Three after two, on the path where the two have left theirs; what is told to stop leaves nothing there."""
+    (tmp_path / "shared").mkdir()
+    folder, at = tmp_path / "run", tmp_path / "shared/meet"
+    line = ("model=convnet", "batch_size=32", "max_steps=100000", "checkpoint.every_steps=5")
+    first = by_hand(folder, *line, ranks=2, at=at)
+    wait_for(folder, lambda result: result.events("checkpoint") and reached(8)(result), process=first[-1])
+    for process in first:
+        process.kill()
+    for process in first:
+        process.communicate()
+    assert [path for path in at.parent.iterdir() if ".store-" in path.name]
+
+    second = by_hand(folder, *line, ranks=3, at=at)
+    wait_for(folder, lambda result: result.events("resume") and reached(12)(result), process=second[-1])
+    second[0].send_signal(signal.SIGTERM)
+    results = [finish(process, folder) for process in second]
+    assert [result.code for result in results] == [75, 75, 75], [result.out for result in results]
+    resumed = results[0].events("resume")[0]
+    assert resumed["world_size"] == 3 and resumed["step"] >= 5
+    assert not [*at.parent.iterdir()]
+
+
+class Visitor(threading.Thread):
+    """One rank's meeting by file, as a thread."""
+
+    def __init__(self, rank, size, at, timeout_s=20.0):
+        super().__init__(daemon=True)
+        self.place, self.timeout_s = Place(rank, size, shared_file=at), timeout_s
+        self.met = self.error = None
+        self.start()
+
+    def run(self):
+        try:
+            self.met = meet(self.place, config=None, error=None, timeout_s=self.timeout_s)
+        except MusterError as error:
+            self.error = error
+
+
+def leave_behind(at):
+    """What a launch of four ranks leaves that was killed while it met: rank 0 had opened, and heard 1 and 3."""
+    for rank in (1, 3):
+        at.with_name(f"meet.hello-{rank}").write_text(f"dead{rank}")
+        at.with_name(f"meet.answer-{rank}").write_text(f"dead{rank} ghost")
+    ghost = FileStore(str(at.with_name("meet.store-ghost")))
+    ghost.add("meet/newest", 1)
+    ghost.set("meet/1/open", "{}")
+    at.with_name("meet.lock").write_text("process 1 on gone")
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_files_of_a_killed_launch_lead_nobody_astray(tmp_path, first):
+    at = tmp_path / "meet"
+    leave_behind(at)
+    order = [first, *({0, 1, 2} - {first})]
+    visitors = []
+    for rank in order:
+        visitors.append(Visitor(rank, 3, at))
+        time.sleep(0.3)  # each finds what those before it have made of the files
+    for visitor in visitors:
+        visitor.join(30)
+    assert len({visitor.met and visitor.met.attempt for visitor in visitors}) == 1, [each.error for each in visitors]
+    assert not [path for path in tmp_path.iterdir() if "ghost" in path.read_text(errors="replace") + path.name]
+    visitors[order.index(0)].met.shared.remove()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_whoever_does_not_come_to_the_file_is_named(tmp_path):
+    at = tmp_path / "meet"
+    leave_behind(at)
+    alone = Visitor(0, 3, at, timeout_s=2.0)
+    beside = Visitor(2, 3, at, timeout_s=2.0)
+    for visitor in (alone, beside):
+        visitor.join(30)
+        assert "2 of 3 ranks arrived" in str(visitor.error) and "missing: 1:" in str(visitor.error)
+    assert not [*tmp_path.iterdir()]
+    waits = Visitor(1, 3, at, timeout_s=1.0)
+    waits.join(30)
+    assert f"waited in vain for rank 0 at file://{at}" in str(waits.error)
+    nowhere = Visitor(0, 2, tmp_path / "no/meet", timeout_s=1.0)
+    nowhere.join(30)
+    assert "cannot be used" in str(nowhere.error) and "No such file" in str(nowhere.error)
+
+
+def test_two_launches_do_not_share_a_file(tmp_path):
+    at = tmp_path / "meet"
+    code = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); file.write('process 7 on a'); file.flush(); print('ok', flush=True); input()"
+    line = [sys.executable, "-c", code, str(at) + ".lock"]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        other.stdout.readline()
+        late = Visitor(0, 2, at, timeout_s=1.0)
+        late.join(30)
+        assert "another launch (process 7 on a) is at work" in str(late.error)
+        other.communicate("\n")
+
+
+def test_where_a_file_does_not_do_is_said(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="or give dist.init_method=file:///"):
+        Place.from_env()
+    assert Place.from_env("file:///shared/x").shared_file == Path("/shared/x")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(ConfigError, match="under torchrun leave it out"):
+        Place.from_env("file:///shared/x")
+    for wrong in ("tcp://host:1", "file://relative", "file:///"):
+        with pytest.raises(ConfigError, match="use env://, or file:///shared/path"):
+            compose([f"dist.init_method={wrong}"])
