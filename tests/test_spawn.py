@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from kit.job import QUIET, ROOT, Job, environment, finish, reached, start, wait_for
 from kit.until import until
 from torch.distributed import FileStore
@@ -103,6 +104,25 @@ def test_a_config_error_is_raised_as_python_m_train_says_it():
 def test_the_package_is_imported_without_torch():
     code = "import sys, train.launch; sys.exit(bool({'torch', 'hydra', 'cloudpickle'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
+
+
+class Skewed(torch.nn.Linear):
+    """Rank 1 takes its time in every step, and in all longer than dist.timeout_s."""
+
+    def __init__(self):
+        super().__init__(64, 10)
+
+    def forward(self, x):
+        time.sleep(1.2 * self.training * (os.environ["RANK"] == "1"))
+        return super().forward(x.flatten(1))
+
+
+def test_a_run_comes_back_with_its_folder_and_a_rank_that_is_slower_than_the_others_is_waited_for(tmp_path):
+    line = ("model._target_=test_spawn.Skewed", "max_steps=6", "dist.timeout_s=5")
+    run = launch([f"output_dir={tmp_path / 'run'}", *QUIET, *line], nproc=2)
+    assert run.folder == tmp_path / "run" and (run.outcome["outcome"], run.outcome["step"]) == ("done", 6)
+    steps = [line for line in Job(run.folder).lines() if line["kind"] == "train"]
+    assert len(steps) == 6 and Job(run.folder).world_size() == 2
 
 
 class Script(Job):
@@ -244,7 +264,9 @@ def test_ranks_meet_by_a_file_again_after_all_were_killed(tmp_path):
     folder, at = tmp_path / "run", tmp_path / "shared/meet"
     line = ("model=convnet", "batch_size=32", "max_steps=100000", "checkpoint.every_steps=5")
     first = by_hand(folder, *line, ranks=2, at=at)
-    wait_for(folder, lambda result: result.events("checkpoint") and reached(8)(result), process=first[-1])
+    wait_for(
+        folder, lambda result: result.events("checkpoint") and reached(8)(result), process=first[-1], timeout_s=150
+    )
     for process in first:
         process.kill()
     for process in first:
@@ -252,7 +274,7 @@ def test_ranks_meet_by_a_file_again_after_all_were_killed(tmp_path):
     assert [path for path in at.parent.iterdir() if ".store-" in path.name]
 
     second = by_hand(folder, *line, ranks=3, at=at)
-    wait_for(folder, lambda result: result.events("resume") and reached(12)(result), process=second[-1])
+    wait_for(folder, lambda result: result.events("resume") and reached(12)(result), process=second[-1], timeout_s=150)
     second[0].send_signal(signal.SIGTERM)
     results = [finish(process, folder) for process in second]
     assert [result.code for result in results] == [75, 75, 75], [result.out for result in results]
@@ -339,7 +361,7 @@ def test_where_a_file_does_not_do_is_said(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="or give dist.init_method=file:///"):
+    with pytest.raises(ConfigError, match=r"or give dist.init_method=file:///"):
         Place.from_env()
     assert Place.from_env("file:///shared/x").shared_file == Path("/shared/x")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
