@@ -248,17 +248,21 @@ class Board:
         said = within(wait_s + ANSWER_S, ask)
         return json.loads(said)[1] if said else None
 
-    def leave(self, *, hosts_store: bool, gone: int) -> None:
-        """Before this process ends in a failure: if the store ends with it, let the others, less `gone`, read why."""
+    def leave(self, *, hosts_store: bool, gone: int) -> bool:
+        """Before this process ends in a failure: if the store ends with it, let the others, less `gone`, read why.
 
-        def ask() -> None:
+        Whether all of them have.
+        """
+
+        def ask() -> bool:
             left = self._quick.add("left", 1)
             deadline = time.monotonic() + ANSWER_S
             while hosts_store and left < self.size - gone and time.monotonic() < deadline:
                 time.sleep(POLL_S)
                 left = self._quick.add("left", 0)
+            return left >= self.size - gone
 
-        within(ANSWER_S, ask)
+        return bool(within(ANSWER_S, ask))
 
     def say_bye(self, *, hosts_store: bool) -> None:
         """At a good end: the process that holds the store goes last."""
