@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from train.strategies.base import StepResult, Strategy
 
 
 class Steps:
-    """The steps of one config, in a process of `kit.ranks.on_ranks`. Everything is collective."""
+    """The steps of one config, in a process that finds RANK and its kin set. Everything is collective."""
 
     met: World | None = None
 
@@ -29,13 +29,13 @@ class Steps:
         Steps.met = self.world = Steps.met or start(config, Place.from_env())
         set_numerics(config)
         data = load(config, self.world)
-        self.plan = Plan(len(data.train), config.batch_size, config.seed)
+        plan = Plan(len(data.train), config.batch_size, config.seed)
         self.strategy: Strategy = build(config.strategy)
         self.strategy.check(config, self.world.size)
-        self.strategy.build(recipe(config, data, self.plan, steps, self.world), self.world)
+        self.strategy.build(recipe(config, data, plan, steps, self.world), self.world)
         seed_all(config.seed, self.world.rank, step=0)
         loader = LoaderConfig.of(config, shard=self.strategy.shard, device=self.world.device)
-        self._batches = enumerate(batches(data.train, self.plan, range(steps), loader))
+        self._batches = enumerate(batches(data.train, plan, range(steps), loader))
 
     def __iter__(self) -> Iterator[StepResult]:
         for step, micro_batches in self._batches:
@@ -50,9 +50,10 @@ def held(strategy: Any) -> dict[str, int]:
     """Bytes of parameters and of the optimizer's state that this rank has."""
     step = strategy.optimizer_step
     state = [value for values in step.optimizer.state.values() for value in values.values()]
-    return {"parameters": _bytes(step.parameters), "state": _bytes(state)}
+    return {"parameters": size_of(step.parameters), "optimizer": size_of(state)}
 
 
-def _bytes(values: list[Any]) -> int:
+def size_of(values: Iterable[Any]) -> int:
+    """Bytes of this rank's part of the tensors among `values`."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)
