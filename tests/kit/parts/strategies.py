@@ -1,4 +1,4 @@
-"""Strategies that write down what they see, and one whose state lies in pieces."""
+"""Strategies that write down what they see."""
 
 import hashlib
 import json
@@ -6,12 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
 from train.strategies.ddp import Ddp
-from train.strategies.optimizer_step import OptimizerStep, build_model
-from train.strategies.single import Single
 
 
 class Plain(Ddp):
@@ -49,20 +44,3 @@ class Recorded(Plain):
         with (Path(os.environ["LEDGER"]) / f"{self.world.attempt}-{self.world.rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         return super().step(step, batches)
-
-
-class Sharded(Single):
-    """Every parameter, gradient and optimizer value lies in pieces on all ranks."""
-
-    def check(self, config, world_size):
-        pass
-
-    def build(self, recipe, world):
-        self.world, self.model = world, build_model(recipe, world.device)
-        if world.size > 1:
-            mesh = init_device_mesh(world.device.type, (world.size,))
-            for module in self.model.modules():
-                if list(module.parameters(recurse=False)):
-                    fully_shard(module, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-        self.optimizer_step = OptimizerStep(recipe, world=world, layout=self.layout(world.size), model=self.model)
