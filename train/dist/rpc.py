@@ -47,8 +47,13 @@ def name(rank: int) -> str:
 
 def answer(future: Future[Any], *, rank: int) -> Any:
     """What `rank` answers to a call. Raises RankLost if it is gone, and what the call raised there."""
+    return attempt(future.wait, rank=rank)
+
+
+def attempt(ask: Callable[[], Any], *, rank: int) -> Any:
+    """What `ask` gives, which needs `rank` to be there. Raises RankLost if it is gone."""
     try:
-        return future.wait()
+        return ask()
     except RuntimeError as error:
         if "tensorpipe" not in str(error):
             raise

@@ -77,11 +77,15 @@ class OptimizerStep:
             self.buffers.put_back(before)
         return StepResult(loss, norm, skipped)
 
-    def update(self, step: int) -> tuple[Tensor, bool]:
-        """Move the parameters by their gradients, which are the global ones: their norm, [], and whether that was left out."""
+    def update(self, step: int, *, norm: Tensor | None = None) -> tuple[Tensor, bool]:
+        """Move the parameters by their gradients, reduced before. Their norm, [], and whether they were left out.
+
+        `norm`: of the global gradient, [], where other ranks have a part of it.
+        """
         self._set_lr(step)
         self.scaler.unscale_(self.optimizer)  # clipping is defined on the true gradient
-        norm = total_norm(p.grad for p in self.parameters if p.grad is not None)
+        if norm is None:
+            norm = total_norm(p.grad for p in self.parameters if p.grad is not None)
         if self._must_skip(norm):
             self.scaler.update()
             self.optimizer.zero_grad()

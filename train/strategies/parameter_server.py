@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -47,12 +47,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a trainer has sent and waits to have answered. tensors: one a parameter, None where it had no part."""
+    """What a trainer has sent and waits to have answered.
+
+    tensors: one a parameter, None where it had no part. elsewhere: [] the norm of what is not the server's to apply.
+    """
 
     trainer: int
     step: int
     tensors: list[Tensor | None]
-    answer: Future[Answer]
+    elsewhere: Tensor | None = None
+    answer: Future[Answer] = field(default_factory=Future)
 
 
 class Server:
@@ -71,11 +75,14 @@ class Server:
     @rpc.functions.async_execution  # type: ignore[untyped-decorator]
     def push(self, trainer: int, step: int, gradient: list[Tensor | None]) -> Future[Answer]:
         """Take a gradient; answered with the update that it is part of."""
-        waiting = Gradient(trainer, step, gradient, Future())
+        return self.take(Gradient(trainer, step, gradient))
+
+    def take(self, gradient: Gradient) -> Future[Answer]:
+        """Take a gradient; answered with the update that it is part of."""
         with self._change:
-            self._waiting.append(waiting)
+            self._waiting.append(gradient)
             self._proceed()
-        return waiting.answer
+        return gradient.answer
 
     @rpc.functions.async_execution  # type: ignore[untyped-decorator]
     def pull(self, step: int) -> Future[list[Tensor]]:
@@ -102,6 +109,14 @@ class Server:
                 raise calls.gone(self.lost[0])
             return self._last
 
+    def parameters(self) -> list[Tensor]:
+        """What trainers are to have of the parameters."""
+        return [parameter.detach() for parameter in self.optimizer_step.parameters]
+
+    def norm(self, batch: list[Gradient]) -> Tensor | None:
+        """[] of the global gradient, where the server has only a part of it."""
+        return None
+
     def _proceed(self) -> None:
         while self._waiting and len(self._waiting) >= min(self.per_update, len(self._done)):
             batch, self._waiting = self._waiting[: self.per_update], self._waiting[self.per_update :]
@@ -109,7 +124,7 @@ class Server:
         due = [pull for step, pull in self._pulls if self._has_taken(step)]
         self._pulls = [(step, pull) for step, pull in self._pulls if not self._has_taken(step)]
         for pull in due:
-            pull.set_result(self._parameters())
+            pull.set_result(self.parameters())
         self._change.notify_all()
 
     def _update(self, batch: list[Gradient]) -> None:
@@ -117,19 +132,16 @@ class Server:
         for parameter, *parts in zip(self.optimizer_step.parameters, *(g.tensors for g in batch), strict=True):
             given = [part for part in parts if part is not None]
             parameter.grad = sum(given[1:], given[0]) if given else None
-        norm, skipped = self.optimizer_step.update(max(gradient.step for gradient in batch))
+        norm, skipped = self.optimizer_step.update(max(gradient.step for gradient in batch), norm=self.norm(batch))
         self.updates += 1
         self.left_out += skipped
-        self._last = Answer(self._parameters(), norm, skipped, self.optimizer_step.lr)
+        self._last = Answer(self.parameters(), norm, skipped, self.optimizer_step.lr)
         for gradient in batch:
             self._done[gradient.trainer] = gradient.step
             gradient.answer.set_result(self._last)
 
     def _has_taken(self, step: int) -> bool:
         return min(self._done.values(), default=step) >= step
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter.detach() for parameter in self.optimizer_step.parameters]
 
 
 class ParameterServer(Stepping):
@@ -190,9 +202,7 @@ class ParameterServer(Stepping):
         calls.start(world)
         if world.rank == SERVER:
             self.server = Server(self.optimizer_step, trainers=range(1, world.size), per_update=per_update)
-            _serving[:] = [self.server]
-            for trainer in range(1, world.size):
-                calls.watch(trainer, self.server.lose)
+            serve(self.server, range(1, world.size))
         world.barrier()
         if world.rank != SERVER:
             self._remote = rpc.remote(calls.name(SERVER), served, timeout=0)
@@ -285,6 +295,13 @@ def refuse(config: Config, strategy: str) -> None:
         raise ConfigError(
             f"compile=true does not go with strategy={strategy}: use compile=false, or strategy=ddp or single"
         )
+
+
+def serve(server: Server, trainers: Iterable[int]) -> None:
+    """Let trainers find the server in this process, and it notice when they are gone."""
+    _serving[:] = [server]
+    for trainer in trainers:
+        calls.watch(trainer, server.lose)
 
 
 def served() -> Server:
