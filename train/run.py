@@ -55,6 +55,7 @@ def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
         leaving.heartbeat = heartbeat = beat(config, world, leaving)
         with open_run(config, world, strategy, preemption, heartbeat, leaving) as (run, folder, checkpoints):
             carry_out(run, folder, checkpoints)
+        strategy.close()
         heartbeat.close()
         world.close()
         return 0

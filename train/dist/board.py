@@ -156,13 +156,17 @@ class Board:
     """The keys of one attempt. `operations` counts what this rank has asked of the store, by name."""
 
     def __init__(self, store: Store, *, attempt: str, rank: int, size: int):
-        own = PrefixStore(attempt, store)
+        own = self._own = PrefixStore(attempt, store)
         self.rank, self.size = rank, size
         self.operations = Counter[str]()
         self.group_store: Store = PrefixStore("group", own)
         """For torch's process group."""
         self._quick, self._patient = (_Client(own.clone() if size > 1 else own, self.operations) for _ in range(2))
         self._part: tuple[int, int] = (0, 0)
+
+    def rpc_store(self) -> Store:
+        """For torch's RPC agents: a connection of their own, because they change its timeout."""
+        return PrefixStore("rpc", self._own.clone())
 
     # Signs of life (faults/heartbeat.py)
 

@@ -161,6 +161,9 @@ class Strategy(ABC):
         What lies in pieces is a DTensor, or a function that makes it whole on rank 0 at least; that is collective, too.
         """
 
+    def close(self) -> None:  # noqa: B027
+        """Let go of what `build` has started, when all ranks have come to a good end. Collective."""
+
 
 def own_prefix(rank: int) -> str:
     """What the names of a rank's own state begin with."""

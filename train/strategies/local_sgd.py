@@ -129,7 +129,7 @@ class LocalStep(OptimizerStep):
         """
         if not self.apart:
             return super()._must_skip(norm)
-        if not self._leaves_out:
+        if not self.leaves_out:
             self._finite.logical_and_(torch.isfinite(norm))
             return False
         return self.world.lowest(not bool(torch.isfinite(norm))) is not None
