@@ -17,16 +17,19 @@ class Buffers:
 
     Averaged in floating point, rank 0's otherwise. The ranks' own go on undisturbed, so that it makes no difference
     to training when and whether somebody looked.
+
+    Args:
+        group: the ranks that have the same layers; None: all.
     """
 
-    def __init__(self, model: nn.Module, world: World):
+    def __init__(self, model: nn.Module, world: World, *, group: dist.ProcessGroup | None = None):
         self.own = dict(model.named_buffers())
-        self._world = world
+        self._group, self._ranks = group, group.size() if group else world.size
         self._shared: dict[str, Tensor] | None = None
 
     def shared(self) -> dict[str, Tensor]:
         """The common values, until `forget`. Collective."""
-        if self._world.size == 1:
+        if self._ranks == 1:
             return self.own
         if self._shared is None:
             self._shared = {name: buffer.clone() for name, buffer in self.own.items()}
@@ -43,7 +46,7 @@ class Buffers:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """The model has the common values inside, and afterwards its own again. Collective."""
-        if self._world.size == 1 or not self.own:
+        if self._ranks == 1 or not self.own:
             yield
             return
         shared, kept = self.shared(), self.copy()
@@ -66,12 +69,12 @@ class Buffers:
         if not buffers:
             return
         total = torch.cat([buffer.flatten().double() for buffer in buffers])  # exact where the ranks agree already
-        dist.all_reduce(total)
-        parts = torch.split(total / self._world.size, [buffer.numel() for buffer in buffers])
+        dist.all_reduce(total, group=self._group)
+        parts = torch.split(total / self._ranks, [buffer.numel() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part.view(buffer.shape))
 
     def _first(self, buffer: Tensor) -> Tensor:
         raw = buffer.flatten().view(torch.uint8)  # gloo does not know every type
-        dist.broadcast(raw, 0)
+        dist.broadcast(raw, group=self._group, group_src=0)
         return raw.view(buffer.dtype).view(buffer.shape)

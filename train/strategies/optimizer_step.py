@@ -39,6 +39,7 @@ class OptimizerStep:
             the samples, gradients are averaged.
         forward: what training calls instead of the model, where something wraps it.
         no_sync: the context of every backward pass but a step's last.
+        elsewhere: name -> size of the entries of the whole model's state that only other ranks have.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class OptimizerStep:
         model: nn.Module,
         forward: Callable[[Any], Any] | None = None,
         no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        elsewhere: Mapping[str, torch.Size] | None = None,
     ):
         self.recipe, self.world, self.model, self.no_sync = recipe, world, model, no_sync
-        self.forward = forward or model
+        self.forward, self._elsewhere = forward or model, elsewhere or {}
         self._shards, self._speaks = layout.shard(world.rank)[1], layout.speaks(world.rank)
         self.buffers = Buffers(model, world)
         self.optimizer = recipe.build_optimizer(model.parameters())
@@ -71,7 +73,7 @@ class OptimizerStep:
         loss = self.backward(batches)
         self.buffers.forget()
         self.scaler.unscale_(self.optimizer)  # clipping is defined on the true gradient
-        norm = total_norm(p.grad for p in self.parameters if p.grad is not None)
+        norm = self.norm()
         if self._must_skip(norm):
             self.buffers.put_back(before)
             self.scaler.update()
@@ -83,6 +85,10 @@ class OptimizerStep:
         self.scaler.update()
         self.optimizer.zero_grad()
         return StepResult(loss, norm)
+
+    def norm(self) -> Tensor:
+        """[] the L2 norm of the global gradient, the same on every rank. Collective."""
+        return total_norm(p.grad for p in self.parameters if p.grad is not None)
 
     def warm_up(self, batches: list[Batch]) -> None:
         """One forward and backward whose gradient is thrown away, and which leaves no other trace. Collective."""
@@ -138,13 +144,15 @@ class OptimizerStep:
         """What to read the `saved` tensors into; this rank's own buffers beside those that all share. Raises ConfigError."""
         own = {f"{self._own}{name}": buffer for name, buffer in self.buffers.copy().items()}
         return {
-            **flat.targets(self.model, self.optimizer, saved),
+            **flat.targets(self.model, self.optimizer, saved, elsewhere=self._elsewhere),
             **{name: own[name] for name in own.keys() & saved.keys()},
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take up what `state` gave. Raises ConfigError if it does not fit."""
-        flat.load(self.model, self.optimizer, state, configured=self.recipe.optimizer_options)
+        flat.load(
+            self.model, self.optimizer, state, configured=self.recipe.optimizer_options, elsewhere=self._elsewhere
+        )
         if state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         own = {name: value for name, value in state.items() if name.startswith(self._own)}
