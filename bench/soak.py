@@ -1,13 +1,14 @@
 """Random faults at random times for as long as told, then a look at what was lost: `make soak MINUTES=5`.
 
-Two nodes of one rank each train without an end. Something is killed, stopped, told to leave or spoiled every few
-seconds; nodes that ended are started again by the same command, as a scheduler would. At the end the run is finished
+Two nodes of one rank each train without an end. Something is killed, stopped, told to leave, spoiled or started twice
+every few seconds, each kind once before any comes again; nodes that ended are started again by the same command, as a scheduler would. At the end the run is finished
 and compared with one that nobody disturbed. Exit code 1 if anything is not as it should be.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -23,20 +24,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.job import run
+from kit.job import finish, run, start
 from kit.ledger import RECORDED, assert_exact
 from kit.loopback import Nodes, nodes
 
 LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10", "dist.timeout_s=6", "eval.every_steps=50")
-WITHIN_S = 60.0
-"""Without a step for as long, the run is called lost."""
+PAUSE_S = 8.0
+"""The longest that a node stands still: less than a lease outlives (faults/lease.py)."""
+HARMLESS = ("second launch", "node paused")
+"""After these the run may go on without a new attempt."""
 
 
 class Soak:
     """The faults, on one cluster that is kept at two nodes."""
 
-    def __init__(self, cluster: Nodes):
-        self.cluster = cluster
+    def __init__(self, cluster: Nodes, within_s: float):
+        self.cluster, self.within_s = cluster, within_s
         self.agents: list[subprocess.Popen[str]] = []
 
     def keep_two(self, *overrides: str) -> None:
@@ -86,12 +89,68 @@ class Soak:
         self.cluster.start_store()
 
     def checkpoint_spoiled(self) -> None:
-        """A bit of the newest checkpoint flips, and everything is killed, so that it would be used."""
+        """A bit of the newest checkpoint flips."""
+
+        def flip(data: bytearray) -> None:
+            data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+
+        self._spoil(flip)
+
+    def checkpoint_truncated(self) -> None:
+        def cut(data: bytearray) -> None:
+            del data[random.randrange(len(data)) :]
+
+        self._spoil(cut)
+
+    def _spoil(self, change: Callable[[bytearray], None]) -> None:
+        """Change a file of the newest checkpoint after everything was killed, so that it would be used."""
         self.everything_killed()
         for state in sorted((self.cluster.folder / "checkpoints").glob("step-*/rank-00000.bin"))[-1:]:
             data = bytearray(state.read_bytes())
-            data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+            change(data)
             state.write_bytes(data)
+
+    def node_paused(self) -> None:
+        """Agent and workers stand still, as a machine does that swaps, and wake."""
+        agent = random.choice(self.agents)
+        node = [agent.pid, *self.cluster.workers(agent)]
+        try:
+            for pid in node:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(random.uniform(0.5, PAUSE_S))
+        finally:
+            for pid in node:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def starting_preempted(self) -> None:
+        """All are told to stop, and again within the first second after they were started again."""
+        self.all_preempted()
+        self.cluster.until(self._is_over, "end of all agents", timeout_s=self.within_s)
+        self.keep_two()
+        time.sleep(random.uniform(0.0, 1.0))
+        self.all_preempted()
+
+    def second_launch(self) -> None:
+        """The same command with a rendezvous of its own is refused, and nothing of the run is changed."""
+        self.cluster.until(self._is_whole, "two nodes at work", timeout_s=self.within_s)
+        before = self.cluster.result().outcome["attempt"]
+        second = {"TEST_MARK": self.cluster.mark, "LEDGER": self.cluster.env["LEDGER"]}
+        refused = finish(
+            start(self.cluster.folder, *self.cluster.overrides, ranks=1, env=second),
+            self.cluster.folder,
+            timeout_s=self.within_s,
+        )
+        assert refused.code and "is in use by another job" in refused.out, f"not refused:\n{refused.out}"
+        assert refused.outcome["attempt"] == before, "a refused launch disturbed the run"
+
+    def _is_over(self) -> bool:
+        return all(agent.poll() is not None for agent in self.agents)
+
+    def _is_whole(self) -> bool:
+        self.keep_two()
+        attempts = self.cluster.attempts()
+        return attempts[-1]["world_size"] == 2 and self.cluster.step() > attempts[-1]["step"]
 
     @property
     def faults(self) -> dict[str, Callable[[], None]]:
@@ -105,40 +164,47 @@ class Soak:
             "all preempted": self.all_preempted,
             "store lost": self.store_lost,
             "checkpoint spoiled": self.checkpoint_spoiled,
+            "checkpoint truncated": self.checkpoint_truncated,
+            "node paused": self.node_paused,
+            "preempted while starting": self.starting_preempted,
+            "second launch": self.second_launch,
         }
 
 
-def soak(cluster: Nodes, minutes: float) -> tuple[Counter[str], list[float]]:
+def soak(cluster: Nodes, minutes: float, within_s: float) -> tuple[Counter[str], list[float]]:
     """Faults for so many minutes; how many of each kind, and the seconds from each to the next new step."""
-    job, done, seconds = Soak(cluster), Counter[str](), list[float]()
+    job, done, seconds, bag = Soak(cluster, within_s), Counter[str](), list[float](), list[str]()
     job.keep_two()
-    cluster.reach(5, timeout_s=WITHIN_S)
+    cluster.reach(5, timeout_s=within_s)
     until = time.monotonic() + minutes * 60
     while time.monotonic() < until:
         time.sleep(random.uniform(0.0, 6.0))
-        fault = random.choice(list(job.faults))
+        bag = bag or random.sample(list(job.faults), k=len(job.faults))
+        fault = bag.pop()
         before, began = len(cluster.attempts()), time.monotonic()
         try:
             job.faults[fault]()
         except ProcessLookupError:
             continue  # it had just ended by itself
         done[fault] += 1
+        at = cluster.step() if fault in HARMLESS else 0
 
-        def goes_on(before: int = before) -> bool:
+        def goes_on(before: int = before, at: int = at) -> bool:
             job.keep_two()
             attempts = cluster.attempts()
-            return len(attempts) > before and cluster.step() > attempts[-1]["step"]
+            return (at > 0 or len(attempts) > before) and cluster.step() > max(at, attempts[-1]["step"])
 
-        cluster.until(goes_on, f"step after fault {sum(done.values())} ({fault})", timeout_s=WITHIN_S)
-        seconds.append(time.monotonic() - began)
-        print(f"{fault}: {seconds[-1]:.1f} s, step {cluster.step()}", flush=True)
+        cluster.until(goes_on, f"step after fault {sum(done.values())} ({fault})", timeout_s=within_s)
+        took = time.monotonic() - began
+        print(f"{fault}: {took:.1f} s, step {cluster.step()}", flush=True)
+        seconds += [] if fault in HARMLESS else [took]
     for agent in job.agents:
         agent.send_signal(signal.SIGTERM)
     for agent in job.agents:
         agent.wait()
     cluster.overrides = (*cluster.overrides, f"max_steps={cluster.step() + 50}")
     job.keep_two()
-    cluster.until(lambda: cluster.result().outcome.get("outcome") == "done", "end of the run", timeout_s=WITHIN_S * 2)
+    cluster.until(lambda: cluster.result().outcome.get("outcome") == "done", "end of the run", timeout_s=within_s * 2)
     cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=15)
     return done, seconds
 
@@ -185,6 +251,9 @@ def check(cluster: Nodes, ledger: Path, place: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument(
+        "--within-s", type=float, default=60.0, help="without a step for as long, the run is called lost"
+    )
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     arguments = parser.parse_args()
     random.seed(arguments.seed)
@@ -196,7 +265,7 @@ def main() -> None:
         ledger.mkdir()
         with nodes(place / "run", *LINE, "max_steps=1000000", "max_idle_attempts=20", LEDGER=str(ledger)) as cluster:
             try:
-                done, seconds = soak(cluster, arguments.minutes)
+                done, seconds = soak(cluster, arguments.minutes, arguments.within_s)
                 facts = check(cluster, ledger, place)
             except AssertionError as error:
                 print(f"FAILED (seed {arguments.seed}): {error}")

@@ -17,6 +17,11 @@ def test_the_step_beside_a_hand_written_one():
     assert bench("bench.loop", ROUNDS="1").count("\n") == 6
 
 
+def test_two_processes_beside_one():
+    row = bench("bench.speedup", ROUNDS="1", STEPS="3").splitlines()[-1].split("|")
+    assert all(float(cell) > 0 for cell in row[2:5]), row
+
+
 def test_a_short_soak():
     out = bench("bench.soak", "--minutes=0.2", "--seed=1")
     assert "every sample in its place, no step twice, nothing left behind" in out

@@ -21,7 +21,7 @@ from train.data.mnist import Mnist
 from train.data.synthetic import Synthetic
 from train.data.text import Text
 from train.errors import DataError
-from train.plan import MicroBatch, Plan
+from train.plan import MicroBatch, Plan, Share
 
 
 def write_idx(path, array):
@@ -218,14 +218,12 @@ def test_samples_that_are_no_pairs_are_refused(tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_change_nothing(workers):
     dataset, plan = Digits(train=True, augment=True), Plan(1437, 100, seed=3)
-    loader = LoaderConfig((1, 3), torch.device("cpu"), seed=3, micro_batch_size=20, num_workers=workers)
+    loader = LoaderConfig(Share(1, 3, 20), torch.device("cpu"), seed=3, num_workers=workers)
     got = list(batches(dataset, plan, range(12, 18), loader))
     assert [[batch.count for batch in step] for step in got][:2] == [[17, 16], [17, 16]]
     reference = Fetch(dataset, seed=3)
     for step, micro_batches in zip(range(12, 18), got, strict=True):
-        for micro, batch in zip(
-            plan.share(step, rank=1, world_size=3, micro_batch_size=20), micro_batches, strict=True
-        ):
+        for micro, batch in zip(plan.share(step, Share(1, 3, 20)), micro_batches, strict=True):
             assert torch.equal(reference.__getitems__(micro)[0], batch.inputs)
 
 

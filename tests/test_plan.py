@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.plan import Permutation, Plan, sample_keys
+from train.plan import Permutation, Plan, Share, sample_keys
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 65_537])
@@ -48,11 +48,10 @@ def test_a_trillion_samples_cost_no_memory():
 @settings(max_examples=400, deadline=None)
 def test_the_ranks_shares_are_the_global_batch(size, batch, world, micro, drop, step):
     plan = Plan(size, min(batch, size), seed=5, drop_last=drop)
-    shares = [plan.share(step, rank=rank, world_size=world, micro_batch_size=micro) for rank in range(world)]
+    shares = [plan.share(step, Share(rank, world, micro)) for rank in range(world)]
     counted = [index for share in shares for part in share for index in part.indices[: part.count].tolist()]
     assert counted == plan.batch(step).tolist()
     assert len({len(share) for share in shares}) == 1, "every rank must run as many forward passes"
-    assert len(shares[0]) == plan.num_micro_batches(step, world_size=world, micro_batch_size=micro)
     assert all(len(part.indices) >= 1 for share in shares for part in share)
     if micro:
         assert all(len(part.indices) <= micro for share in shares for part in share)
@@ -81,8 +80,8 @@ def test_a_rank_computes_its_own_slice_only(monkeypatch):
 
     computed, permute = [], Permutation.__call__
     monkeypatch.setattr(room.Permutation, "__call__", lambda self, at: computed.append(len(at)) or permute(self, at))
-    Plan(10**6, batch_size=4096).share(3, rank=5, world_size=1024)
-    Plan(10**6, batch_size=7).share(3, rank=9, world_size=10)
+    Plan(10**6, batch_size=4096).share(3, Share(5, 1024))
+    Plan(10**6, batch_size=7).share(3, Share(9, 10))
     assert computed == [4, 0, 1]
 
 

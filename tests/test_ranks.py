@@ -87,8 +87,9 @@ def test_evaluation_counts_every_test_sample_once(ledgers):
 
 
 def test_the_loss_is_printed_once_per_interval(ledgers):
-    out = ledgers[4][0].out
-    assert sum(line.startswith("step 7/23 ") for line in out.splitlines()) == 1
+    for ranks, (result, _, _) in ledgers.items():
+        assert sum(line.startswith("step 7/23 ") for line in result.out.splitlines()) == 1, ranks
+        assert [line["step"] for line in result.lines("train")] == list(range(1, 24)), ranks
 
 
 @pytest.mark.parametrize("ranks", [None, 2, 3])

@@ -184,6 +184,32 @@ def test_scancel_stays_cancelled(slurm, checkout, ledger):
     assert result(folder).outcome["outcome"] == "preempted"
 
 
+def test_of_two_steps_of_one_allocation_in_one_folder_one_trains(slurm, checkout, ledger):
+    """The scheduler's job is the same for both; the processes that started them are not."""
+    (checkout / "two.sbatch").write_text("""#!/usr/bin/env bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --output=slurm/logs/%j.log
+step() {
+  srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" "$VENV/bin/python" -m train "${@:2}"
+  echo "step on $1: $?"
+}
+for node in n1 n2; do step "$node" "$@" & done
+wait
+""")
+    job = slurm.sbatch(
+        checkout, *SLOW, "max_steps=300", script="two.sbatch", flags=("--nodelist=n1,n2",), LEDGER=str(ledger)
+    )
+    assert slurm.ended(job)["JobState"] == "COMPLETED", logs(checkout)
+    said, trained = logs(checkout), result(checkout / "runs/run")
+    assert sorted(re.findall(r"step on n\d: (\d+)", said)) == ["0", "2"], said
+    refused = re.findall(r"muster: .*", said)
+    assert len(refused) == 1 and "is in use by another job on n" in refused[0], said
+    assert len(trained.events("start")) == 1 and not trained.events("resume") + trained.events("restart")
+    assert trained.outcome["launcher"] == f"slurm:{job}"
+    assert_exact(ledger, steps=300, batch_size=10)
+
+
 def test_agents_that_never_meet_do_not_requeue_for_ever(slurm, checkout):
     """The outcome.json of an earlier attempt says "preempted", but nobody came to train in this one."""
     folder = checkout / "runs/run"

@@ -11,18 +11,21 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from kit.job import environment, finish, free_port, reached, run, start, wait_for
 
 from train.checkpoint import storage as protocol
+from train.checkpoint.owner import Owner
 from train.checkpoint.state import read
-from train.checkpoint.storage import Storage, Unclear
+from train.checkpoint.storage import Lost, Storage, Unclear
 from train.dist.board import Board
 from train.dist.place import Place
 from train.dist.world import World
 from train.errors import StorageError
+from train.faults.attempts import Attempt
 
 SAVING = ("model.hidden=[16]", "checkpoint.every_steps=5", "max_steps=20", "checkpoint.keep=2")
 
@@ -373,6 +376,135 @@ def test_checkpoints_that_are_gone_are_missed(tmp_path):
         assert deleted.code == 4 and "step 20 was saved as" in deleted.said[0], deleted.out
     again = run(tmp_path / "run", *line, "checkpoint.resume=never")
     assert again.events("start") and again.outcome["checkpoint"]["step"] == 20
+
+
+def test_of_two_runs_on_one_storage_the_later_resumes_and_the_earlier_ends(tmp_path, s3):
+    """In two folders, where no lease tells one of the other; and whoever moves its folder is no other run."""
+    url = "checkpoint.storage=s3://muster/owned"
+    line = ("data._target_=kit.parts.data.Numbered", "model._target_=kit.parts.models.Slow", "checkpoint.keep=2", url)
+    endless = (*line, "checkpoint.every_steps=10", "max_steps=100000")
+    a, b = tmp_path / "a", tmp_path / "b"
+    earlier = start(a, *endless, ranks=2, torchrun=("--max-restarts=3",), env=s3.env)
+    later = None
+    try:
+        wait_for(a, reached(25), process=earlier)
+        later = start(b, *endless, env=s3.env)
+        lost = finish(earlier, a, timeout_s=60)
+        wait_for(b, lambda found: len(found.events("checkpoint")) >= 3, process=later)
+        later.send_signal(signal.SIGTERM)
+        won = finish(later, b)
+    finally:
+        for process in filter(None, (earlier, later)):
+            process.kill()
+    attempt = won.outcome["attempt"]
+    assert lost.said == [
+        f"muster: storage error: checkpoint.storage=s3://muster/owned was taken over by a run in {b} on {won.outcome['host']} "
+        f"(attempt {attempt}): give each run a storage of its own"
+    ], lost.out
+    assert lost.outcome["exit_code"] == 5 and lost.code == 1, lost.out
+    assert len(lost.events("start")) == 1 and not lost.events("resume"), "torchrun has started it again"
+    assert len(lost.events("checkpoint_failed")) == 1
+    assert won.code == 75 and f"last used by a run in {a} on" in won.said[0], won.out
+    assert won.events("resume")[0]["step"] == lost.events("checkpoint")[-1]["step"] >= 20
+    steps = [event["step"] for event in won.events("checkpoint")][-2:]
+    assert s3.steps("owned") == steps, "something of the one that goes on is gone, or something of the other was added"
+    assert {json.loads(s3.fs().cat(f"muster/owned/step-{step:08d}/manifest.json"))["attempt"] for step in steps} == {
+        attempt
+    }
+    b.rename(tmp_path / "moved")
+    moved = run(tmp_path / "moved", *line, f"max_steps={steps[-1] + 5}", env=s3.env)
+    assert [event["step"] for event in moved.events("resume")][1:] == [steps[-1]]
+    shutil.rmtree(tmp_path / "moved")
+    empty = run(tmp_path / "moved", *line, f"max_steps={steps[-1] + 10}", env=s3.env)
+    assert moved.said == empty.said == [] and empty.events("resume")[0]["step"] == steps[-1] + 5
+    (marker,) = s3.fs().glob("muster/owned/owner-*.json")
+    assert json.loads(s3.fs().cat(marker))["folder"] == str(tmp_path / "moved")
+
+
+def owner(storage, folder, attempt, *agents):
+    return Owner(storage, folder=folder, attempt=attempt, agents=list(agents))
+
+
+def place(kind, tmp_path, request):
+    if kind == "bucket":
+        return request.getfixturevalue("bucket")
+    return Storage(str(tmp_path / "s") if kind == "folder" else f"kit.parts.backends.Sqlite://{tmp_path}/s.db")
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket", "sqlite"])
+def test_of_claims_at_once_each_has_a_token_of_its_own_and_one_holds(tmp_path, request, kind):
+    storage = place(kind, tmp_path, request)
+    storage.prepare()
+    known = set()
+    for turn in range(5):
+        owners = [owner(storage, tmp_path / str(n), f"{turn}-{n}", f"agent-{n}") for n in range(4)]
+        gate = threading.Barrier(len(owners))
+
+        def claim(each, gate=gate):
+            gate.wait()
+            each.claim(Attempt())
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(claim, owners))
+        tokens = {each.token for each in owners}
+        assert len(tokens) == len(owners) and min(tokens) > max(known, default=0), tokens
+        known = tokens
+        for each in owners:
+            if each.token == max(tokens):
+                each.check()
+            else:
+                with pytest.raises(Lost, match="was taken over by a run in"):
+                    each.check()
+    owner(storage, tmp_path, "last", "agent").claim(Attempt())
+    assert [each for each in storage.backend.list() if not each.startswith("owner-")] == []
+    assert len(storage.backend.list()) == 1, "markers pile up"
+
+
+def test_a_restart_does_not_take_back_what_another_run_has_taken_over(bucket, tmp_path, capfd):
+    """A new launch does; and markers that somebody cleared away are nobody's."""
+    first, second = (tmp_path / "1", "a", "agent-1"), (tmp_path / "2", "b", "agent-2")
+    owner(bucket, *first).claim(Attempt())
+    killed = Attempt(outcome="running", attempt="a", agents=("agent-1",))
+    again = owner(bucket, tmp_path / "1", "a2", "agent-1")
+    again.claim(killed)
+    assert capfd.readouterr().err == ""
+    owner(bucket, *second).claim(Attempt())
+    assert f"last used by a run in {tmp_path / '1'} on" in capfd.readouterr().err
+    killed = Attempt(outcome="running", attempt="a2", agents=("agent-1",))
+    with pytest.raises(Lost, match=rf"was taken over by a run in {tmp_path / '2'} on .* \(attempt b\): give each run"):
+        owner(bucket, tmp_path / "1", "a3", "agent-1").claim(killed)
+    launched = owner(bucket, tmp_path / "1", "a4", "agent-3")
+    launched.claim(killed)
+    launched.check()
+    bucket.backend.delete("owner-00000004.json")
+    launched.check()
+
+
+def test_a_claim_that_was_stored_but_answered_with_an_error_is_one(proxy, bucket, tmp_path):
+    failed = []
+
+    def once(method, path):
+        if method == "PUT" and "owner-" in path and not failed:
+            failed.append(path)
+            return 500
+        return None
+
+    proxy.after = once
+    claimed = owner(bucket, tmp_path, "a", "agent")
+    claimed.claim(Attempt())
+    claimed.check()
+    assert failed and claimed.token == 1
+
+
+def test_a_refused_run_leaves_the_drafts_of_who_is_at_work_alone(tmp_path):
+    """Two runs of different configs with one folder for their checkpoints."""
+    storage = f"checkpoint.storage={tmp_path / 'both'}"
+    run(tmp_path / "a", *SAVING, storage)
+    (tmp_path / "both/.step-00000025.other").mkdir()
+    before = sorted(path.name for path in (tmp_path / "both").iterdir())
+    refused = run(tmp_path / "b", *SAVING, storage, "seed=1", ok=False)
+    assert refused.code == 2 and f"{tmp_path / 'both'} holds another run: seed" in refused.said[0], refused.out
+    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == before
 
 
 @pytest.mark.parametrize("ranks", [None, 2])

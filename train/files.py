@@ -37,6 +37,23 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
         raise storage_error(f"write {path}:", error) from error
 
 
+def create_file(path: Path, data: bytes) -> None:
+    """Write a file with all its content in one step, unless there is one. Raises FileExistsError, OSError."""
+    draft = draft_of(path)
+    try:
+        draft.write_bytes(data)
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            raise
+        except OSError:  # no links here, as on some object file systems
+            with path.open("xb") as file:
+                file.write(data)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
 def draft_of(path: Path) -> Path:
     """A name beside `path` that no other process takes; pids do not do, containers have the same ones."""
     return path.with_name(f"{DRAFT}{uuid.uuid4().hex}.{path.name}")

@@ -8,8 +8,12 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import torch
+
+from train.checkpoint.owner import Owner
 from train.checkpoint.resume import find_checkpoint, storage_of
 from train.checkpoint.storage import SEEN_WITHIN_S, Saved
 from train.config.differences import differences, to_dict
@@ -34,12 +38,23 @@ class Folder:
     """A run's folder that is this attempt's to write to.
 
     before: how the attempt before this one ended. saved: what to resume from. is_done: it had finished.
+    lease: on rank 0. owner: of the storage that `checkpoint.storage` names.
     """
 
     path: Path
     before: Attempt
     saved: Saved | None
     is_done: bool
+    lease: Lease | None
+    owner: Owner | None
+
+    def may_commit(self) -> bool:
+        """On rank 0: whether no other attempt has taken the run over. Raises Lost if one has taken its storage over."""
+        if self.lease and not self.lease.is_held():
+            return False
+        if self.owner:
+            self.owner.check()
+        return True
 
 
 @contextlib.contextmanager
@@ -57,12 +72,13 @@ def open_folder(config: Config, world: World, leaving: Exit, *, fingerprint: str
     _see_claim(path, world, leaving.lease)
     record, over = world.on_first(lambda: _before(path, config, world))
     before = Attempt.of(record)
-    saved, bad = (None, []) if over else find_checkpoint(config, world, before.checkpoint)
-    world.together(refuse_changes(config, saved, fingerprint=fingerprint, total_steps=total_steps))
+    look = partial(_resume_point, config, world, before, fingerprint=fingerprint, total_steps=total_steps)
+    saved = None if over else look()
+    owner = owner_of(config, world)
+    if owner and world.on_first(lambda: _own(owner, before, saved)) and not over:
+        saved = look()
     is_done = world.on_first(lambda: _take_over(path, config, world, before, saved, leaving.lease, over=over))
-    for line in bad if world.is_first else []:
-        say(f"muster: quarantined a bad checkpoint: {line}")
-    yield Folder(path, before, saved, is_done)
+    yield Folder(path, before, saved, is_done, leaving.lease, owner)
     if leaving.lease:  # after a failure it is let go once that is on record
         leaving.lease.let_go()
 
@@ -101,19 +117,47 @@ def _before(path: Path, config: Config, world: World) -> tuple[dict[str, object]
     return ({} if over else record), over
 
 
+def _resume_point(config: Config, world: World, before: Attempt, *, fingerprint: str, total_steps: int) -> Saved | None:
+    """The checkpoint to resume from, if there is one. Collective. Raises MusterError if there is, and it may not be used."""
+    saved, bad = find_checkpoint(config, world, before.checkpoint)
+    for line in bad if world.is_first else []:
+        say(f"muster: quarantined a bad checkpoint: {line}")
+    world.together(refuse_changes(config, saved, fingerprint=fingerprint, total_steps=total_steps))
+    return saved
+
+
+def owner_of(config: Config, world: World) -> Owner | None:
+    """Who may commit where `checkpoint.storage` says; a run's own folder has its lease."""
+    if not config.checkpoint.storage:
+        return None
+    return Owner(storage_of(config), folder=Path(config.output_dir), attempt=world.attempt, agents=world.agents)
+
+
+def _own(owner: Owner, before: Attempt, saved: Saved | None) -> bool:
+    """Claim the storage. Whether whoever had it has saved something newer than `saved` up to then."""
+    owner.claim(before)
+    return max(owner.storage.steps(), default=-1) > (saved.step if saved else -1)
+
+
 def refuse_changes(config: Config, saved: Saved | None, *, fingerprint: str, total_steps: int) -> MusterError | None:
     """What forbids to resume from `saved` with this config and this data, if anything does."""
     if saved is None or config.checkpoint.accept_changes:
         return None
     if changed := differences(saved.manifest["config"], config):
         return ConfigError(
-            f"{config.output_dir} holds another run: {'; '.join(changed[:5])}{'; ...' if len(changed) > 5 else ''}. "
-            "Give another name or output_dir, resume all the same with checkpoint.accept_changes=true, or start over with checkpoint.resume=never"
+            f"{config.checkpoint.storage or config.output_dir} holds another run: {'; '.join(changed[:5])}{'; ...' if len(changed) > 5 else ''}. "
+            f"Give another {'checkpoint.storage' if config.checkpoint.storage else 'name or output_dir'}, resume all the same with checkpoint.accept_changes=true, or start over with checkpoint.resume=never"
         )
     if saved.manifest["fingerprint"] != fingerprint:
         return DataError(
             f"the training data has changed since {saved.path} was written (fingerprint {saved.manifest['fingerprint']}, "
             f"now {fingerprint}): restore it, or resume all the same with checkpoint.accept_changes=true"
+        )
+    threads = saved.manifest.get("threads")
+    if config.virtual_world_size and threads and threads != torch.get_num_threads():
+        return ConfigError(
+            f"{saved.path} was trained with {threads} threads a rank, and this is {torch.get_num_threads()}: with virtual_world_size the "
+            f"weights would differ. Set OMP_NUM_THREADS={threads}, or resume all the same with checkpoint.accept_changes=true"
         )
     planned = saved.manifest["total_steps"]
     if planned != total_steps and "total_steps" in signature(locate(config.scheduler)):
@@ -130,6 +174,7 @@ def _take_over(
     """From here on the run is this attempt's. Says whether it had finished. Raises CrashLoop, StorageError."""
     if over:
         _set_aside(path, config)
+    storage_of(config).clear()
     furthest = max(saved.step if saved else 0, last_step(path), before.step or 0)
     failures, stops = before.idle(furthest)
     cause = before.error or before.cause

@@ -124,17 +124,21 @@ def evaluate(run: Run) -> None:
     if not run.data.test or run.config.eval.every_steps == "off":
         return
     started, totals = time.perf_counter(), dict[str, Any]()
+    slices = run.config.virtual_world_size
     size = min(len(run.data.test), run.config.eval.max_samples or len(run.data.test))
     ranks = run.strategy.shard[1] if run.strategy.shard else 1
-    plan = Plan(size, batch_size=min(size, EVAL_BATCH * ranks), shuffle=False)
+    plan = Plan(size, batch_size=min(size, EVAL_BATCH * (slices or ranks)), shuffle=False)
     for micro_batches in load(run, run.data.test, plan, range(plan.steps_per_epoch)):
         begin(run, "evaluation")
         for batch in micro_batches:
             for name, value in run.strategy.evaluate(batch).items():
-                totals[name] = totals.get(name, 0) + value.double()
+                key = f"{batch.slice:08d}/{name}" if slices else f"/{name}"  # summed in their order, not in the ranks'
+                totals[key] = totals.get(key, 0) + value.double()
     begin(run, "evaluation")
-    sums = run.world.sum_named({name: float(value) for name, value in totals.items()})
-    means = {name: value / size for name, value in sums.items()}
+    sums, means = run.world.sum_named({key: float(value) for key, value in totals.items()}), dict[str, float]()
+    for key, total in sums.items():
+        name = key.partition("/")[2]
+        means[name] = means.get(name, 0.0) + total / size
     run.metrics.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=means)
     run.progress.evaluated = run.step
 

@@ -7,6 +7,7 @@ the next `batch_size` entries of its epoch's permutation whatever the world size
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,12 +90,14 @@ class MicroBatch:
     """What one rank puts through its model at once.
 
     `count` is the number of samples that are truly this rank's. A rank whose share is empty still has to take part
-    in the collectives: it gets one sample with `count` 0, which weighs nothing.
+    in the collectives: it gets one sample with `count` 0, which weighs nothing. `slice` is the number of the slice
+    of the global batch that it belongs to: the rank's, or one of `virtual_world_size`.
     """
 
     epoch: int
     indices: Indices
     count: int
+    slice: int
 
 
 @dataclass(frozen=True)
@@ -130,22 +133,16 @@ class Plan:
         """The global batch of step `step`: `[count] int64` sample indices in order."""
         return self._samples(step, 0, self.count(step))
 
-    def num_micro_batches(self, step: int, *, world_size: int, micro_batch_size: int | None = None) -> int:
-        """How many micro-batches each rank puts through its model in step `step`."""
-        largest = -(-self.count(step) // world_size)
-        return -(-largest // (micro_batch_size or largest))
-
-    def share(self, step: int, *, rank: int, world_size: int, micro_batch_size: int | None = None) -> list[MicroBatch]:
-        """Rank `rank`'s slice of step `step`, cut into micro-batches of at most `micro_batch_size`.
-
-        Every rank gets the same number of micro-batches, because a model with synchronised layers has to run as
-        many forward passes on each.
-        """
-        number = self.num_micro_batches(step, world_size=world_size, micro_batch_size=micro_batch_size)
-        mine = self._samples(step, *slice_of(self.count(step), rank, world_size))
-        spare = mine if len(mine) else self._samples(step, 0, 1)
-        parts = np.array_split(mine, number)
-        return [MicroBatch(self.epoch(step), part if len(part) else spare[:1], len(part)) for part in parts]
+    def share(self, step: int, share: Share) -> list[MicroBatch]:
+        """A rank's share of step `step`, cut into micro-batches."""
+        cuts, epoch = share.cuts(self.count(step)), self.epoch(step)
+        if not cuts:
+            return []
+        first = cuts[0][1]
+        mine = self._samples(step, first, cuts[-1][2])
+        spare = mine[:1] if len(mine) else self._samples(step, 0, 1)
+        parts = [(number, mine[begin - first : end - first]) for number, begin, end in cuts]
+        return [MicroBatch(epoch, part if len(part) else spare, len(part), number) for number, part in parts]
 
     def _samples(self, step: int, first: int, end: int) -> Indices:
         """The entries `first` to `end` of the global batch; only they are computed."""
@@ -153,6 +150,47 @@ class Plan:
         start = within * self.batch_size
         positions = np.arange(start + first, start + end, dtype=np.int64)
         return Permutation(self.size, self.seed, epoch)(positions) if self.shuffle else positions
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of every global batch is one rank's, and how it is cut.
+
+    micro_batch_size: the most samples of a micro-batch.
+    slices: into how many the global batch is cut, whatever the world size; None: one for each rank.
+    """
+
+    rank: int
+    world_size: int
+    micro_batch_size: int | None = None
+    slices: int | None = None
+
+    def cuts(self, count: int) -> list[tuple[int, int, int]]:
+        """(slice, begin, end) of each micro-batch of a global batch of `count` samples.
+
+        Without `slices` every rank gets the same number of them, because a model with synchronised layers has to run
+        as many forward passes on each; some may then be empty. With them there are none for a slice without samples.
+        """
+        if self.slices is None:
+            largest = -(-count // self.world_size)
+            number = -(-largest // (self.micro_batch_size or largest))
+            return _cut(self.rank, *slice_of(count, self.rank, self.world_size), number)
+        found: list[tuple[int, int, int]] = []
+        for each in leaves_of(self.rank, self.world_size, self.slices):
+            begin, end = slice_of(count, each, self.slices)
+            found += _cut(each, begin, end, -(-(end - begin) // (self.micro_batch_size or count)))
+        return found
+
+
+def leaves_of(rank: int, world_size: int, slices: int) -> range:
+    """The slices that rank `rank` works through: consecutive ones."""
+    return range(slices * rank // world_size, slices * (rank + 1) // world_size)
+
+
+def _cut(number: int, begin: int, end: int, parts: int) -> list[tuple[int, int, int]]:
+    """`parts` pieces of begin to end that differ by one at most, the longer ones first."""
+    edges = [begin + slice_of(end - begin, part, parts)[0] for part in range(parts)] + [end]
+    return [(number, *edge) for edge in itertools.pairwise(edges)]
 
 
 def slice_of(count: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -108,7 +108,7 @@ def open_run(
             keep=config.checkpoint.keep,
             facts=identity(config, data, total_steps),
             newest_step=folder.saved.step if folder.saved else None,
-            may_commit=leaving.lease.is_held if leaving.lease else lambda: True,
+            may_commit=folder.may_commit,
             on_commit=lambda facts: metrics.event("checkpoint_failed" if "failed" in facts else "checkpoint", **facts),
         )
         run = Run(
@@ -182,6 +182,8 @@ def set_numerics(config: Config) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not config.deterministic
+    if config.virtual_world_size and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as torchrun has it: a sum made by several threads rounds with their number
     _seed(config.seed)
 
 
@@ -202,7 +204,9 @@ def identity(config: Config, data: Data, total_steps: int) -> dict[str, Any]:
     """What tells this run from another, for the manifest of its checkpoints."""
     plain = to_dict(config)
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
-    return {"fingerprint": data.fingerprint, "total_steps": total_steps, "config_hash": digest, "config": plain}
+    threads = torch.get_num_threads() if config.virtual_world_size else None
+    facts = {"fingerprint": data.fingerprint, "total_steps": total_steps, "threads": threads}
+    return {**facts, "config_hash": digest, "config": plain}
 
 
 def recipe(config: Config, data: Data, plan: Plan, total_steps: int, world: World) -> Recipe:
@@ -221,6 +225,8 @@ def recipe(config: Config, data: Data, plan: Plan, total_steps: int, world: Worl
         compile=config.compile,
         channels_last=config.channels_last,
         on_nonfinite=config.on_nonfinite,
+        seed=config.seed,
+        slices=config.virtual_world_size,
         optimizer_options=frozenset(config.optimizer.values),
     )
 

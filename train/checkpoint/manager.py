@@ -22,7 +22,7 @@ import torch
 from torch.distributed import DistError
 
 from train.checkpoint.state import INDEX, Index, Share, Shares, file_of, read, saved_tensors
-from train.checkpoint.storage import Files, Saved, Storage, Unclear, name
+from train.checkpoint.storage import Files, Lost, Saved, Storage, Unclear, name
 from train.dist.world import World
 from train.errors import Damaged, MusterError, NoValidCheckpoint, StorageError, say
 from train.faults import attempts
@@ -31,10 +31,6 @@ from train.strategies.base import Strategy, own_prefix
 
 FAILURES_ALLOWED = 3
 OTHERS_S = 30.0
-
-
-class Gone(StorageError):
-    """The run's folder is not there any more, and no later save will find it."""
 
 
 class Checkpoints:
@@ -67,7 +63,7 @@ class Checkpoints:
             position: goes into the manifest; has at least `step`.
 
         Raises:
-            StorageError: the last three checkpoints could not be written, or the run's folder is gone.
+            StorageError: the last three checkpoints could not be written, or the run's folder or its storage is lost.
         """
         self.wait()
         if self.world.sum([float(position["step"] != self.newest_step)]) == [0.0]:
@@ -82,7 +78,7 @@ class Checkpoints:
         if self._writer:
             self._writer.join()
             self._writer = None
-        if len(self._failures) >= FAILURES_ALLOWED or any(isinstance(failure, Gone) for failure in self._failures):
+        if len(self._failures) >= FAILURES_ALLOWED or any(isinstance(failure, Lost) for failure in self._failures):
             raise self._failures[-1]
 
     def settle(self, seconds: float) -> None:
@@ -154,7 +150,7 @@ class Checkpoints:
 
     def _see_folder(self) -> None:
         if not (self.folder / "outcome.json").exists():
-            raise Gone(f"the run's folder {self.folder} is not there any more: restore it, then run again")
+            raise Lost(f"the run's folder {self.folder} is not there any more: restore it, then run again")
 
     def _gather(self, number: int) -> Files:
         files: Files = {}
@@ -167,13 +163,13 @@ class Checkpoints:
     def _await_end(self, number: int) -> None:
         said = self.world.board.save_end(number, LONG_S)
         if said.get("failed"):
-            raise (Gone if said["gone"] else StorageError)(said["failed"])
+            raise (Lost if said["lost"] else StorageError)(said["failed"])
 
     def _give_up(self, number: int, step: int, error: StorageError, *, alone: bool = False) -> None:
         try:
             self._see_folder()
-        except Gone as gone:
-            error = gone
+        except Lost as lost:
+            error = lost
         self._failures.append(error)
         board = self.world.board
         with contextlib.suppress(RuntimeError):
@@ -186,7 +182,7 @@ class Checkpoints:
                 self.storage.abandon(step, self.world.attempt)
             with contextlib.suppress(RuntimeError):
                 if not alone:
-                    board.end_save(number, {"failed": str(error), "gone": isinstance(error, Gone)})
+                    board.end_save(number, {"failed": str(error), "lost": isinstance(error, Lost)})
             self.on_commit({"failed": str(error), "failures_in_a_row": len(self._failures)})
 
 

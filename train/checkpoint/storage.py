@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from train.checkpoint.backends import at
 from train.checkpoint.backends.base import MANIFEST, Backend, Unsure
 from train.errors import Damaged, MusterError, StorageError
+from train.files import DRAFT
 
 STEP = re.compile(r"step-(\d{8,})$")
 FORMAT = 2
@@ -35,6 +36,10 @@ class Unclear(StorageError):
     """The commit failed, and the checkpoint may be there all the same."""
 
 
+class Lost(StorageError):
+    """The run's folder or its storage is not the run's any more, and no later save will find it so."""
+
+
 class Storage:
     """The checkpoints of one run, by step. All methods raise StorageError."""
 
@@ -47,17 +52,21 @@ class Storage:
         return f"{self.root}/{name(step)}"
 
     def prepare(self) -> None:
-        """Make the place and clear away what killed writers left in it."""
-        with self._doing("use"):
+        """Make the place."""
+        with self.doing("use"):
             self.backend.prepare()
+
+    def clear(self) -> None:
+        """Clear away what killed writers left: for the place's owner alone."""
+        with self.doing("use"):
             for each in self.backend.list() if self.backend.renames else []:
-                if each.startswith((".step-", f"{OLD}-step-")):
+                if each.startswith((".step-", f"{OLD}-step-", DRAFT)):
                     self.backend.delete(each)
 
     @contextlib.contextmanager
     def write(self, step: int, attempt: str, file: str) -> Iterator[Hashing]:
         """A file of a draft, to be written from start to end; afterwards its `facts` are known."""
-        with self._doing(f"write {self.path(step)}"), self.backend.put(f"{self._draft(step, attempt)}/{file}") as to:
+        with self.doing(f"write {self.path(step)}"), self.backend.put(f"{self._draft(step, attempt)}/{file}") as to:
             yield Hashing(to)
 
     def commit(self, step: int, attempt: str, manifest: dict[str, Any], files: Files) -> bool:
@@ -71,7 +80,7 @@ class Storage:
         for file, facts in files.items():
             self._see(f"{draft}/{file}", facts["size"])
         whole = {"format": FORMAT, **manifest, "files": {f"{inside}{file}": facts for file, facts in files.items()}}
-        with self._doing(f"write {self.path(step)}"):
+        with self.doing(f"write {self.path(step)}"):
             try:
                 self.backend.publish(draft, name(step), json.dumps(whole, indent=1).encode())
             except FileExistsError:
@@ -89,12 +98,12 @@ class Storage:
 
     def steps(self) -> list[int]:
         """Committed checkpoints, newest first."""
-        with self._doing("list"):
+        with self.doing("list"):
             return [step for step in self._folders() if self._is_published(step)]
 
     def bad(self) -> list[str]:
         """Names of checkpoints that were quarantined."""
-        with self._doing("list"):
+        with self.doing("list"):
             return self._withdrawn("bad")
 
     def manifest(self, step: int) -> dict[str, Any]:
@@ -120,7 +129,7 @@ class Storage:
 
     def withdraw(self, step: int, word: str = "bad") -> str:
         """Make a checkpoint none, without losing it; gives its new name."""
-        with self._doing(f"quarantine {self.path(step)}"):
+        with self.doing(f"quarantine {self.path(step)}"):
             return self.backend.withdraw(name(step), word)
 
     def prune(self, *, keep: int) -> None:
@@ -128,14 +137,14 @@ class Storage:
         steps = self.steps()
         for old in steps[keep:]:
             self.remove(old)
-        with self._doing("clear"):
+        with self.doing("clear"):
             for step in self._folders() if not self.backend.renames else []:
                 if step <= max(steps, default=-1) and not self._is_named(step):
                     self.backend.delete(name(step))
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint so that at no moment half of one is there."""
-        with self._doing(f"delete {self.path(step)}"):
+        with self.doing(f"delete {self.path(step)}"):
             try:
                 inside = "" if self.backend.renames else f"{name(step)}/{self.manifest(step)['attempt']}"
             except Damaged:
@@ -149,7 +158,7 @@ class Storage:
         """Withdraw all checkpoints, the bad ones too, so that a run begins anew; nothing is lost."""
         for step in self.steps():
             self.withdraw(step, "previous")
-        with self._doing("set the earlier run aside"):
+        with self.doing("set the earlier run aside"):
             for each in self._withdrawn("bad"):
                 self.backend.withdraw(each, "previous")
 
@@ -190,7 +199,7 @@ class Storage:
         """Wait until a file that another rank wrote is to be seen from here: a network file system may show it late."""
         deadline, there = time.monotonic() + SEEN_WITHIN_S, -1
         while there != size:
-            with contextlib.suppress(FileNotFoundError), self._doing(f"read {file}", FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError), self.doing(f"read {file}", FileNotFoundError):
                 there = self.backend.size(file)
             if there == size:
                 return
@@ -223,7 +232,7 @@ class Storage:
         return f".{name(step)}.{attempt}" if self.backend.renames else f"{name(step)}/{attempt}"
 
     @contextlib.contextmanager
-    def _doing(self, what: str, *passed: type[Exception]) -> Iterator[None]:
+    def doing(self, what: str, *passed: type[Exception]) -> Iterator[None]:
         """Whatever a backend raises becomes one line."""
         try:
             yield

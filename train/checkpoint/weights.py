@@ -32,10 +32,16 @@ def write_weights(path: Path, weights: Mapping[str, Any], *, writes: bool) -> Mu
                 failure = storage_error(f"write {spill}:", error if isinstance(error, OSError) else OSError(str(error)))
     if writes and not failure:
         try:
-            replace_file(path, lambda draft: torch.save(whole, draft))
+            replace_file(path, lambda draft: _save(whole, draft))
         except MusterError as error:
             failure = error
     return failure
+
+
+def _save(whole: dict[str, Any], draft: Path) -> None:
+    """Through a stream: torch writes the name of a path into the file, and equal weights shall be equal files."""
+    with draft.open("wb") as file:
+        torch.save(whole, file)
 
 
 def _spilled(path: Path, tensor: Tensor) -> Tensor:

@@ -107,6 +107,11 @@ class Config:
     micro_batch_size: int | None = key(
         None, "the most samples that a rank puts through the model at once; accumulation does the rest", Ge(1), FREE
     )
+    virtual_world_size: int | None = key(
+        None,
+        "the gradient is computed as so many ranks would: the same weights, bit for bit, at any world size up to it",
+        Ge(1),
+    )
     precision: Precision = key(Precision.fp32, "`bf16`, or `fp16` with loss scaling")
     device: Device = key(Device.auto, "`cpu`, `cuda`; `auto`: GPUs where there are any", FREE)
     gpus: list[int] | None = key(None, "`[0,2]` gives local rank 1 device 2; none: all", FREE, LOCAL)

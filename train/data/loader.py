@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from train.config.keys import BadSample, Config
 from train.data.fetch import Fetch
 from train.errors import ConfigError, DataError
-from train.plan import Plan
+from train.plan import Plan, Share
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,29 @@ class Batch:
     targets: Any
     count: int
     total: int
+    slice: int = 0
 
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """How samples are fetched. Nothing but `shard` changes which samples a rank gets.
+    """How samples are fetched. Nothing but `share` changes which samples a rank gets.
 
-    shard: (index, number) of this rank's slice of every global batch.
     max_bad: how many samples that cannot be read are tolerated; None: not one.
     """
 
-    shard: tuple[int, int]
+    share: Share
     device: torch.device
     seed: int = 0
-    micro_batch_size: int | None = None
     num_workers: int = 0
     max_bad: int | None = None
 
     @classmethod
     def of(cls, config: Config, *, shard: tuple[int, int], device: torch.device) -> LoaderConfig:
-        """As a run's config has it."""
+        """As a run's config has it, for the rank whose slice of every global batch is `shard`, (index, number)."""
+        share = Share(*shard, micro_batch_size=config.micro_batch_size, slices=config.virtual_world_size)
         loader = config.loader
         max_bad = loader.max_bad_samples if loader.on_bad_sample is BadSample.skip else None
-        return cls(shard, device, config.seed, config.micro_batch_size, loader.num_workers, max_bad)
+        return cls(share, device, config.seed, loader.num_workers, max_bad)
 
 
 def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Iterator[list[Batch]]:
@@ -61,23 +61,22 @@ def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Ite
 
     One loader serves the whole range, across epochs: its workers are started once, and nothing stalls at a boundary.
     """
-    size, most = config.shard[1], config.micro_batch_size
     fetched = _plainly(iter(_loader(dataset, plan, steps, config)))
     for step in steps:
-        total, number = plan.count(step), plan.num_micro_batches(step, world_size=size, micro_batch_size=most)
+        total = plan.count(step)
+        cuts = config.share.cuts(total)
         yield [
-            Batch(to(config.device, inputs), to(config.device, targets), count, total)
-            for inputs, targets, count in islice(fetched, number)
+            Batch(to(config.device, inputs), to(config.device, targets), count, total, number)
+            for (number, *_), (inputs, targets, count) in zip(cuts, islice(fetched, len(cuts)), strict=True)
         ]
 
 
 def _loader(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> DataLoader[Any]:
-    (rank, size), most = config.shard, config.micro_batch_size
     fetch = Fetch(dataset, seed=config.seed, max_bad=config.max_bad)
     if config.num_workers:
-        samples = min(-(-plan.batch_size // size), most or plan.batch_size)
+        samples = max((end - begin for _, begin, end in config.share.cuts(plan.batch_size)), default=0)
         check_shared_memory(samples * _bytes(fetch.sample(0)), num_workers=config.num_workers)
-    shares = (plan.share(step, rank=rank, world_size=size, micro_batch_size=most) for step in steps)
+    shares = (plan.share(step, config.share) for step in steps)
     return DataLoader(
         fetch,
         batch_sampler=(micro for share in shares for micro in share),  # type: ignore[misc]

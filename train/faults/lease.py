@@ -23,7 +23,7 @@ from typing import Any
 from train.dist.place import has_ended
 from train.errors import ConfigError, RankLost, storage_error
 from train.faults import attempts
-from train.files import clear_drafts, draft_of
+from train.files import clear_drafts, create_file, draft_of
 
 RENEW_S = 1.0
 HELD_S = 10.0
@@ -127,23 +127,12 @@ class Lease:
         return self.folder / f".claim-{token}"
 
     def _claim(self, text: str) -> None:
-        draft, path = draft_of(self._path(self.token)), self._path(self.token)
         try:
-            draft.write_text(text)
-            try:
-                os.link(draft, path)
-            except FileExistsError:
-                raise in_use(self.folder, newest_claim(self.folder)[1]) from None
-            except OSError:  # no links here, as on some object file systems
-                with path.open("x") as file:
-                    file.write(text)
+            create_file(self._path(self.token), text.encode())
         except FileExistsError:
             raise in_use(self.folder, newest_claim(self.folder)[1]) from None
         except OSError as error:
             raise storage_error("use output_dir:", error) from error
-        finally:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
 
     def _renew(self) -> None:
         beat = 0

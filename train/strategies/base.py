@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,14 @@ from train.config.keys import Config, NonFinite, Precision
 from train.data.loader import Batch
 from train.dist.layout import DATA, Layout
 from train.dist.world import World
+from train.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Recipe:
     """All that a strategy needs to build and to run a training step.
 
+    seed, slices: with `slices`, what `virtual_world_size` asks for; see slices.py.
     optimizer_options: the keys that the config sets; in a parameter group they beat what a checkpoint holds.
     """
 
@@ -41,6 +43,8 @@ class Recipe:
     compile: bool
     channels_last: bool | None
     on_nonfinite: NonFinite
+    seed: int = 0
+    slices: int | None = None
     optimizer_options: frozenset[str] = frozenset()
 
 
@@ -70,6 +74,8 @@ class Strategy(ABC):
     """Carries out the training of one model across `world`, which it has from `build` on."""
 
     world: World
+    takes_slices: ClassVar[bool] = False
+    """Whether it can compute a step as `virtual_world_size` ranks would."""
 
     def layout(self, world_size: int) -> Layout:
         """Which rank is which part of what. Raises ConfigError for a world size that does not fit."""
@@ -78,6 +84,18 @@ class Strategy(ABC):
     def check(self, config: Config, world_size: int) -> None:
         """Before any process group. Raises ConfigError for what does not go together, with what does."""
         self.layout(world_size)
+        if slices := config.virtual_world_size:
+            said = f"virtual_world_size={slices}"
+            if not self.takes_slices:
+                raise ConfigError(f"{said} is for strategy=ddp and strategy=single: give one of them, or leave it out")
+            if slices < world_size:
+                raise ConfigError(
+                    f"{said} is less than the world size {world_size}: give {world_size} or more, or start fewer"
+                )
+            if config.compile:
+                raise ConfigError(
+                    f"{said} and compile=true: compiled code differs with the order of shapes seen; leave one out"
+                )
 
     @property
     def shard(self) -> tuple[int, int] | None:

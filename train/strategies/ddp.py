@@ -15,11 +15,14 @@ from train.data.loader import Batch
 from train.dist.world import World
 from train.errors import ConfigError
 from train.strategies.base import Recipe, StepResult
-from train.strategies.optimizer_step import OptimizerStep, Stepping, build_model
+from train.strategies.optimizer_step import Stepping, build_model
+from train.strategies.slices import optimizer_step
 
 
 class Ddp(Stepping):
     """DDP over all ranks; with one rank, plain training."""
+
+    takes_slices = True
 
     def __init__(
         self,
@@ -40,17 +43,21 @@ class Ddp(Stepping):
 
     def build(self, recipe: Recipe, world: World) -> None:
         self.world, self.model = world, build_model(recipe, world.device)
-        self.warmed_up = world.size == 1 or (world.size == 2 and not self.options["static_graph"])
+        self.warmed_up = world.size == 2 and not self.options["static_graph"]
+        if self.sync_batchnorm and recipe.slices:
+            raise ConfigError(
+                "strategy.sync_batchnorm=true and virtual_world_size: each slice has statistics of its own; leave one out"
+            )
         if self.sync_batchnorm and world.device.type != "cuda":
             raise ConfigError("strategy.sync_batchnorm=true needs CUDA devices: torch has it for no other")
         if self.sync_batchnorm and world.size > 1:
             self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)  # type: ignore[no-untyped-call]
         if recipe.compile:
             self.model.compile()
-        wrapped = self._wrap(self.model) if world.size > 1 else {}
-        self.optimizer_step = OptimizerStep(
-            recipe, world=world, layout=self.layout(world.size), model=self.model, **wrapped
-        )
+        wrapped = self._wrap(self.model) if world.size > 1 and not recipe.slices else {}
+        self.warmed_up = self.warmed_up or not wrapped
+        layout = self.layout(world.size)
+        self.optimizer_step = optimizer_step(recipe, world=world, layout=layout, model=self.model, **wrapped)
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
         """One optimizer step, before the first of which a warm-up step makes DDP lay out its buckets.

@@ -70,7 +70,7 @@ class OptimizerStep:
         self._set_lr(step)
         self.model.train()
         before = self.buffers.copy() if self._leaves_out else {}
-        loss = self.backward(batches)
+        loss = self.backward(step, batches)
         self.buffers.forget()
         self.scaler.unscale_(self.optimizer)  # clipping is defined on the true gradient
         norm = self.norm()
@@ -97,25 +97,29 @@ class OptimizerStep:
         before = self.buffers.copy()
         self.model.train()
         with kept_generators():
-            self.backward(batches[-1:])
+            self.backward(0, batches[-1:])
         self.optimizer.zero_grad()
         self.buffers.put_back(before)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device)
 
-    def backward(self, batches: list[Batch]) -> Tensor:
+    def backward(self, step: int, batches: list[Batch]) -> Tensor:
         """Accumulate the gradient of the global batch's mean loss; give back this rank's share of that loss, []."""
-        shares = []
-        for batch in batches:
-            last = batch is batches[-1]
-            with contextlib.nullcontext() if last else self.no_sync():
-                with self._autocast():
-                    loss = self.recipe.objective(self.forward(batch.inputs), batch.targets)
-                # A mean over ranks follows, and ranks hold unequal shares: weigh by the true count.
-                share = loss * (batch.count / batch.total)
-                self.scaler.scale(share * self._shards).backward()
-            shares.append(share.detach() if batch.count and self._speaks else torch.zeros_like(share))
-        return torch.stack(shares).sum()
+        shares = [self._share(batch, last=batch is batches[-1], times=self._shards) for batch in batches]
+        counts = [batch.count if self._speaks else 0 for batch in batches]
+        counted = zip(shares, counts, strict=True)
+        return torch.stack([share if count else torch.zeros_like(share) for share, count in counted]).sum()
+
+    def _share(self, batch: Batch, *, last: bool, times: int = 1) -> Tensor:
+        """Forward and backward of one micro-batch, whose gradient is taken `times`; its share of the global loss, []."""
+        with contextlib.nullcontext() if last else self.no_sync():
+            with self._autocast():
+                loss = self.recipe.objective(self.forward(batch.inputs), batch.targets)
+            # A mean over ranks may follow, and ranks hold unequal shares: weigh by the true count.
+            share = loss * (batch.count / batch.total)
+            self.scaler.scale(share * times).backward()
+        detached: Tensor = share.detach()
+        return detached
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
         """Metrics of one micro-batch, summed over its samples. Collective."""

@@ -29,6 +29,12 @@ class Sqlite(Backend):
         yield stream
         self.do("INSERT OR REPLACE INTO files VALUES (?, ?)", name, stream.getvalue())
 
+    def create(self, name, data):
+        try:
+            self.do("INSERT INTO files VALUES (?, ?)", name, data)
+        except sqlite3.IntegrityError:
+            raise FileExistsError(name) from None
+
     def get(self, name):
         found = self.do("SELECT data FROM files WHERE name = ?", name)
         if not found:

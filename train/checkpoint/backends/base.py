@@ -10,7 +10,7 @@ MANIFEST = "manifest.json"
 
 
 class Unsure(Exception):
-    """`publish` failed in a way that leaves open whether the checkpoint is there."""
+    """`create` or `publish` failed in a way that leaves open whether the file or the checkpoint is there."""
 
 
 class Backend(ABC):
@@ -31,6 +31,15 @@ class Backend(ABC):
     @abstractmethod
     def put(self, name: str) -> AbstractContextManager[Any]:
         """A stream to write a file of a draft; the file lasts when the context has ended well."""
+
+    @abstractmethod
+    def create(self, name: str, data: bytes) -> None:
+        """Write a small file, whole or not at all, unless there is one of this name.
+
+        Raises:
+            FileExistsError: there is one, with other content.
+            Unsure: it may have been written.
+        """
 
     @abstractmethod
     def get(self, name: str) -> AbstractContextManager[Any]:

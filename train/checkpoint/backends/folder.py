@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train.checkpoint.backends.base import MANIFEST, Backend
-from train.files import sync_folder
+from train.files import create_file, sync_folder
 
 
 class Folder(Backend):
@@ -34,6 +34,9 @@ class Folder(Backend):
             file.flush()
             os.fsync(file.fileno())
 
+    def create(self, name: str, data: bytes) -> None:
+        create_file(self.folder / name, data)
+
     def get(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return (self.folder / name).open("rb")
 
@@ -45,7 +48,10 @@ class Folder(Backend):
         return (self.folder / name).stat().st_size
 
     def delete(self, name: str) -> None:
-        shutil.rmtree(self.folder / name, ignore_errors=True)
+        path = self.folder / name
+        shutil.rmtree(path, ignore_errors=True)
+        if path.is_file():
+            path.unlink(missing_ok=True)
 
     def publish(self, draft: str, name: str, manifest: bytes) -> None:
         if (self.folder / name).exists():

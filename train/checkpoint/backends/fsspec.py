@@ -42,6 +42,18 @@ class ObjectStore(Backend):
         self.fs.makedirs(self._key(name).rpartition("/")[0], exist_ok=True)
         return self.fs.open(self._key(name), "wb")  # type: ignore[no-any-return]
 
+    def create(self, name: str, data: bytes) -> None:
+        """A request that failed may have been carried out, and its repetition be refused: what is there decides."""
+        key = self._key(name)
+        try:
+            self.fs.pipe_file(key, data, mode="create")
+        except Exception as error:
+            there = self._read(key)
+            if there is None:
+                raise Unsure(f"{type(error).__name__}: {error}") from error
+            if there != data:
+                raise FileExistsError(f"{key} exists") from error
+
     def get(self, name: str) -> contextlib.AbstractContextManager[Any]:
         self.fs.invalidate_cache()
         return self.fs.open(self._key(name), "rb")  # type: ignore[no-any-return]
@@ -64,16 +76,7 @@ class ObjectStore(Backend):
             self.fs.rm(self._key(name), recursive=True)
 
     def publish(self, draft: str, name: str, manifest: bytes) -> None:
-        """A request that failed may have been carried out, and its repetition be refused: what is there decides."""
-        key = self._key(f"{name}/{MANIFEST}")
-        try:
-            self.fs.pipe_file(key, manifest, mode="create")
-        except Exception as error:
-            there = self._read(key)
-            if there is None:
-                raise Unsure(f"{type(error).__name__}: {error}") from error
-            if there != manifest:
-                raise FileExistsError(f"{key} exists") from error
+        self.create(f"{name}/{MANIFEST}", manifest)
 
     def withdraw(self, name: str, word: str) -> str:
         """Killed in between it leaves both names, which is no less than there was. (gcsfs's own `mv` not every server knows.)"""

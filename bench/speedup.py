@@ -1,0 +1,47 @@
+"""Two processes beside one, a thread each, on the same global batches of a model that computes for long: `python -m bench.speedup`.
+
+Whole runs through the front door take turns, so that what else the machine does falls on both. A run's speed is the
+median of metrics.jsonl's samples/s over all steps but the first; of each pair of turns the ratio is taken, and the median of them.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from pathlib import Path
+
+from kit.job import Result, run
+
+ROUNDS, STEPS = int(os.environ.get("ROUNDS", "5")), int(os.environ.get("STEPS", "8"))
+WORKLOAD = (
+    "model=resnet18",
+    "data=synthetic",
+    "data.image_shape=[3,32,32]",
+    "data.num_samples=1024",
+    "batch_size=64",
+    "eval.every_steps=off",
+    f"max_steps={STEPS}",
+)
+
+
+def speed(result: Result) -> float:
+    """Samples/s over all ranks."""
+    return statistics.median(line["samples_per_s"] for line in result.lines("train")[1:])
+
+
+def main() -> None:
+    """Print one row: samples/s with one process and with two, and how often faster two are."""
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = [
+            tuple(speed(run(Path(folder) / f"{turn}-{ranks}", *WORKLOAD, ranks=ranks)) for ranks in (1, 2))
+            for turn in range(ROUNDS)
+        ]
+    one, two = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratio = statistics.median(two / one for one, two in pairs)
+    print("| workload | one process, samples/s | two, samples/s | ratio |\n|---|---|---|---|")
+    print(f"| resnet18 32x32, batch 64 in all | {one:.0f} | {two:.0f} | {ratio:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""virtual_world_size: one hash of the weights at every world size, through kills and resumes at other ones."""
+
+import hashlib
+import signal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.job import reached, run, start, wait_for
+from kit.ranks import on_ranks
+
+from train.dist.reduction import subtrees, tree_sum
+from train.plan import Share, leaves_of
+
+# Seven slices of 31 samples or fewer: none divides another. Dropout, batch norm, augmentation, Adam, clipping.
+LINE = (
+    "model._target_=kit.parts.models.Stateful",
+    "data.augment=true",
+    "optimizer=adamw",
+    "grad_clip=0.5",
+    "batch_size=31",
+    "micro_batch_size=3",
+    "virtual_world_size=7",
+    "eval.every_steps=10",
+    "checkpoint.every_steps=4",
+    "max_steps=50",
+)
+
+
+def tree(values):
+    """The tree, written down as its definition."""
+    while len(values) > 1:
+        pairs = [values[i : i + 2] for i in range(0, len(values), 2)]
+        values = [sum(pair[1:], pair[0]) for pair in pairs]
+    return values[0]
+
+
+def numbers(leaves, length=5):
+    """Values whose sum depends on the order."""
+    return torch.randn(leaves, length, generator=torch.Generator().manual_seed(leaves)) * 10.0 ** torch.arange(length)
+
+
+@given(leaves=st.integers(1, 40), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_sum_is_that_of_one_tree_however_its_leaves_are_divided(leaves, data):
+    size = data.draw(st.integers(1, leaves))
+    values, given_by_ranks, most = numbers(leaves), {}, 0
+    for rank in range(size):
+        mine = leaves_of(rank, size, leaves)
+        nodes = subtrees(mine, leaves)
+        most = max(most, len(nodes))
+        for level, index in nodes:
+            covered = range(index << level, min((index + 1) << level, leaves))
+            assert set(covered) <= set(mine)
+            given_by_ranks[level, index] = tree(list(values[covered.start : covered.stop])).clone()
+    assert torch.equal(tree_sum(given_by_ranks, leaves), tree(list(values)))
+    assert most <= 2 * leaves.bit_length()
+    if leaves % size == 0 and (leaves // size).bit_count() == 1 and leaves.bit_count() == 1:
+        assert most == 1, "a power of two moves the bytes of an all-reduce"
+
+
+@given(
+    count=st.integers(1, 60), slices=st.integers(1, 12), data=st.data(), micro=st.one_of(st.none(), st.integers(1, 9))
+)
+@settings(deadline=None)
+def test_the_cuts_are_the_same_at_every_world_size(count, slices, data, micro):
+    size = data.draw(st.integers(1, slices))
+    alone = Share(0, 1, micro, slices).cuts(count)
+    assert [cut for rank in range(size) for cut in Share(rank, size, micro, slices).cuts(count)] == alone
+    assert [index for _, begin, end in alone for index in range(begin, end)] == list(range(count))
+    assert all(0 < end - begin <= (micro or count) for _, begin, end in alone)
+
+
+def exchanged():
+    import os
+
+    import torch.distributed as dist
+
+    from train.dist.reduction import TreeSum
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    totals = []
+    for leaves in (size, size + 1, 8, 13):
+        total = TreeSum(leaves, rank=rank, world_size=size)
+        for leaf in leaves_of(rank, size, leaves):
+            total.add(leaf, numbers(leaves, 10)[leaf].clone())
+        totals.append(total.total().tolist())
+    dist.destroy_process_group()
+    return totals
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_exchange_what_joins_their_subtrees(ranks):
+    expected = [tree(list(numbers(leaves, 10))).tolist() for leaves in (ranks, ranks + 1, 8, 13)]
+    assert on_ranks(exchanged, ranks) == [expected] * ranks
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """On one rank, as a plain process."""
+    return run(tmp_path_factory.mktemp("hash") / "run", *LINE)
+
+
+def digest(result):
+    return hashlib.sha256((result.folder / "model.pt").read_bytes()).hexdigest()
+
+
+def values(result):
+    """All that metrics.jsonl says of training and evaluation, but for times."""
+    kept = [line for line in result.metrics if line["kind"] in ("train", "eval")]
+    return [{key: value for key, value in line.items() if "_s" not in key and key != "time"} for line in kept]
+
+
+@pytest.mark.parametrize("ranks, extra", [(2, "loader.num_workers=1"), (3, "checkpoint.every_steps=1000")])
+def test_the_number_of_ranks_leaves_no_trace(tmp_path, alone, ranks, extra):
+    result = run(tmp_path / "run", *LINE, extra, ranks=ranks)
+    assert digest(result) == digest(alone)
+    assert values(result) == values(alone)
+
+
+def test_nor_do_kills_and_resumes_at_other_world_sizes(tmp_path, alone):
+    for ranks, until in ((3, 9), (1, 21), (2, 33)):
+        process = start(tmp_path / "run", *LINE, ranks=ranks)
+        wait_for(tmp_path / "run", reached(until), process=process)
+        process.send_signal(signal.SIGKILL if ranks == 3 else signal.SIGTERM)
+        process.communicate(timeout=60)
+    result = run(tmp_path / "run", *LINE, ranks=4)
+    assert {event["world_size"] for event in result.events("resume")} == {1, 2, 4}
+    assert digest(result) == digest(alone)
+    assert values(result) == values(alone)
+
+
+def test_what_it_cannot_do_is_said(tmp_path):
+    for overrides, ranks, said in (
+        (("virtual_world_size=1",), 2, "virtual_world_size=1 is less than the world size 2"),
+        (("virtual_world_size=2", "compile=true"), None, "virtual_world_size=2 and compile=true"),
+    ):
+        result = run(tmp_path / "refused", *overrides, ranks=ranks, ok=False)
+        assert said in result.said[0] and not (tmp_path / "refused/outcome.json").exists(), result.out
+
+
+def test_other_threads_are_refused(tmp_path, alone):
+    result = run(alone.folder, *LINE, "max_steps=51", env={"OMP_NUM_THREADS": "2"}, ok=False)
+    assert result.code == 2 and "trained with 1 threads a rank, and this is 2" in result.said[0], result.out

@@ -1,0 +1,40 @@
+"""What an algorithm may use: a rank among others, and messages between two of them, whose bytes are counted."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Link:
+    """This rank's connections within a process group. Peers are named by their rank in the group.
+
+    sent_bytes: what this rank has sent since the start.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.sent_bytes = 0
+
+    def send(self, tensor: Tensor, *, to: int) -> None:
+        """Send `tensor` and wait until it may be overwritten; a peer receives what it expects to be empty without this."""
+        if tensor.numel():
+            dist.send(tensor, group=self.group, group_dst=to)
+            self.sent_bytes += tensor.nbytes
+
+    def receive(self, tensor: Tensor, *, source: int) -> None:
+        """Fill `tensor` with what `source` sends."""
+        if tensor.numel():
+            dist.recv(tensor, group=self.group, group_src=source)
+
+    def exchange(self, sent: Tensor, *, to: int, received: Tensor, source: int) -> None:
+        """Send and receive at the same time, so that a circle of ranks that all send first does not stand still."""
+        operations = []
+        if sent.numel():
+            operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=to))
+        if received.numel():
+            operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=source))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        self.sent_bytes += sent.nbytes

@@ -1,0 +1,47 @@
+"""`python -m train.collectives.scale [options]`: each strategy from 8 to 16,384 ranks, by a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from train.collectives.record import write_json
+from train.collectives.scale.job import Job
+from train.collectives.scale.options import WORLD_SIZES, parse
+from train.collectives.scale.show import Prediction, draw, show
+from train.collectives.scale.strategies import STRATEGIES
+from train.errors import MusterError, say
+from train.faults.exit import tell
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Predict, print and write; the exit code."""
+    try:
+        job, folder = parse(arguments)
+        leave(predict(job), job, folder)
+    except MusterError as error:
+        tell(error)
+        return error.exit_code
+    return 0
+
+
+def predict(job: Job) -> Prediction:
+    """Every strategy at every world size."""
+    return {
+        name: {world_size: step(job, world_size) for world_size in WORLD_SIZES} for name, step in STRATEGIES.items()
+    }
+
+
+def leave(prediction: Prediction, job: Job, folder: Path) -> None:
+    """The table on the terminal, the picture and the numbers in the folder. Raises StorageError."""
+    show(prediction)
+    steps = {name: {size: asdict(step) for size, step in steps.items()} for name, steps in prediction.items()}
+    write_json(folder / "scale.json", {"job": asdict(job), "steps": steps})
+    draw(prediction, folder / "scale.png")
+    say(f"{folder}/scale.json and scale.png", sys.stdout)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

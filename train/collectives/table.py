@@ -1,0 +1,73 @@
+"""The figures on a terminal."""
+
+from __future__ import annotations
+
+from pydantic import ByteSize
+from rich.console import Console
+from rich.table import Table
+
+from train.collectives.collective import ALGORITHMS
+from train.collectives.measure import Figures, Measured
+
+WIDTH = 150  # of a log, which no terminal shows
+
+
+def show(figures: Figures) -> None:
+    """Print what was measured, beside what theory says."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    network = figures.network
+    console.print(
+        f"{figures.backend} on {figures.device}, torch {figures.torch}: alpha {network.alpha_s * 1e6:.1f} us a message, "
+        f"beta {network.beta_s * 1e9:.3f} ns a byte ({1e-9 / network.beta_s if network.beta_s else float('inf'):.2f} GB/s)"
+    )
+    console.print(times(figures))
+    console.print(bytes_sent(figures))
+
+
+def times(figures: Figures) -> Table:
+    """Milliseconds a call, and how often the model's time that is."""
+    names = list(dict.fromkeys(each.name for each in figures.measured))
+    table = Table(title="milliseconds a call (x: over the model's)", title_justify="left")
+    for heading in ("ranks", "bytes", *names):
+        table.add_column(heading, justify="right")
+    found = {(each.world_size, each.nbytes, each.name): each for each in figures.measured}
+    for world_size in dict.fromkeys(each.world_size for each in figures.measured):
+        for nbytes in dict.fromkeys(each.nbytes for each in figures.measured):
+            row = [_cell(found[world_size, nbytes, name]) for name in names]
+            table.add_row(str(world_size), in_words(nbytes), *row)
+        table.add_section()
+    return table
+
+
+def bytes_sent(figures: Figures) -> Table:
+    """What the ranks sent for one all-reduce of the largest message, counted, and by theory."""
+    largest = max(each.nbytes for each in figures.measured)
+    table = Table(title=f"sent for one all-reduce of n = {in_words(largest)}", title_justify="left")
+    for heading in ("ranks", "algorithm", "rounds", "by the busiest rank", "theory", "by all ranks", "theory"):
+        table.add_column(heading, justify="left" if heading == "algorithm" else "right")
+    algorithms = {each.name: each for each in ALGORITHMS}
+    for each in figures.measured:
+        if each.nbytes == largest and each.sent_bytes:
+            cost = algorithms[each.name].cost(each.world_size, each.nbytes)
+            counted = (
+                max(each.sent_bytes),
+                cost.busiest_bytes,
+                sum(each.sent_bytes),
+                2 * (each.world_size - 1) * largest,
+            )
+            table.add_row(
+                str(each.world_size), each.name, str(cost.messages), *(f"{sent / largest:.3f} n" for sent in counted)
+            )
+    return table
+
+
+def in_words(nbytes: int) -> str:
+    """1048576 as 1 MiB."""
+    return ByteSize(nbytes).human_readable(separator=" ").replace(".0 ", " ")
+
+
+def _cell(measured: Measured) -> str:
+    over = f" x{measured.seconds / measured.model_seconds:4.1f}" if measured.model_seconds else ""
+    return f"{measured.seconds * 1e3:.3g}{over}"
