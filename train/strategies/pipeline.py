@@ -131,7 +131,7 @@ class PipelineStep(OptimizerStep):
         theirs = [set().union(*names) for names in zip(*world.gather(mine), strict=True)]
         self._groups = [[name for name in part.whole if name in names] for names in theirs]
 
-    def backward(self, batches: list[Batch]) -> Tensor:
+    def backward(self, step: int, batches: list[Batch]) -> Tensor:
         """Accumulate the gradient; give back this rank's share of the loss, which only the last stage knows."""
         self._flow = Flow.of(batches, number=self._num_micro_batches, stages=self._part.line.size())
         losses: list[Tensor] = []

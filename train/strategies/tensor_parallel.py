@@ -126,8 +126,8 @@ class TensorStep(OptimizerStep):
         for group in self.optimizer.param_groups:  # one kernel over all takes no list of DTensors and plain tensors
             group.update({key: False for key in ("fused", "foreach") if key in group})
 
-    def backward(self, batches: list[Batch]) -> Tensor:
-        loss = super().backward(batches)
+    def backward(self, step: int, batches: list[Batch]) -> Tensor:
+        loss = super().backward(step, batches)
         if self._average_over:
             average((p.grad for p in self.parameters if p.grad is not None), group=self._average_over.get_group())
         return loss
