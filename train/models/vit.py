@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from train.errors import ConfigError
+from train.models.attention import Attention
 from train.models.images import image_shape
 
 
@@ -15,6 +18,13 @@ class Vit(nn.Module):
 
     Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020.
     """
+
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "vit.encoder.layers.*.self_attention.qkv": "colwise",
+        "vit.encoder.layers.*.self_attention.out": "rowwise",
+        "vit.encoder.layers.*.mlp.0": "colwise",
+        "vit.encoder.layers.*.mlp.3": "rowwise",
+    }
 
     def __init__(
         self,
@@ -40,6 +50,8 @@ class Vit(nn.Module):
         self.vit = VisionTransformer(
             height, patch_size, num_layers, num_heads, hidden_dim, mlp_dim, num_classes=num_classes
         )
+        for block in self.vit.encoder.layers:
+            block.self_attention = SelfAttention(block.self_attention)
         if channels != 3:
             self.vit.conv_proj = nn.Conv2d(channels, hidden_dim, patch_size, stride=patch_size)
         nn.init.trunc_normal_(self.vit.heads.head.weight, std=0.02)  # torchvision leaves it zero, to be fine-tuned
@@ -47,3 +59,20 @@ class Vit(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.vit(images)
         return logits
+
+
+class SelfAttention(Attention):
+    """What takes the place of torch's MultiheadAttention, which cannot be divided by heads, and begins with its weights."""
+
+    def __init__(self, attention: Any):
+        super().__init__(attention.embed_dim, attention.num_heads, dropout=attention.dropout)
+        with torch.no_grad():
+            self.qkv.weight.copy_(self._by_head(attention.in_proj_weight))
+            self.qkv.bias.copy_(self._by_head(attention.in_proj_bias))
+        self.out = attention.out_proj
+
+    def forward(self, x: Tensor, *_: Tensor, **__: bool) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+    def _by_head(self, rows: Tensor) -> Tensor:
+        return rows.view(3, self.num_heads, self.head_dim, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)

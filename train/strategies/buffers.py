@@ -17,10 +17,12 @@ class Buffers:
 
     Averaged in floating point, the first rank's otherwise. The ranks' own go on undisturbed, so that it makes no difference
     to training when and whether somebody looked.
+
+    Args:
+        group: the ranks whose buffers are one model's; None: all.
     """
 
     def __init__(self, model: nn.Module, world: World, *, group: dist.ProcessGroup | None = None):
-        """`group`: the ranks that train; all of `world` if not given."""
         self.own = dict(model.named_buffers())
         self._size = dist.get_world_size(group) if group else world.size
         self._group, self._device = group, world.device

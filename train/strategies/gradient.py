@@ -1,4 +1,4 @@
-"""Norm and clipping of gradients, some of which may lie in pieces."""
+"""Mean over ranks, norm and clipping of gradients, some of which may lie in pieces."""
 
 from __future__ import annotations
 
@@ -6,8 +6,22 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+
+def average(gradients: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
+    """Put the mean over the ranks of `group` in place of each gradient, of what lies in pieces piece by piece. Collective."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in map(_local, gradients):
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for alike in by_dtype.values():
+        flat = torch.cat([gradient.flatten() for gradient in alike])
+        dist.all_reduce(flat, group=group)
+        parts = torch.split(flat / group.size(), [gradient.numel() for gradient in alike])
+        for gradient, part in zip(alike, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
@@ -27,4 +41,8 @@ def clip(parameters: list[Tensor], limit: float, norm: Tensor) -> None:
         return
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
-        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
+        _local(gradient).mul_(factor)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

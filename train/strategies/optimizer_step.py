@@ -41,6 +41,7 @@ class OptimizerStep:
         forward: what training calls instead of the model, where something wraps it.
         no_sync: the context of every backward pass but a step's last.
         trainers: the ranks whose buffers are one model's; all if not given.
+        elsewhere: name -> size of the entries of the whole model's state that only other ranks have.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class OptimizerStep:
         forward: Callable[[Any], Any] | None = None,
         no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         trainers: ProcessGroup | None = None,
+        elsewhere: Mapping[str, torch.Size] | None = None,
     ):
         self.recipe, self.world, self.model, self.no_sync = recipe, world, model, no_sync
-        self.forward = forward or model
+        self.forward, self._elsewhere = forward or model, elsewhere or {}
         self._shards, self._speaks = layout.shard(world.rank)[1], layout.speaks(world.rank)
         self.buffers = Buffers(model, world, group=trainers)
         self.optimizer = recipe.build_optimizer(model.parameters())
@@ -84,8 +86,7 @@ class OptimizerStep:
         """
         self._set_lr(step)
         self.scaler.unscale_(self.optimizer)  # clipping is defined on the true gradient
-        if norm is None:
-            norm = total_norm(p.grad for p in self.parameters if p.grad is not None)
+        norm = self.norm() if norm is None else norm
         if self._must_skip(norm):
             self.scaler.update()
             self.optimizer.zero_grad()
@@ -96,6 +97,10 @@ class OptimizerStep:
         self.scaler.update()
         self.optimizer.zero_grad()
         return norm, False
+
+    def norm(self) -> Tensor:
+        """[] the L2 norm of the global gradient, the same on every rank. Collective."""
+        return total_norm(p.grad for p in self.parameters if p.grad is not None)
 
     def warm_up(self, batches: list[Batch]) -> None:
         """One forward and backward whose gradient is thrown away, and which leaves no other trace. Collective."""
@@ -155,13 +160,15 @@ class OptimizerStep:
         """What to read the `saved` tensors into; this rank's own buffers beside those that all share. Raises ConfigError."""
         own = {f"{self._own}{name}": buffer for name, buffer in self.buffers.copy().items()}
         return {
-            **flat.targets(self.model, self.optimizer, saved),
+            **flat.targets(self.model, self.optimizer, saved, elsewhere=self._elsewhere),
             **{name: own[name] for name in own.keys() & saved.keys()},
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take up what `state` gave. Raises ConfigError if it does not fit."""
-        flat.load(self.model, self.optimizer, state, configured=self.recipe.optimizer_options)
+        flat.load(
+            self.model, self.optimizer, state, configured=self.recipe.optimizer_options, elsewhere=self._elsewhere
+        )
         if state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         own = {name: value for name, value in state.items() if name.startswith(self._own)}

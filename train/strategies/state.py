@@ -31,21 +31,30 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str
     return {**flat, "optimizer/groups": groups}
 
 
-def targets(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+def targets(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, SavedTensor],
+    *,
+    elsewhere: Mapping[str, torch.Size],
+) -> dict[str, Tensor]:
     """Tensors laid out as the model's own for what was `saved`: the model's themselves, new ones for the optimizer's.
+
+    `elsewhere` are the entries of the model's state that other ranks have: they are compared, and not read here.
 
     Raises:
         ConfigError: the model and the saved one differ in names or sizes.
     """
     here = of_model({name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)})
     there = {name for name in saved if name.startswith("model/")}
-    for name in sorted(here.keys() ^ there):
-        where = "has no" if name in here else "has a"
+    sizes = {**{name: tensor.shape for name, tensor in here.items()}, **of_model(elsewhere)}
+    for name in sorted(sizes.keys() ^ there):
+        where = "has no" if name in sizes else "has a"
         raise ConfigError(f"the checkpoint {where} {name[6:]}, unlike this model: it does not fit, give the same model")
-    for name, tensor in here.items():
-        if tensor.shape != saved[name].size:
-            sizes = f"{list(saved[name].size)} in the checkpoint and {list(tensor.shape)} in this model"
-            raise ConfigError(f"the checkpoint does not fit this model: {name[6:]} is {sizes}; give the same model")
+    for name, size in sizes.items():
+        if size != saved[name].size:
+            both = f"{list(saved[name].size)} in the checkpoint and {list(size)} in this model"
+            raise ConfigError(f"the checkpoint does not fit this model: {name[6:]} is {both}; give the same model")
     parameters = dict(model.named_parameters())
     for name, facts in saved.items():
         kind, _, rest = name.partition("/")
@@ -56,7 +65,12 @@ def targets(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[s
 
 
 def load(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, configured: frozenset[str]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    *,
+    configured: frozenset[str],
+    elsewhere: Mapping[str, torch.Size],
 ) -> None:
     """Take up a flat state. In the optimizer's groups the keys that are `configured` stay as the config has them.
 
@@ -66,7 +80,7 @@ def load(
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     try:
         model.load_state_dict({name[6:]: value for name, value in state.items() if name.startswith("model/")})
-        optimizer.load_state_dict(_nested(state, model, optimizer))
+        optimizer.load_state_dict(_nested(state, model, optimizer, elsewhere))
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"the checkpoint does not fit this model and optimizer: {error}") from error
     decides = configured | ALWAYS_CONFIGURED
@@ -81,11 +95,14 @@ def _empty(facts: SavedTensor, like: Tensor) -> Tensor:
     return torch.empty(facts.size, dtype=facts.dtype, device=like.device)
 
 
-def _nested(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _nested(
+    state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, elsewhere: Mapping[str, torch.Size]
+) -> dict[str, Any]:
     """The optimizer's state dict by index, as torch numbers it: through all groups in their order."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     groups = state["optimizer/groups"]
+    groups = [{**group, "params": [name for name in group["params"] if name not in elsewhere]} for group in groups]
     saved = [name for group in groups for name in group["params"]]
     if sorted(saved) != sorted(order):
         raise ValueError(f"its optimizer had {len(saved)} parameters, or others, and this one has {len(order)}")
@@ -97,5 +114,5 @@ def _nested(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.O
             values.setdefault(index[name], {})[what] = value
     return {
         "state": values,
-        "param_groups": [{**group, "params": [index[name] for name in group["params"]]} for group in groups],
+        "param_groups": [{**group, "params": sorted(index[name] for name in group["params"])} for group in groups],
     }

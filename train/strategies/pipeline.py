@@ -1,0 +1,323 @@
+"""Pipeline parallelism: each rank holds a part of the layers, and micro-batches flow through the ranks.
+
+Sources: Huang et al., "GPipe", 2018; Narayanan et al., "PipeDream", SOSP 2019 (1F1B), and "Efficient Large-Scale
+Language Model Training on GPU Clusters Using Megatron-LM", 2021 (interleaved).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.utils import _pytree as pytree
+
+from train.config.keys import Config, Precision
+from train.config.marks import FREE, Ge
+from train.data.loader import Batch
+from train.dist.layout import DATA, Layout
+from train.dist.world import World
+from train.errors import ConfigError
+from train.objectives.measure import sums
+from train.strategies.base import Recipe, SavedTensor
+from train.strategies.broadcast import broadcast
+from train.strategies.buffers import Buffers
+from train.strategies.cut import Stages, move, subset
+from train.strategies.gradient import average, total_norm
+from train.strategies.optimizer_step import OptimizerStep, Stepping, build_model
+
+STAGES = "stages"
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+MICRO_BATCHES_PER_STAGE = 4  # the ranks stand idle for about a fifth of a step then, as GPipe's authors advise
+
+
+class Pipeline(Stepping):
+    """The layers in order over `stages` ranks, the samples over the rest.
+
+    Args:
+        stages_per_rank: of the interleaved schedule, two or more; None: two there, and one in the others.
+        num_micro_batches: in a step, at least; None: four for each stage. `micro_batch_size` may ask for more.
+        split: names of the layers with which the second and later stages begin; None: cut evenly by parameters.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: Annotated[int, Ge(2), FREE],
+        schedule: Annotated[Literal["gpipe", "1f1b", "interleaved"], FREE],
+        stages_per_rank: Annotated[int | None, Ge(1), FREE],
+        num_micro_batches: Annotated[int | None, Ge(1), FREE],
+        split: Annotated[list[str] | None, FREE],
+    ):
+        self.stages, self.schedule, self.split = stages, schedule, [str(name) for name in split] if split else None
+        self.stages_per_rank = stages_per_rank or (2 if schedule == "interleaved" else 1)
+        self.num_micro_batches = num_micro_batches or MICRO_BATCHES_PER_STAGE * stages
+
+    @property
+    def number(self) -> int:
+        """Stages in all."""
+        return self.stages * self.stages_per_rank
+
+    def layout(self, world_size: int) -> Layout:
+        return Layout.of(world_size, data=-1, stages=self.stages)
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        if (self.schedule == "interleaved") != (self.stages_per_rank > 1):
+            valid = "use 2 or more" if self.schedule == "interleaved" else "use 1, or strategy.schedule=interleaved"
+            raise ConfigError(
+                f"strategy.stages_per_rank={self.stages_per_rank} does not go with strategy.schedule={self.schedule}: {valid}"
+            )
+        if self.split and len(self.split) != self.number - 1:
+            raise ConfigError(
+                f"strategy.split={self.split} makes {len(self.split) + 1} stages of the model, and there are {self.number}: name {self.number - 1} layers"
+            )
+        if config.compile:
+            raise ConfigError("compile=true does not go with strategy=pipeline: leave it out, or use strategy=ddp")
+        if config.precision is Precision.fp16:
+            raise ConfigError("precision=fp16 does not go with strategy=pipeline: use fp32 or bf16")
+
+    def build(self, recipe: Recipe, world: World) -> None:
+        self.world, layout = world, self.layout(world.size)
+        mesh = layout.mesh(world.device.type)
+        model = build_model(recipe, torch.device("cpu"))
+        broadcast(model.state_dict().values())
+        stages = Stages(model, number=self.number, split=self.split)
+        self.part = Part(model, stages, line=mesh[STAGES].get_group(), data=mesh[DATA].get_group(), device=world.device)
+        self.optimizer_step = PipelineStep(
+            recipe,
+            world=world,
+            layout=layout,
+            part=self.part,
+            schedule=self.schedule,
+            num_micro_batches=self.num_micro_batches,
+        )
+
+    def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
+        own = self.optimizer_step.weights()
+        return {name: partial(self._fetch, name, own.get(name)) for name in self.part.whole}
+
+    def _fetch(self, name: str, value: Tensor | None) -> Tensor:
+        """On rank 0 what the first rank that has it sends. Collective."""
+        facts, source, rank = self.part.whole[name], self.part.first_with[name], self.world.rank
+        if rank == source and value is not None:
+            if rank:
+                dist.send(value.detach().cpu().contiguous().flatten().view(torch.uint8), 0)
+            return value
+        whole = torch.empty(facts.size, dtype=facts.dtype) if rank == 0 else torch.empty(0)
+        if rank == 0:
+            dist.recv(whole.flatten().view(torch.uint8), source)
+        return whole
+
+
+class PipelineStep(OptimizerStep):
+    """An optimizer step whose micro-batches go through the stages in turn; gradients are averaged once, at the end."""
+
+    def __init__(
+        self, recipe: Recipe, *, world: World, layout: Layout, part: Part, schedule: str, num_micro_batches: int
+    ):
+        super().__init__(recipe, world=world, layout=layout, model=part.module, elsewhere=part.elsewhere)
+        self.buffers = Buffers(part.module, world, group=part.data)
+        self._part, self._schedule, self._num_micro_batches = part, schedule, num_micro_batches
+        self._schedules: dict[Any, Any] = {}
+        named = {parameter: name for name, parameter in part.module.named_parameters()}
+        mine = [[named[p] for p in group["params"]] for group in self.optimizer.param_groups]
+        theirs = [set().union(*names) for names in zip(*world.gather(mine), strict=True)]
+        self._groups = [[name for name in part.whole if name in names] for names in theirs]
+
+    def backward(self, step: int, batches: list[Batch]) -> Tensor:
+        """Accumulate the gradient; give back this rank's share of the loss, which only the last stage knows."""
+        self._flow = Flow.of(batches, number=self._num_micro_batches, stages=self._part.line.size())
+        losses: list[Tensor] = []
+        self._run(
+            self._flow, loss=self._loss, losses=losses, target=torch.arange(self._flow.number), return_outputs=False
+        )
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if self._part.data.size() > 1:
+            average(gradients, group=self._part.data)
+        self._part.add_tied()
+        if not self._part.has_last:
+            return torch.zeros((), device=self.world.device)
+        return torch.stack([loss.detach() for loss in losses]).sum() / self._shards
+
+    def norm(self) -> Tensor:
+        own = total_norm(p.grad for p in self._part.counted if p.grad is not None).to(self.world.device)
+        squared = own.double().square()
+        dist.all_reduce(squared, group=self._part.line)
+        return squared.sqrt().to(own.dtype)
+
+    def evaluate(self, batch: Batch) -> dict[str, Tensor]:
+        """Metrics of one micro-batch, summed over its samples, on the last stage. Collective."""
+        self.model.eval()
+        flow = Flow.of([batch], number=self._part.line.size(), stages=self._part.line.size())
+        with self.buffers.in_use(), torch.no_grad():
+            outputs = self._run(flow)
+        if not self._part.has_last:
+            return {}
+        measured = sums(self.recipe.objective, pytree.tree_map(lambda t: t[: flow.samples], outputs), flow.targets)
+        return {name: value * bool(batch.count) for name, value in measured.items()}
+
+    def state(self) -> dict[str, Any]:
+        state = super().state()
+        for name, value in state.items():
+            if name.startswith("optimizer/") and name != "optimizer/groups" and not isinstance(value, Tensor):
+                raise ConfigError(
+                    f"the optimizer keeps {name.rpartition('/')[2]} as {type(value).__name__}: strategy=pipeline saves tensors only"
+                )
+        groups = zip(self.optimizer.param_groups, self._groups, strict=True)
+        return {**state, "optimizer/groups": [{**group, "params": names} for group, names in groups]}
+
+    def _run(self, flow: Flow, *, loss: Callable[[Any, Tensor], Tensor] | None = None, **options: Any) -> Any:
+        """Send the micro-batches through the stages; the outputs on the last one."""
+        key = loss is not None, flow.number, flow.inputs.shape, flow.inputs.dtype
+        if key not in self._schedules:
+            self._schedules[key] = self._new_schedule(flow.number, loss)
+        given = (flow.inputs,) if self._part.has_first else ()
+        return self._schedules[key].step(*given, **options)
+
+    def _new_schedule(self, number: int, loss: Callable[[Any, Tensor], Tensor] | None) -> Any:
+        part, kind = self._part, SCHEDULES[self._schedule]
+        stages = [
+            PipelineStage(Autocast(module, self._autocast), index, part.number, self.world.device, group=part.line)
+            for index, module in part.stages.items()
+        ]
+        what: Any = stages if kind is ScheduleInterleaved1F1B else stages[0]
+        return kind(what, n_microbatches=number, loss_fn=loss, scale_grads=False)
+
+    def _loss(self, outputs: Any, index: Tensor) -> Tensor:
+        """A micro-batch's share of the mean loss, for a mean over replicas to follow."""
+        flow = self._flow
+        first, count = int(index) * flow.size, flow.count(int(index))
+        some = max(count, 1)
+        targets = pytree.tree_map(lambda t: t[min(first, flow.samples - 1) :][:some], flow.targets)
+        with self._autocast():
+            loss = self.recipe.objective(pytree.tree_map(lambda t: t[:some], outputs), targets)
+        share: Tensor = loss * (count / flow.total * self._shards)
+        return share
+
+
+class Part:
+    """What this rank has of the model: some of its stages.
+
+    Args:
+        line: the ranks of one pipeline. data: those that have the same stages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Stages,
+        *,
+        line: dist.ProcessGroup,
+        data: dist.ProcessGroup,
+        device: torch.device,
+    ):
+        self.line, self.data, self.device, self.number = line, data, device, stages.number
+        state = model.state_dict(keep_vars=True)
+        self.whole = {name: SavedTensor(value.shape, value.dtype) for name, value in state.items()}
+        held = [_names(state, stages, at, line.size()) for at in range(line.size())]
+        self.first_with = {name: next(at for at, names in enumerate(held) if name in names) for name in self.whole}
+        here, at = held[line.rank()], line.rank()
+        first_name = {parameter: name for name, parameter in model.named_parameters()}
+        holders = {
+            p: [n for n, names in enumerate(held) if any(state[name] is p for name in names)] for p in first_name
+        }
+        aliases = [name for p, name in first_name.items() if at in holders[p] and name not in here]
+        targets = [
+            *aliases,
+            *(target for stage in range(at, self.number, line.size()) for target in stages.targets(stage)),
+        ]
+        move(model, targets, device)
+        self.stages = {stage: stages.stage(stage) for stage in range(at, self.number, line.size())}
+        self.module = subset(model, targets)
+        self.elsewhere = {
+            name: facts.size for name, facts in self.whole.items() if name not in self.module.state_dict()
+        }
+        self.counted = [p for p, ranks in holders.items() if ranks[0] == at]
+        self._tied = [
+            (p if at in ranks else torch.empty_like(p, device="meta"), at in ranks)
+            for p, ranks in holders.items()
+            if len(ranks) > 1 and p.requires_grad
+        ]
+
+    @property
+    def has_first(self) -> bool:
+        return 0 in self.stages
+
+    @property
+    def has_last(self) -> bool:
+        return self.number - 1 in self.stages
+
+    def add_tied(self) -> None:
+        """Of parameters that several ranks of the pipeline have, give each the sum of their gradients. Collective."""
+        for parameter, mine in self._tied:
+            gradient = parameter.grad if mine else None
+            if gradient is None:
+                gradient = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.device)
+            dist.all_reduce(gradient, group=self.line)
+            if mine:
+                parameter.grad = gradient
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A step's samples as equal micro-batches, of which the last may be filled up or all filling.
+
+    inputs: [number * size, ...], targets: [samples, ...] whatever they are made of.
+    samples: how many are given, of which `counted` count: all, or none of the one of a rank without samples.
+    total: the samples of the step on all replicas.
+    """
+
+    inputs: Tensor
+    targets: Any
+    number: int
+    size: int
+    samples: int
+    counted: int
+    total: int
+
+    @classmethod
+    def of(cls, batches: list[Batch], *, number: int, stages: int) -> Flow:
+        """At least `number` micro-batches, as far as there are samples, a multiple of `stages`, none larger than a batch."""
+        full = [batch for batch in batches if batch.count] or batches[:1]
+        if not all(isinstance(batch.inputs, Tensor) for batch in full):
+            raise ConfigError(
+                f"strategy=pipeline takes samples whose input is one tensor, and these are {type(full[0].inputs).__name__}"
+            )
+        inputs = torch.cat([batch.inputs for batch in full])
+        targets = pytree.tree_map(
+            lambda *parts: torch.cat(parts), full[0].targets, *(batch.targets for batch in full[1:])
+        )
+        samples = len(inputs)
+        wanted = stages * -(-min(max(number, len(batches)), samples) // stages)
+        size = -(-samples // wanted)
+        used = stages * -(-samples // (size * stages))
+        filled = torch.arange(used * size, device=inputs.device).clamp(max=samples - 1)
+        return cls(inputs[filled], targets, used, size, samples, sum(batch.count for batch in full), full[0].total)
+
+    def count(self, index: int) -> int:
+        """How many samples of a micro-batch count."""
+        return min(max(self.counted - index * self.size, 0), self.size)
+
+
+class Autocast(nn.Module):
+    """A stage under the run's precision: its backward pass lies outside, as autocast wants it."""
+
+    def __init__(self, stage: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[Any]]):
+        super().__init__()
+        self.stage, self.autocast = stage, autocast
+
+    def forward(self, *inputs: Any) -> Any:
+        with self.autocast():
+            return self.stage(*inputs)
+
+
+def _names(state: Mapping[str, Any], stages: Stages, rank: int, ranks: int) -> set[str]:
+    """The entries of the model's `state` that a rank of the pipeline has."""
+    return {name for stage in range(rank, stages.number, ranks) for name in stages.names(stage)}

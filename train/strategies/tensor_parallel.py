@@ -1,0 +1,183 @@
+"""Tensor parallelism: each of a model's large layers lies in pieces on neighbouring ranks, which work on the same samples.
+
+Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from train.config.keys import Config, Precision
+from train.config.marks import FREE, Ge
+from train.data.loader import Batch
+from train.dist.layout import DATA, Layout
+from train.dist.world import World
+from train.errors import ConfigError, nearest
+from train.strategies.base import Recipe, StepResult
+from train.strategies.blocks import blocks
+from train.strategies.broadcast import broadcast
+from train.strategies.gradient import average
+from train.strategies.optimizer_step import OptimizerStep, Stepping, build_model
+
+TENSOR = "tensor"
+STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+Plan = Mapping[str, str]
+"""Pattern of a layer's name -> colwise (its outputs are divided) or rowwise (its inputs are)."""
+
+# It warns on every rank that two dimensions of ranks are gathered one after the other: once, for model.pt.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+class TensorParallel(Stepping):
+    """Layers divided over `tensor` ranks, samples over the rest, where `shard` divides the parameters once more.
+
+    Args:
+        plan: pattern of a layer's name -> colwise or rowwise; None: the model's own `tensor_parallel_plan`.
+    """
+
+    def __init__(
+        self,
+        *,
+        tensor: Annotated[int, Ge(1), FREE],
+        shard: Annotated[bool, FREE],
+        plan: Annotated[dict[str | int, Literal["colwise", "rowwise"]] | None, FREE],
+    ):
+        self.tensor, self.fully_sharded = tensor, shard
+        self.plan: Plan | None = {str(name): style for name, style in plan.items()} if plan else None
+
+    def layout(self, world_size: int) -> Layout:
+        return Layout.of(world_size, data=-1, tensor=self.tensor)
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        if config.compile:
+            raise ConfigError(
+                "compile=true does not go with strategy=tensor_parallel: leave it out, or use strategy=ddp"
+            )
+        if config.precision is Precision.fp16:
+            raise ConfigError("precision=fp16 does not go with strategy=tensor_parallel: use fp32 or bf16")
+
+    def build(self, recipe: Recipe, world: World) -> None:
+        self.world, layout = world, self.layout(world.size)
+        self.model = build_model(recipe, world.device)
+        styles = divided_layers(self.model, self._plan(self.model), ranks=self.tensor)
+        if world.size == 1:
+            self.optimizer_step = OptimizerStep(recipe, world=world, layout=layout, model=self.model)
+            return
+        broadcast(self.model.state_dict().values())
+        self.mesh = layout.mesh(world.device.type)
+        self.generators_are_shared = self.tensor == 1
+        parallelize_module(self.model, self.mesh[TENSOR], {name: STYLES[style]() for name, style in styles.items()})
+        data = self.mesh[DATA] if layout.sizes[DATA] > 1 else None
+        if data and self.fully_sharded:
+            _shard(self.model, data)
+        average_over = None if self.fully_sharded else data
+        self.optimizer_step = TensorStep(
+            recipe, world=world, layout=layout, model=self.model, average_over=average_over
+        )
+
+    def step(self, step: int, batches: list[Batch]) -> StepResult:
+        """One optimizer step, before the first of which the ranks of a group agree on their random numbers.
+
+        What lies between two divided layers is whole on each rank of the group, and has to lose the same elements to
+        dropout there.
+        """
+        if self.world.size > 1 and not self.generators_are_shared:
+            self._share_generators()
+            self.generators_are_shared = True
+        return super().step(step, batches)
+
+    def _plan(self, model: nn.Module) -> Plan:
+        plan: Plan | None = self.plan or getattr(model, "tensor_parallel_plan", None)
+        if plan is None:
+            raise ConfigError(
+                f"{type(model).__name__} has no tensor_parallel_plan: give one, strategy.plan={{layer: colwise, next: rowwise}}, "
+                "or use model=gpt, model=vit or another strategy"
+            )
+        return plan
+
+    def _share_generators(self) -> None:
+        """Each rank takes up the random number generators of the first of its tensor group. Collective."""
+        cuda = self.world.device.type == "cuda"
+        state = (torch.cuda.get_rng_state() if cuda else torch.get_rng_state()).to(self.world.device)
+        dist.broadcast(state, group=self.mesh[TENSOR].get_group(), group_src=0)
+        (torch.cuda.set_rng_state if cuda else torch.set_rng_state)(state.cpu())
+
+
+class TensorStep(OptimizerStep):
+    """Averages gradients once, after the last backward pass: DDP takes no DTensor for a parameter."""
+
+    def __init__(
+        self, recipe: Recipe, *, world: World, layout: Layout, model: nn.Module, average_over: DeviceMesh | None
+    ):
+        super().__init__(recipe, world=world, layout=layout, model=model)
+        self._average_over = average_over
+        for group in self.optimizer.param_groups:  # one kernel over all takes no list of DTensors and plain tensors
+            group.update({key: False for key in ("fused", "foreach") if key in group})
+
+    def backward(self, step: int, batches: list[Batch]) -> Tensor:
+        loss = super().backward(step, batches)
+        if self._average_over:
+            average((p.grad for p in self.parameters if p.grad is not None), group=self._average_over.get_group())
+        return loss
+
+
+def divided_layers(model: nn.Module, plan: Plan, *, ranks: int) -> dict[str, str]:
+    """Layer -> style, for each layer that the plan's patterns name.
+
+    Raises:
+        ConfigError: a pattern names none, or one that cannot be divided by `ranks`.
+    """
+    modules = dict(model.named_modules())
+    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    patterns = [re.sub(r"\d+(?=\.)", "*", name) for name in linear]
+    styles: dict[str, str] = {}
+    for pattern, style in plan.items():
+        named = [name for name in linear if fnmatchcase(name, pattern)]
+        if not named:
+            raise ConfigError(
+                f"strategy.plan names {pattern}, and the model has no nn.Linear of that name; {nearest(pattern, patterns)}"
+            )
+        styles |= dict.fromkeys(named, style)
+    for name, style in styles.items():
+        _check_divisible(name, style, modules, ranks)
+    return styles
+
+
+def _check_divisible(name: str, style: str, modules: dict[str, nn.Module], ranks: int) -> None:
+    layer, parent = modules[name], modules[name.rpartition(".")[0]]
+    assert isinstance(layer, nn.Linear)
+    features = "out_features" if style == "colwise" else "in_features"
+    heads = getattr(parent, "num_heads", ranks)
+    if isinstance(parent, nn.MultiheadAttention):
+        raise ConfigError(
+            f"strategy.plan names {name} of a MultiheadAttention, which cannot be divided: see train/models/attention.py"
+        )
+    for what, size in ((f"{name}.{features}", getattr(layer, features)), (f"num_heads of {name}", heads)):
+        if size % ranks:
+            valid = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            raise ConfigError(f"strategy.tensor={ranks} must divide {what}={size}: use one of {valid}")
+    users = [other for other, module in modules.items() for p in module.parameters(recurse=False) if p is layer.weight]
+    if len(users) > 1:
+        raise ConfigError(
+            f"strategy.plan names {name}, whose weight is that of {' and '.join(users)} as well: leave it out"
+        )
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Parameters, gradients and optimizer values in pieces over `mesh`, gathered block by block."""
+    for block in blocks(model).values():
+        if any(True for _ in block.parameters()):
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
