@@ -84,8 +84,8 @@ def check(*, rounds: int, steps: int, out: Path) -> None:
     if dist.get_rank() == 0:
         jobs = job(network, seconds=times[1])
         found = [Checked(size, times[size], sent[size], ddp(jobs, size)) for size in WORLD_SIZES]
-        show(found, network)
         write_json(out / "check.json", {"network": asdict(network), "checked": [asdict(each) for each in found]})
+        show(found, network)
         say(f"{out}/check.json", sys.stdout)
     dist.barrier()
     dist.destroy_process_group()
