@@ -29,6 +29,7 @@ from train.collectives.record import write_json
 from train.collectives.scale.job import Job, Machine, Workload
 from train.collectives.scale.strategies import Step, ddp
 from train.collectives.start import become_torchrun
+from train.collectives.table import WIDTH
 from train.collectives.wire import written_bytes
 from train.errors import ConfigError, MusterError, say
 from train.faults import agent
@@ -157,6 +158,8 @@ def show(found: list[Checked], network: Network) -> None:
             "not counted" if each.sent_bytes is None else f"{each.sent_bytes / 1e6:.3f}", f"{model.sent_bytes / 1e6:.3f}",
         )  # fmt: skip
     console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
     console.print(f"alpha {network.alpha_s * 1e6:.1f} us, beta {network.beta_s * 1e9:.3f} ns a byte")
     console.print(table)
 
