@@ -98,13 +98,13 @@ def _reset_peak() -> int:
     return _status("VmRSS")
 
 
-def launch(nproc: int, *arguments: str) -> Any:
-    """What rank 0 of `nproc` processes prints last."""
+def launch(nproc: int, module: str, *arguments: str) -> Any:
+    """What rank 0 of `nproc` processes of `module` prints last."""
     with tempfile.TemporaryDirectory() as folder:
         root = str(Path(__file__).resolve().parent.parent)
         line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
         done = subprocess.run(
-            [*line, "-m", "bench.strategies", "--worker", *arguments],
+            [*line, "-m", module, *arguments],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}, cwd=folder, capture_output=True, text=True,
         )  # fmt: skip
     if done.returncode:
@@ -120,21 +120,15 @@ def main() -> None:
     parser.add_argument("--set", default=WORKLOAD, help=f"what is trained (default: {WORKLOAD})")
     parser.add_argument("--worker", choices=["compare", "weigh"], help=argparse.SUPPRESS)
     given = parser.parse_args()
-    workload = [*given.set.split(), f"output_dir={tempfile.gettempdir()}/unused"]
+    line = [*given.set.split(), f"output_dir={tempfile.gettempdir()}/unused"]
     if given.worker:
-        compare(given.strategies, workload, given.steps) if given.worker == "compare" else weigh(
-            given.strategies[0], workload
-        )
-        sys.stdout.flush()
+        compare(given.strategies, line, given.steps) if given.worker == "compare" else weigh(given.strategies[0], line)
         os._exit(0)  # as the kit does: torch's threads may abort in a tear-down
     same = [f"--set={given.set}", f"--steps={given.steps}"]
-    speeds = launch(given.nproc, "compare", *given.strategies, *same)
+    speeds = launch(given.nproc, "bench.strategies", "--worker=compare", *given.strategies, *same)
     for name in given.strategies:
-        print(
-            json.dumps(
-                {"strategy": name, "ranks": given.nproc, **speeds[name], **launch(given.nproc, "weigh", name, *same)}
-            )
-        )
+        weighed = launch(given.nproc, "bench.strategies", "--worker=weigh", name, *same)
+        print(json.dumps({"strategy": name, "ranks": given.nproc, **speeds[name], **weighed}), flush=True)
 
 
 if __name__ == "__main__":

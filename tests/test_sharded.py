@@ -124,16 +124,14 @@ def test_what_does_not_go_together_is_refused_at_once(line, said):
         build(config.strategy).check(config, 4)
 
 
-CHAIN = [
-    (4, "fsdp"), (2, "fsdp"), (1, "fsdp"), (3, "ddp"), (4, "zero"), (2, "zero"), (2, "ddp"), (4, "hybrid"), (2, "zero"), (4, "fsdp"),
-]  # fmt: skip
+CHAIN = [(4, "fsdp"), (2, "fsdp"), (3, "ddp"), (4, "hybrid"), (2, "zero"), (1, "ddp"), (4, "fsdp")]
 
 
 def test_every_layout_loads_what_another_has_saved(tmp_path, whole):
     folder = tmp_path / "run"
-    for until, (ranks, strategy) in enumerate(CHAIN, 3):
+    for until, (ranks, strategy) in enumerate(CHAIN, 6):
         result = run(folder, *SHARDED[1:], f"strategy={strategy}", f"max_steps={until}", OTHER, ranks=ranks)
-    assert [event["step"] for event in result.events("resume")] == list(range(3, 12))
+    assert [event["step"] for event in result.events("resume")] == list(range(6, 12))
     assert len(result.losses) == 12
     assert result.weights.keys() == whole.weights.keys()
     for step, loss in whole.losses.items():
