@@ -29,7 +29,7 @@ class Ddp(Stepping):
     """DDP over all ranks; with one rank, plain training."""
 
     step_class: type[OptimizerStep] = OptimizerStep
-    options: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {"gradient_as_bucket_view": True}
     sync_batchnorm = False
     compression = "none"
     powersgd: PowerSgd | None = None
