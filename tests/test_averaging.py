@@ -34,25 +34,23 @@ def compare():
         case.steps(range(10))
         told[name] = {"losses": case.losses, "weights": case.weights}
     told["resumed"] = {
-        name: resumed(here, powersgd, forget=forget) for name, forget in (("with", ()), ("without", ("rank-",)))
+        "with": resumed(here, "powersgd", "powersgd"),
+        "without": resumed(here, "powersgd", "powersgd", forget="rank-"),
+        "elsewhere": resumed(here, "model_parallel", "ddp"),
     }
     told["bad"] = {policy: bad(here, policy) for policy in ("skip", "stop")}
     here.close()
     return told
 
 
-def powersgd(here):
+def resumed(here, one, other, *, forget="nothing"):
+    """The weights after six steps of one case and four of another, from the state less what is to be forgotten."""
     from kit.stepping import Trained
 
-    return Trained(here, *SGD, *CASES["powersgd"])
-
-
-def resumed(here, make, *, forget):
-    """The weights after ten steps, of which the last four follow on a resume from a state less what it forgets."""
-    first, second = make(here), make(here)
+    first, second = (Trained(here, *SGD, *CASES[name]) for name in (one, other))
     first.steps(range(6))
     state = copy.deepcopy(first.strategy.state())
-    second.resume({name: value for name, value in state.items() if not name.startswith(tuple(forget))})
+    second.resume({name: value for name, value in state.items() if not name.startswith(forget)})
     second.steps(range(6, 10))
     return second.weights
 
@@ -106,6 +104,7 @@ def test_data_parallel_gives_the_losses_of_one_device(cases):
 
 def test_a_model_on_two_devices_trains_as_ddp_does(cases):
     assert cases[0]["model_parallel"] == cases[0]["ddp"]
+    assert cases[0]["resumed"]["elsewhere"] == cases[0]["ddp"]["weights"]
 
 
 def test_averaging_parameters_every_step_is_ddp(cases):

@@ -31,7 +31,7 @@ class Ddp(Stepping):
 
     takes_slices = True
     step_class: type[OptimizerStep] = OptimizerStep
-    options: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {"gradient_as_bucket_view": True}
     sync_batchnorm = False
     compression = "none"
     powersgd: PowerSgd | None = None

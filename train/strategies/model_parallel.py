@@ -7,6 +7,7 @@ strategies that cut it finer keep all of them busy.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -70,14 +71,22 @@ def spread(model: nn.Module, split: list[str], *, first: torch.device, second: t
     """
     check_names(model, split)
     check_shared(model, split)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        tensor.data = tensor.data.to(second if _is_within(name, split) else first)
+    kept: dict[nn.Parameter, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        lay(module, second if _is_within(name, split) else first, kept)
     for name, module in stages(model, split):
-        device = second if _is_within(name, split) else first
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs, to=device: _moved((args, kwargs), to), with_kwargs=True
-        )
+        move = partial(_take_along, second if _is_within(name, split) else first)
+        module.register_forward_pre_hook(move, with_kwargs=True)
     model.register_forward_hook(lambda _, args, output: _moved(output, first))
+
+
+def lay(module: nn.Module, device: torch.device, kept: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Bring the module's own parameters and buffers to the device; `kept` are those laid so far, which may be shared."""
+    for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+        if parameter.device != device:
+            setattr(module, name, kept.setdefault(parameter, _on(parameter, device)))
+    for name, buffer in [*module.named_buffers(recurse=False)]:
+        setattr(module, name, buffer.to(device))
 
 
 def stages(module: nn.Module, split: list[str], name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -100,7 +109,8 @@ def check_names(model: nn.Module, split: list[str]) -> None:
         )
     for name in split:
         if name not in layers or not name:
-            raise ConfigError(f"strategy.split: this model has no layer {name}; {nearest(name, layers)}")
+            beside = [other for other in layers if other and other.rpartition(".")[0] == name.rpartition(".")[0]]
+            raise ConfigError(f"strategy.split: this model has no layer {name}; {nearest(name, beside or children)}")
 
 
 def check_shared(model: nn.Module, split: list[str]) -> None:
@@ -114,6 +124,14 @@ def check_shared(model: nn.Module, split: list[str]) -> None:
 
 def _is_within(name: str, split: list[str]) -> bool:
     return any(name == layer or name.startswith(f"{layer}.") for layer in split)
+
+
+def _on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+
+
+def _take_along(device: torch.device, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _moved((args, kwargs), device)
 
 
 def _moved(values: Any, device: torch.device) -> Any:
