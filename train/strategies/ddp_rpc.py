@@ -8,6 +8,7 @@ Source: https://docs.pytorch.org/tutorials/advanced/rpc_ddp_tutorial.html
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed import rpc
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from train.config.keys import Config
+from train.config.keys import Config, NonFinite
 from train.data.loader import Batch, to
 from train.dist import rpc as calls
 from train.dist.layout import DATA, Layout
@@ -40,6 +41,8 @@ class Table(Server):
     def __init__(self, module: nn.Module, optimizer_step: OptimizerStep, *, trainers: range):
         super().__init__(optimizer_step, trainers=trainers, per_update=len(trainers))
         self.module = module
+        self._expected: dict[int, tuple[int, Tensor]] = {}
+        self._announced: list[tuple[int, Future[None]]] = []
 
     def forward(self, training: bool, *inputs: Any) -> Tensor:
         """The submodule's own."""
@@ -54,12 +57,56 @@ class Table(Server):
         parts = [left.get(parameter) for parameter in self.optimizer_step.parameters]
         return self.take(Gradient(trainer, step, parts, elsewhere))
 
+    def references(self) -> list[rpc.RRef[nn.Parameter]]:
+        """To the parameters, for torch's DistributedOptimizer."""
+        return [rpc.RRef(parameter) for parameter in self.optimizer_step.parameters]
+
+    @rpc.functions.async_execution  # type: ignore[untyped-decorator]
+    def expect(self, trainer: int, step: int, elsewhere: Tensor) -> Future[None]:
+        """Announce the next gradient of `trainer` that is applied; answered when it may be."""
+        announced: Future[None] = Future()
+        with self._change:
+            self._expected[trainer] = (step, elsewhere)
+            self._announced.append((step, announced))
+            self._proceed()
+        return announced
+
+    def apply(self, trainer: int) -> None:
+        """Step by the gradients that the parameters have, which are the trainer's."""
+        step, elsewhere = self._expected[trainer]
+        with self._change:
+            norm, skipped = self.optimizer_step.update(step)
+            self.updates += 1
+            self.left_out += skipped
+            self._done[trainer] = step
+            self._last = Answer([], torch.hypot(norm, elsewhere), skipped, self.optimizer_step.lr)
+            self._proceed()
+
     def parameters(self) -> list[Tensor]:
         return []
+
+    def _proceed(self) -> None:
+        due = [announced for step, announced in self._announced if step <= self._begun]
+        self._announced = [(step, announced) for step, announced in self._announced if step > self._begun]
+        for announced in due:
+            announced.set_result(None)
+        super()._proceed()
 
     def norm(self, batch: list[Gradient]) -> Tensor | None:
         own = total_norm(p.grad for p in self.optimizer_step.parameters if p.grad is not None)
         return torch.hypot(own, batch[0].elsewhere) if batch[0].elsewhere is not None else own
+
+
+class SharedOptimizer:
+    """What DistributedOptimizer makes on the server for each trainer: a way to the one that checkpoints know."""
+
+    def __init__(self, _parameters: list[Tensor], *, trainer: int):
+        self.trainer = trainer
+
+    def step(self) -> None:
+        table = served()
+        assert isinstance(table, Table)
+        table.apply(self.trainer)
 
 
 class Remote(nn.Module):
@@ -94,10 +141,16 @@ class Remote(nn.Module):
 
 
 class DdpRpc(Stepping):
-    """Rank 0 keeps the submodule named `remote`, the others train the rest under DDP."""
+    """Rank 0 keeps the submodule named `remote`, the others train the rest under DDP.
 
-    def __init__(self, *, remote: str):
-        self.remote = remote
+    asynchronous: step the table by each trainer's gradient as it comes, not once by all of them.
+    """
+
+    def __init__(self, *, remote: str, asynchronous: bool):
+        self.remote, self.asynchronous = remote, asynchronous
+        self.caveat = "each trainer's gradient steps the table as it comes: no run gives the same weights again"
+        if not asynchronous:
+            self.caveat = ""
         self.table: Table | None = None
 
     def layout(self, world_size: int) -> Layout:
@@ -112,6 +165,12 @@ class DdpRpc(Stepping):
     def check(self, config: Config, world_size: int) -> None:
         self.layout(world_size)
         refuse(config, "ddp_rpc")
+        if self.asynchronous and (config.grad_clip is not None or config.on_nonfinite is NonFinite.skip):
+            given = "on_nonfinite=skip" if config.grad_clip is None else f"grad_clip={config.grad_clip:g}"
+            raise ConfigError(
+                f"{given} needs the global gradient, and with strategy.asynchronous=true nobody has it: "
+                "use grad_clip=null and on_nonfinite=stop, or strategy.asynchronous=false"
+            )
 
     @property
     def shard(self) -> tuple[int, int] | None:
@@ -142,16 +201,24 @@ class DdpRpc(Stepping):
         world.barrier()
         if not self.table:
             self.stand_in.table = rpc.remote(calls.name(SERVER), served, timeout=0)
+        if not self.table and self.asynchronous:
+            self.table_optimizer = self._refer()
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
         if self.table:
-            last = self.table.await_step(step)
-            return StepResult(torch.zeros(()), last.grad_norm, last.skipped)
+            self.table.begin(step)
+            last = self.table.await_all(step)
+            return StepResult(torch.zeros(()), last.grad_norm, last.skipped and not self.asynchronous)
         if not self.warmed_up:
             self.warmed_up = True
             self.optimizer_step.warm_up(batches)
             self.stand_in.forget()
         return self._train(step, batches)
+
+    def is_finite(self) -> bool:
+        """Asynchronously, only the server knows what it has left out."""
+        left_out = self.table is not None and self.table.left_out > 0
+        return not self.asynchronous or not self.world.broadcast(left_out, source=SERVER)
 
     def state(self) -> dict[str, Any]:
         """Each part from whom it lives with, under the plain model's names."""
@@ -195,21 +262,44 @@ class DdpRpc(Stepping):
         )
 
     def _train(self, step: int, batches: list[Batch]) -> StepResult:
-        stepping, table = self.optimizer_step, self.stand_in.table
-        assert table
+        stepping = self.optimizer_step
         self.model.train()
         before = stepping.buffers.copy() if stepping.leaves_out else {}
         with dist_autograd.context() as context:
             loss = stepping.backward(step, batches)
             self.stand_in.backward(context, 1 / len(self.trainers))  # DDP has averaged the others
             dense = total_norm(p.grad for p in stepping.parameters if p.grad is not None).cpu()
-            push = table.rpc_async(timeout=0).push_context(self.world.rank, step, context, dense)
-            answer: Answer = calls.answer(push, rank=SERVER)
+            norm = self._push(step, context, dense)
         stepping.buffers.forget()
-        norm, skipped = stepping.update(step, norm=answer.grad_norm)
+        norm, skipped = stepping.update(step, norm=norm)
         if skipped:
             stepping.buffers.put_back(before)
         return StepResult(loss, norm, skipped)
+
+    def _push(self, step: int, context: int, dense: Tensor) -> Tensor:
+        """Have the table stepped; the norm of the gradient by which the dense part is to be, []."""
+        if not self.asynchronous:
+            answer: Answer = self._ask("push_context", step, context, dense)
+            return answer.grad_norm
+        self._ask("expect", step, dense)
+        calls.attempt(lambda: self.table_optimizer.step(context), rank=SERVER)
+        return dense
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        assert self.stand_in.table
+        call = getattr(self.stand_in.table.rpc_async(timeout=0), method)
+        return calls.answer(call(self.world.rank, *args), rank=SERVER)
+
+    def _refer(self) -> Any:
+        """An optimizer over the table's parameters, where they are."""
+        from torch.distributed.optim import DistributedOptimizer  # imports torch._dynamo
+
+        logging.getLogger("torch.distributed.optim.optimizer").setLevel(
+            logging.ERROR
+        )  # it would warn of SharedOptimizer
+        assert self.stand_in.table
+        references = calls.answer(self.stand_in.table.rpc_async(timeout=0).references(), rank=SERVER)
+        return DistributedOptimizer(SharedOptimizer, references, trainer=self.world.rank)  # type: ignore[no-untyped-call]
 
     def _mine(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """Without what lives with others."""
@@ -218,17 +308,16 @@ class DdpRpc(Stepping):
 
     def _whole(self, name: str, held: Any) -> Tensor:
         """A tensor of the plain model, on rank 0. Collective."""
-        is_tables = name == self.remote or name.startswith(f"{self.remote}.")
         like = self.plain[name]
         value: Tensor = torch.empty(like.shape, dtype=like.dtype) if held is None else held.cpu().contiguous()
-        if not is_tables:
+        if not name.startswith(f"{self.remote}."):
             dist.broadcast(value.flatten().view(torch.uint8), SERVER + 1)
         return value
 
 
 def find(model: nn.Module, name: str) -> nn.Module:
     """The submodule that `strategy.remote` names. Raises ConfigError."""
-    names = dict(model.named_modules())
+    names: dict[str, nn.Module] = dict(model.named_modules())
     names.pop("")
     module: nn.Module | None = names.get(name)
     if module is None:

@@ -11,7 +11,7 @@ https://docs.pytorch.org/tutorials/intermediate/rpc_async_execution.html
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -45,7 +45,7 @@ class Answer:
     lr: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Gradient:
     """What a trainer has sent and waits to have answered.
 
@@ -60,13 +60,17 @@ class Gradient:
 
 
 class Server:
-    """Keeps the parameters, and steps by every `per_update` gradients, or as many as there are trainers left."""
+    """Keeps the parameters, and steps by every `per_update` gradients, or as many as there are trainers left.
+
+    Gradients of a step wait until it is begun here too: else they could move what is just being saved.
+    """
 
     def __init__(self, optimizer_step: OptimizerStep, *, trainers: Iterable[int], per_update: int):
         self.optimizer_step, self.per_update = optimizer_step, per_update
         self.updates = self.left_out = 0
         self.lost: list[int] = []
         self._done = dict.fromkeys(trainers, -1)  # the last step whose gradient of the trainer's was taken
+        self._begun = -1
         self._waiting: list[Gradient] = []
         self._pulls: list[tuple[int, Future[list[Tensor]]]] = []
         self._change = threading.Condition()
@@ -101,13 +105,19 @@ class Server:
             self._waiting = [gradient for gradient in self._waiting if gradient.trainer != trainer]
             self._proceed()
 
-    def await_step(self, step: int) -> Answer:
-        """Until every trainer's gradient of `step` has been taken; the last update. Raises RankLost."""
+    def begin(self, step: int) -> None:
+        """Take gradients of steps up to `step` from now on."""
         with self._change:
-            self._change.wait_for(lambda: self.lost or self._has_taken(step))
-            if self.lost:
-                raise calls.gone(self.lost[0])
-            return self._last
+            self._begun = step
+            self._proceed()
+
+    def await_first(self, step: int) -> Answer:
+        """Until some trainer's gradient of `step` has been taken; the last update. Raises RankLost."""
+        return self._await(lambda: max(self._done.values()) >= step)
+
+    def await_all(self, step: int) -> Answer:
+        """Until every trainer's gradient of `step` has been taken; the last update. Raises RankLost."""
+        return self._await(lambda: self._has_taken(step))
 
     def parameters(self) -> list[Tensor]:
         """What trainers are to have of the parameters."""
@@ -117,15 +127,28 @@ class Server:
         """[] of the global gradient, where the server has only a part of it."""
         return None
 
+    def _await(self, condition: Callable[[], bool]) -> Answer:
+        with self._change:
+            self._change.wait_for(lambda: self.lost or condition())
+            if self.lost:
+                raise calls.gone(self.lost[0])
+            return self._last
+
     def _proceed(self) -> None:
-        while self._waiting and len(self._waiting) >= min(self.per_update, len(self._done)):
-            batch, self._waiting = self._waiting[: self.per_update], self._waiting[self.per_update :]
+        while batch := self._batch():
+            self._waiting = [gradient for gradient in self._waiting if gradient not in batch]
             self._update(sorted(batch, key=lambda gradient: gradient.trainer))
         due = [pull for step, pull in self._pulls if self._has_taken(step)]
         self._pulls = [(step, pull) for step, pull in self._pulls if not self._has_taken(step)]
         for pull in due:
             pull.set_result(self.parameters())
         self._change.notify_all()
+
+    def _batch(self) -> list[Gradient]:
+        """The gradients of the next update; empty if there are too few yet."""
+        due = [gradient for gradient in self._waiting if gradient.step <= self._begun]
+        size = min(self.per_update, len(self._done))
+        return due[:size] if len(due) >= size else []
 
     def _update(self, batch: list[Gradient]) -> None:
         """In the order of trainers: sums in the order of arrival would round differently each time."""
@@ -216,7 +239,9 @@ class ParameterServer(Stepping):
         self._step, self._is_newest = step, self._is_synchronous
         if not self.server:
             return self._train(step, batches)
-        last = self.server.await_step(step)
+        self.server.begin(step)
+        # Asynchronously as far as the fastest trainer: not further, or a stop would have to wait until all are there.
+        last = self.server.await_all(step) if self._is_synchronous else self.server.await_first(step)
         return StepResult(torch.zeros(()), last.grad_norm, last.skipped and self._is_synchronous)
 
     def _train(self, step: int, batches: list[Batch]) -> StepResult:
@@ -239,14 +264,20 @@ class ParameterServer(Stepping):
 
     def is_finite(self) -> bool:
         """One that was not is left out by the server; with a step in common, the loop has heard of it there and then."""
+        if self.server:
+            self.sync_parameters()
         left_out = self.server is not None and self.server.left_out > 0
         return self._is_synchronous or not self.world.broadcast(left_out, source=SERVER)
 
     def sync_parameters(self) -> None:
-        """Trainers take what the server has once all gradients of the step are in."""
-        if not self.server and not self._is_newest:
+        """The server has all gradients of the step in; trainers take what it has then."""
+        if self._is_newest:
+            return
+        if self.server:
+            self.server.await_all(self._step)
+        else:
             self._take(self._ask("pull", self._step))
-            self._is_newest = True
+        self._is_newest = True
 
     def state(self) -> dict[str, Any]:
         """The server's, and each trainer's own buffers."""
@@ -258,10 +289,6 @@ class ParameterServer(Stepping):
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         targets = self.optimizer_step.targets(saved)
         return {name: target for name, target in targets.items() if self.server or not name.startswith("optimizer/")}
-
-    def load(self, state: dict[str, Any]) -> None:
-        super().load(state)
-        self.world.barrier()  # no gradient may reach a server that is still loading
 
     def weights(self) -> dict[str, Any]:
         self._share_buffers()
