@@ -148,10 +148,12 @@ class DdpRpc(Stepping):
 
     def __init__(self, *, remote: str, asynchronous: bool):
         self.remote, self.asynchronous = remote, asynchronous
-        self.caveat = "each trainer's gradient steps the table as it comes: no run gives the same weights again"
-        if not asynchronous:
-            self.caveat = ""
         self.table: Table | None = None
+
+    @property
+    def caveat(self) -> str:
+        told = "each trainer's gradient steps the table as it comes: no run gives the same weights again"
+        return told if self.asynchronous else ""
 
     def layout(self, world_size: int) -> Layout:
         """Of the trainers: the server takes no samples."""
