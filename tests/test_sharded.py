@@ -104,7 +104,15 @@ def test_a_module_that_shares_a_parameter_is_no_unit():
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False))
     model[2].weight = model[0].weight
     assert units_of(model) == [model[1]]
-    assert named_units(model, ["Lin*"]) == [model[2], model[1]] and named_units(model, ["1"]) == [model[1]]
+    assert named_units(model, ["1"]) == [model[1]]
+    with pytest.raises(ConfigError, match="units: 2 shares a parameter"):
+        named_units(model, ["Lin*"])
+    nested = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))])
+    assert units_of(nested) == list(nested[0]) and named_units(nested, ["0*"]) == [
+        nested[0][1],
+        nested[0][0],
+        nested[0],
+    ]
     with pytest.raises(ConfigError, match="is called Block; this model's classes are Embedding, Linear"):
         named_units(model, ["Block"])
 

@@ -105,19 +105,25 @@ def units_of(model: nn.Module) -> list[nn.Module]:
 
     Transformer blocks, residual blocks, layers. One that shares a parameter with a module outside of it is none.
     """
-    shared = _shared(model)
-    return [unit for unit in _elements(model) if not shared & {id(parameter) for parameter in unit.parameters()}]
+    return [unit for unit in _elements(model) if not _shares(unit, model)]
 
 
 def named_units(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """The modules whose name or class matches a pattern, innermost first. Raises ConfigError for one without any."""
+    """The modules whose name or class matches a pattern, innermost first.
+
+    Raises:
+        ConfigError: a pattern matches none, or one that shares a parameter with a module outside of it.
+    """
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern in patterns:
         if not any(_matches(pattern, name, module) for name, module in modules.items()):
             known = ", ".join(sorted({type(module).__name__ for module in modules.values()}))
             raise ConfigError(f"strategy.units: no module is or is called {pattern}; this model's classes are {known}")
-    named = [module for name, module in modules.items() if any(_matches(each, name, module) for each in patterns)]
-    return named[::-1]
+    named = {name: module for name, module in modules.items() if any(_matches(each, name, module) for each in patterns)}
+    for name, module in named.items():
+        if _shares(module, model):
+            raise ConfigError(f"strategy.units: {name} shares a parameter with a module outside of it: leave it out")
+    return list(named.values())[::-1]
 
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
@@ -136,7 +142,7 @@ def _elements(module: nn.Module) -> Iterator[nn.Module]:
             yield from _elements(child)
 
 
-def _shared(model: nn.Module) -> set[int]:
-    """Parameters that several modules have as their own."""
-    seen: list[int] = [id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)]
-    return {each for each in seen if seen.count(each) > 1}
+def _shares(unit: nn.Module, model: nn.Module) -> bool:
+    """Whether a module outside of `unit` has one of its parameters as its own."""
+    inside, own = set(unit.modules()), set(unit.parameters())
+    return any(own.intersection(module.parameters(recurse=False)) for module in model.modules() if module not in inside)

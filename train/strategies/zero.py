@@ -30,16 +30,13 @@ class Zero(Ddp):
         super().build(recipe, world)
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        return super().targets({name: facts for name, facts in saved.items() if self._is_kept(name)})
-
-    def _is_kept(self, name: str) -> bool:
-        """Whether this rank has what is saved under `name`: of the optimizer's values those of its own parameters."""
-        kind, _, rest = name.partition("/")
+        """Of the optimizer's values only those of this rank's own parameters."""
         optimizer = self.optimizer_step.optimizer
-        if kind != "optimizer" or not isinstance(optimizer, DividedOptimizer):
-            return True
-        parameter = dict(self.model.named_parameters()).get(rest.rpartition("/")[0])
-        return parameter is None or optimizer.owns(parameter)
+        if isinstance(optimizer, DividedOptimizer):
+            own = optimizer.own()
+            others = {f"optimizer/{name}" for name, each in self.model.named_parameters() if each not in own}
+            saved = {name: facts for name, facts in saved.items() if name.rpartition("/")[0] not in others}
+        return super().targets(saved)
 
 
 class DividedOptimizer(ZeroRedundancyOptimizer):
@@ -50,15 +47,15 @@ class DividedOptimizer(ZeroRedundancyOptimizer):
         super().__init__([{**group} for group in whole.param_groups], optimizer_class=cast(Any, self._part))
         self.state = self.optim.state
 
-    def owns(self, parameter: Tensor) -> bool:
-        """Whether this rank steps `parameter`."""
-        return any(parameter is each for group in self.optim.param_groups for each in group["params"])
+    def own(self) -> set[Tensor]:
+        """The parameters that this rank steps."""
+        return {parameter for group in self.optim.param_groups for parameter in group["params"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what `state_dict` has of this rank's part; torch's own would leave fused steps on the host."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        own = {index: values for index, values in state_dict["state"].items() if self.owns(parameters[index])}
-        torch.optim.Optimizer.load_state_dict(self, {**state_dict, "state": own})
+        parameters, own = [parameter for group in self.param_groups for parameter in group["params"]], self.own()
+        kept = {index: values for index, values in state_dict["state"].items() if parameters[index] in own}
+        torch.optim.Optimizer.load_state_dict(self, {**state_dict, "state": kept})
         self.optim.state = self.state
 
     def _part(self, groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
