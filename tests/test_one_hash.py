@@ -13,9 +13,11 @@ from kit.ranks import on_ranks
 from train.dist.reduction import subtrees, tree_sum
 from train.plan import Share, leaves_of
 
-# Seven slices of 31 samples or fewer: none divides another. Dropout, batch norm, augmentation, Adam, clipping.
+# Seven slices of 31 samples or fewer: none divides another. Dropout, batch norm, a layer that not all slices use,
+# augmentation, bf16, accumulation, Adam, clipping.
 LINE = (
-    "model._target_=kit.parts.models.Stateful",
+    "model._target_=kit.parts.models.Fickle",
+    "precision=bf16",
     "data.augment=true",
     "optimizer=adamw",
     "grad_clip=0.5",

@@ -20,6 +20,20 @@ class Stateful(nn.Sequential):
         )  # fmt: skip
 
 
+class Fickle(Stateful):
+    """With a layer that only some samples make it use, and one that none does."""
+
+    def __init__(self, input_shape, num_classes):
+        super().__init__(input_shape, num_classes)
+        self.seldom, self.never = nn.Linear(num_classes, num_classes), nn.Linear(2, 2)
+
+    def forward(self, x):
+        y = x
+        for name, layer in self.named_children():
+            y = layer(y) if name.isdigit() else y
+        return y + self.seldom(y) if x[0, 0, 0, 3] > 0.2 else y
+
+
 class Exploding(nn.Sequential):
     """Its gradient is not finite in the steps told, and fine in the others."""
 
