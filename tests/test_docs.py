@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kit.job import ROOT, environment
 
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 NEEDS = {"docker", "slurm", "kubernetes", "network", "gpu", "two-machines", "once"}
 """What a block may say that it needs (```sh needs=docker): then the substrate's own tests run such lines."""
 
