@@ -17,29 +17,34 @@ from train.collectives.ring import Ring
 from train.collectives.tree import Tree
 
 ALGORITHMS: tuple[Algorithm, ...] = (ReduceBroadcast(), Tree(), Ring(), HalvingDoubling())
-PATTERN = 7  # with small whole numbers a sum in float32 is exact, in whatever order it is made
+PATTERN, WEIGHTS = 7, 8  # with small whole numbers a sum in float32 is exact, in whatever order it is made
 
 
 @dataclass(frozen=True)
 class Collective:
-    """call: carries it out on a tensor, [n]. expected: makes of all ranks' tensors what that must give."""
+    """call: carries it out on a tensor, [n]. expected: of a world size, what it must give where rank r has weight(r) x."""
 
     name: str
     call: Callable[[Tensor, Link], Tensor]
-    expected: Callable[[list[Tensor]], Tensor]
+    expected: Callable[[Tensor, int], Tensor]
     algorithm: Algorithm | None = None
 
     def is_exact(self, link: Link, count: int, device: torch.device) -> bool:
         """Whether `count` float32 values come out as they must. Collective."""
-        inputs = [torch.arange(count, device=device) % PATTERN * (rank + 1.0) for rank in range(link.size)]
-        return torch.equal(self.call(inputs[link.rank].clone(), link), self.expected(inputs))
+        pattern = (torch.arange(count, device=device) % PATTERN).float()
+        return torch.equal(self.call(pattern * weight(link.rank), link), self.expected(pattern, link.size))
+
+
+def weight(rank: int) -> int:
+    """What tells a rank's values from its neighbours'."""
+    return rank % WEIGHTS + 1
 
 
 def collectives(backend: str) -> list[Collective]:
     """All that are compared, the algorithms first; the rest bear the backend's name."""
     own = (
         ("all_reduce", _all_reduce, sum_of),
-        ("all_gather", _all_gather, torch.stack),
+        ("all_gather", _all_gather, all_of),
         ("broadcast", _broadcast, first_of),
     )
     return [
@@ -48,14 +53,19 @@ def collectives(backend: str) -> list[Collective]:
     ]
 
 
-def sum_of(inputs: list[Tensor]) -> Tensor:
-    """[n] from [n] by rank."""
-    return torch.stack(inputs).sum(dim=0)
+def sum_of(pattern: Tensor, world_size: int) -> Tensor:
+    """[n], all ranks' values added."""
+    return pattern * sum(map(weight, range(world_size)))
 
 
-def first_of(inputs: list[Tensor]) -> Tensor:
-    """Rank 0's [n]."""
-    return inputs[0]
+def all_of(pattern: Tensor, world_size: int) -> Tensor:
+    """[W, n], all ranks' values."""
+    return torch.stack([pattern * weight(rank) for rank in range(world_size)])
+
+
+def first_of(pattern: Tensor, world_size: int) -> Tensor:
+    """[n], rank 0's values."""
+    return pattern * weight(0)
 
 
 def _in_place(algorithm: Algorithm) -> Callable[[Tensor, Link], Tensor]:

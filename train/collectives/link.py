@@ -18,7 +18,7 @@ class Link:
         self.sent_bytes = 0
 
     def send(self, tensor: Tensor, *, to: int) -> None:
-        """Send `tensor` and wait until it may be overwritten; a peer receives what it expects to be empty without this."""
+        """Send `tensor`, and wait until it may be overwritten. Nothing is sent of an empty one, nor received."""
         if tensor.numel():
             dist.send(tensor, group=self.group, group_dst=to)
             self.sent_bytes += tensor.nbytes
