@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from train.checkpoint.state import as_bytes, host_copy
 from train.errors import MusterError, storage_error
 from train.files import replace_file
 
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a piece lies in its tensor: (offsets, sizes)."""
+
 
 def write_weights(path: Path, weights: Mapping[str, Any], *, writes: bool) -> MusterError | None:
-    """Write `weights` to `path` on the rank that `writes`; what kept it from doing so. Collective.
+    """Write `weights` to `path` on the rank that `writes`, rank 0; what kept it from doing so. Collective.
 
-    Those in pieces are made whole one at a time, and wait in a file: no rank ever holds two of them.
+    What is sharded comes to it a piece at a time and waits in a file: nobody ever holds a whole one.
     """
     spill = path.with_name(f".{path.name}.sharded")
     failure: MusterError | None = None
     whole: dict[str, Any] = {}
+    places = _places(weights)
     for name, value in weights.items():
-        full = value.full_tensor() if isinstance(value, DTensor) else value() if callable(value) else value
-        if writes and not failure:
-            try:
-                whole[name] = host_copy(full) if full is value else _spilled(spill, full)
-            except (OSError, RuntimeError) as error:
-                failure = storage_error(f"write {spill}:", error if isinstance(error, OSError) else OSError(str(error)))
-        del full  # else it would still be there while the next one is made whole
+        in_memory = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        pieces = iter(()) if in_memory else _pieces(value, places.get(name, []), writes=writes)
+        try:
+            if writes and not failure:
+                whole[name] = host_copy(value) if in_memory else _spilled(spill, pieces)
+        except (OSError, RuntimeError) as error:
+            failure = storage_error(f"write {spill}:", error if isinstance(error, OSError) else OSError(str(error)))
+        for _ in pieces:  # those who send do not know that it failed
+            pass
     if writes and not failure:
         try:
             replace_file(path, lambda draft: _save(whole, draft))
@@ -45,13 +55,71 @@ def _save(whole: dict[str, Any], draft: Path) -> None:
         torch.save(whole, file)
 
 
-def _spilled(path: Path, tensor: Tensor) -> Tensor:
-    """The same tensor, whose bytes lie in a file that has no name any more and not in memory."""
-    if not tensor.numel():
-        return tensor.cpu()
+def _places(weights: Mapping[str, Any]) -> dict[str, list[Place | None]]:
+    """For each sharded tensor the ranks' places in it; None where a rank has nothing, or what an earlier one has too."""
+    own = {
+        name: compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)[::-1]
+        for name, value in weights.items()
+        if isinstance(value, DTensor)
+    }
+    if not own:
+        return {}
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    places = {name: [rank[name] for rank in ranks] for name in own}
+    return {
+        name: [
+            place if math.prod(place[1]) and place not in theirs[:rank] else None for rank, place in enumerate(theirs)
+        ]
+        for name, theirs in places.items()
+    }
+
+
+def _pieces(
+    value: Any, places: Sequence[Place | None], *, writes: bool
+) -> Iterator[tuple[Sequence[int], torch.Size, Tensor]]:
+    """(offsets, size of the whole, piece) of each piece, in host memory, on the rank that `writes`. Collective."""
+    if not isinstance(value, DTensor):
+        whole = value()
+        if writes:
+            yield [0] * whole.dim(), whole.shape, whole.detach().cpu()
+        return
+    own = value.to_local().detach()
+    if writes and not value.numel():
+        yield [0] * value.dim(), value.shape, own.cpu()
+    for rank, place in enumerate(places):
+        if place and rank == dist.get_rank():
+            if writes:
+                yield place[0], value.shape, own.cpu()
+            else:
+                dist.send(own.cpu().contiguous(), 0)
+        elif place and writes:
+            piece = torch.empty(place[1], dtype=own.dtype)
+            dist.recv(piece, rank)
+            yield place[0], value.shape, piece
+
+
+def _spilled(path: Path, pieces: Iterator[tuple[Sequence[int], torch.Size, Tensor]]) -> Tensor:
+    """The tensor of these pieces, whose bytes lie in a file that has no name any more and not in memory."""
     try:
-        path.write_bytes(as_bytes(tensor.detach().cpu()))
+        with path.open("wb") as file:
+            for offsets, size, piece in pieces:
+                dtype, shape = piece.dtype, size
+                for at, run in _runs(offsets, size, piece):
+                    file.seek(at * piece.element_size())
+                    file.write(as_bytes(run))
+        if not math.prod(shape):
+            return torch.empty(shape, dtype=dtype)
         mapped = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     finally:
         path.unlink(missing_ok=True)
-    return mapped.view(tensor.dtype).view(tensor.shape)
+    return mapped.view(dtype).view(shape)
+
+
+def _runs(offsets: Sequence[int], size: Sequence[int], piece: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The parts of a piece that lie in a row in the whole, each with the number of elements before it there."""
+    strides = [math.prod(size[dimension + 1 :]) for dimension in range(len(size))]
+    cut = max((dimension for dimension in range(len(size)) if piece.shape[dimension] != size[dimension]), default=0)
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    for index in itertools.product(*map(range, piece.shape[:cut])):
+        yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), piece[index]
