@@ -205,7 +205,7 @@ def soak(cluster: Nodes, minutes: float, within_s: float) -> tuple[Counter[str],
     cluster.overrides = (*cluster.overrides, f"max_steps={cluster.step() + 50}")
     job.keep_two()
     cluster.until(lambda: cluster.result().outcome.get("outcome") == "done", "end of the run", timeout_s=within_s * 2)
-    cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=15)
+    cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=within_s / 4)
     return done, seconds
 
 

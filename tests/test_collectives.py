@@ -167,5 +167,11 @@ def test_a_run_by_itself_leaves_a_picture_and_the_figures(tmp_path):
     names = [*NAMES, "gloo all_reduce", "gloo all_gather", "gloo broadcast"]
     assert found == {(size, nbytes, name) for size in (2, 3) for nbytes in (4096, 10000) for name in names}
     assert all(each["seconds"] > 0 for each in figures["measured"])
+    assert all(len(each["sent_bytes"]) == each["world_size"] for each in figures["measured"])
+    assert all(
+        min(each["sent_bytes"]) >= 10000
+        for each in figures["measured"]
+        if each["name"] == "gloo all_gather" and each["nbytes"] == 10000
+    )
     assert figures["network"]["alpha_s"] + figures["network"]["beta_s"] > 0
     assert all(name in done.stdout for name in names) and "GB/s" in done.stdout

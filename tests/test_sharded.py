@@ -6,15 +6,30 @@ import signal
 
 import pytest
 import torch
-from kit.job import run
+from kit.job import finish, reached, run, start, wait_for
+from kit.ranks import on_ranks
+from torch import nn
 
-SHARDED = (
-    "strategy._target_=kit.parts.strategies.Sharded",
-    "checkpoint.every_steps=3",
-    "optimizer=adamw",
-    "model.hidden=[30]",
-)
+from bench.steps import Steps, held
+from train.config.compose import compose
+from train.config.parts import build
+from train.errors import ConfigError
+from train.strategies.fsdp import named_units, units_of
+
+SHARDED = ("strategy=fsdp", "checkpoint.every_steps=3", "optimizer=adamw", "model.hidden=[30]")
 OTHER = "checkpoint.accept_changes=true"
+STRATEGIES = {"fsdp": "strategy=fsdp", "hybrid": "strategy=hybrid", "zero": "strategy=zero"}
+MLP = ("model.hidden=[64]", "batch_size=31", "micro_batch_size=3", "grad_clip=0.5")
+GPT = (
+    "data=text", "data.block_size=16", "model=gpt", "model.num_layers=2", "model.hidden_dim=32", "model.dropout=0.2",
+    "objective=language_modeling", "optimizer=adamw", "grad_clip=0.5", "batch_size=10", "micro_batch_size=2",
+)  # fmt: skip
+CHOICES = {
+    "whole gradients between": ("reshard_after_forward=false",),
+    "recomputed": ("activation_checkpointing=true",),
+    "units by class": ("units=[Block]",),
+    "in bf16": ("param_dtype=bf16",),
+}
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +38,110 @@ def whole(tmp_path_factory):
     return run(tmp_path_factory.mktemp("sharded") / "whole", *SHARDED[1:], "max_steps=12")
 
 
+def trained(text):
+    """Six steps of every strategy on both models, of which ddp has the last batch of an epoch uneven as the others."""
+    found = {}
+    gpt = (*GPT, f"data.root={text}", "data.pattern=*.txt")
+    for name, chosen in {"ddp": "strategy=ddp", **STRATEGIES}.items():
+        for model, line in {"mlp": MLP, "gpt": gpt, "fp16": (*MLP, "precision=fp16")}.items():
+            steps = Steps(chosen, *line, steps=6)
+            found[model, name] = steps.losses(), held(steps.strategy)
+    for name, choice in CHOICES.items():
+        options = [f"strategy.{each}" for each in choice]
+        found["gpt", name] = Steps("strategy=fsdp", *options, *gpt, steps=6).losses(), {}
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def steps(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "a.txt").write_text(
+        "to be or not to be, that is the question: " * 15
+    )  # 4 batches an epoch, the last uneven
+    return on_ranks(trained, request.param, str(folder))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("model", ["mlp", "gpt", "fp16"])
+def test_losses_and_gradients_are_those_of_ddp(steps, model, name):
+    (ours, _), (theirs, _) = steps[0][model, name], steps[0][model, "ddp"]
+    assert len(ours) == 6
+    if name == "zero":
+        assert ours == theirs
+    tolerance = 1e-3 if model == "fp16" else 1e-5
+    assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=tolerance, atol=0), (ours, theirs)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_how_it_is_carried_out_changes_no_loss(steps, choice):
+    (ours, _), (theirs, _) = steps[0]["gpt", choice], steps[0]["gpt", "ddp"]
+    tolerance = 5e-3 if choice == "in bf16" else 1e-5
+    assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=tolerance, atol=0), (ours, theirs)
+    assert (ours == steps[0]["gpt", "fsdp"][0]) == (choice != "in bf16")
+
+
+def test_every_rank_holds_its_part_alone(steps):
+    size = len(steps)
+    whole = steps[0]["gpt", "ddp"][1]
+    parts = {"fsdp": (size, size), "hybrid": (2, 2), "zero": (1, size)}
+    for name, (parameters, state) in parts.items():
+        each = [rank["gpt", name][1] for rank in steps]
+        assert max(rank["parameters"] for rank in each) < 1.1 * whole["parameters"] / parameters, (name, each)
+        assert max(rank["optimizer"] for rank in each) < 1.3 * whole["optimizer"] / state, (name, each)
+
+
+def test_units_are_what_a_model_is_a_row_of():
+    models = {"gpt": (16,), "mlp": (1, 8, 8), "resnet18": (3, 32, 32), "vit": (3, 32, 32)}
+    counted = {}
+    for name, shape in models.items():
+        model = build(compose([f"model={name}"]).model, input_shape=shape, num_classes=10)
+        counted[name] = [type(unit).__name__ for unit in units_of(model)]
+    assert counted["gpt"] == ["Block"] * 4 and counted["resnet18"] == ["BasicBlock"] * 8
+    assert set(counted["mlp"]) == {"Linear"} and counted["vit"].count("EncoderBlock") == len(counted["vit"]) - 1
+
+
+def test_a_module_that_shares_a_parameter_is_no_unit():
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False))
+    model[2].weight = model[0].weight
+    assert units_of(model) == [model[1]]
+    assert named_units(model, ["1"]) == [model[1]]
+    with pytest.raises(ConfigError, match="units: 2 shares a parameter"):
+        named_units(model, ["Lin*"])
+    nested = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))])
+    assert units_of(nested) == list(nested[0]) and named_units(nested, ["0*"]) == [
+        nested[0][1],
+        nested[0][0],
+        nested[0],
+    ]
+    with pytest.raises(ConfigError, match="is called Block; this model's classes are Embedding, Linear"):
+        named_units(model, ["Block"])
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("strategy=hybrid strategy.shard=3", r"strategy.shard=3 must divide world size 4: use 1, 2 or 4"),
+        ("strategy=fsdp strategy.param_dtype=bf16 precision=fp16", "use precision=fp32 or bf16"),
+        ("strategy=fsdp channels_last=true", "use false"),
+        ("strategy=hybrid strategy.cpu_offload=true device=cpu", "needs CUDA devices"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_at_once(line, said):
+    config = compose(line.split())
+    with pytest.raises(ConfigError, match=said):
+        build(config.strategy).check(config, 4)
+
+
+CHAIN = [(4, "fsdp"), (2, "fsdp"), (3, "ddp"), (4, "hybrid"), (2, "zero"), (1, "ddp"), (4, "fsdp")]
+
+
 def test_every_layout_loads_what_another_has_saved(tmp_path, whole):
     folder = tmp_path / "run"
-    for ranks, until, strategy in ((4, 4, "kit.parts.strategies.Sharded"), (2, 6, "kit.parts.strategies.Sharded"), (1, 8, "kit.parts.strategies.Sharded"), (3, 10, None), (4, 12, "kit.parts.strategies.Sharded")):  # fmt: skip
-        chosen = (f"strategy._target_={strategy}",) if strategy else ()
-        result = run(folder, *SHARDED[1:], *chosen, f"max_steps={until}", OTHER, ranks=ranks)
-    assert [event["step"] for event in result.events("resume")] == [4, 6, 8, 10]
+    for until, (ranks, strategy) in enumerate(CHAIN, 6):
+        result = run(folder, *SHARDED[1:], f"strategy={strategy}", f"max_steps={until}", OTHER, ranks=ranks)
+    assert [event["step"] for event in result.events("resume")] == list(range(6, 12))
     assert len(result.losses) == 12
+    assert result.weights.keys() == whole.weights.keys()
     for step, loss in whole.losses.items():
         assert result.losses[step] == pytest.approx(loss, rel=1e-4), step
 
@@ -62,18 +174,57 @@ def test_replicated_state_is_written_once_and_by_all(tmp_path):
     assert state < sum(sizes) < 1.1 * state and max(sizes) < 0.5 * state, (sizes, state)
 
 
-@pytest.mark.parametrize("point, rank", [("write", 0), ("write", 1), ("manifest", 0), ("rename", 0), ("committed", 0)])
-def test_killed_anywhere_a_sharded_run_resumes_exactly(tmp_path, point, rank):
-    line = (*SHARDED[:-1], "model._target_=kit.parts.models.Stateful", "max_steps=9")
-    undisturbed = run(tmp_path / "whole", *line, ranks=2)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Nine steps of a strategy, run once."""
+    known = {}
+
+    def once(strategy, ranks):
+        if strategy not in known:
+            known[strategy] = run(tmp_path_factory.mktemp(strategy) / "whole", *stateful(strategy), ranks=ranks)
+        return known[strategy]
+
+    return once
+
+
+def stateful(strategy):
+    return (STRATEGIES[strategy], *SHARDED[1:-1], "model._target_=kit.parts.models.Stateful", "max_steps=9")
+
+
+@pytest.mark.parametrize(
+    "strategy, point, rank",
+    [
+        ("fsdp", "write", 0), ("fsdp", "write", 1), ("fsdp", "manifest", 0), ("fsdp", "rename", 0), ("fsdp", "committed", 0),
+        ("zero", "write", 1), ("hybrid", "write", 2),
+    ],
+)  # fmt: skip
+def test_killed_anywhere_a_sharded_run_resumes_exactly(tmp_path, undisturbed, strategy, point, rank):
+    ranks = 4 if strategy == "hybrid" else 2
+    line, before = stateful(strategy), undisturbed(strategy, ranks)
     env = {"KILL_AT": f"{point}:6", "KILL_RANK": str(rank)}
-    killed = run(tmp_path / "run", *line, ranks=2, ok=False, env=env, module="kit.killer")
+    killed = run(tmp_path / "run", *line, ranks=ranks, ok=False, env=env, module="kit.killer")
     assert killed.code and f"exitcode  : {-signal.SIGKILL} " in killed.out, killed.out
-    result = run(tmp_path / "run", *line, ranks=2)
+    result = run(tmp_path / "run", *line, ranks=ranks)
     assert result.events("resume")[-1]["step"] == (6 if point == "committed" else 3)
-    assert result.losses == undisturbed.losses
-    assert all(torch.equal(weight, result.weights[name]) for name, weight in undisturbed.weights.items())
+    assert result.losses == before.losses
+    assert all(torch.equal(weight, result.weights[name]) for name, weight in before.weights.items())
     assert not [name for name in os.listdir(result.folder / "checkpoints") if name.startswith(".")]
+
+
+def test_preempted_a_sharded_run_saves_and_resumes_exactly(tmp_path):
+    line = ("strategy=fsdp", "optimizer=adamw", "data._target_=kit.parts.data.Numbered", "max_steps=60")
+    line = (*line, "model._target_=kit.parts.models.Slow", "model.delay_s=0.05", "checkpoint.every_steps=1000")
+    process = start(tmp_path / "run", *line, ranks=2)
+    wait_for(tmp_path / "run", reached(3), process=process)
+    process.send_signal(signal.SIGTERM)
+    stopped = finish(process, tmp_path / "run")
+    at = stopped.events("preempted")[0]["step"]
+    assert stopped.code and stopped.outcome["exit_code"] == 75 and at < 60, stopped.out
+    result = run(tmp_path / "run", *line, ranks=2)
+    assert [event["step"] for event in result.events("resume")] == [at]
+    once = run(tmp_path / "whole", *line, ranks=2)
+    assert result.losses == once.losses
+    assert all(torch.equal(weight, result.weights[name]) for name, weight in once.weights.items())
 
 
 def test_another_model_does_not_fit(tmp_path):

@@ -20,6 +20,7 @@ from train.checkpoint import manager as checkpoint
 from train.checkpoint.manager import Checkpoints
 from train.checkpoint.resume import storage_of
 from train.checkpoint.weights import write_weights
+from train.config.compose import as_given
 from train.config.differences import to_dict
 from train.config.keys import Config, Dist
 from train.config.parts import build
@@ -54,6 +55,7 @@ def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
         leaving.heartbeat = heartbeat = beat(config, world, leaving)
         with open_run(config, world, strategy, preemption, heartbeat, leaving) as (run, folder, checkpoints):
             carry_out(run, folder, checkpoints)
+        strategy.close()
         heartbeat.close()
         world.close()
         return 0
@@ -63,7 +65,7 @@ def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
 
 def join(config: Config | ConfigError, preemption: Preemption) -> tuple[World, Strategy]:
     """Meet the other ranks, and how they are to train together. What is wrong with the config, all hear. Collective."""
-    place = Place.from_env()
+    place = find_place(config)
     try:
         if isinstance(config, ConfigError):
             raise config
@@ -74,6 +76,16 @@ def join(config: Config | ConfigError, preemption: Preemption) -> tuple[World, S
         meet(place, config=None, error=error, timeout_s=timeout_s, stopping=lambda: preemption.signalled)
         raise
     return start(config, place, stopping=lambda: preemption.signalled), strategy
+
+
+def find_place(config: Config | ConfigError) -> Place:
+    """Where this process stands. Raises ConfigError: what is wrong with the config, rather than what follows from it."""
+    if isinstance(config, Config):
+        return Place.from_env(config.dist.init_method)
+    try:
+        return Place.from_env(as_given("dist.init_method", Dist().init_method))
+    except ConfigError:
+        raise config from None
 
 
 def beat(config: Config, world: World, leaving: Exit) -> Heartbeat:
@@ -232,8 +244,10 @@ def recipe(config: Config, data: Data, plan: Plan, total_steps: int, world: Worl
 
 
 def announce(run: Run, folder: Folder) -> None:
-    """Say in metrics.jsonl how this attempt begins."""
+    """Say in metrics.jsonl how this attempt begins, and to the user what it does not promise."""
     before, world = folder.before, run.world
+    if run.strategy.caveat and world.is_first:
+        say(f"muster: {run.strategy.caveat}")
     facts = {
         "step": run.step,
         "total_steps": run.total_steps,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ import torch.multiprocessing as mp
 from kit.job import free_port
 
 
-def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """Call `function(*args)` in `ranks` fresh processes that find RANK and its kin set; one value a rank."""
+def on_ranks(function: Callable[..., Any], ranks: int, *args: Any, lost: Iterable[int] = ()) -> list[Any]:
+    """Call `function(*args)` in `ranks` fresh processes that find RANK and its kin set; one value a rank, less the `lost`."""
     context = mp.get_context("spawn")
     port, queue = free_port(), context.Queue()
     processes = [
@@ -21,12 +21,13 @@ def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     ]
     for process in processes:
         process.start()
-    values = dict(queue.get(timeout=120) for _ in processes)
+    kept = [rank for rank in range(ranks) if rank not in lost]
+    values = dict(queue.get(timeout=120) for _ in kept)
     for process in processes:
         process.join(timeout=30)
-    failures = [text for text in (values[rank][1] for rank in range(ranks)) if text]
+    failures = [text for text in (values[rank][1] for rank in kept) if text]
     assert not failures, "\n".join(failures)
-    return [values[rank][0] for rank in range(ranks)]
+    return [values[rank][0] for rank in kept]
 
 
 def _on_rank(queue: Any, function: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, port: int) -> None:

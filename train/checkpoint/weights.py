@@ -30,6 +30,7 @@ def write_weights(path: Path, weights: Mapping[str, Any], *, writes: bool) -> Mu
                 whole[name] = host_copy(full) if full is value else _spilled(spill, full)
             except (OSError, RuntimeError) as error:
                 failure = storage_error(f"write {spill}:", error if isinstance(error, OSError) else OSError(str(error)))
+        del full  # else it would still be there while the next one is made whole
     if writes and not failure:
         try:
             replace_file(path, lambda draft: _save(whole, draft))

@@ -69,9 +69,9 @@ def choose_device(options: Options, place: Place) -> torch.device:
 
 def leave(figures: Figures, options: Options) -> None:
     """The table on the terminal, the picture and the numbers in the folder. Raises StorageError."""
-    show(figures)
     write_json(options.out / "collectives.json", figures.as_json())
     draw(figures, options.out / "collectives.png")
+    show(figures)
     say(f"{options.out}/collectives.json and collectives.png", sys.stdout)
 
 

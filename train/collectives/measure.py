@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from train.collectives.collective import collectives
+from train.collectives.collective import Collective, collectives
 from train.collectives.link import Link
 from train.collectives.model import Network, fit
+from train.collectives.wire import written_bytes
 from train.errors import MusterError
 
 ENOUGH_BYTES = 256 * 1024  # what one turn moves at least: ranks leave a barrier as far apart as a message takes
@@ -31,9 +32,9 @@ class Measured:
     nbytes: int
     seconds: float
     model_seconds: float | None
-    """None, like `sent_bytes`, for the backend's own, which keeps its algorithm to itself."""
+    """None for the backend's own, which keeps its algorithm to itself."""
     sent_bytes: list[int] | None
-    """By rank, as counted in one call."""
+    """By rank, counted in one call; of the backend's own by the kernel, headers and all, or None where it cannot."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Bench:
     def __init__(self, device: torch.device, *, backend: str, rounds: int):
         self.device, self.backend, self.rounds = device, backend, rounds
         self.collectives = collectives(backend)
+        self.counts_own = device.type == "cpu" and written_bytes() is not None
 
     def measure(self, *, world_sizes: Sequence[int], sizes: Sequence[int]) -> Figures:
         """Figures of messages of `sizes` bytes. Raises MusterError if a collective's result is wrong."""
@@ -90,12 +92,12 @@ class Bench:
         self._check(link, world_size, nbytes)
         tensor = torch.zeros(nbytes // 4, device=self.device)
         calls = [partial(each.call, tensor) for each in self.collectives]
-        seconds, sent = self._medians([(call, nbytes) for call in calls], link), self._sent(calls, link)
+        seconds, sent = self._medians([(call, nbytes) for call in calls], link), self._sent(tensor, link)
         return [
             Measured(
                 each.name, world_size, nbytes, seconds[at],
                 model_seconds=network.seconds(each.algorithm.cost(world_size, nbytes)) if each.algorithm else None,
-                sent_bytes=sent[at][:world_size] if each.algorithm else None,
+                sent_bytes=sent[at][:world_size] if each.algorithm or self.counts_own else None,
             )
             for at, each in enumerate(self.collectives)
         ]  # fmt: skip
@@ -112,13 +114,13 @@ class Bench:
                 f"{self.backend} and network with training"
             )
 
-    def _sent(self, calls: Sequence[Callable[[Link], Any]], link: Link | None) -> list[list[int]]:
-        sent = torch.zeros(len(calls), dist.get_world_size(), dtype=torch.int64)
+    def _sent(self, tensor: Tensor, link: Link | None) -> list[list[int]]:
+        sent = torch.zeros(len(self.collectives), dist.get_world_size(), dtype=torch.int64)
         if link:
-            for at, call in enumerate(calls):
-                before = link.sent_bytes
-                call(link)
-                sent[at, link.rank] = link.sent_bytes - before
+            for at, each in enumerate(self.collectives):
+                before = _sent_until_now(each, link)
+                each.call(tensor, link)
+                sent[at, link.rank] = _sent_until_now(each, link) - before
         dist.all_reduce(sent)
         return sent.tolist()
 
@@ -139,6 +141,10 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return (time.perf_counter() - began) / times
+
+
+def _sent_until_now(collective: Collective, link: Link) -> int:
+    return link.sent_bytes if collective.algorithm else written_bytes() or 0
 
 
 def there_and_back(tensor: Tensor, link: Link) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from pydantic import ByteSize
 from rich.console import Console
 from rich.table import Table
 
+from train.collectives.algorithm import Algorithm
 from train.collectives.collective import ALGORITHMS
 from train.collectives.measure import Figures, Measured
 
@@ -47,19 +50,13 @@ def bytes_sent(figures: Figures) -> Table:
     table = Table(title=f"sent for one all-reduce of n = {in_words(largest)}", title_justify="left")
     for heading in ("ranks", "algorithm", "rounds", "by the busiest rank", "theory", "by all ranks", "theory"):
         table.add_column(heading, justify="left" if heading == "algorithm" else "right")
-    algorithms = {each.name: each for each in ALGORITHMS}
     for each in figures.measured:
-        if each.nbytes == largest and each.sent_bytes:
-            cost = algorithms[each.name].cost(each.world_size, each.nbytes)
-            counted = (
-                max(each.sent_bytes),
-                cost.busiest_bytes,
-                sum(each.sent_bytes),
-                2 * (each.world_size - 1) * largest,
-            )
+        if each.nbytes == largest and each.sent_bytes and each.name in (*THEORY, f"{figures.backend} all_reduce"):
+            rounds, busiest, total = THEORY.get(each.name, _unknown)(each.world_size)
             table.add_row(
-                str(each.world_size), each.name, str(cost.messages), *(f"{sent / largest:.3f} n" for sent in counted)
-            )
+                str(each.world_size), each.name, rounds,
+                f"{max(each.sent_bytes) / largest:.3f} n", busiest, f"{sum(each.sent_bytes) / largest:.3f} n", total,
+            )  # fmt: skip
     return table
 
 
@@ -71,3 +68,15 @@ def in_words(nbytes: int) -> str:
 def _cell(measured: Measured) -> str:
     over = f" x{measured.seconds / measured.model_seconds:4.1f}" if measured.model_seconds else ""
     return f"{measured.seconds * 1e3:.3g}{over}"
+
+
+def _in_theory(algorithm: Algorithm, world_size: int) -> tuple[str, str, str]:
+    cost = algorithm.cost(world_size, 1)
+    return str(cost.messages), f"{cost.busiest_bytes:.3f} n", f"{2 * (world_size - 1):.3f} n"
+
+
+def _unknown(world_size: int) -> tuple[str, str, str]:
+    return "", "", ""
+
+
+THEORY = {each.name: partial(_in_theory, each) for each in ALGORITHMS}

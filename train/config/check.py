@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,11 @@ def check(composed: DictConfig) -> Config:
     if isinstance(config.eval.every_steps, str) and config.eval.every_steps != "off":
         raise ConfigError(
             f"eval.every_steps={config.eval.every_steps} is not valid: use a number of steps, null or off"
+        )
+    if config.dist.init_method != "env://" and not re.fullmatch(r"file:///.*[^/]", config.dist.init_method):
+        raise ConfigError(
+            f"dist.init_method={config.dist.init_method} is not valid: use env://, or file:///shared/path, a name in a folder "
+            "that all ranks see"
         )
     if config.gpus is not None and len(set(config.gpus)) != len(config.gpus):
         raise ConfigError(f"gpus={config.gpus} names a device twice: give each local rank one of its own")

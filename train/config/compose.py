@@ -69,6 +69,11 @@ def compose(overrides: list[str]) -> Config:
         raise explain(error) from None
 
 
+def as_given(key: str, default: str) -> str:
+    """What the command line says of `key`, for where it could not be composed."""
+    return next((text.partition("=")[2] for text in reversed(sys.argv) if text.startswith(f"{key}=")), default)
+
+
 def register() -> None:
     """Give Hydra the kit's keys, the option of a group that has no values, and the help text."""
     store = ConfigStore.instance()

@@ -156,13 +156,17 @@ class Board:
     """The keys of one attempt. `operations` counts what this rank has asked of the store, by name."""
 
     def __init__(self, store: Store, *, attempt: str, rank: int, size: int):
-        own = PrefixStore(attempt, store)
+        own = self._own = PrefixStore(attempt, store)
         self.rank, self.size = rank, size
         self.operations = Counter[str]()
         self.group_store: Store = PrefixStore("group", own)
         """For torch's process group."""
         self._quick, self._patient = (_Client(own.clone() if size > 1 else own, self.operations) for _ in range(2))
         self._part: tuple[int, int] = (0, 0)
+
+    def rpc_store(self) -> Store:
+        """For torch's RPC agents: a connection of their own, because they change its timeout."""
+        return PrefixStore("rpc", self._own.clone())
 
     # Signs of life (faults/heartbeat.py)
 
@@ -248,17 +252,21 @@ class Board:
         said = within(wait_s + ANSWER_S, ask)
         return json.loads(said)[1] if said else None
 
-    def leave(self, *, hosts_store: bool, gone: int) -> None:
-        """Before this process ends in a failure: if the store ends with it, let the others, less `gone`, read why."""
+    def leave(self, *, hosts_store: bool, gone: int) -> bool:
+        """Before this process ends in a failure: if the store ends with it, let the others, less `gone`, read why.
 
-        def ask() -> None:
+        Whether all of them have.
+        """
+
+        def ask() -> bool:
             left = self._quick.add("left", 1)
             deadline = time.monotonic() + ANSWER_S
             while hosts_store and left < self.size - gone and time.monotonic() < deadline:
                 time.sleep(POLL_S)
                 left = self._quick.add("left", 0)
+            return left >= self.size - gone
 
-        within(ANSWER_S, ask)
+        return bool(within(ANSWER_S, ask))
 
     def say_bye(self, *, hosts_store: bool) -> None:
         """At a good end: the process that holds the store goes last."""

@@ -65,8 +65,12 @@ class Layout:
 
     def mesh(self, device_type: str) -> Any:
         """The grid as torch's DeviceMesh, of the dimensions' names. Collective."""
+        import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
+        if self.world_size == 1 and not dist.is_initialized():  # a run of one rank has no process group
+            backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
 
 

@@ -39,6 +39,7 @@ from train.config.keys import Config
 from train.dist.board import Lobby
 from train.dist.network import STOP_S, Stopped, Unheard, attend, connect
 from train.dist.place import Place, launcher
+from train.dist.shared_file import SharedFile
 from train.errors import MusterError, of_code, say
 
 CLOCKS_APART_S = 2.0
@@ -56,6 +57,7 @@ class Met:
     store: Store
     agents: list[str]
     operations: Counter[str] = field(default_factory=Counter)
+    shared: SharedFile | None = None
 
 
 def meet(
@@ -84,7 +86,8 @@ def meet(
             raise error
         return Met(uuid.uuid4().hex[:8], HashStore(), [agent])
     deadline = time.monotonic() + timeout_s
-    store = connect(place, timeout_s=timeout_s, stopping=stopping)
+    shared = place.shared_file and SharedFile(place, place.shared_file, timeout_s=timeout_s, stopping=stopping)
+    store = shared.open() if shared else connect(place, timeout_s=timeout_s, stopping=stopping)
     facts = {
         "host": socket.gethostname(),
         "torch": torch.__version__,
@@ -106,11 +109,15 @@ def meet(
         lobby = Lobby(store.clone())
         attempt, failed = attend_meeting(Lobby(store, lobby.operations), lobby, own, deadline=deadline, stopping=stopping)
         agents = [agent]
+    if shared and (error or failed):
+        shared.remove()
+    elif shared:
+        shared.met()
     if error and not (failed and failed[0] == Stopped.exit_code):
         raise error
     if failed:
         raise Stopped if failed[0] == Stopped.exit_code else of_code(*failed)
-    return Met(attempt, store, agents, lobby.operations)
+    return Met(attempt, store, agents, lobby.operations, shared or None)
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,8 @@ class Guest:
         self.failure: Unheard | None = None
 
     def run(self) -> None:
-        rank, master = self.own.place.rank, os.environ["MASTER_ADDR"]
+        rank, shared = self.own.place.rank, self.own.place.shared_file
+        master = f"file://{shared}" if shared else os.environ["MASTER_ADDR"]
         try:
             self.verdict = self._meet()
         except RuntimeError as broken:

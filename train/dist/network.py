@@ -124,7 +124,7 @@ def choose_interface(place: Place) -> None:
 
     gloo takes the address that the host's own name resolves to, which on many systems is 127.0.1.1.
     """
-    if place.is_one_node or "GLOO_SOCKET_IFNAME" in os.environ:
+    if place.is_one_node or place.shared_file or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing: only the route is looked up

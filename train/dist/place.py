@@ -22,20 +22,27 @@ class Place:
     local_rank: int = 0
     local_world_size: int = 1
     node_rank: int = 0
+    shared_file: Path | None = None
+    """Where the ranks meet, if `dist.init_method` says so, in place of a port of rank 0's."""
 
     @classmethod
-    def from_env(cls) -> Place:
-        """Raises ConfigError if a variable is not a number, or only some of them are set."""
+    def from_env(cls, init_method: str = "env://") -> Place:
+        """Raises ConfigError if a variable is not a number, only some are set, or they do not go with `init_method`."""
         if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
             raise ConfigError("only one of RANK and WORLD_SIZE is set: set both, or start through torchrun")
         rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
         if not 0 <= rank < world_size:
             raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0")
-        if world_size > 1 and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
+        shared = Path(init_method.removeprefix("file://")) if init_method.startswith("file://") else None
+        if shared and "TORCHELASTIC_RUN_ID" in os.environ:
+            raise ConfigError(f"dist.init_method={init_method} is for ranks started by hand: under torchrun leave it out")
+        if world_size > 1 and not shared and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
             raise ConfigError(
-                f"WORLD_SIZE={world_size} needs MASTER_ADDR and MASTER_PORT: set both, or start through torchrun"
+                f"WORLD_SIZE={world_size} needs MASTER_ADDR and MASTER_PORT: set both, start through torchrun, or give "
+                "dist.init_method=file:///shared/path"
             )
-        return cls(rank, world_size, _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1), _number("GROUP_RANK", 0))
+        places = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1), _number("GROUP_RANK", 0)
+        return cls(rank, world_size, *places, shared_file=shared)
 
     @property
     def is_one_node(self) -> bool:
@@ -43,7 +50,7 @@ class Place:
 
     @property
     def hosts_store(self) -> bool:
-        """Whether the rendezvous store lives in this very process, and dies with it."""
+        """Whether the rendezvous store lives in this very process and dies with it, or is a file that this one removes."""
         return self.rank == 0 and self.world_size > 1 and not store_is_agents()
 
 

@@ -20,6 +20,7 @@ from train.dist.device import choose_backend, choose_device
 from train.dist.meeting import meet
 from train.dist.network import check_descriptors, choose_interface
 from train.dist.place import Place
+from train.dist.shared_file import SharedFile
 from train.errors import ConfigError, DataError, MusterError, RankLost, environment_error, of_code, one_line
 
 # Hangs are found by faults/heartbeat.py, which knows a long phase from a hang; a collective's own timeout does not.
@@ -38,6 +39,8 @@ class World:
     board: Board
     agents: list[str]
     """On rank 0, the launchers of all ranks (place.launcher); elsewhere this rank's."""
+    shared: SharedFile | None = None
+    """What the store's file is to be removed by."""
 
     @property
     def rank(self) -> int:
@@ -170,13 +173,17 @@ class World:
     def leave(self, *, gone: int) -> None:
         """Before this process ends in a failure: let the others, less the `gone`, read why. Waits for nobody for long."""
         if self.size > 1:
-            self.board.leave(hosts_store=self.place.hosts_store, gone=gone)
+            all_left = self.board.leave(hosts_store=self.place.hosts_store, gone=gone)
+            if self.shared and all_left:  # or the next launch removes it
+                self.shared.remove()
 
     def close(self) -> None:
         """Leave the process group; rank 0, which may hold the store, goes last."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             self.board.say_bye(hosts_store=self.place.hosts_store)
+            if self.shared:
+                self.shared.remove()
 
 
 def start(config: Config, place: Place, *, stopping: Callable[[], bool] = lambda: False) -> World:
@@ -203,7 +210,7 @@ def start(config: Config, place: Place, *, stopping: Callable[[], bool] = lambda
     board.post_beat("")  # from here on every rank's is there to be read
     if place.world_size > 1:
         form_group(config, place, board, backend=backend, device=device)
-    return World(place, device, met.attempt, board, met.agents)
+    return World(place, device, met.attempt, board, met.agents, met.shared)
 
 
 def form_group(config: Config, place: Place, board: Board, *, backend: str, device: torch.device) -> None:

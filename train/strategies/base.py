@@ -77,6 +77,11 @@ class Strategy(ABC):
     takes_slices: ClassVar[bool] = False
     """Whether it can compute a step as `virtual_world_size` ranks would."""
 
+    @property
+    def caveat(self) -> str:
+        """What the kit promises and this strategy, as it is configured, does not keep, in a line; none if empty."""
+        return ""
+
     def layout(self, world_size: int) -> Layout:
         """Which rank is which part of what. Raises ConfigError for a world size that does not fit."""
         return Layout({DATA: world_size})
@@ -155,6 +160,9 @@ class Strategy(ABC):
 
         What lies in pieces is a DTensor, or a function that makes it whole on rank 0 at least; that is collective, too.
         """
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of what `build` has started, when all ranks have come to a good end. Collective."""
 
 
 def own_prefix(rank: int) -> str:

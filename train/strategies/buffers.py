@@ -15,21 +15,22 @@ from train.dist.world import World
 class Buffers:
     """What the ranks' buffers are to evaluation and to whoever loads the weights: one value for all.
 
-    Averaged in floating point, rank 0's otherwise. The ranks' own go on undisturbed, so that it makes no difference
+    Averaged in floating point, the first rank's otherwise. The ranks' own go on undisturbed, so that it makes no difference
     to training when and whether somebody looked.
 
     Args:
-        group: the ranks that have the same layers; None: all.
+        group: the ranks whose buffers are one model's; None: all.
     """
 
     def __init__(self, model: nn.Module, world: World, *, group: dist.ProcessGroup | None = None):
         self.own = dict(model.named_buffers())
-        self._group, self._ranks = group, group.size() if group else world.size
+        self._size = dist.get_world_size(group) if group else world.size
+        self._group, self._device = group, world.device
         self._shared: dict[str, Tensor] | None = None
 
     def shared(self) -> dict[str, Tensor]:
         """The common values, until `forget`. Collective."""
-        if self._ranks == 1:
+        if self._size == 1:
             return self.own
         if self._shared is None:
             self._shared = {name: buffer.clone() for name, buffer in self.own.items()}
@@ -46,7 +47,7 @@ class Buffers:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """The model has the common values inside, and afterwards its own again. Collective."""
-        if self._ranks == 1 or not self.own:
+        if self._size == 1 or not self.own:
             yield
             return
         shared, kept = self.shared(), self.copy()
@@ -68,13 +69,14 @@ class Buffers:
     def _average(self, buffers: list[Tensor]) -> None:
         if not buffers:
             return
-        total = torch.cat([buffer.flatten().double() for buffer in buffers])  # exact where the ranks agree already
+        # In float64: exact where the ranks agree already. On one device: a model may be spread over several.
+        total = torch.cat([buffer.flatten().to(self._device, torch.float64) for buffer in buffers])
         dist.all_reduce(total, group=self._group)
-        parts = torch.split(total / self._ranks, [buffer.numel() for buffer in buffers])
+        parts = torch.split(total / self._size, [buffer.numel() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part.view(buffer.shape))
 
     def _first(self, buffer: Tensor) -> Tensor:
-        raw = buffer.flatten().view(torch.uint8)  # gloo does not know every type
-        dist.broadcast(raw, group=self._group, group_src=0)
+        raw = buffer.flatten().to(self._device).view(torch.uint8)  # gloo does not know every type
+        dist.broadcast(raw, group_src=0, group=self._group)
         return raw.view(buffer.dtype).view(buffer.shape)

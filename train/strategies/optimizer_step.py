@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from train.config.keys import NonFinite, Precision
 from train.data.generators import kept_generators
@@ -39,6 +40,7 @@ class OptimizerStep:
             the samples, gradients are averaged.
         forward: what training calls instead of the model, where something wraps it.
         no_sync: the context of every backward pass but a step's last.
+        trainers: the ranks whose buffers are one model's; all if not given.
         elsewhere: name -> size of the entries of the whole model's state that only other ranks have.
     """
 
@@ -51,40 +53,50 @@ class OptimizerStep:
         model: nn.Module,
         forward: Callable[[Any], Any] | None = None,
         no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        trainers: ProcessGroup | None = None,
         elsewhere: Mapping[str, torch.Size] | None = None,
     ):
         self.recipe, self.world, self.model, self.no_sync = recipe, world, model, no_sync
         self.forward, self._elsewhere = forward or model, elsewhere or {}
         self._shards, self._speaks = layout.shard(world.rank)[1], layout.speaks(world.rank)
-        self.buffers = Buffers(model, world)
+        self.buffers = Buffers(model, world, group=trainers)
         self.optimizer = recipe.build_optimizer(model.parameters())
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=recipe.precision is Precision.fp16)
         self.lr = 0.0
         self._own = f"{own_prefix(world.rank)}buffers/"
-        self._leaves_out = recipe.on_nonfinite is NonFinite.skip or self.scaler.is_enabled()
+        self.leaves_out = recipe.on_nonfinite is NonFinite.skip or self.scaler.is_enabled()
         self._finite = torch.ones((), dtype=torch.bool, device=world.device)
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
         """One optimizer step of global step `step`. Collective."""
-        self._set_lr(step)
         self.model.train()
-        before = self.buffers.copy() if self._leaves_out else {}
+        before = self.buffers.copy() if self.leaves_out else {}
         loss = self.backward(step, batches)
         self.buffers.forget()
-        self.scaler.unscale_(self.optimizer)  # clipping is defined on the true gradient
-        norm = self.norm()
-        if self._must_skip(norm):
+        norm, skipped = self.update(step)
+        if skipped:
             self.buffers.put_back(before)
+        return StepResult(loss, norm, skipped)
+
+    def update(self, step: int, *, norm: Tensor | None = None) -> tuple[Tensor, bool]:
+        """Move the parameters by their gradients, reduced before. Their norm, [], and whether they were left out.
+
+        `norm`: of the global gradient, [], where other ranks have a part of it.
+        """
+        self._set_lr(step)
+        self.scaler.unscale_(self.optimizer)  # clipping is defined on the true gradient
+        norm = self.norm() if norm is None else norm
+        if self._must_skip(norm):
             self.scaler.update()
             self.optimizer.zero_grad()
-            return StepResult(loss, norm, skipped=True)
+            return norm, True
         if self.recipe.grad_clip is not None:
             clip(self.parameters, self.recipe.grad_clip, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        return StepResult(loss, norm)
+        return norm, False
 
     def norm(self) -> Tensor:
         """[] the L2 norm of the global gradient, the same on every rank. Collective."""
@@ -169,7 +181,7 @@ class OptimizerStep:
         To look at it on CUDA is to wait for the device, so there it is only done where a step may be left out (under
         fp16 the scaler waits anyway); elsewhere a gradient that was not finite is remembered until somebody saves.
         """
-        if norm.is_cuda and not self._leaves_out:
+        if norm.is_cuda and not self.leaves_out:
             self._finite.logical_and_(torch.isfinite(norm))
             return False
         return not bool(torch.isfinite(norm))

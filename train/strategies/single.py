@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from train.config.keys import Config
 from train.dist.world import World
 from train.errors import ConfigError
 from train.strategies.base import Recipe
-from train.strategies.optimizer_step import Stepping, build_model
-from train.strategies.slices import optimizer_step
+from train.strategies.optimizer_step import OptimizerStep, Stepping, build_model
+from train.strategies.slices import SlicedStep
 
 
 class Single(Stepping):
@@ -24,4 +26,7 @@ class Single(Stepping):
         self.world, self.model = world, build_model(recipe, world.device)
         if recipe.compile:
             self.model.compile()
-        self.optimizer_step = optimizer_step(recipe, world=world, layout=self.layout(world.size), model=self.model)
+        parts: dict[str, Any] = {"world": world, "layout": self.layout(world.size), "model": self.model}
+        self.optimizer_step = (
+            SlicedStep(recipe, slices=recipe.slices, **parts) if recipe.slices else OptimizerStep(recipe, **parts)
+        )

@@ -23,11 +23,6 @@ from train.strategies.base import Recipe
 from train.strategies.optimizer_step import OptimizerStep
 
 
-def optimizer_step(recipe: Recipe, **parts: Any) -> OptimizerStep:
-    """On a plain replica: of the ranks' own slices, or of `virtual_world_size`."""
-    return SlicedStep(recipe, slices=recipe.slices, **parts) if recipe.slices else OptimizerStep(recipe, **parts)
-
-
 class SlicedStep(OptimizerStep):
     """An OptimizerStep on a plain replica. Every rank ends a step with the same bits.
 

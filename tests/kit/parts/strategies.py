@@ -1,4 +1,4 @@
-"""Strategies that write down what they see, and one whose state lies in pieces."""
+"""Strategies that write down what they see."""
 
 import hashlib
 import json
@@ -6,13 +6,9 @@ import os
 import time
 from pathlib import Path
 
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from train.strategies.ddp import Ddp
-from train.strategies.optimizer_step import OptimizerStep, build_model
-from train.strategies.single import Single
 from train.strategies.tensor_parallel import TensorParallel
 
 
@@ -21,6 +17,7 @@ class Plain(Ddp):
 
     def __init__(self):
         options = {"static_graph": False, "find_unused_parameters": False, "sync_batchnorm": False}
+        options |= {"compression": "none", "powersgd_rank": 1, "powersgd_warm_up_steps": 2}
         super().__init__(bucket_cap_mb=25.0, gradient_as_bucket_view=True, **options)
 
 
@@ -50,23 +47,6 @@ class Recorded(Plain):
         with (Path(os.environ["LEDGER"]) / f"{self.world.attempt}-{self.world.rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         return super().step(step, batches)
-
-
-class Sharded(Single):
-    """Every parameter, gradient and optimizer value lies in pieces on all ranks."""
-
-    def check(self, config, world_size):
-        pass
-
-    def build(self, recipe, world):
-        self.world, self.model = world, build_model(recipe, world.device)
-        if world.size > 1:
-            mesh = init_device_mesh(world.device.type, (world.size,))
-            for module in self.model.modules():
-                if list(module.parameters(recurse=False)):
-                    fully_shard(module, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-        self.optimizer_step = OptimizerStep(recipe, world=world, layout=self.layout(world.size), model=self.model)
 
 
 class WatchedTensor(TensorParallel):

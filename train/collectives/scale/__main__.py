@@ -36,10 +36,10 @@ def predict(job: Job) -> Prediction:
 
 def leave(prediction: Prediction, job: Job, folder: Path) -> None:
     """The table on the terminal, the picture and the numbers in the folder. Raises StorageError."""
-    show(prediction)
     steps = {name: {size: asdict(step) for size, step in steps.items()} for name, steps in prediction.items()}
     write_json(folder / "scale.json", {"job": asdict(job), "steps": steps})
     draw(prediction, folder / "scale.png")
+    show(prediction)
     say(f"{folder}/scale.json and scale.png", sys.stdout)
 
 

@@ -29,6 +29,7 @@ from train.collectives.record import write_json
 from train.collectives.scale.job import Job, Machine, Workload
 from train.collectives.scale.strategies import Step, ddp
 from train.collectives.start import become_torchrun
+from train.collectives.table import WIDTH
 from train.collectives.wire import written_bytes
 from train.errors import ConfigError, MusterError, say
 from train.faults import agent
@@ -84,8 +85,8 @@ def check(*, rounds: int, steps: int, out: Path) -> None:
     if dist.get_rank() == 0:
         jobs = job(network, seconds=times[1])
         found = [Checked(size, times[size], sent[size], ddp(jobs, size)) for size in WORLD_SIZES]
-        show(found, network)
         write_json(out / "check.json", {"network": asdict(network), "checked": [asdict(each) for each in found]})
+        show(found, network)
         say(f"{out}/check.json", sys.stdout)
     dist.barrier()
     dist.destroy_process_group()
@@ -157,6 +158,8 @@ def show(found: list[Checked], network: Network) -> None:
             "not counted" if each.sent_bytes is None else f"{each.sent_bytes / 1e6:.3f}", f"{model.sent_bytes / 1e6:.3f}",
         )  # fmt: skip
     console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
     console.print(f"alpha {network.alpha_s * 1e6:.1f} us, beta {network.beta_s * 1e9:.3f} ns a byte")
     console.print(table)
 

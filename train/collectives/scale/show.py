@@ -55,8 +55,8 @@ def draw(prediction: Prediction, path: Path) -> None:
     for axis, (title, value) in zip(axes, panels, strict=True):
         for at, (name, steps) in enumerate(prediction.items()):
             points = [value(step) for step in steps.values()]
-            thin = 1 - at / (1 + len(prediction))  # where several coincide, all are seen
-            axis.plot(list(steps), points, f"{MARKS[at]}-", label=name, ms=9 * thin, lw=5 * thin)
+            width = 11 - 8 * at / len(prediction)  # hollow and ever smaller: where several coincide, all are seen
+            axis.plot(list(steps), points, f"{MARKS[at]}-", label=name, ms=width, mfc="none", mew=1.3, lw=1.2)
         axis.set_xscale("log", base=2)
         if "memory" in title:
             axis.set_ylim(bottom=0)

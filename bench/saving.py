@@ -1,0 +1,112 @@
+"""What saving a large state costs each rank: seconds in which training is blocked, and memory on top of the state.
+
+`python -m bench.saving fsdp --nproc 4 --set "model=mlp model.hidden=[2048,2048]"` does one step, saves a checkpoint
+while nothing else goes on, writes model.pt, and resumes in fresh processes. Prints JSON with [seconds, MB on
+top] of the rank that had most, and the bytes that it holds; memory is what no file backs (RssAnon).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from bench.steps import held
+from bench.strategies import WORKLOAD, launch, overrides
+from train.checkpoint.weights import write_weights
+from train.config.compose import compose
+from train.faults.exit import Exit
+from train.faults.heartbeat import Heartbeat
+from train.faults.preemption import Preemption
+from train.loop import load, save
+from train.run import join, open_run
+
+EVERY_S = 0.002
+
+
+class Extra:
+    """The most memory within a block on top of that before it, and how long it took."""
+
+    megabytes = 0.0
+    seconds = 0.0
+
+    def __enter__(self) -> Extra:
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide what is taken now; glibc
+        self._before, self._most, self._done = _anonymous(), 0, threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = round(time.perf_counter() - self._started, 2)
+        self._done.set()
+        self._watcher.join()
+        self.megabytes = round((self._most - self._before) / 1e6, 1)
+
+    def _watch(self) -> None:
+        while not self._done.wait(EVERY_S):
+            self._most = max(self._most, _anonymous())
+
+
+def _anonymous() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def worker(line: list[str], *, loads: bool) -> None:
+    """On every rank: one step, a checkpoint and model.pt; or, if it `loads`, what is needed to resume from it."""
+    config, preemption = compose(line), Preemption()
+    world, strategy = join(config, preemption)
+    heartbeat = Heartbeat(world, timeout_s=3600.0, start_s=3600.0, on_hang=print)
+    heartbeat.start()
+    found: dict[str, Extra] = {}
+    opening = found["open"] = Extra()
+    opening.__enter__()
+    with open_run(config, world, strategy, preemption, heartbeat, Exit(Path(config.output_dir))) as (run, folder, _):
+        opening.__exit__()
+        if not loads:
+            strategy.step(0, next(iter(load(run, run.data.train, run.plan, range(1)))))
+            run.progress.step = 1
+            with found.setdefault("save", Extra()):
+                with found.setdefault("blocked", Extra()):
+                    save(run)
+                run.checkpoints.flush()
+            with found.setdefault("model_pt", Extra()):
+                write_weights(folder.path / "model.pt", strategy.weights(), writes=world.is_first)
+        ranks = world.gather(
+            {**{name: [each.seconds, each.megabytes] for name, each in found.items()}, **held(strategy)}
+        )
+        if world.is_first:
+            print(json.dumps({name: max(rank[name] for rank in ranks) for name in ranks[0]}), flush=True)
+    os._exit(0)  # as the kit does: torch's threads may abort in a tear-down
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.saving", description=__doc__)
+    parser.add_argument("strategy", help="name, with options after commas")
+    parser.add_argument("--nproc", type=int, default=4)
+    parser.add_argument("--set", default=WORKLOAD, help=f"what is trained (default: {WORKLOAD})")
+    parser.add_argument("--worker", choices=["save", "resume"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    line = [*given.set.split(), *overrides(given.strategy), f"output_dir={given.folder}", "log.progress=none"]
+    if given.worker:
+        worker([*line, "max_steps=2", "log.tensorboard=false"], loads=given.worker == "resume")
+    with tempfile.TemporaryDirectory() as folder:
+        for work in ("save", "resume"):
+            same = [f"--set={given.set}", f"--folder={folder}/run"]
+            print(
+                work,
+                json.dumps(launch(given.nproc, "bench.saving", f"--worker={work}", given.strategy, *same)),
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

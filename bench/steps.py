@@ -1,0 +1,59 @@
+"""Strategies at work without a run around them: steps on ranks that have met once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from train.config.compose import compose
+from train.config.parts import build
+from train.data.load import load
+from train.data.loader import LoaderConfig, batches
+from train.dist.place import Place
+from train.dist.world import World, start
+from train.plan import Plan
+from train.run import recipe, seed_all, set_numerics
+from train.strategies.base import StepResult, Strategy
+
+
+class Steps:
+    """The steps of one config, in a process that finds RANK and its kin set. Everything is collective."""
+
+    met: World | None = None
+
+    def __init__(self, *overrides: str, steps: int):
+        config = compose([*overrides, f"max_steps={steps}", "log.progress=none"])
+        Steps.met = self.world = Steps.met or start(config, Place.from_env())
+        set_numerics(config)
+        data = load(config, self.world)
+        plan = Plan(len(data.train), config.batch_size, config.seed)
+        self.strategy: Strategy = build(config.strategy)
+        self.strategy.check(config, self.world.size)
+        self.strategy.build(recipe(config, data, plan, steps, self.world), self.world)
+        seed_all(config.seed, self.world.rank, step=0)
+        loader = LoaderConfig.of(config, shard=self.strategy.shard, device=self.world.device)
+        self._batches = enumerate(batches(data.train, plan, range(steps), loader))
+
+    def __iter__(self) -> Iterator[StepResult]:
+        for step, micro_batches in self._batches:
+            yield self.strategy.step(step, micro_batches)
+
+    def losses(self) -> list[tuple[float, float]]:
+        """(loss, gradient norm) of each step."""
+        return [(self.world.sum([float(result.loss)])[0], float(result.grad_norm)) for result in self]
+
+
+def held(strategy: Any) -> dict[str, int]:
+    """Bytes of parameters and of the optimizer's state that this rank has."""
+    step = strategy.optimizer_step
+    state = [value for values in step.optimizer.state.values() for value in values.values()]
+    return {"parameters": size_of(step.parameters), "optimizer": size_of(state)}
+
+
+def size_of(values: Iterable[Any]) -> int:
+    """Bytes of this rank's part of the tensors among `values`."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)

@@ -1,0 +1,16 @@
+"""Train with two processes, started by this script and not by a launcher: `python script.py [overrides]`.
+
+It needs no `if __name__ == "__main__":`, as the processes do not import it again.
+"""
+
+import sys
+
+import train.launch
+from train.errors import MusterError
+
+try:
+    run = train.launch(["name=script", *sys.argv[1:]], nproc=2, max_restarts=3)
+except MusterError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)  # 75: told to stop, all is saved, and the same line resumes
+print(run.folder, run.outcome["outcome"], "at step", run.outcome["step"])

@@ -1,0 +1,68 @@
+"""Optimizer steps of a strategy without the run around them: several strategies in one world, on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from train.config.compose import compose
+from train.config.parts import build
+from train.data.load import load
+from train.data.loader import LoaderConfig, batches
+from train.dist.place import Place
+from train.dist.world import World
+from train.dist.world import start as start_world
+from train.plan import Plan
+from train.run import recipe, set_numerics
+from train.strategies.base import SavedTensor, StepResult, Strategy
+
+STEPS = 100
+
+
+class Trained:
+    """A strategy that a config names, which trains step by step; losses are of the whole world."""
+
+    def __init__(self, world: World, *overrides: str):
+        config = compose([*overrides])
+        set_numerics(config)
+        self.world, self.strategy, self.losses = world, build(config.strategy), list[float]()
+        self.strategy.check(config, world.size)
+        data = load(config, world)
+        self.plan = Plan(len(data.train), config.batch_size, config.seed)
+        self.strategy.build(recipe(config, data, self.plan, STEPS, world), world)
+        loader = LoaderConfig.of(config, shard=self.strategy.shard, device=world.device)
+        self.batches = lambda steps: batches(data.train, self.plan, steps, loader)
+
+    def steps(self, steps: range, *, alter: Callable[[int, Any], None] = lambda *_: None) -> list[StepResult]:
+        """Take these steps; `alter` may change a step's micro-batches before."""
+        results = []
+        for step, micro_batches in zip(steps, self.batches(steps), strict=True):
+            alter(step, micro_batches)
+            results.append(self.strategy.step(step, micro_batches))
+            self.losses += self.world.sum([float(results[-1].loss)])
+        return results
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Take up a state as a checkpoint would give it to this rank."""
+        load_state(self.strategy, state)
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """Of the model as it would be saved, as plain lists. Collective."""
+        return {name: torch.as_tensor(value).tolist() for name, value in self.strategy.weights().items()}
+
+
+def load_state(strategy: Strategy, state: dict[str, Any]) -> None:
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    targets = strategy.targets({name: SavedTensor(t.size(), t.dtype) for name, t in tensors.items()})
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(tensors[name])
+    strategy.load({**{name: value for name, value in state.items() if name not in tensors}, **targets})
+
+
+def world() -> World:
+    """This process's world, on a group of its own."""
+    return start_world(compose([]), Place.from_env())

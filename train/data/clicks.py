@@ -1,0 +1,51 @@
+"""Clicks that need no file: lists of items, few of them popular, and whether somebody clicked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from train.plan import Keys, mix
+
+
+class Clicks:
+    """`num_samples` lists of `list_length` out of `num_items` items, computed from `hidden_seed` and the index alone.
+
+    Item i is drawn about as often as 1/(i + 1) says. Every item has a hidden appeal, and a list whose items' appeals add
+    up to more than 0 was clicked. The test split is a tenth as long and comes from indices behind the training split.
+    """
+
+    num_classes = 2
+
+    def __init__(self, train: bool, *, num_samples: int, num_items: int, list_length: int, hidden_seed: int):
+        self.num_samples = num_samples if train else max(1, num_samples // 10)
+        self.first = 0 if train else num_samples
+        self.num_items, self.input_shape, self.hidden_seed = num_items, (list_length,), hidden_seed
+        self._stream = mix(np.array([hidden_seed], dtype=np.uint64))
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        items, clicked = self.__getitems__([index])
+        return items[0], clicked[0]
+
+    def __getitems__(self, indices: Sequence[int], keys: Keys | None = None) -> tuple[Tensor, Tensor]:
+        """`[B, K] int64` items and `[B] int64`, 1 where clicked."""
+        samples = np.asarray(indices, dtype=np.uint64) + np.uint64(self.first)
+        places = np.arange(self.input_shape[0], dtype=np.uint64)
+        draws = _uniform(mix(mix(samples ^ self._stream)[:, None] ^ places))
+        items = np.minimum(((self.num_items + 1.0) ** draws).astype(np.int64) - 1, self.num_items - 1)
+        appeal = _uniform(mix(items.astype(np.uint64) + np.uint64(1 << 62) ^ self._stream)) - 0.5
+        return torch.from_numpy(items), torch.from_numpy((appeal.sum(1) > 0).astype(np.int64))
+
+    def fingerprint(self) -> str:
+        return f"clicks:{self.num_samples}:{self.num_items}:{self.input_shape[0]}:{self.hidden_seed}"
+
+
+def _uniform(words: Keys) -> np.ndarray:
+    """64-bit words as numbers in [0, 1), of the same shape."""
+    return (words >> np.uint64(11)).astype(np.float64) / float(1 << 53)

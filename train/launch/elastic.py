@@ -1,0 +1,103 @@
+"""The agent of `train.launch(...)`, on torch's elastic launch API: `python -m train.launch.elastic FOLDER PARENT`.
+
+FOLDER holds what spawn.py left there, and afterwards what it reads: plan.json, failure.json, value-RANK.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from train.config.compose import compose
+from train.errors import MusterError
+from train.faults import attempts
+from train.launch.spec import Dynamic, Spec
+from train.launch.verdict import identity
+
+
+def main(given: list[str]) -> int:
+    """Run the ranks to their end, and give 0 if all ended well."""
+    folder, parent = Path(given[0]), int(given[1])
+    end_with(parent)
+    spec, overrides = pickle.loads((folder / "job").read_bytes())
+    if overrides is None:
+        line = ["train.launch.rank", str(folder)]
+    else:
+        plan = plan_of(overrides)
+        (folder / "plan.json").write_text(json.dumps(plan))
+        if "refused" in plan:
+            return 2
+        line = ["train", *overrides]
+    return run(spec, ["-P", "-m", *line], folder)
+
+
+def end_with(parent: int) -> None:
+    """Be told to stop when the caller of `train.launch` dies, however it does: nothing of it is left behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def plan_of(overrides: list[str]) -> dict[str, Any]:
+    """Where the run lies and how its last attempt ended, or why there is none."""
+    try:
+        folder = Path(compose(overrides).output_dir).resolve()
+    except MusterError as error:
+        return {"refused": [error.exit_code, str(error)]}
+    return {"folder": str(folder), "before": identity(attempts.newest(folder))}
+
+
+def run(spec: Spec, line: list[str], folder: Path) -> int:
+    """One agent of `spec` with `line` after python's name for each rank."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    assert isinstance(spec.rendezvous, Dynamic)
+    fewest, _, most = spec.nnodes.partition(":")
+    config = LaunchConfig(
+        min_nodes=int(fewest),
+        max_nodes=int(most or fewest),
+        nproc_per_node=int(spec.nproc),
+        max_restarts=spec.max_restarts,
+        run_id=spec.rendezvous.id,
+        rdzv_backend="c10d",
+        rdzv_endpoint=spec.rendezvous.endpoint,
+        rdzv_configs={"is_host": int(spec.rendezvous.is_host), **vars(spec.rendezvous.timings)},
+        local_addr=spec.local_addr,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+    )
+    try:
+        elastic_launch(config, sys.executable)(*line)
+        return 0
+    except ChildFailedError as error:
+        code, failures = 1, error.failures
+    except SignalException as error:  # the caller's, or that of a rank that restarts do not help (faults/agent.py)
+        code, failures = 128 + int(error.sigval), {}
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / "failure.json").write_text(json.dumps(first(failures, folder)))
+    return code
+
+
+def first(failures: dict[int, Any], folder: Path) -> dict[str, Any]:
+    """The first cause. A rank that was killed has said nothing, and what others then said came of it."""
+    for rank, failure in sorted(failures.items()):
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # by which the agent ends the others
+            return {"rank": rank, "exit_code": 1, "message": f"killed by {failure.signal_name()}"}
+    if said := [json.loads(path.read_text()) for path in folder.glob("failed-*")]:
+        return dict(min(said, key=lambda each: each["time"]))
+    for rank, failure in sorted(failures.items()):
+        message = failure.message["message"] if isinstance(failure.message, dict) else "gave no reason"
+        return {"rank": rank, "exit_code": failure.exitcode, "message": f"{message} (exit code {failure.exitcode})"}
+    return {}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""One rank of `train.launch(function)`: `python -m train.launch.rank FOLDER`, started by the agent in elastic.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from train.errors import ConfigError, MusterError, final, one_line
+from train.faults import agent
+
+
+def main(given: list[str]) -> None:
+    """Call the function, and leave its value or its error in FOLDER."""
+    agent.die_with_it()
+    folder, rank = Path(given[0]), int(os.environ["RANK"])
+    failed = folder / f"failed-{rank}"
+    failed.unlink(missing_ok=True)  # of the attempt before
+    try:
+        value = packed(call(folder))
+    except Exception as error:
+        if not isinstance(error, MusterError):
+            traceback.print_exc()
+        kind = "" if isinstance(error, MusterError) else f"{type(error).__name__}: "
+        code = error.exit_code if isinstance(error, MusterError) else 1
+        said = {"time": time.monotonic(), "rank": rank, "exit_code": code, "message": f"{kind}{one_line(error)}"}
+        draft = folder / f".failed-{rank}"
+        draft.write_text(json.dumps(said))
+        draft.rename(failed)
+        if code in final():
+            os.kill(os.getppid(), signal.SIGTERM)  # the agent: a restart would only fail the same way again
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # no tear-down of a group that is broken: it may hang, or abort
+    (folder / f"value-{rank}").write_bytes(value)
+
+
+def call(folder: Path) -> Any:
+    """What the function returns; a process group that it formed and left is closed."""
+    function, args = pickle.loads((folder / "call").read_bytes())
+    value = function(*args)
+    if "torch.distributed" in sys.modules:
+        dist = sys.modules["torch.distributed"]
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+    return value
+
+
+def packed(value: Any) -> bytes:
+    """Raises ConfigError if it cannot be sent back."""
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        raise ConfigError(
+            f"a {type(value).__name__} cannot be sent back: {one_line(error)}; return numbers, text, CPU tensors or "
+            "containers of them"
+        ) from error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,239 @@
+"""`train.launch(...)`: ranks on this machine, started by a script or a notebook and not by a launcher.
+
+An agent (elastic.py) in a process of its own starts and watches the ranks, for what the caller's process cannot give:
+signal handlers that are torch's to set, a fork without CUDA and threads, and an identity that no other launch has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from train.errors import ConfigError, MusterError, Preempted, final, of_code, one_line
+from train.faults import attempts
+from train.launch import loopback
+from train.launch.spec import Spec, environment
+from train.launch.variables import whole
+from train.launch.verdict import Policy, decide
+
+ECHO_S = 2.0  # for the last lines, once the agent has ended
+SPAWNED = "MUSTER_SPAWNED"
+"""Set for the agent and the ranks: they must not launch anew, as a module without a guard would have each of them do."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that is done: its folder, and what its outcome.json says."""
+
+    folder: Path
+    outcome: dict[str, Any]
+
+
+def launch(what: Sequence[str] | Callable[..., Any], *args: Any, nproc: int, max_restarts: int = 0) -> Any:
+    """See `train.launch.launch`."""
+    _refuse_ranks()
+    spec = _spec(nproc, max_restarts)
+    with tempfile.TemporaryDirectory(prefix="muster-launch-") as name:
+        folder = Path(name)
+        overrides = None if callable(what) else _overrides(what, args)
+        (folder / "job").write_bytes(pickle.dumps((spec, overrides)))
+        if overrides is None:
+            (folder / "call").write_bytes(_packed(what, args))
+        code, came = _run_agent(spec, folder)
+        end = End(folder, code, came)
+        return end.values(nproc) if overrides is None else end.run()
+
+
+def _refuse_ranks() -> None:
+    if SPAWNED in os.environ or "RANK" in os.environ:
+        raise ConfigError(
+            "train.launch was called by a process that is a rank already: call it outside of torchrun, and in a module "
+            'that ranks import only below `if __name__ == "__main__":`'
+        )
+
+
+def _spec(nproc: int, max_restarts: int) -> Spec:
+    for name, value, least in (("nproc", nproc, 1), ("max_restarts", max_restarts, 0)):
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name}={value} is not valid: use a whole number of at least {least}")
+    threads = whole(os.environ, "OMP_NUM_THREADS", default=1, least=1)
+    # The agent's store takes any free port; MASTER_PORT is another one, which the agent finds for each attempt.
+    return loopback.spec(
+        "1", port=0, id=uuid.uuid4().hex, is_host=True, nproc=nproc, max_restarts=max_restarts, threads=threads
+    )
+
+
+def _overrides(what: Sequence[str], args: tuple[Any, ...]) -> list[str]:
+    given = [what] if isinstance(what, str) else [*what, *args]
+    wrong = next((text for text in given if not isinstance(text, str) or text.startswith("-")), None)
+    if isinstance(what, str) or args or wrong is not None:
+        raise ConfigError(
+            f"{what if wrong is None else wrong!r} is not a list of overrides: give one, as ['max_steps=20'], without "
+            "flags, or a function; a sweep is a loop of launches"
+        )
+    return given
+
+
+def _packed(function: Any, args: tuple[Any, ...]) -> bytes:
+    import cloudpickle
+
+    try:
+        packed: bytes = cloudpickle.dumps((function, args))
+    except Exception as error:
+        raise ConfigError(
+            f"{getattr(function, '__name__', function)} cannot be sent to other processes: {one_line(error)}; make what "
+            "cannot be pickled (locks, open files, generators) inside of it"
+        ) from error
+    return packed
+
+
+def _run_agent(spec: Spec, folder: Path) -> tuple[int, list[int]]:
+    """Its exit code as a shell has it, and the signals that came meanwhile."""
+    line = [sys.executable, "-P", "-m", "train.launch.elastic", str(folder), str(os.getpid())]
+    paths = [*(os.path.abspath(path or ".") for path in sys.path), os.getcwd()]  # `-P`: this `train`, and no other
+    own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONUNBUFFERED": "1", SPAWNED: "1"}
+    shown_here = sys.stdout is not sys.__stdout__  # a notebook's cell, a test: not the file that processes inherit
+    with _passing_on() as signals:
+        agent = subprocess.Popen(
+            line,
+            env={**os.environ, **own, **environment(spec)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if shown_here else None,
+            stderr=subprocess.STDOUT if shown_here else None,
+            start_new_session=True,  # signals to this process's group reach the ranks once, by the agent
+        )
+        try:
+            signals.watch(agent)
+            echo = threading.Thread(target=_echo, args=(agent,), daemon=True)
+            echo.start()
+            code = agent.wait()
+            echo.join(ECHO_S)
+        finally:
+            _end(agent, spec.grace_s)
+    return 128 - code if code < 0 else code, signals.came
+
+
+def _echo(agent: subprocess.Popen[bytes]) -> None:
+    with agent.stdout or contextlib.nullcontext(()) as lines:
+        for line in lines:
+            sys.stdout.write(line.decode(errors="replace"))
+            sys.stdout.flush()
+
+
+def _end(agent: subprocess.Popen[bytes], grace_s: int) -> None:
+    """Where an exception cut the wait short."""
+    if agent.poll() is None:
+        agent.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            agent.wait(grace_s)
+        agent.kill()
+        agent.wait()
+
+
+@dataclass
+class _Signals:
+    """Those that asked this process to stop. The agent hears of the first, as SIGTERM; a second Ctrl-C kills it."""
+
+    came: list[int] = field(default_factory=list)
+    agent: subprocess.Popen[bytes] | None = None
+
+    def on(self, number: int, _frame: FrameType | None) -> None:
+        self.came.append(number)
+        if self.agent and len(self.came) == 1:
+            self.agent.terminate()
+        elif self.agent and self.came.count(signal.SIGINT) > 1:
+            self.agent.kill()  # the ranks die with it (faults/agent.py)
+
+    def watch(self, agent: subprocess.Popen[bytes]) -> None:
+        self.agent = agent
+        if self.came:
+            agent.terminate()
+
+
+@contextlib.contextmanager
+def _passing_on() -> Iterator[_Signals]:
+    """Outside of the main thread Python takes no signals: the agent then hears of this process's death by itself."""
+    signals = _Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    before = {number: signal.signal(number, signals.on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@dataclass(frozen=True)
+class End:
+    """What the agent has left in `folder`, its exit code, and the signals that came to this process."""
+
+    folder: Path
+    code: int
+    came: list[int]
+
+    def values(self, nproc: int) -> list[Any]:
+        """What each rank has returned. Raises MusterError, KeyboardInterrupt."""
+        self._raise_if_told("the function was ended: launch it again")
+        self._raise_if_failed()
+        return [self._value(rank) for rank in range(nproc)]
+
+    def run(self) -> Finished:
+        """The run, if it is done. Raises MusterError, KeyboardInterrupt."""
+        plan = self._read("plan.json")
+        if refused := plan.get("refused"):
+            raise of_code(*refused)
+        if "folder" not in plan:
+            self._raise_if_told("nothing was begun: launch it again")
+            self._raise_if_failed()
+        folder = Path(plan["folder"])
+        after = attempts.newest(folder)
+        verdict = decide(plan["before"], after, self.code, told=bool(self.came), policy=Policy())
+        self._raise_if_told(f"{folder}: {verdict.line or 'done'}: launch it again to resume")
+        if verdict.code == 0:
+            return Finished(folder, after)
+        if not (said := after.get("error")) or verdict.line.startswith("no rank"):
+            self._raise_if_failed()
+        who = f"rank {after.get('rank')} on {after.get('failed_host')}: " if after.get("outcome") == "failed" else ""
+        raise _error(verdict.code, f"{who}{said}" if said else f"{folder}: {verdict.line}")
+
+    def _raise_if_told(self, told: str) -> None:
+        if signal.SIGINT in self.came:
+            raise KeyboardInterrupt(told)
+        if self.came:
+            raise Preempted(f"told to stop by {signal.Signals(self.came[0]).name}; {told}")
+
+    def _raise_if_failed(self) -> None:
+        if self.code:
+            failure = self._read("failure.json")
+            said = "the agent ended early: see its messages above"
+            message = f"rank {failure['rank']}: {failure['message']}" if failure else said
+            raise _error(failure.get("exit_code", self.code), message)
+
+    def _value(self, rank: int) -> Any:
+        path = self.folder / f"value-{rank}"
+        return pickle.loads(path.read_bytes()) if path.exists() else None  # sys.exit(0) gives none
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        read: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return read
+
+
+def _error(code: int, message: str) -> MusterError:
+    """As a rank with this exit code has raised it; 1 may be anything."""
+    return of_code(code, message) if code in (*final(), Preempted.exit_code) else MusterError(message)

@@ -1,0 +1,34 @@
+"""A click model: the mean of the items' embeddings, then a multi-layer perceptron."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from train.errors import ConfigError
+
+
+class Recommender(nn.Module):
+    """`[B, K] int64` items to `[B, classes]` logits. Nearly all parameters are in `embedding`, [num_items, dim]."""
+
+    def __init__(
+        self, *, input_shape: Sequence[int], num_classes: int, num_items: int, dim: int, hidden: Sequence[int]
+    ):
+        super().__init__()
+        if len(input_shape) != 1:
+            raise ConfigError(
+                f"model=recommender takes lists of items [K], and the data's inputs are {list(input_shape)}: use data=clicks"
+            )
+        widths = [dim, *hidden]
+        layers = [
+            layer
+            for fan_in, fan_out in zip(widths, widths[1:], strict=False)
+            for layer in (nn.Linear(fan_in, fan_out), nn.ReLU())
+        ]
+        self.embedding = nn.EmbeddingBag(num_items, dim, mode="mean")
+        self.dense = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
+
+    def forward(self, items: Tensor) -> Tensor:
+        logits: Tensor = self.dense(self.embedding(items))
+        return logits

@@ -1,0 +1,344 @@
+"""DDP joined with a remote submodule: the dense part is replicated on the trainers, an embedding table lives on rank 0.
+
+Trainers look rows up by remote calls. Distributed autograd takes the gradients of what they got back to the table, so
+that neither the table nor its gradient ever crosses the wire.
+
+Source: https://docs.pytorch.org/tutorials/advanced/rpc_ddp_tutorial.html
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from train.config.keys import Config, NonFinite
+from train.data.loader import Batch, to
+from train.dist import rpc as calls
+from train.dist.layout import DATA, Layout
+from train.dist.world import World
+from train.errors import ConfigError, nearest
+from train.strategies.base import Recipe, SavedTensor, StepResult
+from train.strategies.gradient import total_norm
+from train.strategies.optimizer_step import OptimizerStep, Stepping, build_model
+from train.strategies.parameter_server import SERVER, Answer, Gradient, Server, refuse, serve, served
+
+GROUPS = "optimizer/groups"
+
+
+class Table(Server):
+    """Keeps the remote submodule: looks up for trainers, and steps once the gradients of all of them are there."""
+
+    def __init__(self, module: nn.Module, optimizer_step: OptimizerStep, *, trainers: range):
+        super().__init__(optimizer_step, trainers=trainers, per_update=len(trainers))
+        self.module = module
+        self._expected: dict[int, tuple[int, Tensor]] = {}
+        self._announced: list[tuple[int, Future[None]]] = []
+
+    def forward(self, training: bool, *inputs: Any) -> Tensor:
+        """The submodule's own."""
+        self.module.train(training)
+        output: Tensor = self.module(*inputs)
+        return output
+
+    @rpc.functions.async_execution  # type: ignore[untyped-decorator]
+    def push_context(self, trainer: int, step: int, context: int, elsewhere: Tensor) -> Future[Answer]:
+        """Take what a backward pass in `context` has left here; `elsewhere`, []: the norm of the dense gradient."""
+        left = dist_autograd.get_gradients(context)
+        parts = [left.get(parameter) for parameter in self.optimizer_step.parameters]
+        return self.take(Gradient(trainer, step, parts, elsewhere))
+
+    def references(self) -> list[rpc.RRef[nn.Parameter]]:
+        """To the parameters, for torch's DistributedOptimizer."""
+        return [rpc.RRef(parameter) for parameter in self.optimizer_step.parameters]
+
+    @rpc.functions.async_execution  # type: ignore[untyped-decorator]
+    def expect(self, trainer: int, step: int, elsewhere: Tensor) -> Future[None]:
+        """Announce the next gradient of `trainer` that is applied; answered when it may be."""
+        announced: Future[None] = Future()
+        with self._change:
+            self._expected[trainer] = (step, elsewhere)
+            self._announced.append((step, announced))
+            self._proceed()
+        return announced
+
+    def apply(self, trainer: int) -> None:
+        """Step by the gradients that the parameters have, which are the trainer's."""
+        step, elsewhere = self._expected[trainer]
+        with self._change:
+            norm, skipped = self.optimizer_step.update(step)
+            self.updates += 1
+            self.left_out += skipped
+            self._done[trainer] = step
+            self._last = Answer([], torch.hypot(norm, elsewhere), skipped, self.optimizer_step.lr)
+            self._proceed()
+
+    def parameters(self) -> list[Tensor]:
+        return []
+
+    def _proceed(self) -> None:
+        due = [announced for step, announced in self._announced if step <= self._begun]
+        self._announced = [(step, announced) for step, announced in self._announced if step > self._begun]
+        for announced in due:
+            announced.set_result(None)
+        super()._proceed()
+
+    def norm(self, batch: list[Gradient]) -> Tensor | None:
+        own = total_norm(p.grad for p in self.optimizer_step.parameters if p.grad is not None)
+        return torch.hypot(own, batch[0].elsewhere) if batch[0].elsewhere is not None else own
+
+
+class SharedOptimizer:
+    """What DistributedOptimizer makes on the server for each trainer: a way to the one that checkpoints know."""
+
+    def __init__(self, _parameters: list[Tensor], *, trainer: int):
+        self.trainer = trainer
+
+    def step(self) -> None:
+        table = served()
+        assert isinstance(table, Table)
+        table.apply(self.trainer)
+
+
+class Remote(nn.Module):
+    """Stands in a trainer's model for the submodule on the server.
+
+    Its output is a leaf of the local graph: DDP knows nothing of distributed autograd, which takes over from there.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+        self.table: rpc.RRef[Table] | None = None
+        self._outputs: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, *inputs: Any) -> Tensor:
+        assert self.table
+        there = (self.training, *to(torch.device("cpu"), inputs))
+        output: Tensor = calls.answer(self.table.rpc_async(timeout=0).forward(*there), rank=SERVER)
+        here = output.detach().to(self.device)
+        if torch.is_grad_enabled():
+            self._outputs.append((output, here.requires_grad_()))
+        return here
+
+    def backward(self, context: int, scale: float) -> None:
+        """Send the gradients of all outputs since the last time back to the table, times `scale`."""
+        roots = [(output * (scale * here.grad.cpu())).sum() for output, here in self._outputs if here.grad is not None]
+        self._outputs.clear()
+        calls.attempt(lambda: dist_autograd.backward(context, roots), rank=SERVER)
+
+    def forget(self) -> None:
+        self._outputs.clear()
+
+
+class DdpRpc(Stepping):
+    """Rank 0 keeps the submodule named `remote`, the others train the rest under DDP.
+
+    asynchronous: step the table by each trainer's gradient as it comes, not once by all of them.
+    """
+
+    def __init__(self, *, remote: str, asynchronous: bool):
+        self.remote, self.asynchronous = remote, asynchronous
+        self.table: Table | None = None
+
+    @property
+    def caveat(self) -> str:
+        told = "each trainer's gradient steps the table as it comes: no run gives the same weights again"
+        return told if self.asynchronous else ""
+
+    def layout(self, world_size: int) -> Layout:
+        """Of the trainers: the server takes no samples."""
+        if world_size < 2:
+            raise ConfigError(
+                f"strategy=ddp_rpc takes at least 2 processes, a server and a trainer, and was started with {world_size}: "
+                "use torchrun --nproc-per-node=2 or more, or strategy=ddp"
+            )
+        return Layout({DATA: world_size - 1})
+
+    def check(self, config: Config, world_size: int) -> None:
+        self.layout(world_size)
+        refuse(config, "ddp_rpc")
+        if self.asynchronous and (config.grad_clip is not None or config.on_nonfinite is NonFinite.skip):
+            given = "on_nonfinite=skip" if config.grad_clip is None else f"grad_clip={config.grad_clip:g}"
+            raise ConfigError(
+                f"{given} needs the global gradient, and with strategy.asynchronous=true nobody has it: "
+                "use grad_clip=null and on_nonfinite=stop, or strategy.asynchronous=false"
+            )
+
+    @property
+    def shard(self) -> tuple[int, int] | None:
+        return None if self.world.rank == SERVER else self.layout(self.world.size).shard(self.world.rank - 1)
+
+    def build(self, recipe: Recipe, world: World) -> None:
+        self.world, self.trainers = world, range(1, world.size)
+        self.warmed_up = len(self.trainers) < 3  # see Ddp.step
+        whole = build_model(recipe, world.device if world.rank != SERVER else torch.device("cpu"))
+        self.plain = {name: value.to("meta") for name, value in whole.state_dict().items()}
+        self.order = [name for name, _ in whole.named_parameters()]
+        kept = find(whole, self.remote)
+        group: Any = dist.new_subgroups_by_enumeration([[SERVER], [*self.trainers]])[0]
+        calls.start(world)
+        if world.rank == SERVER:
+            self.optimizer_step = OptimizerStep(
+                recipe, world=world, layout=Layout({DATA: 1}), model=alone(kept, self.remote), trainers=group
+            )
+            self.table = Table(kept, self.optimizer_step, trainers=self.trainers)
+            serve(self.table, self.trainers)
+        else:
+            self.stand_in = Remote(world.device)
+            whole.set_submodule(self.remote, self.stand_in)
+            self._replicate(recipe, whole, group)
+        self.model = self.optimizer_step.model
+        if len(self.optimizer_step.optimizer.param_groups) != 1:
+            raise ConfigError("strategy=ddp_rpc takes an optimizer of one parameter group: use one, or strategy=ddp")
+        world.barrier()
+        if not self.table:
+            self.stand_in.table = rpc.remote(calls.name(SERVER), served, timeout=0)
+        if not self.table and self.asynchronous:
+            self.table_optimizer = self._refer()
+
+    def step(self, step: int, batches: list[Batch]) -> StepResult:
+        if self.table:
+            self.table.begin(step)
+            last = self.table.await_all(step)
+            return StepResult(torch.zeros(()), last.grad_norm, last.skipped and not self.asynchronous)
+        if not self.warmed_up:
+            self.warmed_up = True
+            self.optimizer_step.warm_up(batches)
+            self.stand_in.forget()
+        return self._train(step, batches)
+
+    def is_finite(self) -> bool:
+        """Asynchronously, only the server knows what it has left out."""
+        left_out = self.table is not None and self.table.left_out > 0
+        return not self.asynchronous or not self.world.broadcast(left_out, source=SERVER)
+
+    def state(self) -> dict[str, Any]:
+        """Each part from whom it lives with, under the plain model's names."""
+        state = self.optimizer_step.state()
+        return {**state, GROUPS: [{**group, "params": self.order} for group in state[GROUPS]]}
+
+    def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        targets, failure = dict[str, Tensor](), None
+        try:
+            targets = self.optimizer_step.targets(self._mine(saved))
+        except ConfigError as error:
+            failure = error
+        self.world.together(failure)
+        return targets
+
+    def load(self, state: dict[str, Any]) -> None:
+        mine = self._mine(state)
+        own = {name for name, _ in self.model.named_parameters()}
+        groups = [{**group, "params": [name for name in group["params"] if name in own]} for group in state[GROUPS]]
+        super().load({**mine, GROUPS: groups})
+        self.world.barrier()  # nobody may look up in a table that is still loading
+
+    def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
+        held = self.optimizer_step.weights()
+        return {name: partial(self._whole, name, held.get(name)) for name in self.plain}
+
+    def close(self) -> None:
+        calls.close()
+
+    def _replicate(self, recipe: Recipe, model: nn.Module, group: Any) -> None:
+        device_ids = [self.world.device] if self.world.device.type == "cuda" else None
+        ddp = DistributedDataParallel(model, device_ids=device_ids, process_group=group)
+        self.optimizer_step = OptimizerStep(
+            recipe,
+            world=self.world,
+            layout=self.layout(self.world.size),
+            model=model,
+            forward=ddp,
+            no_sync=ddp.no_sync,
+            trainers=group,
+        )
+
+    def _train(self, step: int, batches: list[Batch]) -> StepResult:
+        stepping = self.optimizer_step
+        self.model.train()
+        before = stepping.buffers.copy() if stepping.leaves_out else {}
+        with dist_autograd.context() as context:
+            loss = stepping.backward(step, batches)
+            self.stand_in.backward(context, 1 / len(self.trainers))  # DDP has averaged the others
+            dense = total_norm(p.grad for p in stepping.parameters if p.grad is not None).cpu()
+            norm = self._push(step, context, dense)
+        stepping.buffers.forget()
+        norm, skipped = stepping.update(step, norm=norm)
+        if skipped:
+            stepping.buffers.put_back(before)
+        return StepResult(loss, norm, skipped)
+
+    def _push(self, step: int, context: int, dense: Tensor) -> Tensor:
+        """Have the table stepped; the norm of the gradient by which the dense part is to be, []."""
+        if not self.asynchronous:
+            answer: Answer = self._ask("push_context", step, context, dense)
+            return answer.grad_norm
+        self._ask("expect", step, dense)
+        calls.attempt(lambda: self.table_optimizer.step(context), rank=SERVER)
+        return dense
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        assert self.stand_in.table
+        call = getattr(self.stand_in.table.rpc_async(timeout=0), method)
+        return calls.answer(call(self.world.rank, *args), rank=SERVER)
+
+    def _refer(self) -> Any:
+        """An optimizer over the table's parameters, where they are."""
+        from torch.distributed.optim import DistributedOptimizer  # imports torch._dynamo
+
+        logging.getLogger("torch.distributed.optim.optimizer").setLevel(
+            logging.ERROR
+        )  # it would warn of SharedOptimizer
+        assert self.stand_in.table
+        references = calls.answer(self.stand_in.table.rpc_async(timeout=0).references(), rank=SERVER)
+        return DistributedOptimizer(SharedOptimizer, references, trainer=self.world.rank)  # type: ignore[no-untyped-call]
+
+    def _mine(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Without what lives with others."""
+        others = self.plain.keys() - self.model.state_dict().keys()
+        return {name: value for name, value in named.items() if owner(name) not in others}
+
+    def _whole(self, name: str, held: Any) -> Tensor:
+        """A tensor of the plain model, on rank 0. Collective."""
+        like = self.plain[name]
+        value: Tensor = torch.empty(like.shape, dtype=like.dtype) if held is None else held.cpu().contiguous()
+        if not name.startswith(f"{self.remote}."):
+            dist.broadcast(value.flatten().view(torch.uint8), SERVER + 1)
+        return value
+
+
+def find(model: nn.Module, name: str) -> nn.Module:
+    """The submodule that `strategy.remote` names. Raises ConfigError."""
+    names: dict[str, nn.Module] = dict(model.named_modules())
+    names.pop("")
+    module: nn.Module | None = names.get(name)
+    if module is None:
+        raise ConfigError(f"strategy.remote={name} names no submodule of the model; {nearest(name, names)}")
+    if not list(module.parameters()):
+        raise ConfigError(f"strategy.remote={name} has no parameters to keep on the server: name a submodule that has")
+    return module
+
+
+def alone(module: nn.Module, name: str) -> nn.Module:
+    """The module as the only one in a model, under the same name."""
+    for part in reversed(name.split(".")):
+        holder = nn.Module()
+        holder.add_module(part, module)
+        module = holder
+    return module
+
+
+def owner(name: str) -> str:
+    """The entry of the model's state dict that a flat name belongs to."""
+    kind, _, rest = name.partition("/")
+    return rest.rpartition("/")[0] if kind == "optimizer" else rest

@@ -1,0 +1,148 @@
+"""Fully sharded data parallelism: every rank keeps a slice of each parameter, its gradient and its optimizer state.
+
+A unit's parameters are gathered whole just before it computes, and given up after it; gradients are reduced to slices.
+
+Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from train.config.keys import Config, Device, Precision
+from train.config.marks import FREE
+from train.dist.world import World
+from train.errors import ConfigError
+from train.strategies.base import Recipe
+from train.strategies.optimizer_step import OptimizerStep, Stepping
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class Fsdp(Stepping):
+    """FSDP over all ranks, the same arithmetic with one rank.
+
+    Args:
+        units: patterns of names or classes of the modules that are gathered one at a time; none: see `units_of`.
+        param_dtype: parameters are gathered, and units compute, in it; slices and reductions stay in fp32.
+        reshard_after_forward: give a unit's parameters up between forward and backward, and gather them twice.
+        activation_checkpointing: keep no activation within a unit, and compute them again in backward.
+        cpu_offload: slices, gradients and the optimizer live in the host's memory; CUDA only.
+    """
+
+    def __init__(
+        self,
+        *,
+        units: Sequence[str] | None,
+        param_dtype: Literal["bf16"] | None,
+        reshard_after_forward: Annotated[bool, FREE],
+        activation_checkpointing: Annotated[bool, FREE],
+        cpu_offload: Annotated[bool, FREE],
+    ):
+        self.units, self.param_dtype, self.cpu_offload = units, param_dtype, cpu_offload
+        self.reshard_after_forward, self.activation_checkpointing = reshard_after_forward, activation_checkpointing
+
+    def check(self, config: Config, world_size: int) -> None:
+        self.layout(world_size)
+        if self.param_dtype and config.precision is Precision.fp16:
+            raise ConfigError("strategy.param_dtype=bf16 does not go with precision=fp16: use precision=fp32 or bf16")
+        if config.channels_last:
+            raise ConfigError("channels_last=true does not go with sharding, which slices plain tensors: use false")
+        if self.cpu_offload and (config.device is Device.cpu or not torch.cuda.is_available()):
+            raise ConfigError("strategy.cpu_offload=true needs CUDA devices: on the CPU it is all there, use false")
+        if self.cpu_offload and config.precision is Precision.fp16:
+            raise ConfigError(
+                "strategy.cpu_offload=true does not go with precision=fp16, whose scaler lives on the device: "
+                "use precision=fp32 or bf16"
+            )
+
+    def build(self, recipe: Recipe, world: World) -> None:
+        self.world, self.model = world, recipe.build_model()  # on the host: no device ever holds the whole
+        units = named_units(self.model, self.units) if self.units else units_of(self.model)
+        if self.param_dtype and any(isinstance(module, _BatchNorm) for module in self.model.modules()):
+            raise ConfigError("strategy.param_dtype=bf16 does not go with batch norm: use precision=bf16 in its place")
+        layout = self.layout(world.size)
+        options: dict[str, Any] = {
+            "mesh": layout.mesh(world.device.type),
+            "reshard_after_forward": self.reshard_after_forward,
+            "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+        }
+        policy = MixedPrecisionPolicy()
+        if self.param_dtype:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for unit in units:
+            if self.activation_checkpointing:
+                unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+            if recipe.compile:
+                unit.compile()
+            fully_shard(unit, mp_policy=policy, **options)
+        whole = replace(policy, output_dtype=torch.float32) if self.param_dtype else policy  # what the loss is made of
+        self.sharded = fully_shard(self.model, mp_policy=whole, **options)
+        self.optimizer_step = OptimizerStep(recipe, world=world, layout=layout, model=self.model, no_sync=self._no_sync)
+
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        self.sharded.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.sharded.set_requires_gradient_sync(True)
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that a model is a row of: what its Sequentials, ModuleLists and ModuleDicts hold, outermost first.
+
+    Transformer blocks, residual blocks, layers. One that shares a parameter with a module outside of it is none.
+    """
+    return [unit for unit in _elements(model) if not _shares(unit, model)]
+
+
+def named_units(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """The modules whose name or class matches a pattern, innermost first.
+
+    Raises:
+        ConfigError: a pattern matches none, or one that shares a parameter with a module outside of it.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    for pattern in patterns:
+        if not any(_matches(pattern, name, module) for name, module in modules.items()):
+            known = ", ".join(sorted({type(module).__name__ for module in modules.values()}))
+            raise ConfigError(f"strategy.units: no module is or is called {pattern}; this model's classes are {known}")
+    named = {name: module for name, module in modules.items() if any(_matches(each, name, module) for each in patterns)}
+    for name, module in named.items():
+        if _shares(module, model):
+            raise ConfigError(f"strategy.units: {name} shares a parameter with a module outside of it: leave it out")
+    return list(named.values())[::-1]
+
+
+def _matches(pattern: str, name: str, module: nn.Module) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
+
+
+def _elements(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if (
+            isinstance(module, CONTAINERS)
+            and type(child) not in CONTAINERS
+            and next(child.parameters(), None) is not None
+        ):
+            yield child
+        else:
+            yield from _elements(child)
+
+
+def _shares(unit: nn.Module, model: nn.Module) -> bool:
+    """Whether a module outside of `unit` has one of its parameters as its own."""
+    inside, own = set(unit.modules()), set(unit.parameters())
+    return any(own.intersection(module.parameters(recurse=False)) for module in model.modules() if module not in inside)
