@@ -81,12 +81,12 @@ def test_losses_are_those_of_one_process(tmp_path, lines, whole, model, ranks, c
 
 
 def test_every_layout_resumes_from_every_other(tmp_path, lines, whole):
-    layouts = [(2, [TENSOR]), (None, []), (4, [PIPELINE]), (4, [TENSOR, "strategy.shard=true"]), (2, [])]
-    for until, (ranks, chosen) in zip((2, 3, 5, 7, 8), layouts, strict=True):
+    layouts = [(2, []), (4, [PIPELINE]), (4, [TENSOR, "strategy.shard=true"]), (2, [])]
+    for until, (ranks, chosen) in zip((2, 4, 6, 8), layouts, strict=True):
         result = run(
-            tmp_path / "run", *lines["gpt"], *chosen, f"max_steps={until}", OTHER, "log.every_steps=1", ranks=ranks
+            tmp_path / "run", *lines["gpt"], *chosen, f"max_steps={until}", OTHER, "eval.every_steps=off", ranks=ranks
         )
-    assert [event["step"] for event in result.events("resume")] == [2, 3, 5, 7]
+    assert [event["step"] for event in result.events("resume")] == [2, 4, 6]
     for step, loss in whole["gpt"].losses.items():
         assert result.losses[step] == pytest.approx(loss, rel=1e-4), step
 
@@ -95,7 +95,7 @@ def test_every_layout_resumes_from_every_other(tmp_path, lines, whole):
     "chosen", [["strategy._target_=kit.parts.strategies.WatchedTensor"], [PIPELINE]], ids=["tensor", "1f1b"]
 )
 def test_preempted_it_resumes_bit_for_bit_with_its_dropout(tmp_path, lines, chosen):
-    line = (*lines["gpt"], *chosen, "model.dropout=0.2", "max_steps=60")
+    line = (*lines["gpt"], *chosen, "model.dropout=0.2", "max_steps=20", "eval.every_steps=off")
     (tmp_path / "whole").mkdir()
     undisturbed = run(tmp_path / "whole/run", *line, ranks=2)
     process = start(tmp_path / "run", *line, ranks=2)
@@ -127,6 +127,8 @@ def test_what_cannot_be_built_is_one_line_from_all_ranks(tmp_path, lines):
         ([TENSOR, "strategy.tensor=3"], 8, "strategy.tensor=3 must divide world size 8: use 1, 2, 4 or 8"),
         ([TENSOR, "compile=true"], 2, "compile=true does not go with strategy=tensor_parallel"),
         ([TENSOR, "precision=fp16"], 2, "use fp32 or bf16"),
+        ([PIPELINE], 1, "takes two processes or more, and there is one: use strategy=single"),
+        ([PIPELINE, "channels_last=true"], 2, "channels_last=true does not go with strategy=pipeline"),
         ([PIPELINE], 3, "strategy.stages=2 must divide world size 3: use 1 or 3"),
         ([PIPELINE, "precision=fp16"], 2, "use fp32 or bf16"),
         ([PIPELINE, "compile=true"], 2, "compile=true does not go with strategy=pipeline"),

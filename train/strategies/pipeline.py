@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils import _pytree as pytree
 
-from train.config.keys import Config, Precision
+from train.config.keys import Config
 from train.config.marks import FREE, Ge
 from train.data.loader import Batch
 from train.dist.layout import DATA, Layout
@@ -27,10 +27,10 @@ from train.errors import ConfigError
 from train.objectives.measure import sums
 from train.strategies.base import Recipe, SavedTensor
 from train.strategies.broadcast import broadcast
-from train.strategies.buffers import Buffers
+from train.strategies.combinations import refuse
 from train.strategies.cut import Stages, move, subset
 from train.strategies.gradient import average, total_norm
-from train.strategies.optimizer_step import OptimizerStep, Stepping, build_model
+from train.strategies.optimizer_step import OptimizerStep, Stepping
 
 STAGES = "stages"
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -68,6 +68,8 @@ class Pipeline(Stepping):
         return Layout.of(world_size, data=-1, stages=self.stages)
 
     def check(self, config: Config, world_size: int) -> None:
+        if world_size == 1:
+            raise ConfigError("strategy=pipeline takes two processes or more, and there is one: use strategy=single")
         super().check(config, world_size)
         if (self.schedule == "interleaved") != (self.stages_per_rank > 1):
             valid = "use 2 or more" if self.schedule == "interleaved" else "use 1, or strategy.schedule=interleaved"
@@ -78,15 +80,12 @@ class Pipeline(Stepping):
             raise ConfigError(
                 f"strategy.split={self.split} makes {len(self.split) + 1} stages of the model, and there are {self.number}: name {self.number - 1} layers"
             )
-        if config.compile:
-            raise ConfigError("compile=true does not go with strategy=pipeline: leave it out, or use strategy=ddp")
-        if config.precision is Precision.fp16:
-            raise ConfigError("precision=fp16 does not go with strategy=pipeline: use fp32 or bf16")
+        refuse(config, "pipeline")
 
     def build(self, recipe: Recipe, world: World) -> None:
         self.world, layout = world, self.layout(world.size)
         mesh = layout.mesh(world.device.type)
-        model = build_model(recipe, torch.device("cpu"))
+        model = recipe.build_model()  # on the host: no device ever holds the whole
         broadcast(model.state_dict().values())
         stages = Stages(model, number=self.number, split=self.split)
         self.part = Part(model, stages, line=mesh[STAGES].get_group(), data=mesh[DATA].get_group(), device=world.device)
@@ -122,13 +121,19 @@ class PipelineStep(OptimizerStep):
     def __init__(
         self, recipe: Recipe, *, world: World, layout: Layout, part: Part, schedule: str, num_micro_batches: int
     ):
-        super().__init__(recipe, world=world, layout=layout, model=part.module, elsewhere=part.elsewhere)
-        self.buffers = Buffers(part.module, world, group=part.data)
+        super().__init__(
+            recipe, world=world, layout=layout, model=part.module, trainers=part.data, elsewhere=part.elsewhere
+        )
         self._part, self._schedule, self._num_micro_batches = part, schedule, num_micro_batches
         self._schedules: dict[Any, Any] = {}
         named = {parameter: name for name, parameter in part.module.named_parameters()}
         mine = [[named[p] for p in group["params"]] for group in self.optimizer.param_groups]
-        theirs = [set().union(*names) for names in zip(*world.gather(mine), strict=True)]
+        everyones = world.gather(mine)
+        if len({len(groups) for groups in everyones}) > 1:
+            raise ConfigError(
+                "the optimizer has more groups of parameters for some stages than for others: strategy=pipeline takes as many for each"
+            )
+        theirs = [set().union(*names) for names in zip(*everyones, strict=True)]
         self._groups = [[name for name in part.whole if name in names] for names in theirs]
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:

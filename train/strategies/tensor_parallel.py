@@ -18,17 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from train.config.keys import Config, Precision
+from train.config.keys import Config
 from train.config.marks import FREE, Ge
 from train.data.loader import Batch
 from train.dist.layout import DATA, Layout
 from train.dist.world import World
 from train.errors import ConfigError, nearest
 from train.strategies.base import Recipe, StepResult
-from train.strategies.blocks import blocks
 from train.strategies.broadcast import broadcast
+from train.strategies.combinations import refuse
+from train.strategies.fsdp import units_of
 from train.strategies.gradient import average
-from train.strategies.optimizer_step import OptimizerStep, Stepping, build_model
+from train.strategies.optimizer_step import OptimizerStep, Stepping
 
 TENSOR = "tensor"
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -61,16 +62,11 @@ class TensorParallel(Stepping):
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
-        if config.compile:
-            raise ConfigError(
-                "compile=true does not go with strategy=tensor_parallel: leave it out, or use strategy=ddp"
-            )
-        if config.precision is Precision.fp16:
-            raise ConfigError("precision=fp16 does not go with strategy=tensor_parallel: use fp32 or bf16")
+        refuse(config, "tensor_parallel")
 
     def build(self, recipe: Recipe, world: World) -> None:
         self.world, layout = world, self.layout(world.size)
-        self.model = build_model(recipe, world.device)
+        self.model = recipe.build_model().to(world.device)
         styles = divided_layers(self.model, self._plan(self.model), ranks=self.tensor)
         if world.size == 1:
             self.optimizer_step = OptimizerStep(recipe, world=world, layout=layout, model=self.model)
@@ -177,7 +173,6 @@ def _check_divisible(name: str, style: str, modules: dict[str, nn.Module], ranks
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Parameters, gradients and optimizer values in pieces over `mesh`, gathered block by block."""
-    for block in blocks(model).values():
-        if any(True for _ in block.parameters()):
-            fully_shard(block, mesh=mesh)
+    for unit in units_of(model):
+        fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
