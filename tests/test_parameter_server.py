@@ -210,7 +210,7 @@ def test_clicks_depend_on_the_sample_alone():
 
     data = Clicks(train=True, num_samples=500, num_items=100, list_length=5, hidden_seed=3)
     items, clicked = data.__getitems__(range(500))
-    assert items.shape == (500, 5) and 0 <= int(items.min()) and int(items.max()) < 100
+    assert items.shape == (500, 5) and int(items.min()) >= 0 and int(items.max()) < 100
     assert torch.equal(items[77], data[77][0]) and int(clicked[77]) == int(data[77][1])
     counts = torch.bincount(items.flatten(), minlength=100)
     assert counts[0] > 5 * counts[20] and 100 < int(clicked.sum()) < 400
