@@ -39,7 +39,7 @@ def docker(engine, *command, ok=True):
 
 
 def test_an_edit_rebuilds_in_seconds(engine, tmp_path):
-    marker = ROOT / "train" / "edited_by_a_test.py"
+    marker = ROOT / "train" / "edited_by_a_test.txt"
     marker.write_text("")
     try:
         TIMES["rebuild after an edit"] = build(engine)["cpu"]
