@@ -62,7 +62,7 @@ def compare(strategies: list[str], workload: list[str], number: int) -> None:
 
 def weigh(strategy: str, workload: list[str]) -> None:
     """On every rank: train alone; rank 0 prints the most that a rank held, in MB."""
-    Steps("strategy=ddp", steps=1)  # meet, and import what all of them import
+    Steps(*overrides(strategy), steps=1).losses()  # meet, and import what is needed, on a small model
     before = _reset_peak()
     steps = Steps(*workload, *overrides(strategy), steps=4)
     found: dict[str, int] = {}
