@@ -114,7 +114,7 @@ def test_preempted_it_resumes_bit_for_bit_with_its_dropout(tmp_path, lines, chos
 
 def test_what_cannot_be_built_is_one_line_from_all_ranks(tmp_path, lines):
     for chosen, said in (
-        ([TENSOR, "model=resnet18", *VIT[4:]], "ResNet has no tensor_parallel_plan"),
+        ([TENSOR, "model=resnet18", *VIT[5:]], "ResNet has no tensor_parallel_plan"),
         ([PIPELINE, "strategy.split=[bloks.2]", *lines["gpt"]], "did you mean blocks.2?"),
     ):
         result = run(tmp_path / "run", *chosen, ranks=2, ok=False)

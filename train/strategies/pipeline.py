@@ -303,7 +303,9 @@ class Flow:
         wanted = stages * -(-min(max(number, len(batches)), samples) // stages)
         size = -(-samples // wanted)
         used = stages * -(-samples // (size * stages))
-        filled = torch.arange(used * size, device=inputs.device).clamp(max=samples - 1)
+        filled = (
+            torch.arange(used * size, device=inputs.device) % samples
+        )  # not one over and over: batch norm sees them
         return cls(inputs[filled], targets, used, size, samples, sum(batch.count for batch in full), full[0].total)
 
     def count(self, index: int) -> int:
