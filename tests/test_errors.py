@@ -25,6 +25,12 @@ MISTAKES = {
     "no such parameter": (["model._target_=kit.parts.models.Stateful", "+model.width=3"], 2, "width", "input_shape"),
     "not an override": (["epochs"], 2, "epochs", "key=value"),
     "no such device": (["device=cuda"], 2, "device=cuda", "device=cpu"),
+    "another option's key": (
+        ["model=resnet18", "model.num_layers=3"],
+        2,
+        "a key of model=gpt or model=vit",
+        "+model.num_layers",
+    ),
     "no such gpu": (["gpus=[0]"], 2, "gpus=[0]", "device=cpu"),
     "backend for another device": (["dist.backend=nccl"], 2, "nccl", "gloo"),
     "model for other data": (["model=gpt"], 2, "gpt", "data=text"),
@@ -62,7 +68,7 @@ def test_it_is_said_once_for_all_ranks(tmp_path, name):
     assert 'File "' not in "".join(
         line for line in result.out.splitlines() if "site-packages" not in line and "runpy" not in line
     )
-    assert result.seconds < 25
+    assert result.seconds < 60, "somebody waited for something"
 
 
 def test_an_unwritable_folder(tmp_path):

@@ -47,11 +47,13 @@ def explain(error: Exception) -> ConfigError:
 def unknown_key(key: str) -> ConfigError:
     parent, _, last = key.rpartition(".")
     names = known_keys(parent)
+    own = f"; for a parameter of your own class write +{key}=..." if parent in GROUPS else ""
+    if theirs := [f"{parent}={each}" for each in options(parent) if last in values(parent, each)] if own else []:
+        return ConfigError(f"{key} is a key of {' or '.join(theirs)}, not of the {parent} chosen{own}")
     if elsewhere := [known for known in all_keys() if known.endswith(f".{last}")]:
         return ConfigError(f"unknown key {key}; did you mean {' or '.join(elsewhere[:3])}?")
     if names is None:
         return ConfigError(f"unknown key {key}; {nearest(key.split('.')[0], known_keys('') or [])}")
-    own = f"; for a parameter of your own class write +{key}=..." if parent in GROUPS else ""
     return ConfigError(f"unknown key {key}; {nearest(last, names)}{own}")
 
 

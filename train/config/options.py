@@ -21,4 +21,5 @@ def options(group: str) -> list[str]:
 
 def values(group: str, option: str) -> dict[str, Any]:
     """What an option's yaml holds, `_target_` included."""
-    return dict(OmegaConf.load(conf_folder() / group / f"{option}.yaml").items())
+    read = OmegaConf.to_container(OmegaConf.load(conf_folder() / group / f"{option}.yaml"))  # ${...} as it stands
+    return {str(key): value for key, value in read.items()} if isinstance(read, dict) else {}
