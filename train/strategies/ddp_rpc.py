@@ -123,10 +123,12 @@ class Remote(nn.Module):
 
     def forward(self, *inputs: Any) -> Tensor:
         assert self.table
-        there = (self.training, *to(torch.device("cpu"), inputs))
-        output: Tensor = calls.answer(self.table.rpc_async(timeout=0).forward(*there), rank=SERVER)
+        # Not rpc_async: through an RRef whose type is not known yet it calls from another thread, outside of the context.
+        call = partial(self.table.rpc_sync(timeout=0).forward, self.training, *to(torch.device("cpu"), inputs))
+        output: Tensor = calls.attempt(call, rank=SERVER)
         here = output.detach().to(self.device)
         if torch.is_grad_enabled():
+            assert output.grad_fn is not None, "distributed autograd has not seen the call"
             self._outputs.append((output, here.requires_grad_()))
         return here
 
