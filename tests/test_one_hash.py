@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 from kit.job import reached, run, start, wait_for
 from kit.ranks import on_ranks
 
+from train.config.compose import compose
+from train.config.options import options
+from train.config.parts import build
 from train.dist.reduction import subtrees, tree_sum
+from train.errors import ConfigError
 from train.plan import Share, leaves_of
+from train.strategies.base import check_slices
 
 # Seven slices of 31 samples or fewer: none divides another. Dropout, batch norm, a layer that not all slices use,
 # augmentation, bf16, accumulation, Adam, clipping.
@@ -141,6 +146,13 @@ def test_what_it_cannot_do_is_said(tmp_path):
     ):
         result = run(tmp_path / "refused", *overrides, ranks=ranks, ok=False)
         assert said in result.said[0] and not (tmp_path / "refused/outcome.json").exists(), result.out
+
+
+@pytest.mark.parametrize("name", sorted({*options("strategy")} - {"ddp", "single"}))
+def test_strategies_that_cannot_refuse_it(name):
+    config = compose([f"strategy={name}", "virtual_world_size=8"])
+    with pytest.raises(ConfigError, match="virtual_world_size=8 is for strategy=ddp and strategy=single"):
+        check_slices(config, build(config.strategy), 2)
 
 
 def test_other_threads_are_refused(tmp_path, alone):

@@ -40,7 +40,7 @@ from train.loop import Progress, Run, train
 from train.optim.build import build_optimizer
 from train.plan import Plan
 from train.report.page import write_report
-from train.strategies.base import Recipe, Strategy
+from train.strategies.base import Recipe, Strategy, check_slices
 
 SETTLE_S = 10.0
 
@@ -70,6 +70,7 @@ def join(config: Config | ConfigError, preemption: Preemption) -> tuple[World, S
         if isinstance(config, ConfigError):
             raise config
         strategy: Strategy = build(config.strategy)
+        check_slices(config, strategy, place.world_size)
         strategy.check(config, place.world_size)
     except ConfigError as error:
         timeout_s = Dist().start_timeout_s if isinstance(config, ConfigError) else config.dist.start_timeout_s

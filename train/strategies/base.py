@@ -89,18 +89,6 @@ class Strategy(ABC):
     def check(self, config: Config, world_size: int) -> None:
         """Before any process group. Raises ConfigError for what does not go together, with what does."""
         self.layout(world_size)
-        if slices := config.virtual_world_size:
-            said = f"virtual_world_size={slices}"
-            if not self.takes_slices:
-                raise ConfigError(f"{said} is for strategy=ddp and strategy=single: give one of them, or leave it out")
-            if slices < world_size:
-                raise ConfigError(
-                    f"{said} is less than the world size {world_size}: give {world_size} or more, or start fewer"
-                )
-            if config.compile:
-                raise ConfigError(
-                    f"{said} and compile=true: compiled code differs with the order of shapes seen; leave one out"
-                )
 
     @property
     def shard(self) -> tuple[int, int] | None:
@@ -163,6 +151,21 @@ class Strategy(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Let go of what `build` has started, when all ranks have come to a good end. Collective."""
+
+
+def check_slices(config: Config, strategy: Strategy, world_size: int) -> None:
+    """Raises ConfigError where a step cannot be computed as `virtual_world_size` ranks would."""
+    if not (slices := config.virtual_world_size):
+        return
+    said = f"virtual_world_size={slices}"
+    if not strategy.takes_slices:
+        raise ConfigError(f"{said} is for strategy=ddp and strategy=single: give one of them, or leave it out")
+    if slices < world_size:
+        raise ConfigError(f"{said} is less than the world size {world_size}: give {world_size} or more, or start fewer")
+    if config.compile:
+        raise ConfigError(
+            f"{said} and compile=true: compiled code differs with the order of shapes seen; leave one out"
+        )
 
 
 def own_prefix(rank: int) -> str:
