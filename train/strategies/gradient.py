@@ -30,7 +30,7 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     for gradient in gradients:
         by_mesh.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
     norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh.values()]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms] or [torch.zeros(())]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
 

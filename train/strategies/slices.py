@@ -12,7 +12,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from train.data.generators import seed_generators
@@ -20,6 +19,7 @@ from train.data.loader import Batch
 from train.dist.reduction import TreeSum
 from train.plan import leaves_of
 from train.strategies.base import Recipe
+from train.strategies.broadcast import broadcast
 from train.strategies.optimizer_step import OptimizerStep
 
 
@@ -36,8 +36,7 @@ class SlicedStep(OptimizerStep):
         self._floating = [name for name, buffer in self.buffers.own.items() if buffer.is_floating_point()]
         self._whole = [name for name in self.buffers.own if name not in self._floating]
         if self.world.size > 1:
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                _broadcast(tensor)
+            broadcast((*self.model.parameters(), *self.model.buffers()))
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
         """Leave the global batch's gradient in the parameters; its loss on rank 0, and zero elsewhere, []. Collective."""
@@ -80,8 +79,8 @@ class SlicedStep(OptimizerStep):
         averages = [value / count[-1] for value in summed[len(self.parameters) :]]
         self.buffers.put_back(dict(zip(self._floating, averages, strict=True)))
         self.buffers.put_back({name: ends[name] for name in self._whole})
-        for name in self._whole if self.world.size > 1 else []:
-            _broadcast(self.buffers.own[name])
+        if self.world.size > 1:
+            broadcast(self.buffers.own[name] for name in self._whole)
         return loss[0] if self.world.is_first else torch.zeros_like(loss[0])
 
 
@@ -110,11 +109,3 @@ def _unpack(vectors: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
         found.append(vector[: like.numel()].view(like.shape))
         rest[like.dtype] = vector[like.numel() :]
     return found
-
-
-def _broadcast(tensor: Tensor) -> None:
-    """Give everybody rank 0's. Collective."""
-    raw = tensor.detach().contiguous().flatten().view(torch.uint8)  # gloo does not know every type
-    dist.broadcast(raw, 0)
-    with torch.no_grad():
-        tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
