@@ -16,14 +16,13 @@ train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); AR
 
 test: $(VENV)/.test ## the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
-	$(MAKE) --jobs=2 --output-sync=target --no-print-directory substrates-docker substrates-slurm & substrates=$$!; \
-	$(BIN)/python -m pytest -n 2 -m "not docker and not slurm and not kubernetes"; core=$$?; \
-	wait $$substrates && exit $$core
+	$(BIN)/python -m pytest -n 2 -m "not docker and not slurm and not kubernetes"
+	$(MAKE) --jobs=2 --output-sync=target --no-print-directory substrates-docker substrates-slurm
 else
 	$(BIN)/python -m pytest -rs $(ARGS)
 endif
 
-# Beside the others: most of their time is waiting. Without a Docker engine or root they are skipped, and say so.
+# Side by side: most of their time is waiting. Without a Docker engine or root they are skipped, and say so.
 substrates-docker: $(VENV)/.test
 	$(BIN)/python -m pytest -rs -m "docker or kubernetes"
 substrates-slurm: $(VENV)/.test
