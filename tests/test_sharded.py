@@ -244,7 +244,7 @@ def test_a_backend_of_ones_own_is_one_file(tmp_path):
     from kit.parts.backends import Sqlite
 
     database = Sqlite(kept.partition("=")[2])
-    assert database.list() == ["step-00000009", "step-00000010"]
+    assert [name for name in database.list() if name.startswith("step-")] == ["step-00000009", "step-00000010"]
     data = bytearray(database.get("step-00000010/rank-00001.bin").getvalue())
     data[10] ^= 1
     database.do("UPDATE files SET data = ? WHERE name = ?", bytes(data), "step-00000010/rank-00001.bin")
