@@ -16,7 +16,7 @@ FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 GPT = {"input_shape": [8], "num_classes": 11, "num_layers": 4, "num_heads": 2, "hidden_dim": 8, "dropout": 0.1}
 
 
-@pytest.mark.parametrize("split", [["blocks.2", "blocks.3", "norm"], ["blocks"], ["blocks.0"], ["dropout", "norm"]])
+@pytest.mark.parametrize("split", [["blocks.2", "blocks.3", "norm"], ["blocks"], ["blocks.0"], ["embedding.dropout", "norm"]])
 def test_what_flows_follows_the_layers_to_their_devices(split):
     """torch's fake tensors know devices that are not there, and refuse to mix them as real ones do."""
     with FakeTensorMode():
@@ -25,7 +25,7 @@ def test_what_flows_follows_the_layers_to_their_devices(split):
         for name, parameter in model.named_parameters():
             assert (parameter.device == SECOND) == name.startswith(tuple(split)), name
         outputs = model(torch.zeros(2, 8, dtype=torch.int64, device=FIRST))
-        assert outputs.device == FIRST and model.head.weight is model.token.weight
+        assert outputs.device == FIRST and model.head.weight is model.embedding.token.weight
 
 
 def test_buffers_lie_where_their_layers_do():
@@ -39,9 +39,9 @@ def test_buffers_lie_where_their_layers_do():
 @pytest.mark.parametrize(
     "split, said",
     [
-        ([], r"names no layer of the second device: use some of this model's, token, position, dropout, blocks, norm"),
+        ([], r"names no layer of the second device: use some of this model's, embedding, blocks, norm, head"),
         (["blocks.9"], r"no layer blocks.9; did you mean blocks.3\? valid: blocks.0, blocks.1, blocks.2, blocks.3$"),
-        (["norm", "head"], r"token.weight and head.weight are one weight: put both layers on one device"),
+        (["norm", "head"], r"embedding.token.weight and head.weight are one weight: put both layers on one device"),
     ],
 )
 def test_a_cut_that_cannot_be_is_refused(split, said):
