@@ -16,7 +16,9 @@ FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 GPT = {"input_shape": [8], "num_classes": 11, "num_layers": 4, "num_heads": 2, "hidden_dim": 8, "dropout": 0.1}
 
 
-@pytest.mark.parametrize("split", [["blocks.2", "blocks.3", "norm"], ["blocks"], ["blocks.0"], ["embedding.dropout", "norm"]])
+@pytest.mark.parametrize(
+    "split", [["blocks.2", "blocks.3", "norm"], ["blocks"], ["blocks.0"], ["embedding.dropout", "norm"]]
+)
 def test_what_flows_follows_the_layers_to_their_devices(split):
     """torch's fake tensors know devices that are not there, and refuse to mix them as real ones do."""
     with FakeTensorMode():
