@@ -97,7 +97,7 @@ class MicroBatch:
     epoch: int
     indices: Indices
     count: int
-    slice: int
+    slice: int = 0
 
 
 @dataclass(frozen=True)
