@@ -76,6 +76,7 @@ def by_hand(model: nn.Module, dataset: Dataset, batch: int) -> Any:
 def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any:
     """The kit's own step, log and data path, one step a turn."""
     from train.config.compose import compose
+    from train.config.parts import build
     from train.data.load import Data
     from train.dist.place import Place
     from train.dist.world import START_S, start
@@ -94,7 +95,8 @@ def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any
     world = start(config, place)
     heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, start_s=START_S, on_hang=print)
     heartbeat.start()  # its cost is part of the step's
-    with open_run(config, world, Preemption(), heartbeat, Exit(Path(folder))) as (opened, _, _):
+    strategy = build(config.strategy)
+    with open_run(config, world, strategy, Preemption(), heartbeat, Exit(Path(folder))) as (opened, _, _):
         data = Data(Gathered(list(shape)), None, shape, 10, "bench")
         run = dataclasses.replace(opened, data=data, plan=Plan(len(data.train), config.batch_size))
         yield run
