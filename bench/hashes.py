@@ -31,7 +31,7 @@ def digest(folder: Path) -> str:
 
 
 def undisturbed(folder: Path, overrides: tuple[str, ...], ranks: int) -> str:
-    run(folder, *LINE, *overrides, ranks=ranks, timeout_s=900)
+    run(folder, *LINE, *overrides, ranks=ranks, timeout_s=900, cold=True)
     return digest(folder)
 
 

@@ -16,8 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from bench.steps import held
-from bench.strategies import WORKLOAD, launch, overrides
+from bench.steps import WORKLOAD, held, launch, overrides
 from train.checkpoint.weights import write_weights
 from train.config.compose import compose
 from train.faults.exit import Exit

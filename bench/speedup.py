@@ -37,7 +37,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pairs = [
             tuple(
-                speed(run(Path(folder) / f"{turn}-{ranks}", *WORKLOAD, ranks=ranks, timeout_s=PATIENCE_S))
+                speed(run(Path(folder) / f"{turn}-{ranks}", *WORKLOAD, ranks=ranks, timeout_s=PATIENCE_S, cold=True))
                 for ranks in (1, 2)
             )
             for turn in range(ROUNDS)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +24,10 @@ from train.dist.world import World, start
 from train.plan import Plan
 from train.run import recipe, seed_all, set_numerics
 from train.strategies.base import StepResult, Strategy
+
+WORKLOAD = (
+    "data=synthetic data.image_shape=[1,28,28] model=mlp model.hidden=[1024,1024,1024] batch_size=64 optimizer=adamw"
+)
 
 
 class Steps:
@@ -34,7 +45,7 @@ class Steps:
         self.strategy.check(config, self.world.size)
         self.strategy.build(recipe(config, data, plan, steps, self.world), self.world)
         seed_all(config.seed, self.world.rank, step=0)
-        loader = LoaderConfig.of(config, shard=self.strategy.shard, device=self.world.device)
+        loader = LoaderConfig.of(config, shard=self.strategy.data_shard, device=self.world.device)
         self._batches = enumerate(batches(data.train, plan, range(steps), loader))
 
     def __iter__(self) -> Iterator[StepResult]:
@@ -57,3 +68,24 @@ def size_of(values: Iterable[Any]) -> int:
     """Bytes of this rank's part of the tensors among `values`."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)
+
+
+def overrides(strategy: str) -> list[str]:
+    """`hybrid,shard=2` as it stands on a command line; an option that begins with / is a key of the whole config."""
+    name, *options = re.split(r",(?=/?\w+=)", strategy)
+    keys = [option[1:] if option.startswith("/") else f"strategy.{option}" for option in options]
+    return [f"strategy={name}", *keys]
+
+
+def launch(nproc: int, module: str, *arguments: str) -> Any:
+    """What rank 0 of `nproc` processes of `module` prints last."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = str(Path(__file__).resolve().parent.parent)
+        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+        done = subprocess.run(
+            [*line, "-m", module, *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}, cwd=folder, capture_output=True, text=True,
+        )  # fmt: skip
+    if done.returncode:
+        sys.exit(done.stderr[-3000:])
+    return json.loads(done.stdout.splitlines()[-1])

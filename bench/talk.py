@@ -16,6 +16,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore
 
 from train.dist.board import Board
@@ -61,7 +62,8 @@ class Ranks:
         self.boards = [Board(one.store, attempt=one.attempt, rank=rank, size=size) for rank, one in enumerate(met)]
         for board in self.boards:
             board.post_beat("")
-        worlds = [SimpleNamespace(rank=b.rank, size=size, is_first=b.rank == 0, board=b) for b in self.boards]
+        alike = {"size": size, "device": torch.device("cpu")}
+        worlds = [SimpleNamespace(rank=b.rank, is_first=b.rank == 0, board=b, **alike) for b in self.boards]
         self.beats = [Heartbeat(world, timeout_s=STILL_S, start_s=9e9, on_hang=print) for world in worlds]
         self.watchers = [Preemption() for _ in worlds]
         for beat in self.beats:

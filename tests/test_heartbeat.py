@@ -51,6 +51,16 @@ def test_a_phase_may_take_longer_while_nothing_is_known_of_it(clock):
     assert own.limit_s == LONG_S
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_whose_device_is_not_done_waits_wherever_its_code_stands(clock, busy):
+    """On CUDA a rank that waits for the others in a collective stands where it reads a value, as in float(loss)."""
+    own = Phases(timeout_s=4.0, start_s=9.0, device_is_busy=lambda: busy)
+    own.enter("step", 3)
+    assert not own.now(1).waiting, "nothing is looked up while all goes well"
+    clock.now += 2.0
+    assert own.now(2).waiting is busy
+
+
 def seen(**ranks):
     return outlook({int(rank[1:]): one for rank, one in ranks.items()}, silent_s={}, quiet_s=0.2)
 

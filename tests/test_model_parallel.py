@@ -21,7 +21,7 @@ from train.models.gpt import Gpt
 from train.models.mlp import Mlp
 from train.models.resnet import resnet18
 from train.models.vit import Vit
-from train.strategies.cut import Stages, evenly, subset
+from train.strategies.common.cut import Stages, evenly, subset
 from train.strategies.pipeline import Flow
 from train.strategies.tensor_parallel import divided_layers
 

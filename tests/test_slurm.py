@@ -58,19 +58,18 @@ def test_every_directive_is_one():
         assert sum(line.startswith("#SBATCH") for line in lines) >= 6
 
 
-def test_two_nodes_train_as_torchrun_does(slurm, checkout, tmp_path):
-    """The same samples and, to 1e-4 relative, the same losses as torchrun on one machine; two jobs at once, on the same nodes."""
-    common = ("max_steps=30", "log.every_steps=1", "batch_size=50")
+def test_two_nodes_train_as_one_process_does(slurm, checkout, tmp_path):
+    """The same losses and weights, bit for bit, as one process on one machine; two jobs at once, on the same nodes."""
+    common = ("max_steps=30", "log.every_steps=1", "batch_size=50", "virtual_world_size=4")
     jobs = [slurm.sbatch(checkout, *common, f"name={name}", f"seed={seed}") for name, seed in (("a", 0), ("b", 1))]
     for job in jobs:
         state = slurm.ended(job)
         assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), logs(checkout)
     for name, seed in (("a", 0), ("b", 1)):
-        plain = run(tmp_path / name, *common, f"seed={seed}", ranks=2)
+        plain = run(tmp_path / name, *common, f"seed={seed}", ranks=1)
         ours = result(checkout / "runs" / name)
         assert ours.events("start")[0]["world_size"] == 2
-        assert list(ours.losses) == list(plain.losses)
-        assert all(ours.losses[n] == pytest.approx(loss, rel=1e-4) for n, loss in plain.losses.items())
+        assert (ours.losses, ours.sha256) == (plain.losses, plain.sha256)
 
 
 def test_a_wrong_override_ends_at_once(slurm, checkout):

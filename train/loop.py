@@ -105,9 +105,9 @@ def train(run: Run) -> None:
 
 def load(run: Run, dataset: Any, plan: Plan, steps: range) -> Iterator[list[Batch]]:
     """This rank's micro-batches of each of `steps`; empty ones on a rank that takes no samples."""
-    if run.strategy.shard is None:
+    if run.strategy.data_shard is None:
         return iter([] for _ in steps)
-    loader = LoaderConfig.of(run.config, shard=run.strategy.shard, device=run.world.device)
+    loader = LoaderConfig.of(run.config, shard=run.strategy.data_shard, device=run.world.device)
     return batches(dataset, plan, steps, loader)
 
 
@@ -126,7 +126,7 @@ def evaluate(run: Run) -> None:
     started, totals = time.perf_counter(), dict[str, Any]()
     slices = run.config.virtual_world_size
     size = min(len(run.data.test), run.config.eval.max_samples or len(run.data.test))
-    ranks = run.strategy.shard[1] if run.strategy.shard else 1
+    ranks = run.strategy.data_shard[1] if run.strategy.data_shard else 1
     plan = Plan(size, batch_size=min(size, EVAL_BATCH * (slices or ranks)), shuffle=False)
     for micro_batches in load(run, run.data.test, plan, range(plan.steps_per_epoch)):
         begin(run, "evaluation")

@@ -7,20 +7,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 
-from kit.job import free_port
+from kit import warm
+from kit.job import by_hand
 
 
 def on_ranks(function: Callable[..., Any], ranks: int, *args: Any, lost: Iterable[int] = ()) -> list[Any]:
     """Call `function(*args)` in `ranks` fresh processes that find RANK and its kin set; one value a rank, less the `lost`."""
-    context = mp.get_context("spawn")
-    port, queue = free_port(), context.Queue()
-    processes = [
-        context.Process(target=_on_rank, args=(queue, function, args, rank, ranks, port)) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
+    queue = warm.context.Queue()
+    processes = [warm.start(_on_rank, queue, function, args, rank, place) for rank, place in enumerate(by_hand(ranks))]
     kept = [rank for rank in range(ranks) if rank not in lost]
     values = dict(queue.get(timeout=120) for _ in kept)
     for process in processes:
@@ -30,17 +25,10 @@ def on_ranks(function: Callable[..., Any], ranks: int, *args: Any, lost: Iterabl
     return [values[rank][0] for rank in kept]
 
 
-def _on_rank(queue: Any, function: Callable[..., Any], args: tuple[Any, ...], rank: int, ranks: int, port: int) -> None:
+def _on_rank(queue: Any, function: Callable[..., Any], args: tuple[Any, ...], rank: int, place: dict[str, str]) -> None:
     import traceback
 
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(place)
     torch.set_num_threads(1)
     try:
         queue.put((rank, (function(*args), None)))

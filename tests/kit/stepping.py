@@ -32,7 +32,7 @@ class Trained:
         data = load(config, world)
         self.plan = Plan(len(data.train), config.batch_size, config.seed)
         self.strategy.build(recipe(config, data, self.plan, STEPS, world), world)
-        loader = LoaderConfig.of(config, shard=self.strategy.shard, device=world.device)
+        loader = LoaderConfig.of(config, shard=self.strategy.data_shard, device=world.device)
         self.batches = lambda steps: batches(data.train, self.plan, steps, loader)
 
     def steps(self, steps: range, *, alter: Callable[[int, Any], None] = lambda *_: None) -> list[StepResult]:

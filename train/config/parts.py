@@ -165,9 +165,18 @@ def _marks(hint: Any) -> tuple[Any, ...]:
 def type_hints(target: Any) -> dict[str, Any]:
     """Parameter -> annotation; empty where they cannot be evaluated, which is then for the call to find out."""
     try:
-        return get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
+        hints = get_type_hints(_annotated(target), include_extras=True)
+        return {name: hint for name, hint in hints.items() if name in signature(target)}
     except Exception:  # names that only a type checker sees
         return {}
+
+
+def _annotated(target: Any) -> Any:
+    """What has the annotations of the parameters: a dataclass's fields may be inherited from another module."""
+    if not inspect.isclass(target):
+        return target
+    definer = next(base for base in target.__mro__ if "__init__" in vars(base))
+    return definer if "__dataclass_params__" in vars(definer) else target.__init__
 
 
 def signature(target: Any) -> dict[str, inspect.Parameter]:

@@ -8,30 +8,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from train.data.generated import Generated
 from train.plan import Keys, mix
 
 
-class Clicks:
+class Clicks(Generated):
     """`num_samples` lists of `list_length` out of `num_items` items, computed from `hidden_seed` and the index alone.
 
     Item i is drawn about as often as 1/(i + 1) says. Every item has a hidden appeal, and a list whose items' appeals add
-    up to more than 0 was clicked. The test split is a tenth as long and comes from indices behind the training split.
+    up to more than 0 was clicked.
     """
 
     num_classes = 2
 
     def __init__(self, train: bool, *, num_samples: int, num_items: int, list_length: int, hidden_seed: int):
-        self.num_samples = num_samples if train else max(1, num_samples // 10)
-        self.first = 0 if train else num_samples
+        super().__init__(train, num_samples=num_samples)
         self.num_items, self.input_shape, self.hidden_seed = num_items, (list_length,), hidden_seed
         self._stream = mix(np.array([hidden_seed], dtype=np.uint64))
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        items, clicked = self.__getitems__([index])
-        return items[0], clicked[0]
 
     def __getitems__(self, indices: Sequence[int], keys: Keys | None = None) -> tuple[Tensor, Tensor]:
         """`[B, K] int64` items and `[B] int64`, 1 where clicked."""

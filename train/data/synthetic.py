@@ -8,29 +8,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from train.data.generated import Generated
 from train.plan import Keys, mix
 
 
-class Synthetic:
+class Synthetic(Generated):
     """`num_samples` images of `image_shape` (C, H, W), computed by index: any size, no memory, no disk.
 
     Every class has a fixed random pattern; a sample is its class's pattern under noise of equal strength, so that a
-    model can learn it. The test split is a tenth as long and comes from indices behind the training split.
+    model can learn it.
     """
 
     def __init__(self, train: bool, *, num_samples: int, image_shape: Sequence[int], num_classes: int):
-        self.num_samples = num_samples if train else max(1, num_samples // 10)
-        self.first = 0 if train else num_samples
+        super().__init__(train, num_samples=num_samples)
         self.input_shape, self.num_classes = tuple(image_shape), num_classes
         self.pixels = np.arange(int(np.prod(self.input_shape)), dtype=np.uint64)
         self.patterns = self._noise(np.arange(num_classes, dtype=np.uint64) + np.uint64(1 << 62))
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, labels = self.__getitems__([index])
-        return images[0], labels[0]
 
     def __getitems__(self, indices: Sequence[int], keys: Keys | None = None) -> tuple[Tensor, Tensor]:
         """`[B, C, H, W] float32` images with unit variance and `[B] int64` labels."""

@@ -60,7 +60,7 @@ class TreeSum:
         if self.world_size == 1:
             (total,) = self._sums
         else:
-            total = self._exchange(torch.stack(self._sums))
+            total = self._exchange(torch.stack(self._sums) if len(self._sums) > 1 else self._sums[0][None])
         self._nodes, self._sums = [], []
         return total
 
@@ -69,7 +69,7 @@ class TreeSum:
         size, length = self.world_size, mine.shape[1]
         chunk = -(-length // size)
         nodes = [subtrees(leaves_of(rank, size, self.leaves), self.leaves) for rank in range(size)]
-        padded = torch.nn.functional.pad(mine, (0, chunk * size - length))
+        padded = torch.nn.functional.pad(mine, (0, chunk * size - length)) if length % size else mine
         outgoing = padded.view(len(mine), size, chunk).transpose(0, 1).contiguous()
         incoming = mine.new_empty((sum(map(len, nodes)), chunk))
         counts = [len(of_rank) * chunk for of_rank in nodes]

@@ -19,11 +19,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from train.dist.place import store_is_agents
 from train.errors import RankLost, say
-from train.faults.phase import Phase, Phases
+from train.faults.phase import Phase, Phases, cuda_is_busy
 from train.faults.survey import Echo, Eye, Survey
 from train.faults.verdict import fault, silence
 from train.faults.watchdog import Watchdog
@@ -47,7 +48,7 @@ class Heartbeat:
 
     def __init__(self, world: World, *, timeout_s: float, start_s: float, on_hang: Callable[[RankLost], object]):
         self.world, self.timeout_s, self.on_hang = world, timeout_s, on_hang
-        self.phases = Phases(timeout_s=timeout_s, start_s=start_s)
+        self.phases = Phases(timeout_s=timeout_s, start_s=start_s, device_is_busy=partial(cuda_is_busy, world.device))
         self.period_s = period_s(world.size, timeout_s)
         self.eye: Eye = (Survey if world.is_first else Echo)(world, self.period_s)
         self._beat = 0

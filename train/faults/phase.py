@@ -7,8 +7,11 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 LONG_S = 1800.0  # a save to slow storage
 FIRST_S = 600.0  # the first phases of each kind compile and tune
@@ -20,7 +23,8 @@ USUAL = 3  # times as long as a phase of its kind has ever taken is still no han
 class Phase:
     """Where a rank stands. Times are its own: seconds since it entered the phase, and the most allowed.
 
-    `number` counts the phases that the rank has entered; `waiting` is whether its code waits for other ranks.
+    `number` counts the phases that the rank has entered; `waiting` is whether its code waits for other ranks, or its
+    device does: on CUDA a collective is only begun by the code, which then waits wherever it reads a value.
     """
 
     beat: int
@@ -40,8 +44,8 @@ class Phase:
 class Phases:
     """This rank's phases, one after the other, and what is known of how long each kind takes."""
 
-    def __init__(self, *, timeout_s: float, start_s: float):
-        self.timeout_s = timeout_s
+    def __init__(self, *, timeout_s: float, start_s: float, device_is_busy: Callable[[], bool] = lambda: False):
+        self.timeout_s, self.device_is_busy = timeout_s, device_is_busy
         self._entered: Counter[str] = Counter()
         self._longest: dict[str, float] = {}
         self._current = (0, "start-up", start_s, time.monotonic())
@@ -71,7 +75,13 @@ class Phases:
         number, label, limit_s, since = self._current
         age_s = time.monotonic() - since
         where, waiting = standing() if age_s > self.timeout_s / 4 else ("", False)
+        waiting = waiting or bool(where and self.device_is_busy())
         return Phase(beat, number, label, age_s, limit_s, waiting, where, socket.gethostname())
+
+
+def cuda_is_busy(device: torch.device) -> bool:
+    """Whether work that was given to a CUDA device is not done yet, be it that a collective waits for other ranks."""
+    return device.type == "cuda" and not torch.cuda.current_stream(device).query()
 
 
 def standing() -> tuple[str, bool]:

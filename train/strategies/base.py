@@ -91,7 +91,7 @@ class Strategy(ABC):
         self.layout(world_size)
 
     @property
-    def shard(self) -> tuple[int, int] | None:
+    def data_shard(self) -> tuple[int, int] | None:
         """(index, number) of this rank's slice of every global batch; None for a rank that trains on no samples."""
         return self.layout(self.world.size).shard(self.world.rank)
 

@@ -18,7 +18,7 @@ from train.config.marks import FREE, LOCAL, Ge
 from train.dist.world import World
 from train.errors import ConfigError
 from train.strategies.base import Recipe
-from train.strategies.optimizer_step import OptimizerStep, Stepping, build_model
+from train.strategies.common.optimizer_step import OptimizerStep, Stepping, build_model
 
 LOGICAL_DEVICES = 2
 

@@ -28,9 +28,9 @@ from train.dist.layout import DATA, Layout
 from train.dist.world import World
 from train.errors import ConfigError, nearest
 from train.strategies.base import Recipe, SavedTensor, StepResult
-from train.strategies.gradient import total_norm
-from train.strategies.optimizer_step import OptimizerStep, Stepping, build_model
-from train.strategies.parameter_server import SERVER, Answer, Gradient, Server, refuse, serve, served
+from train.strategies.common.gradient import total_norm
+from train.strategies.common.optimizer_step import OptimizerStep, build_model
+from train.strategies.common.server import SERVER, Answer, Gradient, Served, Server, serve, served
 
 GROUPS = "optimizer/groups"
 
@@ -142,11 +142,13 @@ class Remote(nn.Module):
         self._outputs.clear()
 
 
-class DdpRpc(Stepping):
+class DdpRpc(Served):
     """Rank 0 keeps the submodule named `remote`, the others train the rest under DDP.
 
     asynchronous: step the table by each trainer's gradient as it comes, not once by all of them.
     """
+
+    name = "ddp_rpc"
 
     def __init__(self, *, remote: str, asynchronous: bool):
         self.remote, self.asynchronous = remote, asynchronous
@@ -157,28 +159,14 @@ class DdpRpc(Stepping):
         told = "each trainer's gradient steps the table as it comes: no run gives the same weights again"
         return told if self.asynchronous else ""
 
-    def layout(self, world_size: int) -> Layout:
-        """Of the trainers: the server takes no samples."""
-        if world_size < 2:
-            raise ConfigError(
-                f"strategy=ddp_rpc takes at least 2 processes, a server and a trainer, and was started with {world_size}: "
-                "use torchrun --nproc-per-node=2 or more, or strategy=ddp"
-            )
-        return Layout({DATA: world_size - 1})
-
     def check(self, config: Config, world_size: int) -> None:
-        self.layout(world_size)
-        refuse(config, "ddp_rpc")
+        super().check(config, world_size)
         if self.asynchronous and (config.grad_clip is not None or config.on_nonfinite is NonFinite.skip):
             given = "on_nonfinite=skip" if config.grad_clip is None else f"grad_clip={config.grad_clip:g}"
             raise ConfigError(
                 f"{given} needs the global gradient, and with strategy.asynchronous=true nobody has it: "
                 "use grad_clip=null and on_nonfinite=stop, or strategy.asynchronous=false"
             )
-
-    @property
-    def shard(self) -> tuple[int, int] | None:
-        return None if self.world.rank == SERVER else self.layout(self.world.size).shard(self.world.rank - 1)
 
     def build(self, recipe: Recipe, world: World) -> None:
         self.world, self.trainers = world, range(1, world.size)
@@ -248,9 +236,6 @@ class DdpRpc(Stepping):
     def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
         held = self.optimizer_step.weights()
         return {name: partial(self._whole, name, held.get(name)) for name in self.plain}
-
-    def close(self) -> None:
-        calls.close()
 
     def _replicate(self, recipe: Recipe, model: nn.Module, group: Any) -> None:
         device_ids = [self.world.device] if self.world.device.type == "cuda" else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -25,11 +25,12 @@ from train.config.marks import FREE
 from train.dist.world import World
 from train.errors import ConfigError
 from train.strategies.base import Recipe
-from train.strategies.optimizer_step import OptimizerStep, Stepping
+from train.strategies.common.optimizer_step import OptimizerStep, Stepping
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
+@dataclass(kw_only=True, eq=False)
 class Fsdp(Stepping):
     """FSDP over all ranks, the same arithmetic with one rank.
 
@@ -41,17 +42,11 @@ class Fsdp(Stepping):
         cpu_offload: slices, gradients and the optimizer live in the host's memory; CUDA only.
     """
 
-    def __init__(
-        self,
-        *,
-        units: Sequence[str] | None,
-        param_dtype: Literal["bf16"] | None,
-        reshard_after_forward: Annotated[bool, FREE],
-        activation_checkpointing: Annotated[bool, FREE],
-        cpu_offload: Annotated[bool, FREE],
-    ):
-        self.units, self.param_dtype, self.cpu_offload = units, param_dtype, cpu_offload
-        self.reshard_after_forward, self.activation_checkpointing = reshard_after_forward, activation_checkpointing
+    units: Sequence[str] | None
+    param_dtype: Literal["bf16"] | None
+    reshard_after_forward: Annotated[bool, FREE]
+    activation_checkpointing: Annotated[bool, FREE]
+    cpu_offload: Annotated[bool, FREE]
 
     def check(self, config: Config, world_size: int) -> None:
         self.layout(world_size)

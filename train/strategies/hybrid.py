@@ -7,35 +7,19 @@ Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated
 
 from train.config.marks import FREE, Ge
 from train.dist.layout import Layout
 from train.strategies.fsdp import Fsdp
 
 
+@dataclass(kw_only=True, eq=False)
 class Hybrid(Fsdp):
     """FSDP over groups of `shard` ranks, which are replicas of each other."""
 
-    def __init__(
-        self,
-        *,
-        shard: Annotated[int, Ge(1), FREE],
-        units: Sequence[str] | None,
-        param_dtype: Literal["bf16"] | None,
-        reshard_after_forward: Annotated[bool, FREE],
-        activation_checkpointing: Annotated[bool, FREE],
-        cpu_offload: Annotated[bool, FREE],
-    ):
-        super().__init__(
-            units=units,
-            param_dtype=param_dtype,
-            reshard_after_forward=reshard_after_forward,
-            activation_checkpointing=activation_checkpointing,
-            cpu_offload=cpu_offload,
-        )
-        self.group_size = shard
+    shard: Annotated[int, Ge(1), FREE]
 
     def layout(self, world_size: int) -> Layout:
-        return Layout.of(world_size, samples_over=("replicate", "shard"), replicate=-1, shard=self.group_size)
+        return Layout.of(world_size, samples_over=("replicate", "shard"), replicate=-1, shard=self.shard)

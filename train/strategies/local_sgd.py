@@ -23,10 +23,10 @@ from train.config.marks import Ge, Gt
 from train.data.loader import Batch
 from train.dist.world import World
 from train.errors import ConfigError
-from train.strategies import state as flat
 from train.strategies.base import Recipe, SavedTensor, StepResult, own_prefix
-from train.strategies.ddp import Ddp
-from train.strategies.optimizer_step import OptimizerStep
+from train.strategies.common import state as flat
+from train.strategies.common.optimizer_step import OptimizerStep
+from train.strategies.common.replicas import Replicas
 
 
 class LocalStep(OptimizerStep):
@@ -165,10 +165,9 @@ class Outer:
         return anchor | {f"outer/momentum/{name}": value for name, value in self.momentum.items()}
 
 
-class LocalSgd(Ddp):
+class LocalSgd(Replicas):
     """DDP for `warm_up_steps`, and from then on an average every `every_steps`."""
 
-    takes_slices = False
     step_class = LocalStep
     optimizer_step: LocalStep
 

@@ -20,14 +20,12 @@ from train.dist.place import Place
 from train.dist.world import World
 from train.errors import ConfigError, nearest
 from train.strategies.base import Recipe
-from train.strategies.ddp import Ddp
-from train.strategies.optimizer_step import build_model
+from train.strategies.common.optimizer_step import build_model
+from train.strategies.common.replicas import Replicas
 
 
-class ModelParallel(Ddp):
+class ModelParallel(Replicas):
     """Two devices a process: with n processes on a machine, `gpus` number i and n + i are those of local rank i."""
-
-    takes_slices = False
 
     def __init__(self, *, split: list[str], gpus: Annotated[list[int] | None, FREE, LOCAL]):
         self.split, self.gpus = split, gpus
@@ -50,7 +48,7 @@ class ModelParallel(Ddp):
         spread(self.model, self.split, first=world.device, second=self._second())
         self.wrap(recipe)
 
-    def _device_ids(self) -> None:
+    def device_ids(self) -> None:
         return None
 
     def _second(self) -> torch.device:

@@ -26,11 +26,11 @@ from train.dist.world import World
 from train.errors import ConfigError
 from train.objectives.measure import sums
 from train.strategies.base import Recipe, SavedTensor
-from train.strategies.broadcast import broadcast
-from train.strategies.combinations import refuse
-from train.strategies.cut import Stages, move, subset
-from train.strategies.gradient import average, total_norm
-from train.strategies.optimizer_step import OptimizerStep, Stepping
+from train.strategies.common.broadcast import broadcast
+from train.strategies.common.combinations import refuse
+from train.strategies.common.cut import Stages, move, subset
+from train.strategies.common.gradient import average, total_norm
+from train.strategies.common.optimizer_step import OptimizerStep, Stepping
 
 STAGES = "stages"
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}

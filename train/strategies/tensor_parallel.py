@@ -25,11 +25,11 @@ from train.dist.layout import DATA, Layout
 from train.dist.world import World
 from train.errors import ConfigError, nearest
 from train.strategies.base import Recipe, StepResult
-from train.strategies.broadcast import broadcast
-from train.strategies.combinations import refuse
+from train.strategies.common.broadcast import broadcast
+from train.strategies.common.combinations import refuse
+from train.strategies.common.gradient import average
+from train.strategies.common.optimizer_step import OptimizerStep, Stepping
 from train.strategies.fsdp import units_of
-from train.strategies.gradient import average
-from train.strategies.optimizer_step import OptimizerStep, Stepping
 
 TENSOR = "tensor"
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}

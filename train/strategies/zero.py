@@ -10,42 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from train.config.marks import FREE, Gt
 from train.dist.world import World
 from train.strategies.base import Recipe, SavedTensor
-from train.strategies.ddp import Ddp
+from train.strategies.common.replicas import ConfiguredReplicas
 
 
-class Zero(Ddp):
+class Zero(ConfiguredReplicas):
     """DDP with the optimizer's state divided; with one rank, plain training."""
-
-    takes_slices = False
-
-    def __init__(
-        self,
-        *,
-        bucket_cap_mb: Annotated[float, Gt(0), FREE],
-        gradient_as_bucket_view: Annotated[bool, FREE],
-        static_graph: Annotated[bool, FREE],
-        find_unused_parameters: bool,
-        sync_batchnorm: bool,
-    ):
-        super().__init__(
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            find_unused_parameters=find_unused_parameters,
-            sync_batchnorm=sync_batchnorm,
-            compression="none",
-            powersgd_rank=1,
-            powersgd_warm_up_steps=2,
-        )
 
     def build(self, recipe: Recipe, world: World) -> None:
         if world.size > 1:

@@ -19,8 +19,8 @@ from train.data.loader import Batch
 from train.dist.reduction import TreeSum
 from train.plan import leaves_of
 from train.strategies.base import Recipe
-from train.strategies.broadcast import broadcast
-from train.strategies.optimizer_step import OptimizerStep
+from train.strategies.common.broadcast import broadcast
+from train.strategies.common.optimizer_step import OptimizerStep
 
 
 class SlicedStep(OptimizerStep):
@@ -66,13 +66,13 @@ class SlicedStep(OptimizerStep):
         buffers = [self.buffers.own[name] * bool(batches) for name in self._floating]
         for parameter in self.parameters:
             parameter.grad = None
-        return list(_pack([*values, *buffers, count, loss.float().reshape(1)]).values())
+        return list(_pack([*values, *buffers, count, loss.float().reshape(1)], multiple=self.world.size).values())
 
     def _take(self, totals: list[Tensor], ends: dict[str, Tensor]) -> Tensor:
         """Give everybody the sums."""
-        size = self.world.device
+        device = self.world.device
         likes = [*self.parameters, *(self.buffers.own[name] for name in self._floating)]
-        more = [torch.empty(len(self.parameters) + 1, device=size), torch.empty(1, device=size)]
+        more = [torch.empty(len(self.parameters) + 1, device=device), torch.empty(1, device=device)]
         *summed, count, loss = _unpack(totals, [*likes, *more])
         for parameter, gradient, given in zip(self.parameters, summed, count.tolist(), strict=False):
             parameter.grad = gradient.view_as(parameter) if given else None  # the optimizer leaves alone what had none
@@ -92,11 +92,13 @@ def _seed(seed: int, step: int, number: int) -> None:
         torch.cuda.manual_seed(key)
 
 
-def _pack(tensors: Iterable[Tensor]) -> dict[torch.dtype, Tensor]:
-    """One new flat vector for each type, in the order of the tensors."""
+def _pack(tensors: Iterable[Tensor], *, multiple: int) -> dict[torch.dtype, Tensor]:
+    """One new flat vector for each type, in the order of the tensors, filled up to a `multiple` of elements."""
     of_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         of_type.setdefault(tensor.dtype, []).append(tensor.detach().flatten())
+    for parts in of_type.values():
+        parts.append(parts[0].new_zeros(-sum(part.numel() for part in parts) % multiple))
     return {dtype: torch.cat(parts) for dtype, parts in of_type.items()}
 
 

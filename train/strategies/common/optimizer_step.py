@@ -16,10 +16,10 @@ from train.data.loader import Batch
 from train.dist.layout import Layout
 from train.dist.world import World
 from train.objectives.measure import sums
-from train.strategies import state as flat
 from train.strategies.base import Recipe, SavedTensor, StepResult, Strategy, own_prefix
-from train.strategies.buffers import Buffers
-from train.strategies.gradient import clip, total_norm
+from train.strategies.common import state as flat
+from train.strategies.common.buffers import Buffers
+from train.strategies.common.gradient import clip, total_norm
 
 AUTOCAST = {Precision.fp32: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from train.errors import ConfigError, nearest, one_line
-from train.strategies.blocks import blocks
+from train.strategies.common.blocks import blocks
 
 
 class Stages:

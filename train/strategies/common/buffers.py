@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from train.dist.world import World
+from train.strategies.common.broadcast import broadcast
 
 
 class Buffers:
@@ -35,9 +36,8 @@ class Buffers:
         if self._shared is None:
             self._shared = {name: buffer.clone() for name, buffer in self.own.items()}
             self._average([buffer for buffer in self._shared.values() if buffer.is_floating_point()])
-            for buffer in self._shared.values():
-                if not buffer.is_floating_point():
-                    buffer.copy_(self._first(buffer))
+            whole = [buffer for buffer in self._shared.values() if not buffer.is_floating_point()]
+            broadcast(whole, group=self._group, by=self._device)
         return self._shared
 
     def forget(self) -> None:
@@ -75,8 +75,3 @@ class Buffers:
         parts = torch.split(total / self._size, [buffer.numel() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part.view(buffer.shape))
-
-    def _first(self, buffer: Tensor) -> Tensor:
-        raw = buffer.flatten().to(self._device).view(torch.uint8)  # gloo does not know every type
-        dist.broadcast(raw, group_src=0, group=self._group)
-        return raw.view(buffer.dtype).view(buffer.shape)

@@ -1,0 +1,118 @@
+"""A replica of the model on every rank, whose gradients torch's DDP averages while backward runs.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from train.config.keys import Config
+from train.config.marks import FREE, Gt
+from train.data.loader import Batch
+from train.dist.world import World
+from train.errors import ConfigError
+from train.strategies.base import Recipe, StepResult
+from train.strategies.common.optimizer_step import OptimizerStep, Stepping, build_model
+from train.strategies.common.slices import SlicedStep
+
+
+class Replicas(Stepping):
+    """DDP over all ranks; with one rank, plain training."""
+
+    step_class: type[OptimizerStep] = OptimizerStep
+
+    def build(self, recipe: Recipe, world: World) -> None:
+        self.world, self.model = world, self.place(build_model(recipe, world.device))
+        if recipe.compile:
+            self.model.compile()
+        self.wrap(recipe)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """The model as this rank trains it."""
+        return model
+
+    def wrap(self, recipe: Recipe) -> None:
+        """Make the optimizer step, which goes through DDP where there is more than one rank. Collective."""
+        world = self.world
+        parts: dict[str, Any] = {"world": world, "layout": self.layout(world.size), "model": self.model}
+        if recipe.slices:
+            self.warmed_up = True
+            self.optimizer_step = SlicedStep(recipe, slices=recipe.slices, **parts)
+            return
+        self.warmed_up = world.size == 1 or not self.needs_warm_up()
+        if world.size > 1:
+            ddp = self.distributed(self.model)
+            parts |= {"forward": ddp, "no_sync": ddp.no_sync}
+        self.optimizer_step = self.step_class(recipe, **parts)
+
+    def step(self, step: int, batches: list[Batch]) -> StepResult:
+        self.warm_up(batches)
+        return self.optimizer_step.step(step, batches)
+
+    def warm_up(self, batches: list[Batch]) -> None:
+        """Before the first step, one that leaves no trace but DDP's layout of its buckets."""
+        if not self.warmed_up:
+            self.warmed_up = True
+            self.optimizer_step.warm_up(batches)
+
+    def needs_warm_up(self) -> bool:
+        """DDP lays out its buckets after its first backward. With three ranks and more the place in a bucket decides the
+        order in which a sum is made, so without a warm-up the first step after a resume would round differently from the
+        same step of an uninterrupted run.
+        """
+        return self.world.size > 2
+
+    def distributed(self, model: nn.Module) -> DistributedDataParallel:
+        """The model under DDP. Collective."""
+        return DistributedDataParallel(model, device_ids=self.device_ids(), **self.ddp_options())
+
+    def ddp_options(self) -> Mapping[str, Any]:
+        return {"gradient_as_bucket_view": True}
+
+    def device_ids(self) -> list[torch.device] | None:
+        """Where inputs are brought; None where the model sees to that."""
+        return [self.world.device] if self.world.device.type == "cuda" else None
+
+
+@dataclass(kw_only=True, eq=False)
+class ConfiguredReplicas(Replicas):
+    """DDP with the options that torch gives it."""
+
+    bucket_cap_mb: Annotated[float, Gt(0), FREE]
+    gradient_as_bucket_view: Annotated[bool, FREE]
+    static_graph: Annotated[bool, FREE]
+    find_unused_parameters: bool
+    sync_batchnorm: bool
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        self.refuse_with_slices(config, sync_batchnorm=self.sync_batchnorm)
+
+    def refuse_with_slices(self, config: Config, **options: bool | str) -> None:
+        """Raises ConfigError for an option, other than none, in which the number of ranks leaves a trace."""
+        for option, value in options.items() if config.virtual_world_size else ():
+            if value not in (False, "none"):
+                said = f"strategy.{option}={str(value).lower()} and virtual_world_size={config.virtual_world_size}"
+                raise ConfigError(f"{said}: the ranks' true number would be seen in the weights; leave one out")
+
+    def place(self, model: nn.Module) -> nn.Module:
+        if self.sync_batchnorm and self.world.device.type != "cuda":
+            raise ConfigError("strategy.sync_batchnorm=true needs CUDA devices: torch has it for no other")
+        if self.sync_batchnorm and self.world.size > 1:
+            return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return, no-untyped-call]
+        return model
+
+    def needs_warm_up(self) -> bool:
+        """A static graph cannot begin within no_sync either."""
+        return self.static_graph or super().needs_warm_up()
+
+    def ddp_options(self) -> Mapping[str, Any]:
+        names = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
+        return {name: getattr(self, name) for name in names}
