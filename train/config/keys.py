@@ -55,6 +55,7 @@ class Dist:
     backend: Backend = key(Backend.auto, "`gloo` or `nccl`; `auto`: by device", FREE)
     timeout_s: float = key(300.0, "a rank that has stood still for so long is ended", Gt(0), FREE)
     start_timeout_s: float = key(60.0, "by then all ranks must have arrived", Gt(0), FREE)
+    shared_memory: bool = key(True, "CPU ranks of one host add up gradients in memory; else by gloo", FREE)
     init_method: str = key(
         "env://",
         "by MASTER_ADDR and MASTER_PORT; `file:///shared/path`: ranks started by hand meet through files, without a port",

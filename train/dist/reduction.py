@@ -8,10 +8,15 @@ With a power of two of ranks that moves the bytes of a ring all-reduce.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from train.dist.shared_memory import SharedMemory
 from train.plan import leaves_of
 
 Node = tuple[int, int]
@@ -44,8 +49,8 @@ class TreeSum:
     Holds at most one tensor for each level of the tree, twice where the rank's leaves begin within a subtree.
     """
 
-    def __init__(self, leaves: int, *, rank: int, world_size: int):
-        self.leaves, self.rank, self.world_size = leaves, rank, world_size
+    def __init__(self, leaves: int, *, rank: int, world_size: int, memory: SharedMemory | None = None):
+        self.leaves, self.rank, self.world_size, self.memory = leaves, rank, world_size, memory
         self._nodes: list[Node] = []
         self._sums: list[Tensor] = []
 
@@ -57,18 +62,26 @@ class TreeSum:
 
     def total(self) -> Tensor:
         """[n] the sum, after every rank has given all its leaves; bit for bit the same at any world size. Collective."""
+        nodes = [subtrees(leaves_of(rank, self.world_size, self.leaves), self.leaves) for rank in range(self.world_size)]
         if self.world_size == 1:
             (total,) = self._sums
+        elif self.memory:
+            total = self._sums[0]
+            self.memory.exchange(self._sums, [*map(len, nodes)], partial(self._combine, nodes), into=total)
         else:
-            total = self._exchange(torch.stack(self._sums) if len(self._sums) > 1 else self._sums[0][None])
+            total = self._exchange(torch.stack(self._sums) if len(self._sums) > 1 else self._sums[0][None], nodes)
         self._nodes, self._sums = [], []
         return total
 
-    def _exchange(self, mine: Tensor) -> Tensor:
+    def _combine(self, nodes: list[list[Node]], parts: Sequence[Tensor]) -> Tensor:
+        """All ranks' subtrees added up: in place, in the first rank's first."""
+        flat = zip(chain(*nodes), chain(*parts), strict=True)
+        return tree_sum(dict(flat), self.leaves)
+
+    def _exchange(self, mine: Tensor, nodes: list[list[Node]]) -> Tensor:
         """Every rank adds up its chunk of all ranks' subtrees."""
         size, length = self.world_size, mine.shape[1]
         chunk = -(-length // size)
-        nodes = [subtrees(leaves_of(rank, size, self.leaves), self.leaves) for rank in range(size)]
         padded = torch.nn.functional.pad(mine, (0, chunk * size - length)) if length % size else mine
         outgoing = padded.view(len(mine), size, chunk).transpose(0, 1).contiguous()
         incoming = mine.new_empty((sum(map(len, nodes)), chunk))
@@ -76,8 +89,7 @@ class TreeSum:
         dist.all_to_all_single(
             incoming.view(-1), outgoing.view(-1), output_split_sizes=counts, input_split_sizes=[len(mine) * chunk] * size
         )
-        flat = [node for of_rank in nodes for node in of_rank]
-        part = tree_sum(dict(zip(flat, incoming, strict=True)), self.leaves)
+        part = self._combine(nodes, torch.split(incoming, [*map(len, nodes)]))
         whole = mine.new_empty(chunk * size)
         dist.all_gather_into_tensor(whole, part)
         return whole[:length]

@@ -6,7 +6,7 @@ import contextlib
 import json
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from train.dist.meeting import meet
 from train.dist.network import check_descriptors, choose_interface
 from train.dist.place import Place
 from train.dist.shared_file import SharedFile
+from train.dist.shared_memory import SharedMemory, share_memory
 from train.errors import ConfigError, DataError, MusterError, RankLost, environment_error, of_code, one_line
 
 # Hangs are found by faults/heartbeat.py, which knows a long phase from a hang; a collective's own timeout does not.
@@ -41,6 +42,8 @@ class World:
     """On rank 0, the launchers of all ranks (place.launcher); elsewhere this rank's."""
     shared: SharedFile | None = None
     """What the store's file is to be removed by."""
+    memory: SharedMemory | None = None
+    """What all ranks have in common, if they are on one host and train on its processors."""
 
     @property
     def rank(self) -> int:
@@ -210,7 +213,8 @@ def start(config: Config, place: Place, *, stopping: Callable[[], bool] = lambda
     board.post_beat("")  # from here on every rank's is there to be read
     if place.world_size > 1:
         form_group(config, place, board, backend=backend, device=device)
-    return World(place, device, met.attempt, board, met.agents, met.shared)
+    world = World(place, device, met.attempt, board, met.agents, met.shared)
+    return replace(world, memory=share_memory(world)) if config.dist.shared_memory else world
 
 
 def form_group(config: Config, place: Place, board: Board, *, backend: str, device: torch.device) -> None:

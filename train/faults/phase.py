@@ -16,6 +16,8 @@ import torch
 LONG_S = 1800.0  # a save to slow storage
 FIRST_S = 600.0  # the first phases of each kind compile and tune
 FIRST = 2
+WAITING = ("/torch/distributed/", "/torch/autograd/graph.py", "/train/dist/shared_memory.py")
+"""Where code stands that waits for other ranks: in a collective, or in a backward pass that is full of them."""
 USUAL = 3  # times as long as a phase of its kind has ever taken is still no hang
 
 
@@ -90,7 +92,7 @@ def standing() -> tuple[str, bool]:
     waiting, first = False, frame
     if frame:
         path = frame.f_code.co_filename
-        waiting = "/torch/distributed/" in path or path.endswith("/torch/autograd/graph.py")
+        waiting = any(place in path for place in WAITING)
     while frame and "/torch/" in frame.f_code.co_filename:
         frame = frame.f_back
     frame = frame or first

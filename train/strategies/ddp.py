@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,8 +50,9 @@ class Ddp(ConfiguredReplicas):
                 "strategy.compression=powersgd would remember a gradient that is not finite: use on_nonfinite=stop"
             )
 
-    def distributed(self, model: nn.Module) -> DistributedDataParallel:
-        ddp = super().distributed(model)
+    def choose_reduction(self, ddp: DistributedDataParallel) -> None:
+        if self.compression == "none":
+            super().choose_reduction(ddp)
         if hook := HALVES.get(self.compression):
             # By its name torch refuses the hook for bf16 where there is no NCCL, though gloo adds up bf16 as well.
             ddp.register_comm_hook(None, lambda group, bucket: hook(group, bucket))
@@ -59,7 +60,6 @@ class Ddp(ConfiguredReplicas):
             self.powersgd = PowerSgd(
                 ddp, self.world, rank=self.powersgd_rank, warm_up_steps=self.powersgd_warm_up_steps
             )
-        return ddp
 
     def needs_warm_up(self) -> bool:
         """PowerSGD's memory is by bucket."""

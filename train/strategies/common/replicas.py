@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config.keys import Config
 from train.config.marks import FREE, Gt
 from train.data.loader import Batch
+from train.dist.shared_memory import SharedMemory
 from train.dist.world import World
 from train.errors import ConfigError
 from train.strategies.base import Recipe, StepResult
@@ -67,11 +70,18 @@ class Replicas(Stepping):
         order in which a sum is made, so without a warm-up the first step after a resume would round differently from the
         same step of an uninterrupted run.
         """
-        return self.world.size > 2
+        return self.world.size > 2 and not self.world.memory  # which adds up in the order of ranks
 
     def distributed(self, model: nn.Module) -> DistributedDataParallel:
         """The model under DDP. Collective."""
-        return DistributedDataParallel(model, device_ids=self.device_ids(), **self.ddp_options())
+        ddp = DistributedDataParallel(model, device_ids=self.device_ids(), **self.ddp_options())
+        self.choose_reduction(ddp)
+        return ddp
+
+    def choose_reduction(self, ddp: DistributedDataParallel) -> None:
+        """Where ranks have memory in common, gradients are added up there."""
+        if self.world.memory:
+            ddp.register_comm_hook(self.world.memory, lambda memory, bucket: average_in(memory, bucket))
 
     def ddp_options(self) -> Mapping[str, Any]:
         return {"gradient_as_bucket_view": True}
@@ -79,6 +89,14 @@ class Replicas(Stepping):
     def device_ids(self) -> list[torch.device] | None:
         """Where inputs are brought; None where the model sees to that."""
         return [self.world.device] if self.world.device.type == "cuda" else None
+
+
+def average_in(memory: SharedMemory, bucket: GradBucket) -> Future[Tensor]:
+    """DDP's mean of a bucket of gradients."""
+    memory.add_up(bucket.buffer(), scale=1 / memory.size)
+    done: Future[Tensor] = Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 @dataclass(kw_only=True, eq=False)

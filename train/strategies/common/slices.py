@@ -49,7 +49,9 @@ class SlicedStep(OptimizerStep):
             flat = self._slice(step, number, by_slice.get(number, []))
             if number in by_slice:
                 ends = {name: self.buffers.own[name].clone() for name in self._whole}
-            trees = trees or [TreeSum(self.slices, rank=world.rank, world_size=world.size) for _ in flat]
+            trees = trees or [
+                TreeSum(self.slices, rank=world.rank, world_size=world.size, memory=world.memory) for _ in flat
+            ]
             for tree, vector in zip(trees, flat, strict=True):
                 tree.add(number, vector)
         return self._take([tree.total() for tree in trees], ends)

@@ -1,0 +1,105 @@
+"""Sums through the memory that ranks of one host have in common."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from kit.job import run
+from kit.ranks import on_ranks
+
+SIZES = (1, 3, 1000, 524_288, 524_289, 1_300_000)  # a slot holds 524,288 numbers of four bytes
+
+
+def opened():
+    from kit.stepping import world
+
+    from train.dist.shared_memory import share_memory
+
+    here = world()
+    return here, share_memory(here)
+
+
+def numbers(rank, size, round_=0):
+    generator = torch.Generator().manual_seed(1000 * round_ + rank)
+    return torch.randn(size, generator=generator) * 10.0 ** torch.randint(-3, 4, (size,), generator=generator)
+
+
+def sums():
+    here, memory = opened()
+    assert memory
+    for size in SIZES:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            parts = [(numbers(rank, size).to(dtype) * 0.5) for rank in range(here.size)]
+            expected = sum(parts[1:], parts[0].clone())
+            mine = numbers(here.rank, size).to(dtype)
+            memory.add_up(mine, scale=0.5)
+            assert torch.equal(mine, expected), (size, dtype)
+    for round_ in range(300):  # ranks in a hurry: sizes change, nobody waits for anybody but in the sum
+        size = 1 + (round_ * 7919) % 3000
+        mine = numbers(here.rank, size, round_)
+        memory.add_up(mine)
+        parts = [numbers(rank, size, round_) for rank in range(here.size)]
+        assert torch.equal(mine, sum(parts[1:], parts[0].clone())), round_
+    return True
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_rank_has_the_sum_in_the_order_of_ranks(ranks):
+    assert on_ranks(sums, ranks) == [True] * ranks
+
+
+def wait_for_one_that_dies():
+    here, memory = opened()
+    mine = torch.ones(5)
+    memory.add_up(mine)
+    if here.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    from train.errors import RankLost
+
+    with pytest.raises(RankLost, match="rank 1 has ended while others waited for it"):
+        memory.add_up(mine)
+    return time.monotonic() - began
+
+
+def test_a_rank_that_dies_is_noticed_at_once():
+    (seconds,) = on_ranks(wait_for_one_that_dies, 2, lost=[1])
+    assert seconds < 5
+
+
+def wait_for_one_that_sleeps():
+    here, memory = opened()
+    memory.add_up(torch.ones(5))
+    if here.rank == 1:
+        time.sleep(2.0)
+    began = time.thread_time()
+    memory.add_up(torch.ones(5))
+    return time.thread_time() - began
+
+
+def test_who_waits_does_not_burn_its_core():
+    assert max(on_ranks(wait_for_one_that_sleeps, 2)) < 0.2
+
+
+def alone(what):
+    from train.dist import shared_memory
+
+    rank = os.environ["RANK"]
+    if what == "host":
+        shared_memory._host = lambda: rank
+    if what == "mapping" and rank == "1":
+        shared_memory._open = lambda *_: None
+    return opened()[1] is None
+
+
+@pytest.mark.parametrize("what", ["host", "mapping"])
+def test_all_go_through_gloo_where_one_cannot_take_part(what):
+    assert on_ranks(alone, 2, what) == [True, True]
+
+
+def test_a_run_is_the_same_to_the_bit_with_two_ranks(tmp_path):
+    line = ("model=convnet", "max_steps=15", "micro_batch_size=20")
+    here, there = (run(tmp_path / on, *line, f"dist.shared_memory={on}", ranks=2) for on in ("true", "false"))
+    assert here.sha256 == there.sha256 and here.losses == there.losses

@@ -1,0 +1,184 @@
+"""Sums over ranks of one host, through memory that all of them map; gloo sends every byte through a socket instead.
+
+Each rank copies its part into its own slot, adds up one chunk of all slots in a fixed order, and copies all chunks out:
+the result is bit for bit the same on every rank. Two sets of slots take turns, so that nobody writes what another still
+reads. A rank says how far it is by a counter that it alone writes, and waits for another's as a futex does: it sleeps,
+and looks now and then whether that one still lives.
+
+The memory has no name (memfd), so nothing is left of it, whoever is killed when, and /dev/shm need not be large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import platform
+import select
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from train.errors import RankLost, say
+
+if TYPE_CHECKING:
+    from train.dist.world import World
+
+SLOT_BYTES = 2 << 20  # what is worked on at a time stays in the processor's cache
+SETS = 2
+LINE = 64  # bytes: counters that lie in one cache line would slow each other down
+SPIN_S = 20e-6
+SLEEP_S = 0.05
+FUTEX, FUTEX_WAIT, FUTEX_WAKE = 202, 0, 1  # x86-64, whose stores are seen in the order in which they are made
+EVERYBODY = 2**31 - 1
+
+Rows = Sequence[Tensor]
+"""One tensor a rank, [its number of vectors, m], in the order of ranks."""
+
+
+class SharedMemory:
+    """What the ranks of one host have in common; a wait for a rank that has ended raises RankLost."""
+
+    def __init__(self, memory: mmap.mmap, pids: Sequence[int], *, rank: int):
+        self.rank, self.size = rank, len(pids)
+        self._memory = memory  # a tensor's view of it does not keep it
+        self._counters = memoryview(memory)[: LINE * self.size].cast("I")
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._addresses = [start + LINE * each for each in range(self.size)]
+        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=LINE * self.size)
+        self._slots = slots.view(SETS, self.size, SLOT_BYTES)
+        self._count, self._turn = 0, 0
+        self._peers = {each: os.pidfd_open(pid) for each, pid in enumerate(pids) if each != rank}
+        self._syscall = ctypes.CDLL(None, use_errno=True).syscall
+        self._limit = ctypes.create_string_buffer(struct.pack("qq", 0, int(SLEEP_S * 1e9)))
+
+    def add_up(self, vector: Tensor, *, scale: float = 1.0) -> None:
+        """Put the sum over ranks of `vector` times `scale`, [n], in its place. Collective."""
+        ones = [1] * self.size
+        self.exchange([vector], ones, in_order, into=vector, scale=scale)
+
+    def exchange(
+        self, mine: Sequence[Tensor], counts: Sequence[int], combine: Callable[[Rows], Any], *, into: Tensor, scale: float = 1.0
+    ) -> None:
+        """Make one vector of all ranks' vectors, the same on every rank. Collective.
+
+        Args:
+            mine: this rank's vectors, [n] each, of one type.
+            counts: how many each rank has.
+            combine: leaves in the first rank's first vector what is made of all; it is given the same part of each.
+            into: [n] what the result is written to.
+        """
+        length, most = into.numel(), SLOT_BYTES // (max(counts) * into.element_size())
+        for first in range(0, length, most):
+            part = slice(first, min(length, first + most))
+            size = part.stop - part.start
+            slots = self._next_slots(into.dtype, size, counts)
+            for vector, row in zip(mine, slots[self.rank], strict=True):
+                torch.mul(vector[part], scale, out=row) if scale != 1.0 else row.copy_(vector[part])
+            self._meet()
+            share = -(-size // self.size)
+            chunk = slice(self.rank * share, min(size, (self.rank + 1) * share))
+            if chunk.start < size:
+                combine([rows[:, chunk] for rows in slots])
+            self._meet()
+            into[part].copy_(slots[0][0])
+
+    def _next_slots(self, dtype: torch.dtype, size: int, counts: Sequence[int]) -> list[Tensor]:
+        self._turn = (self._turn + 1) % SETS
+        slots = self._slots[self._turn].view(dtype)
+        return [slot[: count * size].view(count, size) for slot, count in zip(slots, counts, strict=True)]
+
+    def _meet(self) -> None:
+        """Until all ranks have come here as often as this one."""
+        self._count = (self._count + 1) % 2**32
+        self._counters[self.rank * LINE // 4] = self._count
+        self._call(self.rank, FUTEX_WAKE, EVERYBODY)
+        for other in self._peers:
+            self._await(other)
+
+    def _await(self, other: int) -> None:
+        place, until = other * LINE // 4, time.perf_counter() + SPIN_S
+        while (self._counters[place] - self._count) % 2**32 >= 2**31:
+            if time.perf_counter() < until:
+                continue
+            seen = self._counters[place]
+            if (seen - self._count) % 2**32 >= 2**31:
+                self._call(other, FUTEX_WAIT, seen, self._limit)
+            if time.perf_counter() > until + SLEEP_S and self._has_ended(other):
+                raise RankLost(f"rank {other} has ended while others waited for it", rank=other)
+
+    def _has_ended(self, other: int) -> bool:
+        return bool(select.select([self._peers[other]], [], [], 0)[0])
+
+    def _call(self, rank: int, operation: int, value: int, limit: Any = None) -> None:
+        """Others wake whoever sleeps; the time limit and a signal do, too."""
+        self._syscall(FUTEX, ctypes.c_void_p(self._addresses[rank]), operation, ctypes.c_uint32(value), limit, None, 0)
+
+
+def in_order(rows: Rows) -> None:
+    """Add all up in the order of ranks."""
+    for other in rows[1:]:
+        rows[0].add_(other)
+
+
+def share_memory(world: World) -> SharedMemory | None:
+    """What the ranks have in common if all are processes of one host on its processors; else None. Collective."""
+    if world.size == 1 or world.device.type != "cpu":
+        return None
+    handle = _create(world.size) if world.is_first else None
+    facts = world.gather([_host(), os.getpid(), handle])
+    (host, pid, first), *others = facts
+    if host is None or first is None or any(other[0] != host for other in others):
+        _close(handle)
+        return None
+    shared = _open(world, f"/proc/{pid}/fd/{first}", [each[1] for each in facts])
+    failed = world.lowest(shared is None)  # all have opened it
+    _close(handle)
+    if failed is not None and world.is_first:
+        say(f"muster: rank {failed} may not map rank 0's memory, though it is on the same host: gradients go through gloo")
+    return shared if failed is None else None
+
+
+def _host() -> str | None:
+    """What is the same for all processes that can see each other; None where this kind of memory cannot be had."""
+    if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
+        return f"{boot}/{spaces}/{os.getuid()}"
+    except OSError:
+        return None
+
+
+def _create(size: int) -> int | None:
+    try:
+        handle = os.memfd_create("muster", os.MFD_CLOEXEC)
+        os.ftruncate(handle, LINE * size + SETS * size * SLOT_BYTES)
+        return handle
+    except (OSError, AttributeError):
+        return None
+
+
+def _open(world: World, path: str, pids: Sequence[int]) -> SharedMemory | None:
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return SharedMemory(mmap.mmap(handle, 0), pids, rank=world.rank)
+        finally:
+            os.close(handle)
+    except OSError:
+        return None
+
+
+def _close(handle: int | None) -> None:
+    if handle is not None:
+        with contextlib.suppress(OSError):
+            os.close(handle)
