@@ -1,13 +1,14 @@
-"""The kit beside a hand-written DDP loop on the same model and data: steps per second as a ratio.
+"""The kit's loop, as a user runs it, beside two written by hand on the same model and data: ratios of steps per second.
 
-`python -m bench.loop` starts itself under torchrun with one and with two processes. The two loops take turns in the
-same processes, so that a busy machine slows both; the ratio of each pair of turns is taken, and the median of them.
-Checkpoints, evaluation and TensorBoard are off on both sides; the kit logs every 50 steps, as by hand one would.
+`python -m bench.loop` starts itself under torchrun with one and with two processes. The kit trains by its own loop:
+it logs every 10 steps, to TensorBoard, too, shows its progress, and saves a checkpoint every 100. By hand there are the
+loop of PyTorch's DDP tutorial (DataLoader, DistributedSampler, DDP), and a bare one: no data loader, no DDP, no log,
+each process for itself. Data are tensors in memory that all take a batch at a time. The three take turns in the same processes, so that a
+busy machine slows all; of each turn the ratios are taken, and the median of them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import statistics
@@ -15,157 +16,198 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+
+from train.config.compose import compose
+from train.config.parts import build
+from train.data.load import Data
+from train.faults.exit import Exit
+from train.faults.preemption import Preemption
+from train.loop import train
+from train.plan import Plan
+from train.run import beat, join, open_run
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
-WORKLOADS = {  # name: (model override, image shape, samples per rank and step, steps a turn)
-    "mlp 784-512-10, batch 64": ("model=mlp", (1, 28, 28), 64, 300),
-    "resnet18 32x32, batch 32": ("model=resnet18", (3, 32, 32), 32, 4),
-}
+SAMPLES = 10_000
+AS_A_USER = (
+    "log.every_steps=10",
+    "log.progress=plain",
+    "checkpoint.every_steps=100",
+    "eval.every_steps=off",
+    "dist.timeout_s=3600",
+)
 
 
-class Pictures(Dataset):
-    """Images in memory as uint8, the same for both loops; `__getitem__` as a hand-written dataset has it."""
+@dataclass(frozen=True)
+class Workload:
+    """shape: of a sample, classes: of an image's label, or of tokens. batch: samples a rank and step. steps: of a turn."""
 
-    num_classes = 10
+    name: str
+    overrides: tuple[str, ...]
+    shape: tuple[int, ...]
+    classes: int
+    batch: int
+    steps: int
 
-    def __init__(self, shape: list[int]):
-        self.images = torch.randint(0, 256, (10_000, *shape), dtype=torch.uint8)
-        self.labels = torch.randint(0, 10, (10_000,))
+
+WORKLOADS = (
+    Workload("W1: mlp 784-512-10, 64 a rank", ("model=mlp", "data=synthetic", "data.image_shape=[1,28,28]"), (1, 28, 28), 10, 64, 300),
+    Workload("W2: resnet18, 3x32x32, 32 a rank", ("model=resnet18", "data=synthetic", "data.image_shape=[3,32,32]"), (3, 32, 32), 10, 32, 6),
+    Workload(
+        "W3: gpt, 4 layers, width 128, 128 tokens, 8 a rank", ("model=gpt", "objective=language_modeling", "data=text"), (128,), 256, 8, 12
+    ),
+)  # fmt: skip
+
+
+class Ready(Dataset[Any]):
+    """Tensors in memory: images as uint8 with a label each, or tokens with those that follow."""
+
+    def __init__(self, workload: Workload):
+        self.is_text = len(workload.shape) == 1
+        size = (SAMPLES, *workload.shape)
+        self.inputs = torch.randint(0, workload.classes if self.is_text else 256, size, dtype=torch.uint8)
+        self.labels = torch.randint(0, workload.classes, size if self.is_text else size[:1])
 
     def __len__(self) -> int:
-        return len(self.images)
+        return SAMPLES
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.images[index].float() / 255, self.labels[index]
-
-
-class Gathered(Pictures):
-    """The same, a micro-batch at a time: what the kit's own datasets do."""
-
-    def __getitems__(self, indices: list[int], keys: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.images[indices].float() / 255, self.labels[indices]
+    def __getitems__(self, indices: Sequence[int] | Tensor, keys: Any = None) -> tuple[Tensor, Tensor]:
+        inputs = self.inputs[indices]
+        return inputs.long() if self.is_text else inputs.float() / 255, self.labels[indices]
 
 
-def by_hand(model: nn.Module, dataset: Dataset, batch: int) -> Any:
-    """The loop of PyTorch's DDP tutorial; a generator that does one step a turn."""
+def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(outputs.flatten(0, -2), labels.flatten())
+
+
+def by_hand(model: nn.Module, dataset: Ready, batch: int) -> Iterator[None]:
+    """The loop of PyTorch's DDP tutorial, one step a turn."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if world_size > 1:
-        model = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model) if world_size > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     sampler = DistributedSampler(dataset, world_size, dist.get_rank() if world_size > 1 else 0)
+    loader = DataLoader(
+        dataset, batch_sampler=BatchSampler(sampler, batch, drop_last=True), collate_fn=lambda all_: all_
+    )
     for epoch in range(10**6):
         sampler.set_epoch(epoch)
-        for step, (images, labels) in enumerate(DataLoader(dataset, batch, sampler=sampler)):
+        for step, (inputs, labels) in enumerate(loader):
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images), labels)
+            loss = loss_of(wrapped(inputs), labels)
             loss.backward()
             optimizer.step()
-            if step % 50 == 0:
+            if step % 10 == 0:
                 loss.item()
             yield
 
 
-def with_kit(model: str, shape: tuple[int, ...], batch: int, folder: str) -> Any:
-    """The kit's own step, log and data path, one step a turn."""
-    from train.config.compose import compose
-    from train.config.parts import build
-    from train.data.load import Data
-    from train.dist.place import Place
-    from train.dist.world import START_S, start
-    from train.faults.exit import Exit
-    from train.faults.heartbeat import Heartbeat
-    from train.faults.preemption import Preemption
-    from train.loop import begin, load, log
-    from train.plan import Plan
-    from train.run import open_run
-
-    place = Place.from_env()
-    overrides = [model, "data=synthetic", f"data.image_shape={list(shape)}", f"batch_size={batch * place.world_size}"]
-    overrides += ["optimizer.lr=0.01", "max_steps=1000000", "log.every_steps=50", "log.progress=none"]
-    overrides += ["log.tensorboard=false", f"output_dir={folder}", "dist.timeout_s=3600"]
-    config = compose(overrides)
-    world = start(config, place)
-    heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, start_s=START_S, on_hang=print)
-    heartbeat.start()  # its cost is part of the step's
-    strategy = build(config.strategy)
-    with open_run(config, world, strategy, Preemption(), heartbeat, Exit(Path(folder))) as (opened, _, _):
-        data = Data(Gathered(list(shape)), None, shape, 10, "bench")
-        run = dataclasses.replace(opened, data=data, plan=Plan(len(data.train), config.batch_size))
-        yield run
-        for micro_batches in load(run, run.data.train, run.plan, range(10**6)):
-            begin(run, "step")
-            result = run.strategy.step(run.step, micro_batches)
-            run.progress.step += 1
-            run.metrics.advance(run.step)
-            if run.step % config.log.every_steps == 0:
-                log(run, result)
+def bare(model: nn.Module, dataset: Ready, batch: int) -> Iterator[None]:
+    """Nothing but the model and the optimizer, one step a turn."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    while True:
+        for indices in torch.randperm(SAMPLES).split(batch)[:-1]:
+            optimizer.zero_grad()
+            inputs, labels = dataset.__getitems__(indices)
+            loss_of(model(inputs), labels).backward()
+            optimizer.step()
             yield
 
 
-def speed(loop: Any, steps: int) -> float:
-    """Steps per second over `steps` steps."""
-    started = time.perf_counter()
-    for _ in range(steps):
-        next(loop)
-    return steps / (time.perf_counter() - started)
+class InTurns:
+    """A strategy that, every so many steps, stops the clock for the others' turns."""
+
+    def __init__(self, strategy: Any, others: Sequence[Iterator[None]], steps: int):
+        self.strategy, self.others, self.steps = strategy, others, steps
+        self.turns: list[list[float]] = []
+        self._done, self._since = 0, time.perf_counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.strategy, name)
+
+    def step(self, step: int, batches: list[Any]) -> Any:
+        if self._done == self.steps:
+            mine = time.perf_counter() - self._since
+            self.turns.append([self.steps / each for each in (mine, *(self._turn(other) for other in self.others))])
+            self._done, self._since = 0, time.perf_counter()
+        self._done += 1
+        return self.strategy.step(step, batches)
+
+    def _turn(self, loop: Iterator[None]) -> float:
+        began = time.perf_counter()
+        for _ in range(self.steps):
+            next(loop)
+        return time.perf_counter() - began
+
+
+def measure(workload: Workload, folder: str) -> tuple[bool, list[Any]]:
+    """On every rank: whether it is the first, and a row of the table. Collective."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    steps = workload.steps * (ROUNDS + 1) + 1  # the first turn warms up
+    line = [*workload.overrides, *AS_A_USER, "optimizer.lr=0.01", f"max_steps={steps}", f"output_dir={folder}"]
+    config = compose([*line, f"batch_size={workload.batch * ranks}"])
+    preemption, leaving = Preemption(), Exit(Path(folder))
+    world, strategy = join(config, preemption)
+    heartbeat = beat(config, world, leaving)
+    with open_run(config, world, strategy, preemption, heartbeat, leaving) as (opened, _, _):
+        dataset = Ready(workload)
+        data = Data(dataset, None, workload.shape, workload.classes, "bench")
+        model = partial(build, config.model, input_shape=workload.shape, num_classes=workload.classes)
+        others = [by_hand(model(), dataset, workload.batch), bare(model(), dataset, workload.batch)]
+        turns = InTurns(strategy, others, workload.steps)
+        train(replace(opened, data=data, plan=Plan(SAMPLES, config.batch_size), strategy=turns))  # type: ignore[arg-type]
+    heartbeat.close()
+    is_first = world.is_first
+    world.close()
+    kept = turns.turns[1:]
+    speeds = [round(statistics.median(column), 1) for column in zip(*kept, strict=True)]
+    ratios = [round(statistics.median(kit / turn[at] for kit, *turn in kept), 2) for at in (0, 1)]
+    hand = round(statistics.median(turn[1] / turn[2] for turn in kept), 2)
+    return is_first, [workload.name, ranks, *speeds, *ratios, hand]
 
 
 def worker() -> None:
-    """On every rank: take turns and print, on rank 0, one JSON line a workload."""
-    from train.config.parts import build
-
-    for name, (model, shape, batch, steps) in WORKLOADS.items():
-        kit = with_kit(
-            model, shape, batch, f"{os.environ['BENCH_DIR']}/{model.removeprefix('model=')}-{os.environ['WORLD_SIZE']}"
-        )
-        run = next(kit)
-        plain = build(run.config.model, input_shape=shape, num_classes=Pictures.num_classes)
-        hand = by_hand(plain, Pictures(list(shape)), batch)
-        speed(kit, steps), speed(hand, steps)  # warm up
-        pairs = [(speed(kit, steps), speed(hand, steps)) for _ in range(ROUNDS)]
-        if run.world.is_first:
-            medians = [round(statistics.median(column), 1) for column in zip(*pairs, strict=True)]
-            ratio = round(statistics.median(ours / theirs for ours, theirs in pairs), 2)
-            print(json.dumps([name, run.world.size, *medians, ratio]), flush=True)
-        kit.close()
-        run.heartbeat.close()
-        run.world.close()
+    for number, workload in enumerate(WORKLOADS):
+        is_first, row = measure(workload, f"{os.environ['BENCH_DIR']}/{number}-{os.environ['WORLD_SIZE']}")
+        if is_first:
+            print(f"row {json.dumps(row)}", flush=True)
     sys.stdout.flush()
     os._exit(0)  # as the kit does: torch's threads may abort in a tear-down
 
 
+COLUMNS = (
+    "workload", "processes", "kit, steps/s", "by hand", "bare", "kit / by hand", "kit / bare", "by hand / bare",
+)  # fmt: skip
+
+
 def main() -> None:
     """Run all workloads with one and two processes and print a table."""
-    print("| workload | processes | kit, steps/s | by hand, steps/s | ratio |\n|---|---|---|---|---|", flush=True)
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        env = {
-            **os.environ,
-            "BENCH_DIR": folder,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(__file__).parent.parent),
-        }
+        root = str(Path(__file__).parent.parent)
+        env = {**os.environ, "BENCH_DIR": folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
         for processes in (1, 2):
-            line = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={processes}",
-                "-m",
-                "bench.loop",
-                "worker",
-            ]
-            with subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+            line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+            with subprocess.Popen(
+                [*line, "-m", "bench.loop", "worker"],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            ) as child:
                 for text in child.stdout or ():
-                    print("|", " | ".join(map(str, json.loads(text))), "|", flush=True)
+                    if text.startswith("row "):
+                        print("|", " | ".join(map(str, json.loads(text[4:]))), "|", flush=True)
             if child.returncode:
                 sys.exit(f"the run with {processes} processes failed with {child.returncode}")
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -61,7 +61,7 @@ def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Ite
 
     One loader serves the whole range, across epochs: its workers are started once, and nothing stalls at a boundary.
     """
-    fetched = _plainly(iter(_loader(dataset, plan, steps, config)))
+    fetched = _plainly(iter(_fetched(dataset, plan, steps, config)))
     for step in steps:
         total = plan.count(step)
         cuts = config.share.cuts(total)
@@ -71,15 +71,17 @@ def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Ite
         ]
 
 
-def _loader(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> DataLoader[Any]:
+def _fetched(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Iterable[Any]:
     fetch = Fetch(dataset, seed=config.seed, max_bad=config.max_bad)
     if config.num_workers:
         samples = max((end - begin for _, begin, end in config.share.cuts(plan.batch_size)), default=0)
         check_shared_memory(samples * _bytes(fetch.sample(0)), num_workers=config.num_workers)
-    shares = (plan.share(step, config.share) for step in steps)
+    micro_batches = (micro for step in steps for micro in plan.share(step, config.share))
+    if not config.num_workers and config.device.type == "cpu":
+        return map(fetch.__getitems__, micro_batches)  # a loader without workers adds nothing here but time
     return DataLoader(
         fetch,
-        batch_sampler=(micro for share in shares for micro in share),  # type: ignore[misc]
+        batch_sampler=micro_batches,  # type: ignore[arg-type]
         collate_fn=_unchanged,
         num_workers=config.num_workers,
         worker_init_fn=_start_worker,

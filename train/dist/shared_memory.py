@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed import DistBackendError
 
-from train.errors import RankLost, say
+from train.errors import say
 
 if TYPE_CHECKING:
     from train.dist.world import World
@@ -44,7 +45,7 @@ Rows = Sequence[Tensor]
 
 
 class SharedMemory:
-    """What the ranks of one host have in common; a wait for a rank that has ended raises RankLost."""
+    """What the ranks of one host have in common; a wait for a rank that has ended raises DistBackendError, as torch does."""
 
     def __init__(self, memory: mmap.mmap, pids: Sequence[int], *, rank: int):
         self.rank, self.size = rank, len(pids)
@@ -112,7 +113,7 @@ class SharedMemory:
             if (seen - self._count) % 2**32 >= 2**31:
                 self._call(other, FUTEX_WAIT, seen, self._limit)
             if time.perf_counter() > until + SLEEP_S and self._has_ended(other):
-                raise RankLost(f"rank {other} has ended while others waited for it", rank=other)
+                raise DistBackendError(f"rank {other} has ended while others waited for it in memory that they share")
 
     def _has_ended(self, other: int) -> bool:
         return bool(select.select([self._peers[other]], [], [], 0)[0])
