@@ -16,7 +16,7 @@ train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); AR
 
 test: $(VENV)/.test ## the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
-	$(BIN)/python -m pytest -n 2 -m "not docker and not slurm and not kubernetes"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not docker and not slurm and not kubernetes"
 	$(MAKE) --jobs=2 --output-sync=target --no-print-directory substrates-docker substrates-slurm
 else
 	$(BIN)/python -m pytest -rs $(ARGS)

@@ -201,8 +201,9 @@ def count_skips(run: Run, result: StepResult) -> None:
 
 
 def diverged(run: Run) -> Diverged:
+    times = f" ({run.progress.skipped_in_a_row} in a row)" if run.progress.skipped_in_a_row else ""
     return Diverged(
-        f"loss or gradient is not finite at step {run.step} ({run.progress.skipped_in_a_row} in a row): lower optimizer.lr, "
+        f"loss, gradient or weights are not finite at step {run.step}{times}: lower optimizer.lr, "
         "set grad_clip, or leave such steps out with on_nonfinite=skip"
     )
 

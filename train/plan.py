@@ -35,8 +35,12 @@ def mix(x: Keys) -> Keys:
 
 def sample_keys(*, seed: int, epoch: int, indices: Indices) -> Keys:
     """One 64-bit key a sample, `[B] uint64`: what augmentation may depend on, and nothing else."""
-    stream = mix(mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch))
-    return mix(stream ^ indices.astype(np.uint64))
+    return mix(_stream(seed, epoch) ^ indices.astype(np.uint64))
+
+
+@functools.lru_cache(maxsize=4)
+def _stream(seed: int, epoch: int) -> Keys:
+    return mix(mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(epoch))
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Permutation:
 
     def _encrypt(self, values: Keys, base: np.uint64) -> Keys:
         left, right = values // base, values % base
-        stream = mix(mix(np.array([self.seed], dtype=np.uint64)) ^ np.uint64(self.epoch))
+        stream = _stream(self.seed, self.epoch)
         for r in range(ROUNDS):
             round_key = mix(stream ^ np.uint64((r + 1) << 32))
             left, right = right, (left + mix(round_key ^ right) % base) % base

@@ -53,13 +53,18 @@ class StepResult:
     """One optimizer step.
 
     loss: [] this rank's share of the global batch's mean loss; the shares of all ranks add up to it.
-    grad_norm: [] the L2 norm of the global gradient before clipping, the same on every rank.
+    norm: [] the L2 norm of the global gradient before clipping, the same on every rank; or what finds it until the next
+        step begins, where nobody needed to know it. Collective.
     skipped: the gradient was not finite, and the step left no trace.
     """
 
     loss: Tensor
-    grad_norm: Tensor
+    norm: Tensor | Callable[[], Tensor]
     skipped: bool = False
+
+    @property
+    def grad_norm(self) -> Tensor:
+        return self.norm() if callable(self.norm) else self.norm
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def is_finite(self) -> bool:
-        """Whether every gradient that moved the parameters was finite; the same on every rank. Waits for the device."""
+        """Whether the parameters are; the same on every rank. Waits for the device. Collective."""
 
     @abstractmethod
     def sync_parameters(self) -> None:

@@ -75,7 +75,8 @@ class Table(Server):
         """Step by the gradients that the parameters have, which are the trainer's."""
         step, elsewhere = self._expected[trainer]
         with self._change:
-            norm, skipped = self.optimizer_step.update(step)
+            norm = self.optimizer_step.norm()
+            skipped = self.optimizer_step.update(step, norm)
             self.updates += 1
             self.left_out += skipped
             self._done[trainer] = step
@@ -92,8 +93,8 @@ class Table(Server):
             announced.set_result(None)
         super()._proceed()
 
-    def norm(self, batch: list[Gradient]) -> Tensor | None:
-        own = total_norm(p.grad for p in self.optimizer_step.parameters if p.grad is not None)
+    def norm(self, batch: list[Gradient]) -> Tensor:
+        own = super().norm(batch)
         return torch.hypot(own, batch[0].elsewhere) if batch[0].elsewhere is not None else own
 
 
@@ -253,6 +254,7 @@ class DdpRpc(Served):
     def _train(self, step: int, batches: list[Batch]) -> StepResult:
         stepping = self.optimizer_step
         self.model.train()
+        stepping.optimizer.zero_grad()
         before = stepping.buffers.copy() if stepping.leaves_out else {}
         with dist_autograd.context() as context:
             loss = stepping.backward(step, batches)
@@ -260,7 +262,7 @@ class DdpRpc(Served):
             dense = total_norm(p.grad for p in stepping.parameters if p.grad is not None).cpu()
             norm = self._push(step, context, dense)
         stepping.buffers.forget()
-        norm, skipped = stepping.update(step, norm=norm)
+        skipped = stepping.update(step, norm)
         if skipped:
             stepping.buffers.put_back(before)
         return StepResult(loss, norm, skipped)

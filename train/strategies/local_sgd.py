@@ -61,9 +61,6 @@ class LocalStep(OptimizerStep):
         with self._averaged():
             return super().evaluate(batch)
 
-    def is_finite(self) -> bool:
-        return self.world.lowest(not super().is_finite()) is None
-
     def weights(self) -> dict[str, Any]:
         with self._averaged():
             return super().weights()
@@ -123,16 +120,10 @@ class LocalStep(OptimizerStep):
             parameter.data, value.data = value.data, parameter.data
 
     def _must_skip(self, norm: Tensor) -> bool:
-        """Of a rank's own gradient the others know nothing: they are asked where a step may be left out.
-
-        Where training stops instead, it is remembered until the ranks meet.
-        """
+        """Of a rank's own gradient the others know nothing: they are asked where a step may be left out."""
         if not self.apart:
             return super()._must_skip(norm)
-        if not self.leaves_out:
-            self._finite.logical_and_(torch.isfinite(norm))
-            return False
-        return self.world.lowest(not bool(torch.isfinite(norm))) is not None
+        return self.leaves_out and self.world.lowest(not bool(torch.isfinite(norm))) is not None
 
 
 class Outer:

@@ -66,37 +66,36 @@ class OptimizerStep:
         self.lr = 0.0
         self._own = f"{own_prefix(world.rank)}buffers/"
         self.leaves_out = recipe.on_nonfinite is NonFinite.skip or self.scaler.is_enabled()
-        self._finite = torch.ones((), dtype=torch.bool, device=world.device)
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
         """One optimizer step of global step `step`. Collective."""
         self.model.train()
+        self.optimizer.zero_grad()  # only here: the norm of the last step's gradient may have been asked for
         before = self.buffers.copy() if self.leaves_out else {}
         loss = self.backward(step, batches)
         self.buffers.forget()
-        norm, skipped = self.update(step)
+        self.scaler.unscale_(self.optimizer)  # clipping is defined on the true gradient
+        clips = self.recipe.grad_clip is not None
+        norm = self.norm() if clips or self.leaves_out else None
+        skipped = self.update(step, norm)
         if skipped:
             self.buffers.put_back(before)
-        return StepResult(loss, norm, skipped)
+        return StepResult(loss, self.norm if norm is None else norm, skipped)
 
-    def update(self, step: int, *, norm: Tensor | None = None) -> tuple[Tensor, bool]:
-        """Move the parameters by their gradients, reduced before. Their norm, [], and whether they were left out.
+    def update(self, step: int, norm: Tensor | None) -> bool:
+        """Move the parameters by their gradients, reduced before. Whether that was left out.
 
-        `norm`: of the global gradient, [], where other ranks have a part of it.
+        norm: [] of the global gradient, where it is known.
         """
         self._set_lr(step)
-        self.scaler.unscale_(self.optimizer)  # clipping is defined on the true gradient
-        norm = self.norm() if norm is None else norm
-        if self._must_skip(norm):
+        if norm is not None and self._must_skip(norm):
             self.scaler.update()
-            self.optimizer.zero_grad()
-            return norm, True
-        if self.recipe.grad_clip is not None:
+            return True
+        if norm is not None and self.recipe.grad_clip is not None:
             clip(self.parameters, self.recipe.grad_clip, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
-        return norm, False
+        return False
 
     def norm(self) -> Tensor:
         """[] the L2 norm of the global gradient, the same on every rank. Collective."""
@@ -142,8 +141,9 @@ class OptimizerStep:
         return {name: value * bool(batch.count and self._speaks) for name, value in measured.items()}
 
     def is_finite(self) -> bool:
-        """Whether every gradient that moved the parameters was finite. Waits for the device."""
-        return bool(self._finite)
+        """Whether all ranks' parameters are. Waits for the device. Collective."""
+        finite = bool(torch.isfinite(total_norm(parameter.detach() for parameter in self.parameters)))
+        return self.world.lowest(not finite) is None
 
     def weights(self) -> dict[str, Any]:
         """The model's state dict with the buffers that all ranks share. Collective."""
@@ -179,12 +179,9 @@ class OptimizerStep:
         """The norm is of the reduced gradient, so every rank decides alike without asking.
 
         To look at it on CUDA is to wait for the device, so there it is only done where a step may be left out (under
-        fp16 the scaler waits anyway); elsewhere a gradient that was not finite is remembered until somebody saves.
+        fp16 the scaler waits anyway). Whatever else is not finite shows in the parameters, before anybody saves them.
         """
-        if norm.is_cuda and not self.leaves_out:
-            self._finite.logical_and_(torch.isfinite(norm))
-            return False
-        return not bool(torch.isfinite(norm))
+        return (self.leaves_out or not norm.is_cuda) and not bool(torch.isfinite(norm))
 
     def _set_lr(self, step: int) -> None:
         factor = self.recipe.schedule(step)

@@ -113,9 +113,9 @@ class Server:
         """What trainers are to have of the parameters."""
         return [parameter.detach() for parameter in self.optimizer_step.parameters]
 
-    def norm(self, batch: list[Gradient]) -> Tensor | None:
-        """[] of the global gradient, where the server has only a part of it."""
-        return None
+    def norm(self, batch: list[Gradient]) -> Tensor:
+        """[] of the global gradient, of which the server may have only a part."""
+        return self.optimizer_step.norm()
 
     def _await(self, condition: Callable[[], bool]) -> Answer:
         with self._change:
@@ -145,7 +145,8 @@ class Server:
         for parameter, *parts in zip(self.optimizer_step.parameters, *(g.tensors for g in batch), strict=True):
             given = [part for part in parts if part is not None]
             parameter.grad = sum(given[1:], given[0]) if given else None
-        norm, skipped = self.optimizer_step.update(max(gradient.step for gradient in batch), norm=self.norm(batch))
+        norm = self.norm(batch)
+        skipped = self.optimizer_step.update(max(gradient.step for gradient in batch), norm)
         self.updates += 1
         self.left_out += skipped
         self._last = Answer(self.parameters(), norm, skipped, self.optimizer_step.lr)
