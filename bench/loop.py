@@ -153,7 +153,8 @@ class InTurns:
 def measure(workload: Workload, folder: str) -> tuple[bool, list[Any]]:
     """On every rank: whether it is the first, and a row of the table. Collective."""
     ranks = int(os.environ["WORLD_SIZE"])
-    steps = workload.steps * (ROUNDS + 1) + 1  # the first turn warms up
+    of_a_turn = int(os.environ.get("STEPS", workload.steps))
+    steps = of_a_turn * (ROUNDS + 1) + 1  # the first turn warms up
     line = [*workload.overrides, *AS_A_USER, "optimizer.lr=0.01", f"max_steps={steps}", f"output_dir={folder}"]
     config = compose([*line, f"batch_size={workload.batch * ranks}"])
     preemption, leaving = Preemption(), Exit(Path(folder))
@@ -164,7 +165,7 @@ def measure(workload: Workload, folder: str) -> tuple[bool, list[Any]]:
         data = Data(dataset, None, workload.shape, workload.classes, "bench")
         model = partial(build, config.model, input_shape=workload.shape, num_classes=workload.classes)
         others = [by_hand(model(), dataset, workload.batch), bare(model(), dataset, workload.batch)]
-        turns = InTurns(strategy, others, workload.steps)
+        turns = InTurns(strategy, others, of_a_turn)
         train(replace(opened, data=data, plan=Plan(SAMPLES, config.batch_size), strategy=turns))  # type: ignore[arg-type]
     heartbeat.close()
     is_first = world.is_first

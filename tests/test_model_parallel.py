@@ -80,6 +80,15 @@ def test_losses_are_those_of_one_process(tmp_path, lines, whole, model, ranks, c
     assert_same_training(run(tmp_path / "run", *lines[model], *chosen, ranks=ranks), whole[model])
 
 
+@pytest.mark.parametrize("chosen", [TENSOR, PIPELINE])
+def test_under_bf16_losses_are_near_those_of_one_process(tmp_path, lines, whole, chosen):
+    """As near as bf16 has them in one process, and not those of fp32."""
+    one = run(tmp_path / "one", *lines["gpt"], "precision=bf16")
+    two = run(tmp_path / "two", *lines["gpt"], "precision=bf16", chosen, ranks=2)
+    assert two.losses != whole["gpt"].losses
+    assert all(two.losses[step] == pytest.approx(loss, rel=1e-2) for step, loss in one.losses.items())
+
+
 def test_every_layout_resumes_from_every_other(tmp_path, lines, whole):
     layouts = [(2, []), (4, [PIPELINE]), (4, [TENSOR, "strategy.shard=true"]), (2, [])]
     for until, (ranks, chosen) in zip((2, 4, 6, 8), layouts, strict=True):

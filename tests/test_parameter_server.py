@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -82,16 +83,22 @@ def test_killed_stopped_and_preempted_it_resumes_bit_for_bit(tmp_path, strategy)
     assert all(torch.equal(weight, result.weights[name]) for name, weight in whole.weights.items())
 
 
-def test_asynchronous_training_learns_from_every_sample_once_an_epoch(tmp_path):
+@pytest.mark.parametrize("ranks, per_update, lr", [(3, 1, 0.5), (5, 2, 0.1)], ids=["as they come", "two of four"])
+def test_asynchronous_training_learns_from_every_sample_once_an_epoch(tmp_path, ranks, per_update, lr):
     ledger = tmp_path / "ledger"
     ledger.mkdir()
     line = (
-        *(SERVED, "strategy.gradients_per_update=1", "data._target_=kit.parts.data.Ledger", "+data.size=100"),
-        *("optimizer.lr=0.5", "batch_size=20", "epochs=20", "checkpoint.every_steps=30", "eval.every_steps=off"),
+        *(
+            SERVED,
+            f"strategy.gradients_per_update={per_update}",
+            "data._target_=kit.parts.data.Ledger",
+            "+data.size=100",
+        ),
+        *(f"optimizer.lr={lr}", "batch_size=20", "epochs=20", "checkpoint.every_steps=30", "eval.every_steps=off"),
     )
-    result = run(tmp_path / "run", *line, ranks=3, env={"LEDGER": str(ledger)})
+    result = run(tmp_path / "run", *line, ranks=ranks, env={"LEDGER": str(ledger)})
     took = read(ledger)
-    assert sorted(took) == [1, 2] and sorted(took[1] + took[2]) == sorted([*range(100)] * 20)
+    assert sorted(took) == [*range(1, ranks)] and sorted(chain(*took.values())) == sorted([*range(100)] * 20)
     losses = [line["loss"] for line in result.lines("train")]
     assert len(losses) == 100 and sum(losses[-5:]) < 0.5 * sum(losses[:5]), losses
     assert len(result.events("checkpoint")) == 4
