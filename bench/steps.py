@@ -72,7 +72,7 @@ def size_of(values: Iterable[Any]) -> int:
 
 def overrides(strategy: str) -> list[str]:
     """`hybrid,shard=2` as it stands on a command line; an option that begins with / is a key of the whole config."""
-    name, *options = re.split(r",(?=/?\w+=)", strategy)
+    name, *options = re.split(r",(?=/?[\w.]+=)", strategy)
     keys = [option[1:] if option.startswith("/") else f"strategy.{option}" for option in options]
     return [f"strategy={name}", *keys]
 
