@@ -39,6 +39,7 @@ from train.plan import Plan
 from train.run import beat, join, open_run
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
+RESULTS = Path(os.environ.get("RESULTS", Path(__file__).parent / "results"))
 SAMPLES = 10_000
 AS_A_USER = (
     "log.every_steps=10",
@@ -174,7 +175,9 @@ def measure(workload: Workload, folder: str) -> tuple[bool, list[Any]]:
     speeds = [round(statistics.median(column), 1) for column in zip(*kept, strict=True)]
     ratios = [round(statistics.median(kit / turn[at] for kit, *turn in kept), 2) for at in (0, 1)]
     hand = round(statistics.median(turn[1] / turn[2] for turn in kept), 2)
-    return is_first, [workload.name, ranks, *speeds, *ratios, hand]
+    alone = sorted(turn[2] for turn in kept)
+    spread = round((alone[-1] - alone[0]) / statistics.median(alone), 2)
+    return is_first, [workload.name, ranks, *speeds, *ratios, hand, spread]
 
 
 def worker() -> None:
@@ -187,30 +190,59 @@ def worker() -> None:
 
 
 COLUMNS = (
-    "workload", "processes", "kit, steps/s", "by hand", "bare", "kit / by hand", "kit / bare", "by hand / bare",
+    "workload", "processes", "kit, steps/s", "by hand", "bare", "kit / by hand", "kit / bare", "by hand / bare", "spread of bare",
 )  # fmt: skip
 
 
+NOISY = 0.2
+"""Where the bare loop's own turns differ by more than so much of their median, the machine had other things to do."""
+
+
 def main() -> None:
-    """Run all workloads with one and two processes and print a table."""
+    """Run all workloads with one and two processes, print a table and draw it."""
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    rows = []
+    for processes in (1, 2):
+        for row in rows_of(processes):
+            rows.append(row)
+            print("|", " | ".join(map(str, row)), "|", flush=True)
+    if noisy := [f"{row[0].split(':')[0]} with {row[1]}" for row in rows if row[-1] > NOISY]:
+        print(f"\nA noisy machine: the bare loop's turns differ by more than {NOISY:.0%} in {', '.join(noisy)}.")
+    draw(rows, RESULTS / "loop.png")
+
+
+def rows_of(processes: int) -> Iterator[list[Any]]:
+    """The workloads' rows as they come, from ranks of their own."""
     with tempfile.TemporaryDirectory() as folder:
         root = str(Path(__file__).parent.parent)
         env = {**os.environ, "BENCH_DIR": folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-        for processes in (1, 2):
-            line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-            with subprocess.Popen(
-                [*line, "-m", "bench.loop", "worker"],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            ) as child:
-                for text in child.stdout or ():
-                    if text.startswith("row "):
-                        print("|", " | ".join(map(str, json.loads(text[4:]))), "|", flush=True)
-            if child.returncode:
-                sys.exit(f"the run with {processes} processes failed with {child.returncode}")
+        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        with subprocess.Popen(
+            [*line, "-m", "bench.loop", "worker"], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as child:
+            for text in child.stdout or ():
+                if text.startswith("row "):
+                    yield json.loads(text[4:])
+        if child.returncode:
+            sys.exit(f"the run with {processes} processes failed with {child.returncode}")
+
+
+def draw(rows: Sequence[Sequence[Any]], path: Path) -> None:
+    """Steps/s as shares of the bare loop's."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(rows))
+    for offset, (name, at) in zip((-0.2, 0.2), (("kit", 2), ("by hand", 3)), strict=True):
+        bars = axes.bar([place + offset for place in places], [row[at] / row[4] for row in rows], 0.38, label=name)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+    axes.axhline(1, color="grey", linewidth=1)
+    axes.set_xticks(list(places), [f"{row[0].split(',')[0]}\n{row[1]} processes" for row in rows], fontsize=8)
+    axes.set_ylabel("steps/s beside the bare loop")
+    axes.legend()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,25 @@ def bench(*arguments, **env):
     return done.stdout
 
 
-def test_the_step_beside_a_hand_written_one():
-    assert bench("bench.loop", ROUNDS="1", STEPS="2").count("\n") == 8
+def test_the_loop_beside_others_on_the_same_data(tmp_path):
+    out = bench("bench.loop", ROUNDS="1", STEPS="2", RESULTS=str(tmp_path))
+    assert len([line for line in out.splitlines() if line.startswith("| W")]) == 6, out
+    assert (tmp_path / "loop.png").stat().st_size > 1000
+
+
+def test_a_checkpoint_beside_torch_save():
+    out = bench("bench.checkpoint", "mlp, 1 MB", ROUNDS="1")
+    assert "| mlp, 1 MB | 1 |" in out
+
+
+def test_batches_beside_those_that_people_write():
+    rows = [line.split("|") for line in bench("bench.input", "--quick", ROUNDS="1").splitlines()[2:]]
+    assert len(rows) == 3 and all(float(row[2]) > 0 for row in rows), rows
+
+
+def test_the_start_beside_a_script_of_ones_own():
+    row = bench("bench.start", "1", ROUNDS="1").splitlines()[-1].split("|")
+    assert row[1].strip() == "1" and float(row[2]) > 0 and float(row[5]) > 0, row
 
 
 def test_two_processes_beside_one():

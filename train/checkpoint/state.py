@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from train.dist.world import World
 from train.errors import StorageError
@@ -57,29 +58,42 @@ class Shares:
 
     def __init__(self, world: World):
         self._world = world
-        self._local: list[WriteItem] | None = None
+        self._structure: list[Any] | None = None
         self._plan = SavePlan([])
+        self._copies: list[Tensor] = []
         self.index: Index = {}
         """Of the state last divided; on rank 0."""
 
     def divide(self, state: Mapping[str, Any]) -> Share:
-        """What this rank has to write of `state`, copied: replicated parts are written by one rank each. Collective."""
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(state), is_coordinator=self._world.is_first)
-        local = planner.create_local_plan()
-        if self._world.sum([float(local.items != self._local)])[0]:
-            self._exchange(planner, local)
-            self._local = local.items
-        plan = planner.finish_plan(self._plan)
-        tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
-        values = [item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO]
-        return Share(
-            [host_copy(planner.resolve_data(item)) for item in tensors],
-            {name: host_copy(state[name]) for name in values},
-        )
+        """What this rank has to write of `state`, copied: replicated parts are written by one rank each. Collective.
 
-    def _exchange(self, planner: DefaultSavePlanner, local: SavePlan) -> None:
+        The copies stay, and the next call writes over them: fresh memory takes several times as long as the copying.
+        """
+        structure = [_structure(name, value) for name, value in state.items()]
+        if self._world.sum([float(structure != self._structure)])[0]:
+            self._exchange(state)
+            self._structure = structure
+        tensors = [item for item in self._plan.items if item.type is not WriteItemType.BYTE_IO]
+        values = [item.index.fqn for item in self._plan.items if item.type is WriteItemType.BYTE_IO]
+        self._copy([_local(state[item.index.fqn]) for item in tensors])
+        return Share(self._copies, {name: host_copy(state[name]) for name in values})
+
+    def _copy(self, tensors: list[Tensor]) -> None:
+        """Into host memory, on CUDA page-locked, so that all of it travels at once."""
+        fits = [(tensor.shape, tensor.dtype) for tensor in tensors] == [(c.shape, c.dtype) for c in self._copies]
+        cuda = self._world.device.type == "cuda"
+        if not fits:
+            self._copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=cuda) for tensor in tensors]
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.copy_(tensor.detach(), non_blocking=cuda)
+        if cuda:
+            torch.cuda.synchronize(self._world.device)
+
+    def _exchange(self, state: Mapping[str, Any]) -> None:
         world = self._world
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(state), is_coordinator=world.is_first)
+        local = planner.create_local_plan()
         plans: list[Any] = [local] * world.size
         if world.size > 1:
             dist.gather_object(local, plans if world.is_first else None)
@@ -89,7 +103,20 @@ class Shares:
         mine = [plans[0]]
         if world.size > 1:
             dist.scatter_object_list(mine, plans if world.is_first else None)
-        self._plan = mine[0]
+        self._plan = planner.finish_plan(mine[0])
+
+
+def _structure(name: str, value: Any) -> tuple[Any, ...]:
+    """All of an entry that decides who writes what of it."""
+    if not isinstance(value, Tensor):
+        return (name,)
+    layout = (value.device_mesh, value.placements) if isinstance(value, DTensor) else ()
+    return (name, value.shape, value.dtype, *layout)
+
+
+def _local(value: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def read(index: Index, names: Iterable[str], into: dict[str, Tensor], open_file: Any) -> dict[str, Any]:

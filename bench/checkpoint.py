@@ -1,0 +1,113 @@
+"""A checkpoint beside a plain torch.save of the same state: how long training stands still, and how long both take in all.
+
+`python -m bench.checkpoint` trains in one process by the kit's own parts. In turns it does so many steps with a save
+of the kit in the middle, as many with `torch.save` there, and as many without; all saves end before the clock stops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from train.config.compose import compose
+from train.faults.exit import Exit
+from train.faults.preemption import Preemption
+from train.loop import Run, load, save
+from train.run import beat, join, open_run
+
+ROUNDS = int(os.environ.get("ROUNDS", "5"))
+WORKLOADS = {
+    "mlp, 1 MB": ("model=mlp model.hidden=[512] data=digits optimizer.momentum=0.9", 6),
+    "resnet18, momentum": (
+        "model=resnet18 data=synthetic data.image_shape=[3,32,32] data.num_samples=1024 batch_size=32 optimizer.lr=0.01",
+        6,
+    ),
+    "mlp, AdamW": (
+        "model=mlp model.hidden=[8500,8500] data=synthetic data.image_shape=[1,28,28] batch_size=64 optimizer=adamw",
+        6,
+    ),
+}
+
+
+class Turns:
+    """Steps of one run, with something to save in the middle of each turn."""
+
+    def __init__(self, run: Run, steps: int):
+        self.run, self.steps = run, steps
+        turns = 3 * ROUNDS + 1
+        self._batches = iter(load(run, run.data.train, run.plan, range(turns * steps)))
+
+    def turn(self, keep: Callable[[], None], finish: Callable[[], None]) -> tuple[float, float]:
+        """Seconds of the turn until all is written, and those that `keep` took of it."""
+        began, blocked = time.perf_counter(), 0.0
+        for number in range(self.steps):
+            if number == self.steps // 2:
+                stood = time.perf_counter()
+                keep()
+                blocked = time.perf_counter() - stood
+            self.run.strategy.step(self.run.step, next(self._batches))
+            self.run.progress.step += 1
+        finish()
+        return time.perf_counter() - began, blocked
+
+
+def measure(name: str, overrides: str, steps: int, folder: Path) -> list[object]:
+    """A row of the table."""
+    line = [*overrides.split(), f"output_dir={folder}", "max_steps=1000", "log.progress=none", "log.tensorboard=false"]
+    config, preemption = compose(line), Preemption()
+    world, strategy = join(config, preemption)
+    leaving = Exit(folder)
+    heartbeat = beat(config, world, leaving)
+    plain: list[tuple[float, float]] = []
+    kit: list[tuple[float, float]] = []
+    none: list[float] = []
+    with open_run(config, world, strategy, preemption, heartbeat, leaving) as (run, _, checkpoints):
+        turns = Turns(run, steps)
+        turns.turn(lambda: save(run), checkpoints.flush)
+        for _ in range(ROUNDS):
+            kit.append(turns.turn(lambda: save(run), checkpoints.flush))
+            plain.append(turns.turn(lambda: torch.save(strategy.state(), folder / "plain.pt"), lambda: None))
+            none.append(turns.turn(lambda: None, lambda: None)[0])
+        size = (folder / "plain.pt").stat().st_size / 1e6
+    heartbeat.close()
+    blocked = [statistics.median(each[1] for each in which) for which in (kit, plain)]
+    ratio = statistics.median(ours[1] / theirs[1] for ours, theirs in zip(kit, plain, strict=True))
+    extra = [
+        statistics.median(each[0] - alone for each, alone in zip(which, none, strict=True)) for which in (kit, plain)
+    ]
+    return [
+        name,
+        f"{size:.0f}",
+        *(f"{each:.3f}" for each in blocked),
+        f"{ratio:.2f}",
+        *(f"{each:.2f}" for each in extra),
+    ]
+
+
+COLUMNS = (
+    "state", "MB", "kit blocks, s", "torch.save blocks, s", "ratio", "a turn with the kit's save, s more", "with torch.save",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Print a row a state."""
+    parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description=__doc__)
+    parser.add_argument("states", nargs="*", default=list(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
+    torch.set_num_threads(1)
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    for name in parser.parse_args().states:
+        overrides, steps = WORKLOADS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            print("|", " | ".join(map(str, measure(name, overrides, steps, Path(folder)))), "|", flush=True)
+    os._exit(0)  # as the kit does: torch's threads may abort in a tear-down
+
+
+if __name__ == "__main__":
+    main()
