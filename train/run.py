@@ -23,7 +23,7 @@ from train.checkpoint.weights import write_weights
 from train.config.compose import as_given
 from train.config.differences import to_dict
 from train.config.keys import Config, Dist
-from train.config.parts import build
+from train.config.parts import build, locate, signature
 from train.data.load import Data
 from train.data.load import load as load_data
 from train.dist.meeting import meet
@@ -37,7 +37,8 @@ from train.faults.preemption import Preemption
 from train.folder import Folder, note_end, open_folder
 from train.loggers.metrics import Metrics, open_loggers
 from train.loop import Progress, Run, train
-from train.optim.build import build_optimizer
+from train.optim.build import build_optimizer, grouped_options
+from train.optim.schedule import build_schedule
 from train.plan import Plan
 from train.report.page import write_report
 from train.strategies.base import Recipe, Strategy, check_slices
@@ -224,7 +225,10 @@ def identity(config: Config, data: Data, total_steps: int) -> dict[str, Any]:
 
 def recipe(config: Config, data: Data, plan: Plan, total_steps: int, world: World) -> Recipe:
     """How to build the parts, for the strategy to do in its own order."""
-    offered = {"input_shape": data.input_shape, **({"num_classes": data.num_classes} if data.num_classes else {})}
+    wanted = signature(locate(config.model))
+    offered: dict[str, Any] = {"num_classes": data.num_classes} if data.num_classes else {}
+    if "input_shape" in wanted:  # only then is a sample looked at
+        offered["input_shape"] = data.input_shape
     objective = build(config.objective)
     if isinstance(objective, torch.nn.Module):
         objective = objective.to(world.device)
@@ -232,7 +236,12 @@ def recipe(config: Config, data: Data, plan: Plan, total_steps: int, world: Worl
         build_model=partial(build, config.model, **offered),
         build_optimizer=partial(build_optimizer, config.optimizer, precision=config.precision),
         objective=objective,
-        schedule=build(config.scheduler, total_steps=total_steps, steps_per_epoch=plan.steps_per_epoch),
+        schedule=build_schedule(
+            config.scheduler,
+            lr=config.optimizer.values.get("lr"),
+            total_steps=total_steps,
+            steps_per_epoch=plan.steps_per_epoch,
+        ),
         precision=config.precision,
         grad_clip=config.grad_clip,
         compile=config.compile,
@@ -240,7 +249,7 @@ def recipe(config: Config, data: Data, plan: Plan, total_steps: int, world: Worl
         on_nonfinite=config.on_nonfinite,
         seed=config.seed,
         slices=config.virtual_world_size,
-        optimizer_options=frozenset(config.optimizer.values),
+        optimizer_options=frozenset(grouped_options(config.optimizer)),
     )
 
 

@@ -11,8 +11,11 @@ from omegaconf import DictConfig, OmegaConf
 from train.config.keys import GROUPS, Config, keys
 from train.config.marks import out_of_range
 from train.config.options import options
-from train.config.parts import Part, checked_values
+from train.config.parts import Part, callable_of, checked_values
 from train.errors import ConfigError
+
+ASIDE = {"optimizer": ("groups",)}
+"""Keys of a group that are not for the constructor of what is chosen there."""
 
 
 def check(composed: DictConfig) -> Config:
@@ -27,7 +30,7 @@ def check(composed: DictConfig) -> Config:
         valid = ", ".join(options(unchosen[0]))
         raise ConfigError(f"{unchosen[0]} is not chosen; valid: {valid}, or {unchosen[0]}._target_=your.Own")
     config: Config = OmegaConf.to_object(composed)  # type: ignore[assignment]
-    parts: dict[str, Any] = {group: Part.of(group, getattr(config, group)) for group in GROUPS}
+    parts: dict[str, Any] = {group: Part.of(group, getattr(config, group), ASIDE.get(group, ())) for group in GROUPS}
     parts["loggers"] = {name: Part.of(f"loggers.{name}", node) for name, node in config.loggers.items()}
     config = replace(config, **parts)
     problems = (out_of_range(key.name, key.value, key.marks) for key in keys(config))
@@ -46,4 +49,6 @@ def check(composed: DictConfig) -> Config:
         raise ConfigError(f"gpus={config.gpus} names a device twice: give each local rank one of its own")
     for part in (*(getattr(config, group) for group in GROUPS), *config.loggers.values()):
         checked_values(part)
+    for name in ("collate_fn", "batch"):
+        callable_of(f"loader.{name}", getattr(config.loader, name))
     return config

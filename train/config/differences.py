@@ -14,7 +14,7 @@ from train.config.parts import TARGET, Part, marks
 def to_dict(node: Any) -> Any:
     """Config as plain containers, for YAML and JSON; the inverse of nothing, only for reading and comparing."""
     if isinstance(node, Part):
-        return {TARGET: node.target, **to_dict(node.values)}
+        return {TARGET: node.target, **to_dict(node.values), **to_dict(node.aside)}
     if is_dataclass(node) and not isinstance(node, type):
         return {each.name: to_dict(getattr(node, each.name)) for each in fields(node)}
     if isinstance(node, Enum):

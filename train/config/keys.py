@@ -46,6 +46,8 @@ def part(meaning: str) -> Any:
 class Loader:
     num_workers: int = key(0, "processes that read samples ahead, a rank", Ge(0), FREE)
     drop_last: bool = key(False, "leave out the last, smaller batch of an epoch")
+    collate_fn: Any = key(None, "function of your own, by import path: a list of samples to a batch")
+    batch: Any = key(None, "function of your own, by import path: a batch to the pair (inputs, targets)")
     on_bad_sample: BadSample = key(BadSample.stop, "`skip`: a sample that cannot be read gives its place to the next")
     max_bad_samples: int = key(10, "how many samples `skip` tolerates", Ge(0), FREE)
 

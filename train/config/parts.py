@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -25,22 +26,26 @@ BY_CONVENTION = {"data.root": (FREE, LOCAL)}
 
 @dataclass(frozen=True)
 class Part:
-    """A class or function to be called, and the values that the config gives it."""
+    """A class or function to be called, and the values that the config gives it.
+
+    aside: what stands among its values in the config and is not for its constructor, but for whoever calls it.
+    """
 
     key: str
     target: str
     values: dict[str, Any] = field(default_factory=dict)
+    aside: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, key: str, node: dict[str, Any]) -> Part:
+    def of(cls, key: str, node: dict[str, Any], aside: Sequence[str] = ()) -> Part:
         """From a config's `{_target_: ..., ...}`. Raises ConfigError if it names nothing."""
-        values = {str(name): value for name, value in node.items()}
+        values = {str(name): value for name, value in node.items() if name not in aside}
         target = values.pop(TARGET, None)
         if not isinstance(target, str):
             raise ConfigError(
                 f"{key} names no part: give {key}={TARGET.strip('_')} by name, or {key}.{TARGET}=your.Own"
             )
-        return cls(key, target, values)
+        return cls(key, target, values, {name: node[name] for name in aside if node.get(name)})
 
 
 def build(part: Part, *args: Any, **offered: Any) -> Any:
@@ -63,6 +68,20 @@ def build(part: Part, *args: Any, **offered: Any) -> Any:
     ]:
         raise ConfigError(f"{part.key}: {part.target} needs {', '.join(missing)}: write +{part.key}.{missing[0]}=...")
     return target(*args, **kwargs)
+
+
+def callable_of(key: str, value: Any) -> Any:
+    """What `value` names: by import path a function as it is and a class made without arguments; by `_target_` a part.
+
+    Raises:
+        ConfigError: it cannot be imported or built, or cannot be called.
+    """
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return build(Part.of(key, value))
+    found = locate(Part(key, str(value)))
+    return found() if inspect.isclass(found) else found
 
 
 def _built(key: str, value: Any) -> Any:

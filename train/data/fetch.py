@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
 from train.data.generators import kept_generators, seed_generators
-from train.errors import DataError, say
+from train.data.parts import split
+from train.errors import DataError, one_line, say
 from train.plan import Keys, MicroBatch, sample_keys
 
 
@@ -20,23 +23,42 @@ class Fetch(Dataset[Any]):
     size, and each process tolerates so many of them; with None it ends the run.
     """
 
-    def __init__(self, dataset: Any, *, seed: int, max_bad: int | None = None):
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        max_bad: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        adapter: Callable[[Any], Any] | None = None,
+    ):
         self.dataset, self.seed, self.max_bad = dataset, seed, max_bad
+        self.collate, self.adapter = collate, adapter
         self.whole = takes_keys(dataset)
         self.bad: set[int] = set()
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[Any, Any, int]:
         """(inputs, targets, count) of one micro-batch. Raises DataError."""
         keys = sample_keys(seed=self.seed, epoch=micro_batch.epoch, indices=micro_batch.indices)
-        inputs, targets = _pair(self._batch(micro_batch.indices.tolist(), keys))
+        inputs, targets = split(self._batch(micro_batch.indices.tolist(), keys), self.adapter)
         return inputs, targets, micro_batch.count
 
     def _batch(self, indices: list[int], keys: Keys) -> Any:
-        if self.whole and self.max_bad is None:
+        if self.whole and self.max_bad is None and self.collate is None:
             return self.dataset.__getitems__(indices, keys)
         with kept_generators():
             samples = [self._sample(index, key) for index, key in zip(indices, keys.tolist(), strict=True)]
-        return default_collate(samples)
+        return self._collated(samples)
+
+    def _collated(self, samples: list[Any]) -> Any:
+        try:
+            return (self.collate or default_collate)(samples)
+        except (TypeError, RuntimeError) as error:
+            if self.collate:
+                raise
+            raise DataError(
+                f"samples do not make a batch ({one_line(error)[:160]}): say how they do with loader.collate_fn=package.module.function"
+            ) from error
 
     def sample(self, index: int) -> Any:
         """One sample, read without a trace in the global generators."""
@@ -57,7 +79,7 @@ class Fetch(Dataset[Any]):
         """Seed the global generators for each sample, so that random transforms depend on nothing but its key."""
         if self.whole:
             batch = self.dataset.__getitems__([index], np.array([key], dtype=np.uint64))
-            return tuple(part[0] for part in batch)
+            return pytree.tree_map(lambda part: part[0], batch)
         seed_generators(key)
         return self.dataset[index]
 
@@ -79,10 +101,3 @@ def takes_keys(dataset: Any) -> bool:
     """
     method = getattr(dataset, "__getitems__", None)
     return method is not None and "keys" in inspect.signature(method).parameters
-
-
-def _pair(batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        given = f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else type(batch).__name__
-        raise DataError(f"a sample must be a pair (input, target), and the data gives {given}: wrap the dataset")
-    return batch[0], batch[1]

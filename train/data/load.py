@@ -18,13 +18,21 @@ from train.errors import DataError
 
 @dataclass(frozen=True)
 class Data:
-    """Both splits. `input_shape` and `num_classes` are what models are built for, where the data has them."""
+    """Both splits. `num_classes` is what models are built for, where the data has it."""
 
     train: Any
     test: Any | None
-    input_shape: tuple[int, ...]
     num_classes: int | None
     fingerprint: str
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """As the dataset says it, else the shape of the first sample's first input."""
+        if shape := getattr(self.train, "input_shape", None):
+            return tuple(shape)
+        sample = Fetch(self.train, seed=0).sample(0)
+        first = pytree.tree_leaves(sample[0] if isinstance(sample, (tuple, list)) else sample)
+        return tuple(torch.as_tensor(first[0]).shape) if first else ()
 
 
 def load(config: Config, world: World) -> Data:
@@ -45,7 +53,7 @@ def load(config: Config, world: World) -> Data:
     world.together(failure)
     digest = fingerprint(train)
     world.same("training data: fingerprint", digest, remedy="give every node the same data, see data.root")
-    return Data(train, test, _input_shape(train), _num_classes(train), digest)
+    return Data(train, test, _num_classes(train), digest)
 
 
 def _splits(config: Config, world: World) -> tuple[Any, Any | None]:
@@ -59,14 +67,6 @@ def _splits(config: Config, world: World) -> tuple[Any, Any | None]:
     if not len(train):
         raise DataError(f"{config.data.target} has no training samples")
     return train, test
-
-
-def _input_shape(dataset: Any) -> tuple[int, ...]:
-    """As the dataset says it, else the shape of the first sample's input."""
-    if shape := getattr(dataset, "input_shape", None):
-        return tuple(shape)
-    first = pytree.tree_leaves(Fetch(dataset, seed=0).sample(0)[0])
-    return tuple(torch.as_tensor(first[0]).shape) if first else ()
 
 
 def _num_classes(dataset: Any) -> int | None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from train.config.keys import BadSample, Config
+from train.config.parts import callable_of
 from train.data.fetch import Fetch
 from train.errors import ConfigError, DataError
 from train.plan import Plan, Share
@@ -39,6 +40,7 @@ class LoaderConfig:
     """How samples are fetched. Nothing but `share` changes which samples a rank gets.
 
     max_bad: how many samples that cannot be read are tolerated; None: not one.
+    collate, adapter: of a user's own; None: torch's, and as `split` has it.
     """
 
     share: Share
@@ -46,6 +48,8 @@ class LoaderConfig:
     seed: int = 0
     num_workers: int = 0
     max_bad: int | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    adapter: Callable[[Any], Any] | None = None
 
     @classmethod
     def of(cls, config: Config, *, shard: tuple[int, int], device: torch.device) -> LoaderConfig:
@@ -53,7 +57,8 @@ class LoaderConfig:
         share = Share(*shard, micro_batch_size=config.micro_batch_size, slices=config.virtual_world_size)
         loader = config.loader
         max_bad = loader.max_bad_samples if loader.on_bad_sample is BadSample.skip else None
-        return cls(share, device, config.seed, loader.num_workers, max_bad)
+        own = (callable_of("loader.collate_fn", loader.collate_fn), callable_of("loader.batch", loader.batch))
+        return cls(share, device, config.seed, loader.num_workers, max_bad, *own)
 
 
 def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Iterator[list[Batch]]:
@@ -72,7 +77,7 @@ def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Ite
 
 
 def _fetched(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Iterable[Any]:
-    fetch = Fetch(dataset, seed=config.seed, max_bad=config.max_bad)
+    fetch = Fetch(dataset, seed=config.seed, max_bad=config.max_bad, collate=config.collate, adapter=config.adapter)
     if config.num_workers:
         samples = max((end - begin for _, begin, end in config.share.cuts(plan.batch_size)), default=0)
         check_shared_memory(samples * _bytes(fetch.sample(0)), num_workers=config.num_workers)

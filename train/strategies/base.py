@@ -12,7 +12,7 @@ is read by another, is the checkpoint's business.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,6 +25,9 @@ from train.dist.layout import DATA, Layout
 from train.dist.world import World
 from train.errors import ConfigError
 
+BuildOptimizer = Callable[..., torch.optim.Optimizer]
+"""(pairs of name and parameter, elsewhere=names that only other ranks have) -> optimizer"""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -35,7 +38,7 @@ class Recipe:
     """
 
     build_model: Callable[[], nn.Module]
-    build_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    build_optimizer: BuildOptimizer
     objective: Any
     schedule: Callable[[int], float]
     precision: Precision

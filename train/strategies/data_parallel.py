@@ -64,10 +64,10 @@ class LogicalDevices(nn.Module):
         super().__init__()
         self.module, self.number = module, number
 
-    def forward(self, inputs: Any) -> Any:
-        parts = scatter(inputs, self.number)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        parts = scatter((args, kwargs), self.number)
         replicas = [replicate(self.module) if index else {} for index in range(len(parts))]  # the first is the model
-        outputs = [functional_call(self.module, *pair) for pair in zip(replicas, ((p,) for p in parts), strict=True)]
+        outputs = [functional_call(self.module, state, *part) for state, part in zip(replicas, parts, strict=True)]
         return gather(outputs)
 
 

@@ -165,7 +165,8 @@ class PipelineStep(OptimizerStep):
             outputs = self._run(flow)
         if not self._part.has_last:
             return {}
-        measured = sums(self.recipe.objective, pytree.tree_map(lambda t: t[: flow.samples], outputs), flow.targets)
+        outputs = pytree.tree_map(lambda t: t[: flow.samples], outputs)
+        measured = sums(self.recipe.objective, outputs, flow.targets, flow.samples)
         return {name: value * bool(batch.count) for name, value in measured.items()}
 
     def state(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from train.dist.world import World
-from train.strategies.base import Recipe, SavedTensor
+from train.strategies.base import BuildOptimizer, Recipe, SavedTensor
 from train.strategies.common.replicas import ConfiguredReplicas
 
 
@@ -68,8 +68,6 @@ class DividedOptimizer(ZeroRedundancyOptimizer):
         return self._whole
 
 
-def divided(
-    build: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], parameters: Iterable[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """What `build` makes of `parameters`, divided among the ranks. Collective."""
-    return DividedOptimizer(build(parameters))
+def divided(build: BuildOptimizer, named: Iterable[tuple[str, nn.Parameter]], **options: Any) -> torch.optim.Optimizer:
+    """What `build` makes of these parameters, divided among the ranks. Collective."""
+    return DividedOptimizer(build(named, **options))

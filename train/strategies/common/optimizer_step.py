@@ -19,6 +19,7 @@ from train.objectives.measure import sums
 from train.strategies.base import Recipe, SavedTensor, StepResult, Strategy, own_prefix
 from train.strategies.common import state as flat
 from train.strategies.common.buffers import Buffers
+from train.strategies.common.call import Call
 from train.strategies.common.gradient import clip, total_norm
 
 AUTOCAST = {Precision.fp32: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
@@ -51,16 +52,16 @@ class OptimizerStep:
         world: World,
         layout: Layout,
         model: nn.Module,
-        forward: Callable[[Any], Any] | None = None,
+        forward: Callable[..., Any] | None = None,
         no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         trainers: ProcessGroup | None = None,
         elsewhere: Mapping[str, torch.Size] | None = None,
     ):
         self.recipe, self.world, self.model, self.no_sync = recipe, world, model, no_sync
-        self.forward, self._elsewhere = forward or model, elsewhere or {}
+        self.forward, self._call, self._elsewhere = forward or model, Call(model), elsewhere or {}
         self._shards, self._speaks = layout.shard(world.rank)[1], layout.speaks(world.rank)
         self.buffers = Buffers(model, world, group=trainers)
-        self.optimizer = recipe.build_optimizer(model.parameters())
+        self.optimizer = recipe.build_optimizer(model.named_parameters(), elsewhere=tuple(self._elsewhere))
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=recipe.precision is Precision.fp16)
         self.lr = 0.0
@@ -125,7 +126,7 @@ class OptimizerStep:
         """Forward and backward of one micro-batch, whose gradient is taken `times`; its share of the global loss, []."""
         with contextlib.nullcontext() if last else self.no_sync():
             with self._autocast():
-                loss = self.recipe.objective(self.forward(batch.inputs), batch.targets)
+                loss = self.recipe.objective(self._call(self.forward, batch.inputs), batch.targets)
             # A mean over ranks may follow, and ranks hold unequal shares: weigh by the true count.
             share = loss * (batch.count / batch.total)
             self.scaler.scale(share * times).backward()
@@ -136,8 +137,8 @@ class OptimizerStep:
         """Metrics of one micro-batch, summed over its samples. Collective."""
         self.model.eval()
         with self.buffers.in_use(), torch.no_grad(), self._autocast():
-            outputs = self.model(batch.inputs)
-        measured = sums(self.recipe.objective, outputs, batch.targets)
+            outputs = self._call(self.model, batch.inputs)
+            measured = sums(self.recipe.objective, outputs, batch.targets, batch.count)
         return {name: value * bool(batch.count and self._speaks) for name, value in measured.items()}
 
     def is_finite(self) -> bool:

@@ -1,0 +1,23 @@
+"""The loss that the model computes by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from train.errors import ConfigError
+
+
+class ModelLoss:
+    """`loss` among the model's outputs, a mean over the micro-batch, as the models of Hugging Face give it for `labels`."""
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"objective=model_loss takes the model's own loss, and {type(outputs).__name__} has none: "
+                "give the model labels in its inputs, or another objective"
+            )
+        return loss

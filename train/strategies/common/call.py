@@ -1,0 +1,49 @@
+"""How a model takes its inputs: as one argument, by name, or one after the other."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from train.data.parts import TARGETS
+from train.errors import ConfigError
+
+
+class Call:
+    """Calls what wraps `model` as the model's own `forward` wants it.
+
+    A dict goes in by name where the names are parameters of `forward`; a tuple goes in one by one where `forward` has
+    as many parameters and needs more than one of them. Everything else, and whatever `forward` takes as one, is its
+    first argument.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = type(model).__name__
+        parameters = inspect.signature(model.forward).parameters.values()
+        by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        self._most = len(by_place)
+        self._needed = [p.name for p in by_place if p.default is p.empty]
+        self._any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def __call__(self, forward: Callable[..., Any], inputs: Any) -> Any:
+        """What `forward` gives for `inputs`. Raises ConfigError: a dict has what the model does not take."""
+        if isinstance(inputs, Mapping) and (self._any_name or self._names & inputs.keys()):
+            return forward(**self._by_name(inputs))
+        if isinstance(inputs, (tuple, list)) and len(self._needed) > 1 and len(inputs) <= self._most:
+            return forward(*inputs)
+        return forward(inputs)
+
+    def _by_name(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        unknown = [] if self._any_name else [name for name in inputs if name not in self._names and name not in TARGETS]
+        missing = [name for name in self._needed if name not in inputs]
+        if unknown or missing:
+            what = f"has no parameter {unknown[0]}" if unknown else f"needs {missing[0]}"
+            raise ConfigError(
+                f"{self._model}.forward {what}, and a batch has {', '.join(inputs)}: "
+                "say what the model gets with loader.batch=package.module.function"
+            )
+        return {name: value for name, value in inputs.items() if self._any_name or name in self._names}
