@@ -30,7 +30,17 @@ from train.files import replace_file
 from train.loggers.jsonl import last_step
 
 SEE_AGAIN_S = 0.1
-OF_A_RUN = ("checkpoints", "metrics.jsonl", "config.yaml", "outcome.json", "model.pt", "tensorboard", "report.html")
+OF_A_RUN = (
+    "checkpoints",
+    "metrics.jsonl",
+    "config.yaml",
+    "outcome.json",
+    "model.pt",
+    "tensorboard",
+    "report.html",
+    "best.json",
+    "profile",
+)
 
 
 @dataclass(frozen=True)

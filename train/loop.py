@@ -15,6 +15,7 @@ from train.dist.world import World
 from train.errors import Diverged, Preempted
 from train.faults.heartbeat import Heartbeat
 from train.faults.preemption import Preemption
+from train.objectives.measure import Measures, is_better, means, value_of
 from train.plan import Plan
 from train.strategies.base import StepResult, Strategy
 
@@ -31,10 +32,24 @@ class Saves(Protocol):
 class Records(Protocol):
     """What the loop says of itself (loggers/metrics.py)."""
 
-    def train(self, *, step: int, epoch: int, loss: float, lr: float, grad_norm: float, samples: int) -> None: ...
+    def train(
+        self, *, step: int, epoch: int, loss: float, lr: float, grad_norm: float, samples: int, more: dict[str, float]
+    ) -> None: ...
     def eval(self, *, step: int, epoch: int, seconds: float, values: dict[str, float]) -> None: ...
     def event(self, event: str, **details: Any) -> None: ...
     def advance(self, step: int) -> None: ...
+
+
+class Hooks(Protocol):
+    """What users hang on the loop (callbacks/base.py)."""
+
+    def on_start(self, run: Run) -> None: ...
+    def on_step_end(self, run: Run) -> None: ...
+    def on_eval_begin(self, run: Run) -> None: ...
+    def on_eval_end(self, run: Run, values: dict[str, float]) -> None: ...
+    def on_checkpoint(self, run: Run) -> None: ...
+    def on_end(self, run: Run) -> None: ...
+    def state(self) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -42,11 +57,14 @@ class Progress:
     """How far the run is, over all attempts.
 
     step: optimizer steps done. evaluated: the step of the last evaluation that was finished.
+    best: {step, value} of the evaluation with the best `checkpoint.best`. stopped: why training ends early.
     """
 
     step: int = 0
     evaluated: int = 0
     skipped_in_a_row: int = 0
+    best: dict[str, Any] | None = None
+    stopped: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +82,22 @@ class Run:
     heartbeat: Heartbeat
     total_steps: int
     progress: Progress
+    callbacks: Hooks
+    measures: Measures
 
     @property
     def step(self) -> int:
         return self.progress.step
+
+    @property
+    def is_over(self) -> bool:
+        return self.step >= self.total_steps or self.progress.stopped is not None
+
+    def stop(self, reason: str) -> None:
+        """End training after this step, as if it were the last. To be called on every rank at the same step."""
+        if not self.is_over:
+            self.progress.stopped = reason
+            self.metrics.event("stopped", step=self.step, reason=reason)
 
 
 def train(run: Run) -> None:
@@ -85,18 +115,21 @@ def train(run: Run) -> None:
         Diverged: a gradient or loss is not finite, and the config says stop.
         StorageError: checkpoints cannot be written.
     """
-    config, total = run.config, run.total_steps
+    run.callbacks.on_start(run)
     evaluate_if_due(run)
-    for micro_batches in load(run, run.data.train, run.plan, range(run.step, total)):
+    for micro_batches in load(run, run.data.train, run.plan, range(run.step, run.total_steps)):
+        if run.is_over:
+            break
         begin(run, "step")
         result = run.strategy.step(run.step, micro_batches)
         run.progress.step += 1
         count_skips(run, result)
         run.metrics.advance(run.step)
-        if run.step % config.log.every_steps == 0 or run.step == total:
+        run.callbacks.on_step_end(run)
+        if run.step % run.config.log.every_steps == 0 or run.is_over:
             log(run, result)
         evaluate_if_due(run)
-        if run.step % config.checkpoint.every_steps == 0 and run.step < total:
+        if is_time_to_save(run):
             save(run)
     save(run)
     evaluate(run)
@@ -121,10 +154,11 @@ def evaluate_if_due(run: Run) -> None:
 
 def evaluate(run: Run) -> None:
     """Measure the test split, every sample exactly once whatever the world size. Collective."""
-    if not run.data.test or run.config.eval.every_steps == "off":
+    if run.data.test is None or run.config.eval.every_steps == "off" or run.progress.evaluated == run.step > 0:
         return
     started, totals = time.perf_counter(), dict[str, Any]()
     slices = run.config.virtual_world_size
+    run.callbacks.on_eval_begin(run)
     size = min(len(run.data.test), run.config.eval.max_samples or len(run.data.test))
     ranks = run.strategy.data_shard[1] if run.strategy.data_shard else 1
     plan = Plan(size, batch_size=min(size, EVAL_BATCH * (slices or ranks)), shuffle=False)
@@ -135,17 +169,36 @@ def evaluate(run: Run) -> None:
                 key = f"{batch.slice:08d}/{name}" if slices else f"/{name}"  # summed in their order, not in the ranks'
                 totals[key] = totals.get(key, 0) + value.double()
     begin(run, "evaluation")
-    sums, means = run.world.sum_named({key: float(value) for key, value in totals.items()}), dict[str, float]()
-    for key, total in sums.items():
-        name = key.partition("/")[2]
-        means[name] = means.get(name, 0.0) + total / size
-    run.metrics.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=means)
+    values = means(run.world.sum_named({key: float(value) for key, value in totals.items()}), count=size)
+    values |= run.measures.compute()
+    run.metrics.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=values)
     run.progress.evaluated = run.step
+    run.callbacks.on_eval_end(run, values)
+    note_best(run, values)
+
+
+def note_best(run: Run, values: dict[str, float]) -> None:
+    """Remember this step if `checkpoint.best` says that no other was better."""
+    if not (metric := run.config.checkpoint.best):
+        return
+    value, best = value_of(metric, values, key="checkpoint.best"), run.progress.best
+    if is_better(metric, value, best["value"] if best else math.nan):
+        run.progress.best = {"metric": metric, "value": value, "step": run.step}
+
+
+def is_time_to_save(run: Run) -> bool:
+    """Between two steps; the end has a save of its own."""
+    is_best = run.progress.best is not None and run.progress.best["step"] == run.step
+    return not run.is_over and (run.step % run.config.checkpoint.every_steps == 0 or is_best)
 
 
 def log(run: Run, result: StepResult) -> None:
     """Report the step just done. Collective; the one place in the loop that waits for the device."""
     loss = run.world.sum([float(result.loss)])[0]
+    more = {}
+    if run.config.log.train_metrics:
+        sums = run.world.sum_named({name: float(value) for name, value in result.metrics.items()})
+        more = means(sums, count=run.plan.count(run.step - 1))
     if not math.isfinite(loss) and run.config.on_nonfinite is NonFinite.stop:
         raise diverged(run)
     run.metrics.train(
@@ -155,17 +208,24 @@ def log(run: Run, result: StepResult) -> None:
         lr=run.strategy.lr,
         grad_norm=float(result.grad_norm),
         samples=run.plan.samples_before(run.step),
+        more={name: value for name, value in more.items() if name != "loss"},
     )
 
 
 def save(run: Run) -> None:
     """Begin to write a checkpoint of this step; never one of weights that are not finite. Collective."""
     run.heartbeat.enter("save", run.step)
+    run.callbacks.on_checkpoint(run)
     if not run.strategy.is_finite():
         raise diverged(run)
-    samples, evaluated = run.plan.samples_before(run.step), run.progress.evaluated
-    position = {"step": run.step, "epoch": epoch(run), "samples": samples, "evaluated": evaluated}
-    run.checkpoints.save(state=run.strategy.state(), position=position)
+    position = {
+        "step": run.step,
+        "epoch": epoch(run),
+        "samples": run.plan.samples_before(run.step),
+        "evaluated": run.progress.evaluated,
+        "best": run.progress.best,
+    }
+    run.checkpoints.save(state={**run.strategy.state(), **run.callbacks.state()}, position=position)
     run.heartbeat.enter("step", run.step)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from train.callbacks.all import Callbacks
 from train.checkpoint import manager as checkpoint
 from train.checkpoint.manager import Checkpoints
 from train.checkpoint.resume import storage_of
@@ -37,6 +38,7 @@ from train.faults.preemption import Preemption
 from train.folder import Folder, note_end, open_folder
 from train.loggers.metrics import Metrics, open_loggers
 from train.loop import Progress, Run, train
+from train.objectives.measure import Measures
 from train.optim.build import build_optimizer, grouped_options
 from train.optim.schedule import build_schedule
 from train.plan import Plan
@@ -110,8 +112,13 @@ def open_run(
     )
     total_steps = config.max_steps or config.epochs * plan.steps_per_epoch
     with open_folder(config, world, leaving, fingerprint=data.fingerprint, total_steps=total_steps) as folder:
-        strategy.build(recipe(config, data, plan, total_steps, world), world)
-        progress = restore(config, world, folder, strategy)
+        callbacks, measures = (
+            Callbacks.of(config),
+            Measures({name: build(part).to(world.device) for name, part in config.metrics.items()}),
+        )
+        strategy.build(recipe(config, data, plan, total_steps, world, measures), world)
+        callbacks.on_build(strategy)
+        progress = restore(config, world, folder, strategy, callbacks)
         leaving.progress = progress
         loggers = open_loggers(config, step=progress.step, total_steps=total_steps) if world.is_first else []
         metrics = Metrics(loggers, samples=plan.samples_before(progress.step))
@@ -127,7 +134,8 @@ def open_run(
         )
         run = Run(
             config=config, world=world, data=data, plan=plan, strategy=strategy, checkpoints=checkpoints, metrics=metrics,
-            preemption=preemption, heartbeat=heartbeat, total_steps=total_steps, progress=progress,
+            preemption=preemption, heartbeat=heartbeat, total_steps=total_steps, progress=progress, callbacks=callbacks,
+            measures=measures,
         )  # fmt: skip
         preemption.watch(world)
         try:
@@ -137,12 +145,13 @@ def open_run(
             yield run, folder, checkpoints
         finally:
             preemption.close()
+            callbacks.close()
             metrics.close()
 
 
 def carry_out(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
     """Train to the end, unless that was done before. Collective. Raises MusterError as `train.loop.train` does."""
-    if run.step >= run.total_steps and folder.is_done:
+    if folder.is_done and run.step >= run.total_steps:
         run.metrics.event("done", step=run.step, note="finished already")
         if run.world.is_first:
             note_end(folder, step=run.step, total_steps=run.total_steps)
@@ -152,17 +161,20 @@ def carry_out(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
     except Diverged:  # on every rank alike, so the writers of all of them are still there
         checkpoints.settle(SETTLE_S)
         raise
-    finish(run, folder)
+    finish(run, folder, checkpoints)
 
 
-def finish(run: Run, folder: Folder) -> None:
+def finish(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
     """Write what a finished run leaves behind. Collective. Raises StorageError."""
     run.heartbeat.enter("finish", run.step)
     run.strategy.sync_parameters()
+    run.callbacks.on_end(run)
     failure: MusterError | None
     failure = write_weights(folder.path / "model.pt", run.strategy.weights(), writes=run.world.is_first)
     if run.world.is_first and not failure:
         try:
+            if run.progress.best:  # of the last evaluation, too, which comes after the last save
+                checkpoints.note_best(run.progress.best)
             run.metrics.event("done", step=run.step, output_dir=str(folder.path))
             note_end(folder, step=run.step, total_steps=run.total_steps)
         except MusterError as error:
@@ -180,14 +192,15 @@ def report(path: Path) -> None:
         say(f"muster: no report.html: {one_line(error)[:300]}; `python -m train.report {path}` makes it anew")
 
 
-def restore(config: Config, world: World, folder: Folder, strategy: Strategy) -> Progress:
+def restore(config: Config, world: World, folder: Folder, strategy: Strategy, callbacks: Callbacks) -> Progress:
     """Bring strategy and generators where the checkpoint left them; from where this attempt trains. Collective."""
     saved = folder.saved
     seed_all(config.seed, world.rank, step=saved.step if saved else 0)
     if saved is None:
         return Progress()
-    checkpoint.restore(saved, strategy)
-    return Progress(step=saved.step, evaluated=int(saved.manifest.get("evaluated", 0)))
+    checkpoint.restore(saved, strategy, callbacks)
+    best = saved.manifest.get("best")
+    return Progress(step=saved.step, evaluated=int(saved.manifest.get("evaluated", 0)), best=best)
 
 
 def set_numerics(config: Config) -> None:
@@ -223,7 +236,9 @@ def identity(config: Config, data: Data, total_steps: int) -> dict[str, Any]:
     return {**facts, "config_hash": digest, "config": plain}
 
 
-def recipe(config: Config, data: Data, plan: Plan, total_steps: int, world: World) -> Recipe:
+def recipe(
+    config: Config, data: Data, plan: Plan, total_steps: int, world: World, measures: Measures | None = None
+) -> Recipe:
     """How to build the parts, for the strategy to do in its own order."""
     wanted = signature(locate(config.model))
     offered: dict[str, Any] = {"num_classes": data.num_classes} if data.num_classes else {}
@@ -249,6 +264,8 @@ def recipe(config: Config, data: Data, plan: Plan, total_steps: int, world: Worl
         on_nonfinite=config.on_nonfinite,
         seed=config.seed,
         slices=config.virtual_world_size,
+        measures=measures or Measures({}),
+        train_metrics=config.log.train_metrics,
         optimizer_options=frozenset(grouped_options(config.optimizer)),
     )
 

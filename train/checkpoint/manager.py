@@ -12,10 +12,10 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from train.dist.world import World
 from train.errors import Damaged, MusterError, NoValidCheckpoint, StorageError, say
 from train.faults import attempts
 from train.faults.phase import LONG_S
-from train.strategies.base import Strategy, own_prefix
+from train.files import replace_file
+from train.strategies.base import SavedTensor, Strategy, own_prefix
 
 FAILURES_ALLOWED = 3
 OTHERS_S = 30.0
@@ -135,6 +136,8 @@ class Checkpoints:
         if not self.storage.commit(step, attempt, {**position, **self.facts, **facts}, files):
             return  # an attempt that was cut off got so far too; a step is never written twice
         attempts.note_commit(self.folder, attempt, step=step, path=self.storage.path(step))
+        if best := position.get("best"):
+            self.note_best(best)
         self.on_commit(
             {
                 "step": step,
@@ -144,9 +147,14 @@ class Checkpoints:
             }
         )
         try:
-            self.storage.prune(keep=self.keep)
+            self.storage.prune(keep=self.keep, spare=(position.get("best") or {}).get("step"))
         except StorageError as error:
             say(f"muster: {name(step)} is saved, but older ones stay: {error}")
+
+    def note_best(self, best: dict[str, Any]) -> None:
+        """On rank 0: say in the run's folder which checkpoint is the best, for people and tools to read."""
+        facts = {**best, "path": self.storage.path(best["step"])}
+        replace_file(self.folder / "best.json", lambda draft: draft.write_text(json.dumps(facts)))
 
     def _see_folder(self) -> None:
         if not (self.folder / "outcome.json").exists():
@@ -235,8 +243,16 @@ def verify(storage: Storage, step: int, world: World) -> Saved:
     return Saved(storage, found)
 
 
-def restore(saved: Saved, strategy: Strategy) -> None:
-    """Bring `strategy` and the random number generators where they were. Each rank reads what it needs. Collective.
+class Resumable(Protocol):
+    """What has a state beside the strategy's (callbacks/all.py)."""
+
+    def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]: ...
+    def load(self, state: Mapping[str, Any]) -> None: ...
+
+
+def restore(saved: Saved, strategy: Strategy, beside: Resumable) -> None:
+    """Bring `strategy`, what is `beside` it and the random number generators where they were. Each rank reads what it
+    needs. Collective.
 
     Raises:
         ConfigError: the checkpoint is not one of this model and optimizer.
@@ -251,7 +267,8 @@ def restore(saved: Saved, strategy: Strategy) -> None:
         for name in (*index["tensors"], *index["values"])
         if not name.startswith("rank-") or (own and name.startswith(own))
     ]
-    failure, values, targets = None, dict[str, Any](), strategy.targets(saved_tensors(index, names))
+    tensors = saved_tensors(index, names)
+    failure, values, targets = None, dict[str, Any](), {**strategy.targets(tensors), **beside.targets(tensors)}
     try:
         values = read(index, names, targets, saved.open)
     except MusterError as error:
@@ -261,7 +278,9 @@ def restore(saved: Saved, strategy: Strategy) -> None:
         failure = StorageError(f"cannot read {saved.path}: {reason}; mend that, then run again")
     world.together(failure)
     rng = values.pop(f"{own}rng", None)
-    strategy.load({**targets, **values})
+    found = {**targets, **values}
+    beside.load(found)
+    strategy.load({name: value for name, value in found.items() if not name.startswith("callbacks/")})
     if rng:
         set_rng_state(rng)
 

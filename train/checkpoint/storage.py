@@ -132,11 +132,12 @@ class Storage:
         with self.doing(f"quarantine {self.path(step)}"):
             return self.backend.withdraw(name(step), word)
 
-    def prune(self, *, keep: int) -> None:
-        """Delete all but the newest `keep`, and drafts that others have left at steps before the newest."""
+    def prune(self, *, keep: int, spare: int | None = None) -> None:
+        """Delete all but the newest `keep` and that of step `spare`, and drafts left at steps before the newest."""
         steps = self.steps()
         for old in steps[keep:]:
-            self.remove(old)
+            if old != spare:
+                self.remove(old)
         with self.doing("clear"):
             for step in self._folders() if not self.backend.renames else []:
                 if step <= max(steps, default=-1) and not self._is_named(step):

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from train.config.keys import GROUPS, Config, keys
+from train.config.keys import GROUPS, SEVERAL, Config, keys
 from train.config.marks import out_of_range
 from train.config.options import options
 from train.config.parts import Part, callable_of, checked_values
@@ -31,7 +31,10 @@ def check(composed: DictConfig) -> Config:
         raise ConfigError(f"{unchosen[0]} is not chosen; valid: {valid}, or {unchosen[0]}._target_=your.Own")
     config: Config = OmegaConf.to_object(composed)  # type: ignore[assignment]
     parts: dict[str, Any] = {group: Part.of(group, getattr(config, group), ASIDE.get(group, ())) for group in GROUPS}
-    parts["loggers"] = {name: Part.of(f"loggers.{name}", node) for name, node in config.loggers.items()}
+    for group in SEVERAL:
+        parts[group] = {name: Part.of(f"{group}.{name}", node) for name, node in getattr(config, group).items()}
+    if config.profile:
+        parts["callbacks"] |= {"profile": Part("callbacks.profile", "train.callbacks.profile.Profile")}
     config = replace(config, **parts)
     problems = (out_of_range(key.name, key.value, key.marks) for key in keys(config))
     if problem := next(filter(None, problems), None):
@@ -47,7 +50,8 @@ def check(composed: DictConfig) -> Config:
         )
     if config.gpus is not None and len(set(config.gpus)) != len(config.gpus):
         raise ConfigError(f"gpus={config.gpus} names a device twice: give each local rank one of its own")
-    for part in (*(getattr(config, group) for group in GROUPS), *config.loggers.values()):
+    several = (part for group in SEVERAL for part in getattr(config, group).values())
+    for part in (*(getattr(config, group) for group in GROUPS), *several):
         checked_values(part)
     for name in ("collate_fn", "batch"):
         callable_of(f"loader.{name}", getattr(config.loader, name))

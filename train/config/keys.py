@@ -26,6 +26,9 @@ BadSample = Enum("BadSample", ["stop", "skip"])
 GROUPS = ("data", "model", "objective", "optimizer", "scheduler", "strategy")
 """What is chosen by name from conf/, or built by import path."""
 
+SEVERAL = ("loggers", "callbacks", "metrics")
+"""Of these there may be any number, each under a name of its own."""
+
 
 def key(default: Any, meaning: str, *marks: Any) -> Any:
     """A key of the kit. `marks`: limits (Ge, Gt) and freedom (FREE, LOCAL), see marks.py."""
@@ -81,6 +84,11 @@ class Checkpoint:
         "(`pip install s3fs`; tested), `gs://bucket/run` (gcsfs; tried with an emulator only)",
         FREE,
     )
+    best: str | None = key(
+        None,
+        "a value of the evaluations, `accuracy`: the checkpoint with the best is kept beside the newest, see `best.json`",
+        FREE,
+    )
     accept_changes: bool = key(False, "resume although config or data differ from the checkpoint's", FREE)
 
 
@@ -88,6 +96,7 @@ class Checkpoint:
 class Log:
     every_steps: int = key(10, "steps between two `train` lines", Ge(1), FREE)
     progress: Progress = key(Progress.auto, "`bar`, `plain` or `none`", FREE)
+    train_metrics: bool = key(False, "measure the objective's metrics on training batches, too", FREE)
     tensorboard: bool = key(True, "write `tensorboard/`", FREE)
     report: bool = key(True, "write `report.html` at the end", FREE)
 
@@ -143,6 +152,22 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
     eval: Eval = field(default_factory=Eval)
+    metrics: dict[str, Any] = key_of(
+        dict,
+        "what else is measured: `+metrics.f1._target_=torchmetrics.F1Score`, any with update, compute and reset",
+        FREE,
+    )
+    callbacks: dict[str, Any] = key_of(
+        dict, "what happens beside the loop: names from conf/callbacks, `+callbacks.mine._target_=your.Own`", FREE
+    )
+    profile: bool = key(False, "write a torch.profiler trace of some steps of each rank to `profile/`", FREE)
+    freeze: list[str] = key_of(list, "patterns of parameters' names that are not trained: `[features, '*.bias']`")
+    init_from: str | None = key(
+        None, "weights to begin with: a file, a URL, or a run's folder (its `model.pt`, else its newest checkpoint)"
+    )
+    init_ignore: list[str] = key_of(
+        list, "patterns of names that `init_from` need not have, or that do not fit: `[head]`"
+    )
     loggers: dict[str, Any] = key_of(
         dict, "what else keeps the records: names from conf/loggers, `+loggers.mine._target_=your.Own`", FREE
     )

@@ -57,6 +57,9 @@ class Bar(Logger):
         self.bar.stop()
 
 
+OF_A_STEP = ("step", "epoch", "loss", "lr", "grad_norm", "samples", "samples_per_s")
+
+
 def describe(record: dict[str, Any], total_steps: int) -> str:
     """One line for a person."""
     fields = {name: value for name, value in record.items() if name != "kind"}
@@ -64,6 +67,7 @@ def describe(record: dict[str, Any], total_steps: int) -> str:
         return (
             f"step {fields['step']}/{total_steps}  epoch {fields['epoch']}  loss {fields['loss']:.4f}  lr {fields['lr']:.3g}  "
             f"grad_norm {fields['grad_norm']:.3g}  {fields['samples_per_s']:.0f} samples/s"
+            + "".join(f"  {name} {value:.4f}" for name, value in fields.items() if name not in OF_A_STEP)
         )
     if record["kind"] == "eval":
         values = "  ".join(f"{name} {value:.4f}" for name, value in fields.items() if name not in ("step", "epoch"))

@@ -24,14 +24,15 @@ class Metrics:
         self._loggers, self._since = loggers, (samples, time.perf_counter())
         self._lock = threading.Lock()  # the checkpoint writer reports from its own thread
 
-    def train(self, *, step: int, epoch: int, loss: float, lr: float, grad_norm: float, samples: int) -> None:
-        """One `train` record."""
+    def train(
+        self, *, step: int, epoch: int, loss: float, lr: float, grad_norm: float, samples: int, more: dict[str, float]
+    ) -> None:
+        """One `train` record, with `more` values at its end."""
         (samples_then, then), now = self._since, time.perf_counter()
         self._since = (samples, now)
         speed = round((samples - samples_then) / (now - then), 1)
-        self._log(
-            "train", step=step, epoch=epoch, loss=loss, lr=lr, grad_norm=grad_norm, samples=samples, samples_per_s=speed
-        )
+        known = {"step": step, "epoch": epoch, "loss": loss, "lr": lr, "grad_norm": grad_norm}
+        self._log("train", **known, samples=samples, samples_per_s=speed, **more)
 
     def eval(self, *, step: int, epoch: int, seconds: float, values: dict[str, float]) -> None:
         """One `eval` record. `seconds` is how long it took, which does not count into the training's speed."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +24,7 @@ from train.data.loader import Batch
 from train.dist.layout import DATA, Layout
 from train.dist.world import World
 from train.errors import ConfigError
+from train.objectives.measure import Measures
 
 BuildOptimizer = Callable[..., torch.optim.Optimizer]
 """(pairs of name and parameter, elsewhere=names that only other ranks have) -> optimizer"""
@@ -34,6 +35,7 @@ class Recipe:
     """All that a strategy needs to build and to run a training step.
 
     seed, slices: with `slices`, what `virtual_world_size` asks for; see slices.py.
+    measures: to be updated with what an evaluation gives. train_metrics: whether a step measures, too.
     optimizer_options: the keys that the config sets; in a parameter group they beat what a checkpoint holds.
     """
 
@@ -49,6 +51,8 @@ class Recipe:
     seed: int = 0
     slices: int | None = None
     optimizer_options: frozenset[str] = frozenset()
+    measures: Measures = field(default_factory=lambda: Measures({}))
+    train_metrics: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,13 @@ class StepResult:
     norm: [] the L2 norm of the global gradient before clipping, the same on every rank; or what finds it until the next
         step begins, where nobody needed to know it. Collective.
     skipped: the gradient was not finite, and the step left no trace.
+    metrics: this rank's sums of the objective's metrics, where the recipe asks for them.
     """
 
     loss: Tensor
     norm: Tensor | Callable[[], Tensor]
     skipped: bool = False
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def grad_norm(self) -> Tensor:
@@ -102,6 +108,14 @@ class Strategy(ABC):
     def data_shard(self) -> tuple[int, int] | None:
         """(index, number) of this rank's slice of every global batch; None for a rank that trains on no samples."""
         return self.layout(self.world.size).shard(self.world.rank)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained by the names of the state, as this rank has it, equal on all ranks that have it.
+
+        Raises:
+            ConfigError: there are none whose values all ranks agree on after every step.
+        """
+        raise ConfigError(f"strategy={type(self).__name__}: its parameters are not there for callbacks to read")
 
     @property
     @abstractmethod

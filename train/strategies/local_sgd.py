@@ -23,7 +23,7 @@ from train.config.marks import Ge, Gt
 from train.data.loader import Batch
 from train.dist.world import World
 from train.errors import ConfigError
-from train.strategies.base import Recipe, SavedTensor, StepResult, own_prefix
+from train.strategies.base import Recipe, SavedTensor, StepResult, Strategy, own_prefix
 from train.strategies.common import state as flat
 from train.strategies.common.optimizer_step import OptimizerStep
 from train.strategies.common.replicas import Replicas
@@ -204,6 +204,9 @@ class LocalSgd(Replicas):
             return replace(result, skipped=True)
         local.take(self.outer.step(local.average()) if self.outer else local.average())
         return result
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return Strategy.parameters(self)  # between averages and updates every rank has its own
 
     def sync_parameters(self) -> None:
         if "model/" in self.optimizer_step.apart:

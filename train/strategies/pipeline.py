@@ -167,6 +167,8 @@ class PipelineStep(OptimizerStep):
             return {}
         outputs = pytree.tree_map(lambda t: t[: flow.samples], outputs)
         measured = sums(self.recipe.objective, outputs, flow.targets, flow.samples)
+        if batch.count:
+            self.recipe.measures.update(outputs, flow.targets)
         return {name: value * bool(batch.count) for name, value in measured.items()}
 
     def state(self) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class OptimizerStep:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=recipe.precision is Precision.fp16)
         self.lr = 0.0
+        self._measured: dict[str, Tensor] = {}
         self._own = f"{own_prefix(world.rank)}buffers/"
         self.leaves_out = recipe.on_nonfinite is NonFinite.skip or self.scaler.is_enabled()
 
@@ -72,6 +73,7 @@ class OptimizerStep:
         """One optimizer step of global step `step`. Collective."""
         self.model.train()
         self.optimizer.zero_grad()  # only here: the norm of the last step's gradient may have been asked for
+        self._measured = {}
         before = self.buffers.copy() if self.leaves_out else {}
         loss = self.backward(step, batches)
         self.buffers.forget()
@@ -81,7 +83,7 @@ class OptimizerStep:
         skipped = self.update(step, norm)
         if skipped:
             self.buffers.put_back(before)
-        return StepResult(loss, self.norm if norm is None else norm, skipped)
+        return StepResult(loss, self.norm if norm is None else norm, skipped, self._measured)
 
     def update(self, step: int, norm: Tensor | None) -> bool:
         """Move the parameters by their gradients, reduced before. Whether that was left out.
@@ -126,7 +128,10 @@ class OptimizerStep:
         """Forward and backward of one micro-batch, whose gradient is taken `times`; its share of the global loss, []."""
         with contextlib.nullcontext() if last else self.no_sync():
             with self._autocast():
-                loss = self.recipe.objective(self._call(self.forward, batch.inputs), batch.targets)
+                outputs = self._call(self.forward, batch.inputs)
+                loss = self.recipe.objective(outputs, batch.targets)
+            if self.recipe.train_metrics:
+                self._measure(outputs, batch)
             # A mean over ranks may follow, and ranks hold unequal shares: weigh by the true count.
             share = loss * (batch.count / batch.total)
             self.scaler.scale(share * times).backward()
@@ -139,7 +144,17 @@ class OptimizerStep:
         with self.buffers.in_use(), torch.no_grad(), self._autocast():
             outputs = self._call(self.model, batch.inputs)
             measured = sums(self.recipe.objective, outputs, batch.targets, batch.count)
+        if batch.count and self._speaks:
+            self.recipe.measures.update(outputs, batch.targets)
         return {name: value * bool(batch.count and self._speaks) for name, value in measured.items()}
+
+    def _measure(self, outputs: Any, batch: Batch) -> None:
+        """Add a training micro-batch's metrics to the step's."""
+        with torch.no_grad():
+            found = sums(self.recipe.objective, outputs, batch.targets, batch.count)
+        for name, value in found.items() if batch.count and self._speaks else ():
+            key = f"{batch.slice:08d}/{name}" if self.recipe.slices else name
+            self._measured[key] = self._measured.get(key, 0) + value.detach().double()
 
     def is_finite(self) -> bool:
         """Whether all ranks' parameters are. Waits for the device. Collective."""
@@ -209,6 +224,9 @@ class Stepping(Strategy):
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
         return self.optimizer_step.evaluate(batch)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.optimizer_step.model.named_parameters())
 
     def is_finite(self) -> bool:
         return self.optimizer_step.is_finite()

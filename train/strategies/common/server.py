@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.futures import Future
 
@@ -19,6 +19,7 @@ from train.config.keys import Config, Precision
 from train.dist import rpc as calls
 from train.dist.layout import DATA, Layout
 from train.errors import ConfigError
+from train.strategies.base import Strategy
 from train.strategies.common.optimizer_step import OptimizerStep, Stepping
 
 SERVER = 0
@@ -187,6 +188,9 @@ class Served(Stepping):
     @property
     def data_shard(self) -> tuple[int, int] | None:
         return None if self.world.rank == SERVER else self.layout(self.world.size).shard(self.world.rank - 1)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return Strategy.parameters(self)  # between averages and updates every rank has its own
 
     def close(self) -> None:
         calls.close()

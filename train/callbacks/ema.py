@@ -1,0 +1,88 @@
+"""An exponential moving average of the weights, which is what is evaluated and what `model.pt` holds in the end.
+
+Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; in its exponential form
+Tarvainen and Valpola, "Mean teachers are better role models", 2017.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from train.callbacks.base import Callback
+from train.config.marks import Ge
+from train.errors import ConfigError
+from train.strategies.base import SavedTensor, Strategy
+
+if TYPE_CHECKING:
+    from train.loop import Run
+
+
+class Ema(Callback):
+    """`average = decay * average + (1 - decay) * weights` after every `every_steps` steps; buffers stay the model's own.
+
+    Training goes on with the weights themselves, which the checkpoints hold beside the average.
+    """
+
+    def __init__(self, *, decay: float, every_steps: Annotated[int, Ge(1)]):
+        if not 0 < decay < 1:
+            raise ConfigError(f"callbacks.ema.decay={decay} is out of range: use a value between 0 and 1")
+        self.decay, self.every_steps = decay, every_steps
+        self._in_use = False
+
+    def on_build(self, strategy: Strategy) -> None:
+        self._weights = {name: p for name, p in strategy.parameters().items() if p.requires_grad}
+        self._average = {name: p.detach().clone() for name, p in self._weights.items()}
+
+    def on_start(self, run: Run) -> None:
+        if run.step == 0:  # ranks may have agreed on their weights since
+            for average, weight in self._pairs():
+                average.copy_(weight)
+
+    def on_step_end(self, run: Run) -> None:
+        if run.step % self.every_steps == 0:
+            averages, weights = (list(side) for side in zip(*self._pairs(), strict=True))
+            torch._foreach_lerp_(averages, weights, 1 - self.decay)
+
+    def on_eval_begin(self, run: Run) -> None:
+        self._use(True)
+
+    def on_eval_end(self, run: Run, values: dict[str, float]) -> None:
+        self._use(False)
+
+    def on_checkpoint(self, run: Run) -> None:
+        self._use(False)
+
+    def on_end(self, run: Run) -> None:
+        self._use(True)
+
+    def state(self) -> dict[str, Any]:
+        return dict(self._average)
+
+    def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        return {name: average for name, average in self._average.items() if name in saved}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """`targets` are the averages themselves."""
+
+    def _use(self, wanted: bool) -> None:
+        """Let model and average change places."""
+        if wanted != self._in_use:
+            self._in_use = wanted
+            for average, weight in self._pairs():
+                kept = weight.clone()
+                weight.copy_(average)
+                average.copy_(kept)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """(average, weight), as far as this rank has them."""
+        return [(_own(self._average[name]), _own(weight)) for name, weight in self._weights.items()]
+
+
+def _own(tensor: Tensor) -> Tensor:
+    plain = tensor.detach()
+    return plain.to_local() if isinstance(plain, DTensor) else plain
