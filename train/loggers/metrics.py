@@ -11,7 +11,7 @@ from typing import Any
 
 from train.config.keys import Config
 from train.config.parts import build
-from train.errors import one_line, say
+from train.errors import MusterError, one_line, say
 from train.loggers.base import Logger
 from train.loggers.console import console
 from train.loggers.jsonl import Jsonl
@@ -74,5 +74,12 @@ def open_loggers(config: Config, *, step: int, total_steps: int) -> list[Logger]
     folder = Path(config.output_dir)
     chosen = {name: part for name, part in config.loggers.items() if config.log.tensorboard or name != "tensorboard"}
     offered = {"folder": folder, "name": config.name, "step": step, "total_steps": total_steps}
-    own = [build(part, **offered) for part in chosen.values()]
+    own: list[Logger] = []
+    for name, part in chosen.items():
+        try:
+            own.append(build(part, **offered))
+        except MusterError:
+            raise
+        except Exception as error:
+            say(f"muster: loggers.{name} cannot begin, the run does without it: {one_line(error)[:200]}")
     return [Jsonl(folder, step), console(config.log.progress, step=step, total_steps=total_steps), *own]

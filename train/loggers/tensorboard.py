@@ -19,10 +19,15 @@ class TensorBoard(Logger):
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, record: dict[str, Any]) -> None:
-        if record["kind"] != "event":
-            for name, value in record.items():
-                if name not in COORDINATES:
-                    self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         self._writer.close()
+
+
+def scalars(record: dict[str, Any]) -> dict[str, Any]:
+    """The values of a `train` or `eval` record, as `train/loss`; of an event none."""
+    if record["kind"] == "event":
+        return {}
+    return {f"{record['kind']}/{name}": value for name, value in record.items() if name not in COORDINATES}
