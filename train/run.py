@@ -8,19 +8,20 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from train.callbacks.all import Callbacks
 from train.checkpoint import manager as checkpoint
 from train.checkpoint.manager import Checkpoints
 from train.checkpoint.resume import storage_of
-from train.checkpoint.weights import write_weights
+from train.checkpoint.weights import read_weights, write_weights
 from train.config.compose import as_given
 from train.config.differences import to_dict
 from train.config.keys import Config, Dist
@@ -38,6 +39,7 @@ from train.faults.preemption import Preemption
 from train.folder import Folder, note_end, open_folder
 from train.loggers.metrics import Metrics, open_loggers
 from train.loop import Progress, Run, train
+from train.models.prepare import prepared
 from train.objectives.measure import Measures
 from train.optim.build import build_optimizer, grouped_options
 from train.optim.schedule import build_schedule
@@ -116,7 +118,9 @@ def open_run(
             Callbacks.of(config),
             Measures({name: build(part).to(world.device) for name, part in config.metrics.items()}),
         )
-        strategy.build(recipe(config, data, plan, total_steps, world, measures), world)
+        weights = first_weights(config, world) if folder.saved is None else None
+        parts = recipe(config, data, plan, total_steps, world, measures=measures, weights=weights)
+        strategy.build(parts, world)
         callbacks.on_build(strategy)
         progress = restore(config, world, folder, strategy, callbacks)
         leaving.progress = progress
@@ -236,8 +240,29 @@ def identity(config: Config, data: Data, total_steps: int) -> dict[str, Any]:
     return {**facts, "config_hash": digest, "config": plain}
 
 
+def first_weights(config: Config, world: World) -> dict[str, Tensor] | None:
+    """What `init_from` names; one rank of a host downloads while the others wait. Collective."""
+    if not config.init_from:
+        return None
+    failure, weights = None, dict[str, Tensor]()
+    with world.local_first(torch.hub.get_dir()):
+        try:
+            weights = read_weights(config.init_from)
+        except MusterError as error:
+            failure = error
+    world.together(failure)
+    return weights
+
+
 def recipe(
-    config: Config, data: Data, plan: Plan, total_steps: int, world: World, measures: Measures | None = None
+    config: Config,
+    data: Data,
+    plan: Plan,
+    total_steps: int,
+    world: World,
+    *,
+    measures: Measures | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Recipe:
     """How to build the parts, for the strategy to do in its own order."""
     wanted = signature(locate(config.model))
@@ -248,7 +273,13 @@ def recipe(
     if isinstance(objective, torch.nn.Module):
         objective = objective.to(world.device)
     return Recipe(
-        build_model=partial(build, config.model, **offered),
+        build_model=partial(
+            prepared,
+            partial(build, config.model, **offered),
+            weights=weights,
+            ignore=config.init_ignore,
+            freeze=config.freeze,
+        ),
         build_optimizer=partial(build_optimizer, config.optimizer, precision=config.precision),
         objective=objective,
         schedule=build_schedule(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from train.checkpoint.state import as_bytes, host_copy
-from train.errors import MusterError, storage_error
+from train.checkpoint.state import INDEX, as_bytes, host_copy, read, saved_tensors
+from train.checkpoint.storage import STEP, Saved, Storage
+from train.errors import ConfigError, MusterError, StorageError, one_line, storage_error
 from train.files import replace_file
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
@@ -123,3 +125,53 @@ def _runs(offsets: Sequence[int], size: Sequence[int], piece: Tensor) -> Iterato
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     for index in itertools.product(*map(range, piece.shape[:cut])):
         yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), piece[index]
+
+
+def read_weights(source: str) -> dict[str, Tensor]:
+    """A model's weights by name, in host memory.
+
+    Args:
+        source: a file that torch.save has written, a URL of one, a run's folder (its `model.pt`, else its newest
+            checkpoint), or one checkpoint's folder.
+
+    Raises:
+        ConfigError: there are none. StorageError: they cannot be read.
+    """
+    path = Path(source)
+    try:
+        if "://" in source:
+            found: Any = torch.hub.load_state_dict_from_url(
+                source, map_location="cpu", weights_only=True, progress=False
+            )
+        elif path.is_dir() and not (path / "model.pt").exists():
+            return _of_checkpoint(path)
+        else:
+            file = path / "model.pt" if path.is_dir() else path
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no {source}: give a file of weights, a URL, or a run's folder") from None
+    except MusterError:
+        raise
+    except Exception as error:
+        raise StorageError(f"cannot read weights from {source}: {one_line(error)[:200]}") from error
+    for inner in ("state_dict", "model"):  # what others' checkpoints call it
+        found = found[inner] if isinstance(found.get(inner), Mapping) else found
+    return {name.removeprefix("module."): value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _of_checkpoint(path: Path) -> dict[str, Tensor]:
+    inside = path / "checkpoints"
+    if match := STEP.fullmatch(path.name):
+        storage, steps = Storage(str(path.parent)), [int(match[1])]
+    else:
+        storage = Storage(str(inside if inside.is_dir() else path))
+        steps = storage.steps()
+    if not steps:
+        raise ConfigError(f"there is neither model.pt nor a checkpoint in {path}: give a run's folder that has one")
+    saved = Saved(storage, storage.manifest(steps[0]))
+    with saved.open(INDEX) as stream:
+        index = json.loads(stream.read())
+    names = [name for name in index["tensors"] if name.startswith("model/")]
+    into = {name: torch.empty(facts.size, dtype=facts.dtype) for name, facts in saved_tensors(index, names).items()}
+    read(index, [], into, saved.open)
+    return {name.removeprefix("model/"): value for name, value in into.items()}

@@ -69,6 +69,22 @@ def compose(overrides: list[str]) -> Config:
         raise explain(error) from None
 
 
+def of_run(folder: Path, overrides: list[str]) -> Config:
+    """The config of the run in `folder`, changed by `overrides` (`key=value`). Raises ConfigError."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{folder} is no run's folder: there is no config.yaml in it")
+    if wrong := next((text for text in overrides if "=" not in text), None):
+        raise ConfigError(f"{wrong} is not understood: write overrides as key=value")
+    try:
+        changes = OmegaConf.from_dotlist([text.lstrip("+") for text in overrides])
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path), changes)
+        assert isinstance(merged, DictConfig)
+        return check(merged)
+    except OmegaConfBaseException as error:
+        raise explain(error) from None
+
+
 def as_given(key: str, default: str) -> str:
     """What the command line says of `key`, for where it could not be composed."""
     return next((text.partition("=")[2] for text in reversed(sys.argv) if text.startswith(f"{key}=")), default)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from train.config.keys import Precision
 from train.config.parts import Part, build, locate, signature
 from train.errors import ConfigError, nearest
+from train.patterns import matches
 
 FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")
 FUSED_IN_PIECES = ("torch.optim.Adam", "torch.optim.AdamW")
@@ -77,11 +77,6 @@ def divided(part: Part, named: Sequence[Named], elsewhere: Sequence[str]) -> lis
         options = {name: value for name, value in given.items() if name != MATCH}
         groups.append({"params": [parameter for _, parameter in mine], **options})
     return [*groups, {"params": [parameter for _, parameter in left]}] if left or elsewhere else groups
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a dotted name is one of the patterns, lies in a module that is, or fits one with `*`."""
-    return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
 
 
 def _patterns(key: str, given: Any) -> list[str]:

@@ -1,0 +1,56 @@
+"""A model as a run begins with it: with weights of another's, and with parts that are not trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from train.errors import ConfigError, nearest
+from train.patterns import matches
+
+
+def prepared(
+    build: Callable[[], nn.Module],
+    *,
+    weights: Mapping[str, Tensor] | None,
+    ignore: Sequence[str],
+    freeze: Sequence[str],
+) -> nn.Module:
+    """The model that `build` gives, with `weights` but for names that `ignore` fits, and without gradients for `freeze`.
+
+    Raises:
+        ConfigError: weights and model differ in other names or in shapes, or a pattern of `freeze` fits nothing.
+    """
+    model = build()
+    if weights is not None:
+        take(model, weights, ignore)
+    names = dict(model.named_parameters())
+    for pattern in freeze:
+        if not any(matches(name, [pattern]) for name in names):
+            raise ConfigError(f"freeze={pattern} matches no parameter; {nearest(pattern, names)}")
+    for name, parameter in names.items():
+        if matches(name, freeze):
+            parameter.requires_grad_(False)
+    return model
+
+
+def take(model: nn.Module, weights: Mapping[str, Tensor], ignore: Sequence[str]) -> None:
+    """Copy `weights` into the model. Raises ConfigError where a name that `ignore` does not fit is missing or differs."""
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    fits = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
+    left = [name for name in (*own, *weights) if name not in fits and not matches(name, ignore)]
+    if left:
+        name = left[0]
+        if name in own and name in weights:
+            what = f"{name} is {list(weights[name].shape)} there and {list(own[name].shape)} in this model"
+        else:
+            what = f"{name} is {'not there' if name in own else 'not in this model'}"
+        more = f" ({len(set(left))} such names)" if len(set(left)) > 1 else ""
+        pattern = name.rpartition(".")[0] or name
+        raise ConfigError(f"init_from does not fit: {what}{more}; leave them as they are with init_ignore=[{pattern}]")
+    with torch.no_grad():
+        for name, value in fits.items():
+            if not matches(name, ignore):
+                own[name].copy_(value)
