@@ -109,13 +109,12 @@ def open_run(
     """Everything that a run is made of, from where the newest checkpoint left it. Collective. Raises MusterError."""
     set_numerics(config)
     data = load_data(config, world)
-    plan = Plan(
-        len(data.train), min(config.batch_size, len(data.train)), config.seed, drop_last=config.loader.drop_last
-    )
+    batch_size, drop_last = min(config.batch_size, len(data.train)), config.loader.drop_last
+    plan = Plan(len(data.train), batch_size, config.seed, shuffle=data.shuffles, drop_last=drop_last)
     total_steps = config.max_steps or config.epochs * plan.steps_per_epoch
     with open_folder(config, world, leaving, fingerprint=data.fingerprint, total_steps=total_steps) as folder:
         callbacks, measures = (
-            Callbacks.of(config),
+            Callbacks.of(config, data),
             Measures({name: build(part).to(world.device) for name, part in config.metrics.items()}),
         )
         weights = first_weights(config, world) if folder.saved is None else None

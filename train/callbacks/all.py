@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from train.callbacks.base import Callback
+from train.callbacks.stream import Position
 from train.config.keys import Config
 from train.config.parts import build
+from train.data.load import Data
+from train.data.stream import Stream
 from train.errors import ConfigError
 from train.strategies.base import SavedTensor, Strategy
 
@@ -24,14 +27,16 @@ class Callbacks:
         self.named = dict(named)
 
     @classmethod
-    def of(cls, config: Config) -> Callbacks:
-        """As the config has them. Raises ConfigError."""
+    def of(cls, config: Config, data: Data) -> Callbacks:
+        """As the config has them, and what data keeps for a resume. Raises ConfigError."""
         named = {name: build(part) for name, part in config.callbacks.items()}
         for name, callback in named.items():
             if not isinstance(callback, Callback):
                 raise ConfigError(
                     f"callbacks.{name} is no callback: derive {type(callback).__name__} from train.callbacks.base.Callback"
                 )
+        if isinstance(data.train, Stream):
+            named["stream"] = Position(data.train)
         return cls(named)
 
     def on_build(self, strategy: Strategy) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, default_collate
 
 from train.data.generators import kept_generators, seed_generators
 from train.data.parts import split
+from train.data.stream import Stream
 from train.errors import DataError, one_line, say
 from train.plan import Keys, MicroBatch, sample_keys
 
@@ -36,9 +37,11 @@ class Fetch(Dataset[Any]):
         self.collate, self.adapter = collate, adapter
         self.whole = takes_keys(dataset)
         self.bad: set[int] = set()
+        self._epoch = 0
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[Any, Any, int]:
         """(inputs, targets, count) of one micro-batch. Raises DataError."""
+        self._epoch = micro_batch.epoch
         keys = sample_keys(seed=self.seed, epoch=micro_batch.epoch, indices=micro_batch.indices)
         inputs, targets = split(self._batch(micro_batch.indices.tolist(), keys), self.adapter)
         return inputs, targets, micro_batch.count
@@ -63,7 +66,7 @@ class Fetch(Dataset[Any]):
     def sample(self, index: int) -> Any:
         """One sample, read without a trace in the global generators."""
         with kept_generators():
-            return self._sample(index, 0)
+            return self.dataset.first()[0] if isinstance(self.dataset, Stream) else self._sample(index, 0)
 
     def _sample(self, index: int, key: int) -> Any:
         while True:
@@ -80,6 +83,10 @@ class Fetch(Dataset[Any]):
         if self.whole:
             batch = self.dataset.__getitems__([index], np.array([key], dtype=np.uint64))
             return pytree.tree_map(lambda part: part[0], batch)
+        if isinstance(self.dataset, Stream):
+            self.dataset.seek(self._epoch, index)
+            seed_generators(key)
+            return self.dataset.take()
         seed_generators(key)
         return self.dataset[index]
 

@@ -27,9 +27,14 @@ def fingerprint(dataset: Any) -> str:
 def _look(dataset: Any, index: int) -> Any:
     seed_generators(0)  # a random transform then gives the same each time
     try:
-        return [_value(leaf) for leaf in pytree.tree_leaves(dataset[index])]
+        return look(dataset[index])
     except Exception:  # a sample that cannot be read is for the loader to judge
         return "unreadable"
+
+
+def look(sample: Any) -> list[Any]:
+    """What of a sample is the same in every process."""
+    return [_value(leaf) for leaf in pytree.tree_leaves(sample)]
 
 
 def _value(leaf: Any) -> Any:

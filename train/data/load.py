@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.data import IterableDataset
 
 from train.config.keys import Config
 from train.config.parts import build, checked_values, locate, signature
 from train.data.fetch import Fetch
 from train.data.fingerprint import fingerprint
+from train.data.stream import Stream
 from train.dist.world import World
 from train.errors import DataError
 
@@ -24,6 +26,11 @@ class Data:
     test: Any | None
     num_classes: int | None
     fingerprint: str
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether training samples come in an order of the plan's; a stream has its own."""
+        return not isinstance(self.train, Stream)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -62,11 +69,15 @@ def _splits(config: Config, world: World) -> tuple[Any, Any | None]:
         with world.local_first(values.get("root")) as goes_first:
             if goes_first:
                 target.prepare(**values) if hasattr(target, "prepare") else build(config.data, train=True)
-    train = build(config.data, train=True)
-    test = build(config.data, train=False) if "train" in signature(target) else None
+    train = _by_position(build(config.data, train=True))
+    test = _by_position(build(config.data, train=False)) if "train" in signature(target) else None
     if not len(train):
         raise DataError(f"{config.data.target} has no training samples")
     return train, test
+
+
+def _by_position(dataset: Any) -> Any:
+    return Stream(dataset) if isinstance(dataset, IterableDataset) else dataset
 
 
 def _num_classes(dataset: Any) -> int | None:

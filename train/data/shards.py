@@ -1,0 +1,132 @@
+"""Tar files of samples, as WebDataset has them, with an index: every sample can be read by itself.
+
+In a shard the files of one sample follow each other and have one name but for their endings: 000017.jpg, 000017.cls.
+
+Source: https://github.com/webdataset/webdataset#the-webdataset-format
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchvision.io import ImageReadMode, decode_image
+
+from train.data.fingerprint import hash_of
+from train.errors import DataError
+from train.files import replace_file
+
+INDEX = "muster-index.json"
+
+
+class Shards:
+    """`root`/train/*.tar and `root`/val/*.tar: pairs of the files that end with `input` and `target`.
+
+    jpg, jpeg and png become `[3, H, W] float32` from 0 to 1, brought to `image_size` where that is given; cls and id
+    an int, txt a str, json what it holds, npy a tensor. The index is written beside the shards, where that is allowed.
+
+    Raises:
+        DataError: there are no shards, or one cannot be read.
+    """
+
+    def __init__(self, train: bool, *, root: str, input: str, target: str, image_size: int | None, num_classes: int):
+        self.folder = Path(root) / ("train" if train else "val")
+        self.endings, self.image_size, self.num_classes = (input, target), image_size, num_classes
+        self.samples = index(self.folder)
+        self._open: dict[str, int] = {}
+
+    @staticmethod
+    def prepare(root: str, **_: Any) -> None:
+        """Write the indices, on one rank of those that see the same folder."""
+        for split in ("train", "val"):
+            if (Path(root) / split).is_dir():
+                index(Path(root) / split, write=True)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        shard, files = self.samples[index]
+        missing = [ending for ending in self.endings if ending not in files]
+        if missing:
+            raise DataError(f"sample {index} in {self.folder / shard} has no .{missing[0]}: it has {', '.join(files)}")
+        inputs, targets = (self._decode(shard, ending, *files[ending]) for ending in self.endings)
+        return inputs, targets
+
+    def fingerprint(self) -> str:
+        return f"{len(self)}:{hash_of([shard, sorted(files.items())] for shard, files in self.samples)}"
+
+    def _decode(self, shard: str, ending: str, at: int, size: int) -> Any:
+        if shard not in self._open:
+            self._open[shard] = os.open(self.folder / shard, os.O_RDONLY)
+        data = os.pread(self._open[shard], size, at)
+        try:
+            if ending in ("jpg", "jpeg", "png"):
+                return self._picture(data)
+            return DECODE.get(ending, bytes)(data)
+        except Exception as error:
+            raise DataError(f"{self.folder / shard}: a .{ending} at byte {at} cannot be read: {error}") from error
+
+    def _picture(self, data: bytes) -> torch.Tensor:
+        picture = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
+        if self.image_size:
+            side = [self.image_size, self.image_size]
+            picture = torch.nn.functional.interpolate(picture[None].float(), side, mode="bilinear", antialias=True)[0]
+        scaled: torch.Tensor = picture.float() / 255
+        return scaled
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}  # a worker opens its own
+
+
+DECODE: dict[str, Callable[[bytes], Any]] = {
+    "cls": lambda data: int(data),
+    "id": lambda data: int(data),
+    "txt": lambda data: data.decode(),
+    "json": json.loads,
+    "npy": lambda data: torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False)),
+}
+Sample = tuple[str, dict[str, tuple[int, int]]]
+"""(shard, ending -> (at, size) in bytes)"""
+
+
+def index(folder: Path, *, write: bool = False) -> list[Sample]:
+    """All samples in the order of shards' names: as the file beside them has it while it fits, else read anew."""
+    shards = sorted(folder.glob("*.tar"))
+    if not shards:
+        raise DataError(f"there is no *.tar in {folder}: put shards into train/ and val/, or set data.root")
+    sizes = {shard.name: shard.stat().st_size for shard in shards}
+    kept = folder / INDEX
+    if kept.exists():
+        found = json.loads(kept.read_text())
+        if found["sizes"] == sizes:
+            return [
+                (shard, {ending: (at, size) for ending, (at, size) in files.items()})
+                for shard, files in found["samples"]
+            ]
+    samples = [sample for shard in shards for sample in _read(shard)]
+    if write and os.access(folder, os.W_OK):
+        text = json.dumps({"sizes": sizes, "samples": samples})
+        replace_file(kept, lambda draft: draft.write_text(text))
+    return samples
+
+
+def _read(shard: Path) -> list[Sample]:
+    by_name: dict[str, dict[str, tuple[int, int]]] = {}
+    try:
+        with tarfile.open(shard) as tar:
+            for member in tar:
+                if member.isfile():
+                    folder, _, file = member.name.rpartition("/")
+                    name, _, ending = file.partition(".")
+                    by_name.setdefault(f"{folder}/{name}", {})[ending.lower()] = (member.offset_data, member.size)
+    except (tarfile.TarError, OSError) as error:
+        raise DataError(f"cannot read {shard}: {error}; replace it, or take it away") from error
+    return [(shard.name, files) for files in by_name.values()]
