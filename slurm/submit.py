@@ -29,10 +29,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from submitit.core.utils import FailedJobError
 
 from train.config.compose import compose as compose_run
 from train.config.options import conf_folder
-from train.errors import ConfigError, Preempted
+from train.errors import ConfigError, Preempted, one_line
 from train.faults.exit import tell
 from train.launch import execute, loopback, slurm, verdict
 from train.launch.spec import MARGIN_S, Spec, command, printed, this_torchrun
@@ -144,12 +145,27 @@ def main() -> int:
         Agent([*overrides, f"output_dir={quoted(folder)}"], cluster, folder)
         for overrides, folder in zip(runs, own_folders(runs, folders), strict=True)
     ]
-    executor = make_executor(cluster)
+    try:
+        executor = make_executor(cluster)
+    except RuntimeError as error:  # submitit found no sbatch
+        tell(
+            ConfigError(
+                f"cluster.executor={cluster.executor}: {one_line(error)}; use cluster=local where there is no Slurm"
+            )
+        )
+        return ConfigError.exit_code
     if arguments.dry_run:
         print(sbatch_text(executor, agents))
         return 0
-    with executor.batch() if len(agents) > 1 else contextlib.nullcontext():
-        jobs = [executor.submit(agent) for agent in agents]
+    try:
+        with executor.batch() if len(agents) > 1 else contextlib.nullcontext():
+            jobs = [executor.submit(agent) for agent in agents]
+    except (FailedJobError, OSError) as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0].removeprefix("sbatch: error: ")[:200]
+        tell(
+            ConfigError(f"Slurm has not taken the job: {reason}; try `sinfo`, look at --dry-run, or use cluster=local")
+        )
+        return ConfigError.exit_code
     for job, agent in zip(jobs, agents, strict=True):
         print(f"job {job.job_id}  log {job.paths.stdout}  errors {job.paths.stderr}  run {agent.folder}", flush=True)
     return wait(jobs, agents) if arguments.wait else 0

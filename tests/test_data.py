@@ -212,7 +212,9 @@ def test_samples_that_are_no_pairs_are_refused(tmp_path):
         "        super().__init__(torch.rand(20, 3), torch.rand(20, 3), torch.zeros(20).long())\n"
     )
     result = run(tmp_path / "run", "data._target_=triples.Triples", ok=False)
-    assert result.code == 3 and "a pair (input, target) or a dict, and the data gives 3 parts" in result.said[0], result.out
+    assert result.code == 3 and "a pair (input, target) or a dict, and the data gives 3 parts" in result.said[0], (
+        result.out
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -6,6 +6,7 @@ import difflib
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Iterable
 from typing import TextIO
 
@@ -139,6 +140,13 @@ def say(line: str, stream: TextIO | None = None) -> None:
 
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
+
+
+def located(error: BaseException) -> str:
+    """What was raised and where, for errors of a user's own code: `ValueError: no such column (data.py:12)`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {one_line(error)[:300]}{where}"
 
 
 def nearest(given: str, valid: Iterable[str]) -> str:

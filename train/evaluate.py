@@ -46,6 +46,12 @@ class Print(Logger):
             print(facts, *(f"{name} {value:.6g}" for name, value in found.items()), sep="\n", flush=True)
 
 
+class Quiet(Exit):
+    """An end that leaves the run's folder as it is."""
+
+    def _write(self, record: dict[str, object]) -> None: ...
+
+
 class Nothing:
     """Saves nothing: there is nothing to resume."""
 
@@ -57,7 +63,7 @@ class Nothing:
 
 def attempt(config: Config, preemption: Preemption, source: str, *, split: str, as_json: bool) -> int:
     """Measure with the other ranks; the exit code. Nothing of the run is written to."""
-    leaving = Exit(Path(config.output_dir))
+    leaving = Quiet(Path(config.output_dir))
     try:
         world, strategy = join(config, preemption)
         measure(config, world, strategy, preemption, leaving, source, split=split, as_json=as_json)

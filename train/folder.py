@@ -190,7 +190,7 @@ def _take_over(
     cause = before.error or before.cause
     now = Attempt(
         outcome=attempts.RUNNING, attempt=world.attempt, token=held.token if held else 0, agents=tuple(world.agents), step=furthest,
-        furthest=furthest, idle_attempts=failures, idle_preemptions=stops, cause=cause,
+        furthest=furthest, idle_attempts=failures, idle_preemptions=stops, cause=cause, failure_before=before.failure,
     )  # fmt: skip
     attempts.write(path, now)
     if failures > config.max_idle_attempts:

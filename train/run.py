@@ -25,7 +25,7 @@ from train.checkpoint.weights import read_weights, write_weights
 from train.config.compose import as_given
 from train.config.differences import to_dict
 from train.config.keys import Config, Dist
-from train.config.parts import build, locate, signature
+from train.config.parts import bound, build, locate, signature
 from train.data.load import Data
 from train.data.load import load as load_data
 from train.dist.meeting import meet
@@ -110,6 +110,10 @@ def open_run(
     set_numerics(config)
     data = load_data(config, world)
     batch_size, drop_last = min(config.batch_size, len(data.train)), config.loader.drop_last
+    if batch_size < config.batch_size and world.is_first:
+        say(
+            f"muster: batch_size={config.batch_size} is more than the {batch_size} training samples: a step takes all of them"
+        )
     plan = Plan(len(data.train), batch_size, config.seed, shuffle=data.shuffles, drop_last=drop_last)
     total_steps = config.max_steps or config.epochs * plan.steps_per_epoch
     with open_folder(config, world, leaving, fingerprint=data.fingerprint, total_steps=total_steps) as folder:
@@ -268,7 +272,7 @@ def recipe(
     offered: dict[str, Any] = {"num_classes": data.num_classes} if data.num_classes else {}
     if "input_shape" in wanted:  # only then is a sample looked at
         offered["input_shape"] = data.input_shape
-    objective = build(config.objective)
+    objective = bound(config.objective, free=2)
     if isinstance(objective, torch.nn.Module):
         objective = objective.to(world.device)
     return Recipe(

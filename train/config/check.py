@@ -43,6 +43,9 @@ def check(composed: DictConfig) -> Config:
         raise ConfigError(
             f"eval.every_steps={config.eval.every_steps} is not valid: use a number of steps, null or off"
         )
+    for name in ("name", "output_dir"):
+        if not str(getattr(config, name)).strip():
+            raise ConfigError(f"{name} is empty: give {name}=something, or leave it out")
     if config.dist.init_method != "env://" and not re.fullmatch(r"file:///.*[^/]", config.dist.init_method):
         raise ConfigError(
             f"dist.init_method={config.dist.init_method} is not valid: use env://, or file:///shared/path, a name in a folder "

@@ -29,6 +29,11 @@ from train.config.parts import TARGET
 from train.errors import ConfigError
 
 LOOKS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
+FLAGS = (
+    "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--shell-completion",
+    "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info",
+)  # fmt: skip
+"""Hydra's own."""
 OWN = "own"
 """The option of every group that has no values: what a `_target_` of a user's own begins with."""
 
@@ -41,6 +46,8 @@ def run_each(job: Callable[[Config | ConfigError], int]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's own handler prints a traceback and exits 1: let its errors reach us
     if LOOKS & {*sys.argv} and os.environ.get("RANK", "0") != "0":
         return 0
+    if wrong := unknown_flag(sys.argv[1:]):
+        return job(wrong)
     register()
     codes: list[int] = []
 
@@ -53,6 +60,19 @@ def run_each(job: Callable[[Config | ConfigError], int]) -> int:
     except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
         return job(explain(error))
     return max(codes, default=0)
+
+
+def unknown_flag(words: list[str]) -> ConfigError | None:
+    """What is wrong with a word that begins as an option and is none of Hydra's, if there is one."""
+    for place, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if not word.startswith("--") or any(flag.startswith(name) for flag in FLAGS):
+            continue
+        following = words[place + 1] if place + 1 < len(words) else ""
+        value = value or ("..." if "=" in following or following.startswith("-") else following) or "..."
+        key = name.lstrip("-").replace("-", "_")
+        return ConfigError(f"{word} is no option: write {key}={value}, without dashes")
+    return None
 
 
 def compose(overrides: list[str]) -> Config:

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from train.config.marks import FREE, LOCAL, out_of_range
-from train.errors import ConfigError, nearest
+from train.errors import ConfigError, located, nearest
 
 TARGET = "_target_"
 # torchvision's datasets, and most people's, name the folder on the node so: it may differ and move.
@@ -67,7 +67,24 @@ def build(part: Part, *args: Any, **offered: Any) -> Any:
         and name not in {*kwargs, *positional[: len(args)]}
     ]:
         raise ConfigError(f"{part.key}: {part.target} needs {', '.join(missing)}: write +{part.key}.{missing[0]}=...")
-    return target(*args, **kwargs)
+    try:
+        return target(*args, **kwargs)
+    except ValueError as error:
+        raise ConfigError(f"{part.key}: {part.target} refuses what it was given: {located(error)}") from error
+
+
+def bound(part: Part, *, free: int, **offered: Any) -> Any:
+    """What is called later with `free` arguments: a function that needs so many more than it has values, as it is with
+    its values; a class, or a function that makes one, built. Raises ConfigError.
+    """
+    target = locate(part)
+    parameters = signature(target).values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    left = [name for name in needed if name not in part.values and name not in offered]
+    if inspect.isclass(target) or len(left) != free:
+        return build(part, **offered)
+    given = {name: value for name, value in offered.items() if name in signature(target)}
+    return functools.partial(target, **{**given, **checked_values(part)})
 
 
 def callable_of(key: str, value: Any) -> Any:
@@ -126,6 +143,8 @@ def _module(path: str, said: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
             raise ConfigError(f"{said}: importing {path} failed: {error}; install what it needs") from error
+    except Exception as error:
+        raise ConfigError(f"{said}: importing {path} failed: {located(error)}; mend it") from error
     return None
 
 

@@ -13,8 +13,11 @@ from torch.utils.data import Dataset, default_collate
 from train.data.generators import kept_generators, seed_generators
 from train.data.parts import split
 from train.data.stream import Stream
-from train.errors import DataError, one_line, say
+from train.errors import DataError, located, one_line, say
 from train.plan import Keys, MicroBatch, sample_keys
+
+UNREADABLE = (ValueError, KeyError, IndexError, EOFError)
+"""What a data set raises for what it finds; other errors are its code's, or the machine's."""
 
 
 class Fetch(Dataset[Any]):
@@ -73,6 +76,10 @@ class Fetch(Dataset[Any]):
             try:
                 return self._read(index, key)
             except Exception as error:
+                if self.max_bad is None and isinstance(error, UNREADABLE):
+                    raise DataError(
+                        f"sample {index} cannot be read: {located(error)}; mend it, or leave such samples out with loader.on_bad_sample=skip"
+                    ) from error
                 if self.max_bad is None:
                     raise
                 self._tolerate(index, error)

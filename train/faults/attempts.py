@@ -34,6 +34,7 @@ class Attempt:
     furthest, idle_attempts, idle_preemptions: kept from attempt to attempt, to see whether they come any further.
     checkpoint: the newest commit, {step, path}, so that it is missed when it is gone.
     error, traceback, rank, failed_host: of the first cause, if it failed; cause: of the attempt before.
+    failure: the same for two errors at the same step with the same traceback; failure_before: of the attempt before.
     """
 
     outcome: str = "none"
@@ -55,6 +56,8 @@ class Attempt:
     rank: int | None = None
     failed_host: str | None = None
     traceback: str | None = None
+    failure: str | None = None
+    failure_before: str | None = None
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Attempt:

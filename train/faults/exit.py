@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import socket
@@ -14,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from train.errors import MusterError, RankLost, environment_error, one_line, say
+from train.errors import CrashLoop, MusterError, RankLost, environment_error, one_line, say
 from train.faults import agent, attempts
 from train.faults.attempts import Attempt
 from train.faults.heartbeat import BEAT_S, Heartbeat
@@ -94,6 +95,13 @@ class Exit:
         if isinstance(error, RankLost) and told.attempt == world.attempt and told.outcome != attempts.RUNNING:
             return told.exit_code or 1  # the first cause, from a rank that is gone
         record = self._record(world, error, code, lost=lost)
+        if record["failure"] and told.attempt == world.attempt and told.failure_before == record["failure"]:
+            again = CrashLoop(
+                f"{record['error']}: the same error at the same place as in the attempt before; mend it, and run the same command again"
+            )
+            traceback.print_exception(error)
+            error, code = again, again.exit_code
+            record |= {"outcome": again.outcome, "exit_code": code, "error": one_line(again)}
         won, first_said = world.board.claim_failure(record)
         if won:
             tell(error)
@@ -134,6 +142,7 @@ class Exit:
             "failed_host": whose.host if whose else socket.gethostname(),
             "error": one_line(error) if known else f"{type(error).__name__}: {one_line(error)}",
             "traceback": traceback.format_exc() if lost or not known else None,
+            "failure": None if lost or known else _digest(f"{self.step} {traceback.format_exc()}"),
         }
 
     def _write(self, record: dict[str, object]) -> None:
@@ -156,6 +165,11 @@ class Exit:
             self.world.leave(gone=self.heartbeat.gone if self.heartbeat else 0)
             os._exit(code)
         return code
+
+
+def _digest(text: str) -> str:
+    """Of a text in which addresses do not count."""
+    return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
 
 
 def _put_into_words(error: BaseException) -> BaseException:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional as F
 
-from train.errors import ConfigError
+from train.errors import ConfigError, DataError
 
 
 class Classification:
@@ -21,8 +23,25 @@ class Classification:
             raise ConfigError(
                 f"objective=classification takes logits [B, classes], and the model gives {outputs.dim()} dimensions: try objective=language_modeling"
             )
-        return F.cross_entropy(outputs.float(), targets, label_smoothing=self.label_smoothing)
+        try:
+            return F.cross_entropy(outputs.float(), targets, label_smoothing=self.label_smoothing)
+        except (IndexError, RuntimeError, ValueError) as error:
+            raise labels_that_do_not_fit(outputs, targets, error) from error
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         loss = F.cross_entropy(outputs.float(), targets, reduction="sum")
         return {"loss": loss, "accuracy": (outputs.argmax(-1) == targets).sum()}
+
+
+def labels_that_do_not_fit(outputs: Tensor, targets: Any, error: Exception) -> Exception:
+    """Why `targets` are no labels for `[B, classes]` outputs; `error` itself if they are."""
+    if not isinstance(targets, Tensor) or targets.shape != outputs.shape[:1] or targets.is_floating_point():
+        given = f"{list(targets.shape)} {targets.dtype}" if isinstance(targets, Tensor) else type(targets).__name__
+        return DataError(f"objective=classification takes labels [{len(outputs)}] int64, and the data gives {given}")
+    wrong = targets[(targets < 0) | (targets >= outputs.shape[1])].tolist()
+    if wrong:
+        return DataError(
+            f"the data has label {wrong[0]}, and the model gives {outputs.shape[1]} classes, 0 to {outputs.shape[1] - 1}: "
+            "mend the labels, or say num_classes in the data set or the model"
+        )
+    return error

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from train.config.parts import Part, build, locate
+from train.config.parts import Part, bound, build, locate
 from train.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def build_schedule(part: Part, *, lr: float | None, total_steps: int, steps_per_
         )
     if inspect.isclass(target) and issubclass(target, LRScheduler):
         return TorchSchedule(part, lr=1.0 if lr is None else lr, total_steps=total_steps)
-    schedule: Callable[[int], float] = build(part, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+    schedule: Callable[[int], float] = bound(part, free=1, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
     return schedule
 
 

@@ -5,6 +5,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -57,7 +58,23 @@ class Replicas(Stepping):
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
         self.warm_up(batches)
-        return self.optimizer_step.step(step, batches)
+        try:
+            return self.optimizer_step.step(step, batches)
+        except RuntimeError as error:
+            raise self.unused(error) or error from None
+
+    def unused(self, error: RuntimeError) -> ConfigError | None:
+        """DDP's complaint of parameters without a gradient in the step before, in one line; None if it is none."""
+        if "Expected to have finished reduction" not in str(error):
+            return None
+        trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        said = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        names = [trained[int(number)] for number in said[1].split()] if said else []
+        which = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else "some parameters"
+        return ConfigError(
+            f"{which} got no gradient: let the loss depend on all parameters, freeze them (freeze=[...]), or set "
+            "strategy.find_unused_parameters=true"
+        )
 
     def warm_up(self, batches: list[Batch]) -> None:
         """Before the first step, one that leaves no trace but DDP's layout of its buckets."""
