@@ -34,6 +34,10 @@ FLAGS = (
     "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info",
 )  # fmt: skip
 """Hydra's own."""
+TAKE_A_VALUE = {
+    "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
+    "--experimental-rerun",
+}  # fmt: skip
 OWN = "own"
 """The option of every group that has no values: what a `_target_` of a user's own begins with."""
 
@@ -48,6 +52,7 @@ def run_each(job: Callable[[Config | ConfigError], int]) -> int:
         return 0
     if wrong := unknown_flag(sys.argv[1:]):
         return job(wrong)
+    sys.argv[1:] = overrides_first(sys.argv[1:])
     register()
     codes: list[int] = []
 
@@ -57,6 +62,9 @@ def run_each(job: Callable[[Config | ConfigError], int]) -> int:
 
     try:
         compose_and_do()
+    except BrokenPipeError:  # `--help | head`
+        sys.stdout = open(os.devnull, "w")
+        return 0
     except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
         return job(explain(error))
     return max(codes, default=0)
@@ -73,6 +81,16 @@ def unknown_flag(words: list[str]) -> ConfigError | None:
         key = name.lstrip("-").replace("-", "_")
         return ConfigError(f"{word} is no option: write {key}={value}, without dashes")
     return None
+
+
+def overrides_first(words: list[str]) -> list[str]:
+    """The same command line; Hydra takes overrides in one piece only, and wherever options stand is right for people."""
+    overrides: list[str] = []
+    options: list[str] = []
+    for place, word in enumerate(words):
+        is_value = place > 0 and words[place - 1] in TAKE_A_VALUE
+        (options if word.startswith("-") or is_value else overrides).append(word)
+    return [*overrides, *options]
 
 
 def compose(overrides: list[str]) -> Config:

@@ -120,9 +120,16 @@ def command(spec: Spec, overrides: Sequence[str], *, torchrun: Sequence[str] = (
         *spec.rendezvous.flags(),
         f"--local-addr={spec.local_addr}",
         "-m",
-        "train",
+        entry(),
         *overrides,
     ]
+
+
+def entry() -> str:
+    """The module that ranks run: `muster` where the folder they start in has a `train` of its own, which Python finds first."""
+    here = Path.cwd()
+    own = (here / "train.py").exists() or (here / "train").is_dir()
+    return "muster" if own and (here / "train").resolve() != Path(__file__).resolve().parents[1] else "train"
 
 
 def printed(spec: Spec, line: Sequence[str]) -> str:

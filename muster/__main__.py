@@ -1,0 +1,28 @@
+"""`muster [overrides]` is `python -m train [overrides]`; `muster TOOL ...` is `python -m train.TOOL ...`."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+
+from muster import claim
+
+
+def main() -> None:
+    """Run the kit, or one of its tools, with the rest of the command line."""
+    claim()
+    sys.path.insert(0, str(Path.cwd()))  # as -m has it: the project's own modules
+    tool = sys.argv[1] if len(sys.argv) > 1 else ""
+    if tool.isidentifier() and importlib.util.find_spec(f"train.{tool}"):
+        del sys.argv[1]
+        runpy.run_module(f"train.{tool}", run_name="__main__", alter_sys=True)
+        return
+    from train.__main__ import main as train
+
+    train()
+
+
+if __name__ == "__main__":
+    main()
