@@ -20,6 +20,8 @@ def explain(error: Exception) -> ConfigError:
     text = str(error)
     if match := re.search(r"Could not (?:override|delete from config) '([^']+)'", text):
         return unknown_key(match[1])
+    if match := re.search(r"An item is already at '([^']+)'.*?prefix: '([^']+)'", text, re.S):
+        return ConfigError(f"{match[1]} is there already: write {match[2]}, without +")
     if match := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
         group, option = match[1], match[2]
         there = options(group)
