@@ -62,7 +62,7 @@ $(VENV)/.venv:
 	touch $@
 
 $(VENV)/.train: $(VENV)/.venv pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e . # a few minutes the first time
 	touch $@
 
 $(VENV)/.test: $(VENV)/.train

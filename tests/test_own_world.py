@@ -376,6 +376,17 @@ def test_a_wheel_is_whole_where_another_has_overwritten_train(tmp_path):
     assert done.returncode == 0 and "done: step=2" in done.stdout, done.stderr
 
 
+def test_a_sweep_ends_with_a_table_of_its_jobs(tmp_path):
+    line = [sys.executable, "-m", "train", "-m", "name=grid", "optimizer.lr=0.1,0.2", "max_steps=3", "+own.width=8"]
+    line += ["model.hidden=[${own.width}]", "log.progress=none"]
+    env = environment(COLUMNS="120")
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for rate in ("0.1", "0.2"):
+        assert f"runs/grid/optimizer.lr={rate} " in done.stdout and "accuracy" in done.stdout
+        assert torch.load(tmp_path / f"runs/grid/optimizer.lr={rate}/model.pt")["1.weight"].shape == (8, 64)
+
+
 # Mistakes
 
 

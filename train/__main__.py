@@ -23,7 +23,18 @@ def main() -> None:
     from train.faults import agent
 
     agent.die_with_it()
-    code = run_each(lambda config: carry_out(config, preemption))
+    jobs: list[tuple[str, int]] = []
+
+    def job(config: Config | ConfigError) -> int:
+        ended = carry_out(config, preemption)
+        jobs.append((getattr(config, "output_dir", "-"), ended))
+        return ended
+
+    code = run_each(job)
+    if len(jobs) > 1 and os.environ.get("RANK", "0") == "0":
+        from train.report.sweep import print_table
+
+        print_table(jobs)
     sys.stdout.flush()
     sys.stderr.flush()
     # No tear-down: it would put SIGTERM's default back, so that the launcher's signal hides the code, and torch's C++

@@ -31,8 +31,12 @@ class Adversaries(nn.Module):
     def __init__(self, *, noise: int, width: int):
         super().__init__()
         self.noise = noise
-        self.generator = nn.Sequential(nn.Linear(noise, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
-        self.discriminator = nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+        self.generator = nn.Sequential(
+            nn.Linear(noise, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2)
+        )
+        self.discriminator = nn.Sequential(
+            nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+        )
 
     def fakes(self, number: int) -> Tensor:
         made: Tensor = self.generator(torch.randn(number, self.noise))

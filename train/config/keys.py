@@ -161,6 +161,9 @@ class Config:
         dict, "what happens beside the loop: names from conf/callbacks, `+callbacks.mine._target_=your.Own`", FREE
     )
     profile: bool = key(False, "write a torch.profiler trace of some steps of each rank to `profile/`", FREE)
+    own: dict[str, Any] = key_of(
+        dict, "values of your own, for `${own.width}` elsewhere in YAML: `+own.width=64`", FREE
+    )
     freeze: list[str] = key_of(list, "patterns of parameters' names that are not trained: `[features, '*.bias']`")
     init_from: str | None = key(
         None, "weights to begin with: a file, a URL, or a run's folder (its `model.pt`, else its newest checkpoint)"
