@@ -58,6 +58,8 @@ def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
         leaving.world = world
         assert isinstance(config, Config)
         leaving.heartbeat = heartbeat = beat(config, world, leaving)
+        if config.doctor:
+            consult(config, world)
         with open_run(config, world, strategy, preemption, heartbeat, leaving) as (run, folder, checkpoints):
             carry_out(run, folder, checkpoints)
         strategy.close()
@@ -100,6 +102,18 @@ def beat(config: Config, world: World, leaving: Exit) -> Heartbeat:
     if world.size > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         heartbeat.start()
     return heartbeat
+
+
+def consult(config: Config, world: World) -> None:
+    """Have the doctor look at what takes no time. Collective. Raises ConfigError: training cannot work so."""
+    from train.doctor.base import Visit
+    from train.doctor.show import wrong
+    from train.doctor.visit import examine
+
+    failed, warned = wrong(examine(world, Visit(config, quick=True)))
+    for line in warned:
+        say(f"muster: doctor: {line}")
+    world.together(ConfigError(f"the doctor: {'; '.join(failed)}") if failed else None)
 
 
 @contextlib.contextmanager

@@ -160,6 +160,7 @@ class Config:
     callbacks: dict[str, Any] = key_of(
         dict, "what happens beside the loop: names from conf/callbacks, `+callbacks.mine._target_=your.Own`", FREE
     )
+    doctor: bool = key(False, "look first whether this cluster can train (`python -m train.doctor --quick`)", FREE)
     profile: bool = key(False, "write a torch.profiler trace of some steps of each rank to `profile/`", FREE)
     own: dict[str, Any] = key_of(
         dict, "values of your own, for `${own.width}` elsewhere in YAML: `+own.width=64`", FREE

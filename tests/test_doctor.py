@@ -1,0 +1,185 @@
+"""The doctor says what is wrong with a cluster: each check has a test in which it fails and names the cause."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from kit.job import ROOT, environment, run
+
+from train.config.compose import compose
+from train.doctor.base import Visit
+from train.doctor.lint import lint
+from train.doctor.visit import all_checks
+
+CHECKS = {check.name: check for check in all_checks()}
+GOOD = {
+    "ranks": {"world_size": 2, "meant": None, "slurm": ""},
+    "addresses": {
+        "master": "one",
+        "master_is": ["10.0.0.1"],
+        "own": ["10.0.0.1"],
+        "interface": "",
+        "mtus": {"eth0": 1500},
+    },
+    "clocks": {"time": 1000.0},
+    "versions": {"python": "3.11", "torch": "2.15", "cuda": "", "nccl": "", "gpu": "", "kit": "1", "machine": "x"},
+    "processors": {"usable": [0, 1, 2, 3], "quota": None, "threads": 2, "local_world_size": 1, "asked": 4},
+    "memory": {"free": 8.0, "shared": 4.0, "files": 4096, "ranks": 1, "workers": 2},
+    "folder": {"path": "runs/a", "at": "/runs", "free": 50.0, "writable": True, "seen": True, "speed": 300.0},
+    "links": {"links": {}},
+    "speed": {"gflops": 100.0, "sums": {}},
+}
+
+
+def judged(name, *changes, visit=None):
+    """The findings of a check on a rank on each of as many hosts as there are `changes` of good facts."""
+    ranks = [
+        {"rank": rank, "host": f"host{rank}", "local_rank": 0, **GOOD[name], **change}
+        for rank, change in enumerate(changes)
+    ]
+    CHECKS[name].summary(ranks)
+    return CHECKS[name].judge(ranks, visit or Visit(compose([])))
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_nothing_is_said_of_a_cluster_that_is_well(name):
+    assert judged(name, {}, {}) == [] and judged(name, {}) == []
+
+
+def test_every_check_has_facts_here():
+    assert CHECKS.keys() == GOOD.keys()
+
+
+@pytest.mark.parametrize(
+    "name, changes, fails, says",
+    [
+        ("ranks", [{"meant": 4}, {}], True, "2 of 4 ranks are here, on host0, host1"),
+        ("ranks", [{"slurm": "7"}, {"slurm": "8"}], True, "2 Slurm jobs have met: 7, 8"),
+        ("addresses", [{"master_is": ["127.0.0.1"]}, {}], True, "MASTER_ADDR=one is loopback on host0"),
+        ("addresses", [{}, {"master_is": []}], True, "has no address on host1"),
+        ("addresses", [{}, {"master_is": ["10.0.0.9"]}], True, "not one host: 10.0.0.1 on host0; 10.0.0.9 on host1"),
+        ("addresses", [{}, {"own": ["127.0.1.1"]}], False, "the own name of host1 is a loopback address"),
+        ("addresses", [{}, {"mtus": {"eth0": 9000}}], False, "MTU of eth0 differs: 1500 on host0; 9000 on host1"),
+        ("clocks", [{}, {"time": 1000.0}, {"time": 1090.0}], False, "host2 by +90.0 s"),
+        ("versions", [{}, {"torch": "2.11"}], True, "torch differs: 2.15 on host0; 2.11 on host1"),
+        ("versions", [{}, {"python": "3.12"}], False, "python differs"),
+        ("processors", [{}, {"threads": 9}], False, "host1: 1 ranks with 9 threads in all have 4 processors"),
+        ("processors", [{}, {"quota": 1.5}], False, "have 1.5 processors"),
+        ("processors", [{"usable": [0]}, {}], True, "asked for 4 processors a task, and 1 can be used"),
+        ("memory", [{}, {"free": 0.4}], True, "host1: 0.4 GiB of memory"),
+        ("memory", [{}, {"shared": 0.06}], True, "host1: 0.06 GiB of /dev/shm"),
+        ("memory", [{}, {"files": 256}], False, "at most 256 file descriptors"),
+        ("folder", [{}, {"seen": False}], True, "not the folder that rank 0 writes to on host1"),
+        ("folder", [{"writable": False}, {}], True, "cannot be written to on host0"),
+        ("folder", [{"free": 0.2}, {}], True, "0.20 GB are free"),
+        ("folder", [{}, {"speed": 3.0}], False, "3 MB/s on host1"),
+        ("links", [{"links": {"0-1": [1e-4, 900.0], "0-2": [1e-4, 20.0]}}, {"links": {"1-2": [1e-4, 950.0]}}, {}], False, "ranks 0 on host0 and 2 on host2 talk at 20 MB/s, most at 900"),
+        ("speed", [{}, {"gflops": 40.0}, {}], False, "rank 1 on host1 multiplies at 40 GFLOP/s, most at 100"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_host_and_a_remedy(name, changes, fails, says):
+    found = judged(name, *changes)
+    assert [finding for finding in found if says in finding.what and finding.fails is fails and finding.remedy], found
+
+
+def doctor(folder, *arguments, ranks=None, before=()):
+    launcher = [] if ranks is None else ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    return subprocess.run(
+        [*before, sys.executable, "-m", *launcher, "train.doctor", *arguments],
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_a_machine_that_can_train(tmp_path):
+    done = doctor(tmp_path, "output_dir=runs/a", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "doctor.json").read_text())
+    assert found["ok"] and {check["check"] for check in found["checks"]} == CHECKS.keys()
+    assert all(len(check["ranks"]) == 2 for check in found["checks"])
+    assert (tmp_path / "links.png").exists() and "GFLOP/s" in done.stdout
+    assert not list(tmp_path.glob(".muster-doctor*"))
+
+
+def test_a_rank_that_is_not_there_fails_the_visit(tmp_path):
+    done = doctor(tmp_path, "--quick", "--expect", "3", ranks=2)
+    assert done.returncode == 1 and "fail: ranks: 2 of 3 ranks are here" in done.stdout
+    assert json.loads((tmp_path / "doctor.json").read_text())["failed"] == ["ranks"]
+
+
+def test_more_threads_than_processors_are_seen(tmp_path):
+    done = doctor(tmp_path, "--quick", ranks=2, before=("taskset", "-c", "0"))
+    assert done.returncode == 0 and "2 ranks with 2 threads in all have 1 processors" in done.stdout, done.stdout
+
+
+def test_a_run_may_ask_the_doctor_first(tmp_path):
+    well = run(tmp_path / "well", "doctor=true", "max_steps=2", ranks=2)
+    assert well.outcome["outcome"] == "done"
+    ill = run(tmp_path / "ill", "doctor=true", "max_steps=2", ok=False, env={"SLURM_CPUS_PER_TASK": "900"})
+    assert ill.code == 2 and "Slurm was asked for 900 processors" in ill.said[-1], ill.out
+    assert not (tmp_path / "ill/checkpoints").exists()
+
+
+SBATCH = """#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --cpus-per-task=8
+#SBATCH --signal=B:USR1@120
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+srun torchrun -m train
+"""
+
+
+@pytest.mark.parametrize(
+    "change, line, says",
+    [
+        (("#SBATCH --nodes", "# SBATCH --nodes"), 2, "without a blank"),
+        (("export SRUN", "export OTHER"), 6, "srun does not take over --cpus-per-task"),
+        (("#SBATCH --signal=B:USR1@120\n", ""), 1, "--signal=B:USR1@120"),
+        (("srun torchrun", "echo begins\n#SBATCH --time=1\nsrun torchrun"), 7, "after the first command"),
+        (("srun torchrun", "export PET_NNODES=2\nsrun torchrun --nnodes=4"), 7, "wins over PET_NNODES"),
+    ],
+)
+def test_mistakes_in_a_batch_script(tmp_path, change, line, says):
+    (tmp_path / "job.sbatch").write_text(SBATCH)
+    assert lint([tmp_path]) == []
+    (tmp_path / "job.sbatch").write_text(SBATCH.replace(*change))
+    found = lint([tmp_path])
+    assert len(found) == 1 and found[0].startswith(f"{tmp_path}/job.sbatch:{line}: ") and says in found[0], found
+
+
+MANIFEST = """apiVersion: v1
+kind: Service
+metadata: {name: ranks}
+spec: {clusterIP: None}
+---
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+spec:
+  trainer: {numNodes: 2}
+  podTemplate:
+    terminationGracePeriodSeconds: 120
+    command: [torchrun, --rdzv-endpoint=ranks.default:29500]
+"""
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (("spec: {clusterIP: None}", "spec: {}"), "a Service that spreads over all pods"),
+        (("GracePeriodSeconds: 120", "GracePeriodSeconds: 10"), "killed after 10 s"),
+        (("  trainer: {numNodes: 2}\n", "  runtimeRef: {name: torch}\n"), "without spec.trainer"),
+    ],
+)
+def test_mistakes_in_a_manifest(tmp_path, change, says):
+    (tmp_path / "job.yaml").write_text(MANIFEST)
+    assert lint([tmp_path]) == []
+    (tmp_path / "job.yaml").write_text(MANIFEST.replace(*change))
+    found = lint([tmp_path])
+    assert len(found) == 1 and says in found[0], found
+
+
+def test_what_we_ship_has_no_mistake(tmp_path):
+    done = doctor(ROOT, "--lint", "slurm", "k8s", "docker")
+    assert done.returncode == 0 and "0 mistakes found" in done.stdout, done.stdout
+    none = doctor(tmp_path, "--lint", "nowhere")
+    assert none.returncode == 2 and "there is no such file" in none.stderr

@@ -1,0 +1,73 @@
+"""`torchrun ... -m train.doctor [options] [overrides]`: can this cluster train? Run it as the job will be run.
+
+`python -m train.doctor --lint slurm/ k8s/` looks for mistakes in what is submitted, and needs no cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from train.config.compose import compose
+from train.config.keys import Config
+from train.dist.place import Place
+from train.dist.world import start
+from train.doctor.base import Visit
+from train.doctor.lint import lint
+from train.doctor.show import show, write
+from train.doctor.visit import examine
+from train.errors import MusterError
+from train.faults.exit import tell
+
+FAILED = 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m train.doctor", description=__doc__)
+    parser.add_argument("--expect", type=int, metavar="RANKS", help="how many ranks there should be")
+    parser.add_argument("--quick", action="store_true", help="leave out what measures speed")
+    parser.add_argument("--out", type=Path, default=Path(), help="where doctor.json and links.png go (default: here)")
+    parser.add_argument(
+        "--lint", nargs="+", type=Path, metavar="FILE", help="look into batch scripts and manifests instead"
+    )
+    parser.add_argument("overrides", nargs="*", help="as for a run: output_dir, dist.timeout_s, ...")
+    given = parser.parse_intermixed_args()
+    try:
+        code = looked_into(given.lint) if given.lint else visited(compose(given.overrides), given)
+    except MusterError as error:
+        tell(error)
+        code = error.exit_code
+    sys.stdout.flush()
+    os._exit(code)  # as python -m train does: no tear-down
+
+
+def visited(config: Config, given: argparse.Namespace) -> int:
+    """Let all ranks look, and rank 0 say what is wrong; 0, or 1 if training cannot work. Collective. Raises MusterError."""
+    place = Place.from_env(config.dist.init_method)
+    world = start(config, place)
+    results = examine(world, Visit(config, expected=given.expect, quick=given.quick))
+    fails = False
+    if world.is_first:
+        show(results, Console(soft_wrap=True))
+        write(results, given.out)
+        fails = any(finding["fails"] for result in results for finding in result["findings"])
+    fails = bool(world.sum([float(fails)])[0])
+    world.close()
+    return FAILED if fails else 0
+
+
+def looked_into(paths: list[Path]) -> int:
+    """Print the mistakes in files; 0 if there are none."""
+    mistakes = lint(paths)
+    for mistake in mistakes:
+        print(mistake)
+    print(f"{len(mistakes)} mistake{'s' * (len(mistakes) != 1)} found", flush=True)
+    return FAILED if mistakes else 0
+
+
+if __name__ == "__main__":
+    main()

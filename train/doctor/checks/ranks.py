@@ -1,0 +1,50 @@
+"""Every rank that was meant to be there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from train.dist.world import World
+from train.doctor.base import Check, Facts, Finding, Visit, by_value
+
+
+class Ranks(Check):
+    name = "ranks"
+
+    def look(self, world: World, visit: Visit) -> dict[str, Any]:
+        return {
+            "world_size": world.size,
+            "meant": meant(os.environ),
+            "slurm": os.environ.get("SLURM_JOB_ID", ""),
+        }
+
+    def judge(self, ranks: Sequence[Facts], visit: Visit) -> list[Finding]:
+        first = ranks[0]
+        expected = visit.expected or first["meant"]
+        found: list[Finding] = []
+        if expected and len(ranks) != expected:
+            hosts = ", ".join(dict.fromkeys(facts["host"] for facts in ranks))
+            remedy = "look at the log of the nodes that are missing; is the rendezvous port open to them?"
+            found.append(Finding(f"{len(ranks)} of {expected} ranks are here, on {hosts}", remedy))
+        if len(jobs := [job for job in by_value(ranks, "slurm") if job]) > 1:
+            found.append(
+                Finding(
+                    f"ranks of {len(jobs)} Slurm jobs have met: {', '.join(jobs)}", "give each job a port of its own"
+                )
+            )
+        return found
+
+    def summary(self, ranks: Sequence[Facts]) -> str:
+        hosts = sorted({facts["host"] for facts in ranks})
+        return f"{len(ranks)} on {len(hosts)} host{'s' * (len(hosts) > 1)}: {', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''}"
+
+
+def meant(environment: Any) -> int | None:
+    """How many ranks the launcher was told to start at most, where its variables say so."""
+    nodes = environment.get("PET_NNODES") or environment.get("SLURM_NNODES") or ""
+    match = re.fullmatch(r"(?:\d+:)?(\d+)", nodes)
+    local = environment.get("LOCAL_WORLD_SIZE", "")
+    return int(match[1]) * int(local) if match and local.isdigit() else None

@@ -1,0 +1,55 @@
+"""A visit: all checks on all ranks, and what rank 0 makes of them."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import time
+from dataclasses import asdict
+from typing import Any
+
+from train.dist.world import World
+from train.doctor import checks
+from train.doctor.base import Check, Finding, Visit, whereabouts
+from train.errors import located
+
+
+def all_checks() -> list[Check]:
+    """One of each class in checks/, the quick ones first."""
+    for module in pkgutil.iter_modules(checks.__path__):
+        importlib.import_module(f"{checks.__name__}.{module.name}")
+    found = [kind() for kind in Check.__subclasses__() if kind.__module__.startswith(f"{checks.__name__}.")]
+    return sorted(found, key=lambda check: (check.slow, check.name != "ranks", check.name))
+
+
+def examine(world: World, visit: Visit) -> list[dict[str, Any]]:
+    """For each check its name, a line on what was seen, the facts and the findings; empty but on rank 0. Collective."""
+    results = []
+    for check in all_checks():
+        if check.slow and visit.quick:
+            continue
+        began, facts = time.perf_counter(), dict[str, Any]()
+        try:
+            facts = check.look(world, visit)
+        except (OSError, ValueError, KeyError) as error:  # one machine lacks what another has
+            facts = {"cannot": located(error)}
+        ranks = world.gather({**whereabouts(world), **facts})
+        if not world.is_first:
+            continue
+        seconds = time.perf_counter() - began
+        blind = [each for each in ranks if "cannot" in each]
+        if blind:
+            said = f"rank {blind[0]['rank']} on {blind[0]['host']} could not look: {blind[0]['cannot']}"
+            summary, findings = "", [Finding(said, "see whether that node is set up like the others", fails=False)]
+        else:
+            summary, findings = check.summary(ranks), check.judge(ranks, visit)
+        results.append(
+            {
+                "check": check.name,
+                "seen": summary,
+                "seconds": round(seconds, 2),
+                "findings": [asdict(finding) for finding in findings],
+                "ranks": ranks,
+            }
+        )
+    return results
