@@ -429,7 +429,8 @@ def test_a_parameter_that_gets_no_gradient_is_named(tmp_path):
 
 def test_a_batch_larger_than_the_data_is_said(tmp_path):
     result = run(tmp_path / "run", "batch_size=5000", "max_steps=1")
-    assert result.said == ["muster: batch_size=5000 is more than the 1437 training samples: a step takes all of them"]
+    assert "batch_size=5000 is more than the 1437 training samples: a step takes all of them" in result.out
+    assert result.events("note") and not result.said
 
 
 def test_the_same_error_at_the_same_step_is_not_tried_again(tmp_path):

@@ -124,10 +124,6 @@ def open_run(
     set_numerics(config)
     data = load_data(config, world)
     batch_size, drop_last = min(config.batch_size, len(data.train)), config.loader.drop_last
-    if batch_size < config.batch_size and world.is_first:
-        say(
-            f"muster: batch_size={config.batch_size} is more than the {batch_size} training samples: a step takes all of them"
-        )
     plan = Plan(len(data.train), batch_size, config.seed, shuffle=data.shuffles, drop_last=drop_last)
     total_steps = config.max_steps or config.epochs * plan.steps_per_epoch
     with open_folder(config, world, leaving, fingerprint=data.fingerprint, total_steps=total_steps) as folder:
@@ -330,6 +326,11 @@ def announce(run: Run, folder: Folder) -> None:
         "device": str(world.device.type),
         "attempt": world.attempt,
     }
+    if run.plan.batch_size < run.config.batch_size:
+        asked, there = run.config.batch_size, run.plan.size
+        run.metrics.event(
+            "note", text=f"batch_size={asked} is more than the {there} training samples: a step takes all of them"
+        )
     if before.outcome not in ("none", attempts.DONE, attempts.PREEMPTED):
         run.metrics.event("restart", step=run.step, after=before.outcome, cause=before.error)
     if folder.saved is None:
