@@ -163,7 +163,7 @@ def measure(workload: Workload, folder: str) -> tuple[bool, list[Any]]:
     heartbeat = beat(config, world, leaving)
     with open_run(config, world, strategy, preemption, heartbeat, leaving) as (opened, _, _):
         dataset = Ready(workload)
-        data = Data(dataset, None, workload.shape, workload.classes, "bench")
+        data = Data(dataset, None, workload.classes, "bench")
         model = partial(build, config.model, input_shape=workload.shape, num_classes=workload.classes)
         others = [by_hand(model(), dataset, workload.batch), bare(model(), dataset, workload.batch)]
         turns = InTurns(strategy, others, of_a_turn)
