@@ -1,5 +1,6 @@
 """The batch scripts and submit.py on a real Slurm of three hosts."""
 
+import json
 import os
 import re
 import shutil
@@ -56,6 +57,18 @@ def test_every_directive_is_one():
         first = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
         assert all(n < first for n, line in enumerate(lines) if line.startswith("#SBATCH"))
         assert sum(line.startswith("#SBATCH") for line in lines) >= 6
+
+
+def test_the_doctor_visits_two_nodes(slurm, checkout):
+    """Both look, and the folder that they would write to is shared."""
+    job = slurm.sbatch(checkout, "output_dir=runs/visited", script="slurm/doctor.sbatch")
+    state = slurm.ended(job)
+    assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), logs(checkout)
+    found = json.loads((checkout / "doctor.json").read_text())
+    assert found["ok"] and len({rank["host"] for rank in found["checks"][0]["ranks"]}) == 2
+    alone = slurm.sbatch(checkout, "output_dir=runs/visited", "--expect=3", script="slurm/doctor.sbatch")
+    assert slurm.ended(alone)["JobState"] == "FAILED"
+    assert "2 of 3 ranks are here" in logs(checkout)
 
 
 def test_two_nodes_train_as_one_process_does(slurm, checkout, tmp_path):

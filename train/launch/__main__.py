@@ -2,6 +2,7 @@
 
 node [overrides]       run this node's agent, as the environment of Slurm, Kubernetes or compose says
 command [overrides]    print its torchrun line, and run nothing
+doctor [options]       have all ranks look whether this cluster can train (python -m train.doctor --help)
 check [overrides]      exit 0 and print the run's folder if `python -m train` would accept them, else 2 and the reason
 store [options]        hold the rendezvous store in a process of its own
 plan [overrides]       for slurm/job.sh: check, then what srun is to be told, as shell assignments
@@ -12,15 +13,17 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from train.errors import ConfigError, nearest, one_line, say
 from train.faults import attempts
 from train.launch import execute, slurm
 from train.launch.check import check, check_apart
-from train.launch.spec import command, printed, this_torchrun
+from train.launch.spec import command, environment, printed, this_torchrun
 from train.launch.substrate import find, here
 from train.launch.verdict import SLURM, decide, identity
 
@@ -54,6 +57,19 @@ def check_here(given: Sequence[str]) -> int:
     """Check the overrides, those that come by the environment among them. Raises ConfigError."""
     kind = find(os.environ)
     return check([*(kind.overrides(os.environ) if kind else ()), *given])
+
+
+def doctor(given: Sequence[str]) -> int:
+    """Have all ranks look whether they can train, once, and give torchrun's code. Raises ConfigError."""
+    kind = here(os.environ)
+    spec = replace(kind.spec(os.environ), max_restarts=0)
+    words = [*kind.overrides(os.environ), *given]
+    most = str(spec.nnodes).rpartition(":")[2]
+    if str(spec.nproc).isdigit() and not any(word.startswith("--expect") for word in words):
+        words = ["--expect", str(int(most) * int(spec.nproc)), *words]
+    line = command(spec, words, torchrun=this_torchrun(), module="train.doctor")
+    say(printed(spec, line), sys.stdout)
+    return subprocess.run(line, env={**os.environ, **environment(spec)}, check=False).returncode
 
 
 def store(given: Sequence[str]) -> int:
@@ -93,6 +109,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "node": node,
     "command": line,
     "check": check_here,
+    "doctor": doctor,
     "store": store,
     "plan": plan,
     "verdict": verdict,

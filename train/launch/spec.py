@@ -110,8 +110,10 @@ def environment(spec: Spec) -> dict[str, str]:
     }
 
 
-def command(spec: Spec, overrides: Sequence[str], *, torchrun: Sequence[str] = ("torchrun",)) -> list[str]:
-    """The line that starts this node's agent."""
+def command(
+    spec: Spec, overrides: Sequence[str], *, torchrun: Sequence[str] = ("torchrun",), module: str | None = None
+) -> list[str]:
+    """The line that starts this node's agent, whose ranks run `module`, or train."""
     return [
         *torchrun,
         f"--nnodes={spec.nnodes}",
@@ -120,7 +122,7 @@ def command(spec: Spec, overrides: Sequence[str], *, torchrun: Sequence[str] = (
         *spec.rendezvous.flags(),
         f"--local-addr={spec.local_addr}",
         "-m",
-        entry(),
+        module or entry(),
         *overrides,
     ]
 
