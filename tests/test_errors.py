@@ -199,7 +199,7 @@ def test_leaving_out_is_bounded(tmp_path):
 
 def test_a_crash_loop_ends_and_shows_the_first_cause(tmp_path):
     """torchrun would restart ten times; three attempts without progress are enough."""
-    crashing = ("model._target_=kit.parts.models.Crashing", "+model.at=3", "max_steps=9")
+    crashing = ("model._target_=kit.parts.models.Crashing", "+model.at=3", "+model.anew=true", "max_steps=9")
     result = run(tmp_path / "run", *crashing, ranks=2, torchrun=("--max-restarts=10",), ok=False, timeout_s=200)
     assert result.outcome["outcome"] == "crash_loop" and result.outcome["exit_code"] == 7, result.out
     assert "the user's own mistake" in result.outcome["error"]

@@ -50,16 +50,16 @@ class Exploding(nn.Sequential):
 
 
 class Crashing(nn.Linear):
-    """Raises on one rank in one step."""
+    """Raises on one rank in one step; `anew`: in other words each time."""
 
-    def __init__(self, rank=1, at=2):
+    def __init__(self, rank=1, at=2, anew=False):
         super().__init__(64, 10)
-        self.rank, self.at, self.calls = rank, at, 0
+        self.rank, self.at, self.calls, self.anew = rank, at, 0, anew
 
     def forward(self, x):
         self.calls += 1
         if self.calls == self.at and os.environ.get("RANK", "0") == str(self.rank):
-            raise ValueError("the user's own mistake")
+            raise ValueError(f"the user's own mistake{f' in process {os.getpid()}' if self.anew else ''}")
         return super().forward(x.flatten(1))
 
 
