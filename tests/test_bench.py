@@ -21,7 +21,7 @@ def test_the_loop_beside_others_on_the_same_data(tmp_path):
 
 def test_a_checkpoint_beside_torch_save():
     out = bench("bench.checkpoint", "mlp, 1 MB", ROUNDS="1")
-    assert "| mlp, 1 MB | 1 |" in out
+    assert float(out.splitlines()[-1].split("|")[3]) > 0, out
 
 
 def test_batches_beside_those_that_people_write():

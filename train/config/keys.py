@@ -163,7 +163,7 @@ class Config:
     doctor: bool = key(False, "look first whether this cluster can train (`python -m train.doctor --quick`)", FREE)
     profile: bool = key(False, "write a torch.profiler trace of some steps of each rank to `profile/`", FREE)
     own: dict[str, Any] = key_of(
-        dict, "values of your own, for `${own.width}` elsewhere in YAML: `+own.width=64`", FREE
+        dict, "values of your own (`+own.width=64`), for YAML elsewhere to refer to as own.width", FREE
     )
     freeze: list[str] = key_of(list, "patterns of parameters' names that are not trained: `[features, '*.bias']`")
     init_from: str | None = key(
