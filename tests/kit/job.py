@@ -136,7 +136,7 @@ def run(
     Where launcher and start-up are not what is looked at it starts warm, unless `cold`: with `ranks` as if started by hand.
     """
     env = kwargs.get("env") or {}
-    cold |= bool(ranks is not None and not ok) or bool(kwargs.keys() - {"env"})
+    cold |= bool(ranks is not None and not ok) or bool(kwargs.keys() - {"env", "cwd"})
     if cold or any(name.startswith(READ_AT_IMPORT) for name in env):
         result = finish(start(folder, *overrides, ranks=ranks, **kwargs), folder, timeout_s=timeout_s)
         assert not ok or result.code == 0, result.out
@@ -144,7 +144,8 @@ def run(
     began = time.monotonic()
     line = [f"output_dir={folder}", *QUIET, *overrides]
     places = [{}] if ranks is None else by_hand(ranks)
-    code, out = warm.run(line, [environment(**env, **each) for each in places], cwd=folder.parent, timeout_s=timeout_s)
+    cwd = kwargs.get("cwd", folder.parent)
+    code, out = warm.run(line, [environment(**env, **each) for each in places], cwd=cwd, timeout_s=timeout_s)
     assert code == 0 or not ok, out
     return Result(code, out, folder, time.monotonic() - began)
 
