@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from train.errors import ConfigError
+from train.launch.spec import SHUTDOWN
 
 Rule = Callable[[str], Iterator[tuple[int, str]]]
 """The text of a file -> (line, what is wrong and what to do)."""
@@ -80,8 +81,8 @@ def manifests(text: str) -> list[Any]:
 
 def grace_too_short(text: str) -> Iterator[tuple[int, str]]:
     for match in re.finditer(r"terminationGracePeriodSeconds:\s*(\d+)", text):
-        timeout = re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT\D+?value:\s*\D?(\d+)|GRACE_S\D+?value:\s*\D?(\d+)", text)
-        needed = int(next(filter(None, timeout.groups()))) if timeout else 30
+        timeout = re.search(rf"(?:{SHUTDOWN}|GRACE_S)\D+?value:\s*\D?(\d+)", text)
+        needed = int(timeout[1]) if timeout else 30
         if int(match[1]) < needed:
             yield (
                 text.count("\n", 0, match.start()) + 1,

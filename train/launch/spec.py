@@ -15,6 +15,8 @@ from train.faults.agent import STUCK_S
 
 UNSHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Or a surviving agent keeps the address of the group from a node that joins late or anew."""
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Seconds that the workers have for the last checkpoint (torchrun's own: 30)."""
 MARGIN_S = 10  # of the grace time, for the agent's own end and for what reads the outcome
 
 
@@ -104,8 +106,7 @@ def environment(spec: Spec) -> dict[str, str]:
     """The variables without which torchrun would not do what the line says."""
     return {
         **UNSHARED,
-        # How long the workers have for the last checkpoint (torchrun's own: 30 s).
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec.grace_s - MARGIN_S),
+        SHUTDOWN: str(spec.grace_s - MARGIN_S),
         "OMP_NUM_THREADS": str(spec.threads),
     }
 
