@@ -29,6 +29,7 @@ from train.objectives.measure import Measures
 from train.plan import Plan
 from train.run import beat, join, recipe, set_numerics
 from train.strategies.base import Strategy
+from train.timing.clock import Clock
 
 
 class Print(Logger):
@@ -101,7 +102,7 @@ def measure(
         Run(
             config=config, world=world, data=data, plan=plan, strategy=strategy, checkpoints=Nothing(), metrics=metrics,
             preemption=preemption, heartbeat=leaving.heartbeat, total_steps=1, progress=Progress(),
-            callbacks=Callbacks({}), measures=measures,
+            callbacks=Callbacks({}), measures=measures, clock=Clock(),
         )
     )  # fmt: skip
     preemption.close()

@@ -33,6 +33,7 @@ SEE_AGAIN_S = 0.1
 OF_A_RUN = (
     "checkpoints",
     "metrics.jsonl",
+    "timing.jsonl",
     "config.yaml",
     "outcome.json",
     "model.pt",

@@ -18,6 +18,7 @@ from train.faults.preemption import Preemption
 from train.objectives.measure import Measures, is_better, means, value_of
 from train.plan import Plan
 from train.strategies.base import StepResult, Strategy
+from train.timing.clock import Clock, Times, gathered, spread
 
 EVAL_BATCH = 256
 
@@ -37,6 +38,7 @@ class Records(Protocol):
     ) -> None: ...
     def eval(self, *, step: int, epoch: int, seconds: float, values: dict[str, float]) -> None: ...
     def event(self, event: str, **details: Any) -> None: ...
+    def timing(self, step: int, ranks: list[Times]) -> None: ...
     def advance(self, step: int) -> None: ...
 
 
@@ -84,6 +86,7 @@ class Run:
     progress: Progress
     callbacks: Hooks
     measures: Measures
+    clock: Clock
 
     @property
     def step(self) -> int:
@@ -116,8 +119,9 @@ def train(run: Run) -> None:
         StorageError: checkpoints cannot be written.
     """
     run.callbacks.on_start(run)
+    run.clock.begin()
     evaluate_if_due(run)
-    for micro_batches in load(run, run.data.train, run.plan, range(run.step, run.total_steps)):
+    for micro_batches in run.clock.waiting(load(run, run.data.train, run.plan, range(run.step, run.total_steps))):
         if run.is_over:
             break
         begin(run, "step")
@@ -156,13 +160,24 @@ def evaluate(run: Run) -> None:
     """Measure the test split, every sample exactly once whatever the world size. Collective."""
     if run.data.test is None or run.config.eval.every_steps == "off" or run.progress.evaluated == run.step > 0:
         return
-    started, totals = time.perf_counter(), dict[str, Any]()
-    slices = run.config.virtual_world_size
+    started = time.perf_counter()
+    with run.clock.spending("evaluation"):
+        values = measure(run)
+    run.metrics.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=values)
+    run.progress.evaluated = run.step
+    run.callbacks.on_eval_end(run, values)
+    note_best(run, values)
+
+
+def measure(run: Run) -> dict[str, float]:
+    """The values of the test split. Collective."""
+    totals, slices, test = dict[str, Any](), run.config.virtual_world_size, run.data.test
+    assert test is not None
     run.callbacks.on_eval_begin(run)
-    size = min(len(run.data.test), run.config.eval.max_samples or len(run.data.test))
+    size = min(len(test), run.config.eval.max_samples or len(test))
     ranks = run.strategy.data_shard[1] if run.strategy.data_shard else 1
     plan = Plan(size, batch_size=min(size, EVAL_BATCH * (slices or ranks)), shuffle=False)
-    for micro_batches in load(run, run.data.test, plan, range(plan.steps_per_epoch)):
+    for micro_batches in load(run, test, plan, range(plan.steps_per_epoch)):
         begin(run, "evaluation")
         for batch in micro_batches:
             for name, value in run.strategy.evaluate(batch).items():
@@ -170,11 +185,7 @@ def evaluate(run: Run) -> None:
                 totals[key] = totals.get(key, 0) + value.double()
     begin(run, "evaluation")
     values = means(run.world.sum_named({key: float(value) for key, value in totals.items()}), count=size)
-    values |= run.measures.compute()
-    run.metrics.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=values)
-    run.progress.evaluated = run.step
-    run.callbacks.on_eval_end(run, values)
-    note_best(run, values)
+    return values | run.measures.compute()
 
 
 def note_best(run: Run, values: dict[str, float]) -> None:
@@ -194,7 +205,9 @@ def is_time_to_save(run: Run) -> bool:
 
 def log(run: Run, result: StepResult) -> None:
     """Report the step just done. Collective; the one place in the loop that waits for the device."""
-    loss = run.world.sum([float(result.loss)])[0]
+    own_loss = float(result.loss)  # waits for the device
+    times = spread(run.clock.read(), rank=run.world.rank, size=run.world.size)
+    loss, *everybody = run.world.sum([own_loss, *times])
     more = {}
     if run.config.log.train_metrics:
         sums = run.world.sum_named({name: float(value) for name, value in result.metrics.items()})
@@ -210,6 +223,7 @@ def log(run: Run, result: StepResult) -> None:
         samples=run.plan.samples_before(run.step),
         more={name: value for name, value in more.items() if name != "loss"},
     )
+    run.metrics.timing(run.step, gathered(everybody))
 
 
 def save(run: Run) -> None:
@@ -225,14 +239,16 @@ def save(run: Run) -> None:
         "evaluated": run.progress.evaluated,
         "best": run.progress.best,
     }
-    run.checkpoints.save(state={**run.strategy.state(), **run.callbacks.state()}, position=position)
+    with run.clock.spending("checkpoint"):
+        run.checkpoints.save(state={**run.strategy.state(), **run.callbacks.state()}, position=position)
     run.heartbeat.enter("step", run.step)
 
 
 def flush(run: Run) -> None:
     """Wait for the checkpoint that is being written. Raises StorageError if it was given up."""
     run.heartbeat.enter("save", run.step)
-    run.checkpoints.flush()
+    with run.clock.spending("checkpoint"):
+        run.checkpoints.flush()
 
 
 def begin(run: Run, phase: str) -> None:

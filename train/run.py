@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import socket
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,8 @@ from train.optim.schedule import build_schedule
 from train.plan import Plan
 from train.report.page import write_report
 from train.strategies.base import Recipe, Strategy, check_slices
+from train.timing.clock import Clock
+from train.timing.record import Timing
 
 SETTLE_S = 10.0
 
@@ -138,7 +141,8 @@ def open_run(
         progress = restore(config, world, folder, strategy, callbacks)
         leaving.progress = progress
         loggers = open_loggers(config, step=progress.step, total_steps=total_steps) if world.is_first else []
-        metrics = Metrics(loggers, samples=plan.samples_before(progress.step))
+        windows = record_times(config, world, step=progress.step)
+        metrics = Metrics(loggers, samples=plan.samples_before(progress.step), windows=windows)
         checkpoints = Checkpoints(
             storage_of(config),
             folder=folder.path,
@@ -152,7 +156,7 @@ def open_run(
         run = Run(
             config=config, world=world, data=data, plan=plan, strategy=strategy, checkpoints=checkpoints, metrics=metrics,
             preemption=preemption, heartbeat=heartbeat, total_steps=total_steps, progress=progress, callbacks=callbacks,
-            measures=measures,
+            measures=measures, clock=Clock(strategy.waited_s),
         )  # fmt: skip
         preemption.watch(world)
         try:
@@ -163,7 +167,13 @@ def open_run(
         finally:
             preemption.close()
             callbacks.close()
-            metrics.close()
+            metrics.close(run.step, run.clock.rest())
+
+
+def record_times(config: Config, world: World, *, step: int) -> Timing | None:
+    """What writes timing.jsonl, on rank 0. Collective."""
+    hosts = world.gather(socket.gethostname())
+    return Timing(Path(config.output_dir), hosts=hosts, attempt=world.attempt, step=step) if world.is_first else None
 
 
 def carry_out(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:

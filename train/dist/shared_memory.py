@@ -56,6 +56,8 @@ class SharedMemory:
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=LINE * self.size)
         self._slots = slots.view(SETS, self.size, SLOT_BYTES)
         self._count, self._turn = 0, 0
+        self.waited_s = 0.0
+        """Seconds that this rank has waited for others here."""
         self._peers = {each: os.pidfd_open(pid) for each, pid in enumerate(pids) if each != rank}
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         self._limit = ctypes.create_string_buffer(struct.pack("qq", 0, int(SLEEP_S * 1e9)))
@@ -101,8 +103,10 @@ class SharedMemory:
         self._count = (self._count + 1) % 2**32
         self._counters[self.rank * LINE // 4] = self._count
         self._call(self.rank, FUTEX_WAKE, EVERYBODY)
+        came = time.perf_counter()
         for other in self._peers:
             self._await(other)
+        self.waited_s += time.perf_counter() - came
 
     def _await(self, other: int) -> None:
         place, until = other * LINE // 4, time.perf_counter() + SPIN_S

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from train.timing.clock import Times
 
 
 class Logger:
@@ -14,6 +17,9 @@ class Logger:
 
     def log(self, record: dict[str, Any]) -> None:
         """One record: `kind` (train, eval, event) and its fields, as in metrics.jsonl."""
+
+    def timing(self, step: int, ranks: Sequence[Times]) -> None:
+        """Where each rank's time went since it was last said, up to `step`. With every `train` record."""
 
     def advance(self, step: int) -> None:
         """A step is done. Called after every step: it must cost microseconds."""

@@ -10,12 +10,12 @@ from train.errors import say
 from train.loggers.base import Logger
 
 
-def console(wanted: Progress, *, step: int, total_steps: int) -> Logger:
+def console(wanted: Progress, *, step: int, total_steps: int, restarts: int = 0) -> Logger:
     """What `log.progress` asks for; `auto` is a bar in a terminal and lines in a log."""
     if wanted is Progress.none:
         return Logger()
     if wanted is Progress.bar or (wanted is Progress.auto and sys.stdout.isatty()):
-        return Bar(step=step, total_steps=total_steps)
+        return Bar(step=step, total_steps=total_steps, restarts=restarts)
     return Lines(total_steps)
 
 
@@ -30,31 +30,45 @@ class Lines(Logger):
 
 
 class Bar(Logger):
-    """A rich progress bar, with the lines above it."""
+    """A rich progress bar, with the lines above it.
 
-    def __init__(self, *, step: int, total_steps: int):
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    restarts: attempts at this run before this one.
+    """
+
+    def __init__(self, *, step: int, total_steps: int, restarts: int = 0):
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
-        self.total_steps = total_steps
-        bar, done = BarColumn(bar_width=None), MofNCompleteColumn()
-        columns = (TextColumn("{task.description}"), bar, done, TimeElapsedColumn(), TimeRemainingColumn())
-        self.bar = RichProgress(*columns, refresh_per_second=5)
-        self.task = self.bar.add_task("training", total=total_steps, completed=step)
+        self.total_steps, self.restarts, self.ranks = total_steps, restarts, ""
+        done = TextColumn("step {task.completed:.0f}/{task.total:.0f}")
+        left = (TimeRemainingColumn(compact=True), TextColumn("left"))
+        self.bar = RichProgress(
+            done, BarColumn(bar_width=None), *left, TextColumn("{task.description}"), refresh_per_second=5
+        )
+        self.task = self.bar.add_task("", total=total_steps, completed=step)
         self.bar.start()
 
     def advance(self, step: int) -> None:
         self.bar.update(self.task, completed=step)
 
     def log(self, record: dict[str, Any]) -> None:
+        if "world_size" in record:
+            self.ranks = several(record["world_size"], "rank")
+            if self.restarts:
+                self.ranks += f", {several(self.restarts, 'restart')}"
         if record["kind"] == "train":  # the bar carries it: a terminal need not scroll
-            said = f"epoch {record['epoch']}  loss {record['loss']:.4f}  {record['samples_per_s']:.0f}/s"
+            said = f"loss {record['loss']:.4f}, {record['samples_per_s']:.0f} samples/s, {self.ranks}"
             self.bar.update(self.task, description=said)
         else:
             self.bar.console.print(describe(record, self.total_steps), highlight=False, markup=False)
 
     def close(self) -> None:
         self.bar.stop()
+
+
+def several(number: int, what: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 OF_A_STEP = ("step", "epoch", "loss", "lr", "grad_norm", "samples", "samples_per_s")

@@ -14,14 +14,16 @@ from train.config.parts import build
 from train.errors import MusterError, one_line, say
 from train.loggers.base import Logger
 from train.loggers.console import console
-from train.loggers.jsonl import Jsonl
+from train.loggers.jsonl import NAME, Jsonl, read
+from train.timing.clock import Times
+from train.timing.record import Timing
 
 
 class Metrics:
     """Makes records and hands them to the loggers; on ranks that have none it does nothing."""
 
-    def __init__(self, loggers: list[Logger], *, samples: int):
-        self._loggers, self._since = loggers, (samples, time.perf_counter())
+    def __init__(self, loggers: list[Logger], *, samples: int, windows: Timing | None = None):
+        self._loggers, self._since, self._windows = loggers, (samples, time.perf_counter()), windows
         self._lock = threading.Lock()  # the checkpoint writer reports from its own thread
 
     def train(
@@ -44,12 +46,23 @@ class Metrics:
         """One `event` record: start, resume, checkpoint, preempted, restart, straggler, done and their kin."""
         self._log("event", event=event, time=round(time.time(), 3), **details)
 
+    def timing(self, step: int, ranks: list[Times]) -> None:
+        """Where each rank's time went up to `step`; an event if one keeps the others waiting."""
+        with self._lock:
+            for logger in [*self._loggers]:
+                self._surely(logger, partial(logger.timing, step, ranks))
+        if self._windows and (late := self._windows.add(step, ranks)):
+            self.event("straggler", **late)
+
     def advance(self, step: int) -> None:
         """A step is done."""
         for logger in self._loggers:
             self._surely(logger, partial(logger.advance, step))
 
-    def close(self) -> None:
+    def close(self, step: int = 0, rest: Times | None = None) -> None:
+        """The attempt ends at `step`, `rest` after what `timing` has been told."""
+        if self._windows:
+            self._windows.close(step, rest or Times())
         with self._lock:
             for logger in self._loggers:
                 self._surely(logger, logger.close)
@@ -82,4 +95,6 @@ def open_loggers(config: Config, *, step: int, total_steps: int) -> list[Logger]
             raise
         except Exception as error:
             say(f"muster: loggers.{name} cannot begin, the run does without it: {one_line(error)[:200]}")
-    return [Jsonl(folder, step), console(config.log.progress, step=step, total_steps=total_steps), *own]
+    restarts = sum("world_size" in record for record in read(folder / NAME))  # one `start` or `resume` an attempt
+    shown = console(config.log.progress, step=step, total_steps=total_steps, restarts=restarts)
+    return [Jsonl(folder, step), shown, *own]

@@ -130,6 +130,13 @@ class Strategy(ABC):
     def step(self, step: int, batches: list[Batch]) -> StepResult:
         """One optimizer step on this rank's micro-batches of global step `step`. Collective."""
 
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for the gradients of others since it was last asked; 0 if that is not known.
+
+        The steps up to now have to be done.
+        """
+        return 0.0
+
     @abstractmethod
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
         """Metrics of one micro-batch, summed over its samples, of the model as it would be saved. Collective."""

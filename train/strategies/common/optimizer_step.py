@@ -14,6 +14,7 @@ from train.config.keys import NonFinite, Precision
 from train.data.generators import kept_generators
 from train.data.loader import Batch
 from train.dist.layout import Layout
+from train.dist.waiting import Waiting
 from train.dist.world import World
 from train.objectives.measure import sums
 from train.strategies.base import Recipe, SavedTensor, StepResult, Strategy, own_prefix
@@ -64,6 +65,7 @@ class OptimizerStep:
         self.optimizer = recipe.build_optimizer(model.named_parameters(), elsewhere=tuple(self._elsewhere))
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=recipe.precision is Precision.fp16)
+        self.waiting = Waiting(world, self.parameters)
         self.lr = 0.0
         self._measured: dict[str, Tensor] = {}
         self._own = f"{own_prefix(world.rank)}buffers/"
@@ -75,7 +77,9 @@ class OptimizerStep:
         self.optimizer.zero_grad()  # only here: the norm of the last step's gradient may have been asked for
         self._measured = {}
         before = self.buffers.copy() if self.leaves_out else {}
+        self.waiting.begin()
         loss = self.backward(step, batches)
+        self.waiting.end()
         self.buffers.forget()
         self.scaler.unscale_(self.optimizer)  # clipping is defined on the true gradient
         clips = self.recipe.grad_clip is not None
@@ -221,6 +225,9 @@ class Stepping(Strategy):
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
         return self.optimizer_step.step(step, batches)
+
+    def waited_s(self) -> float:
+        return self.optimizer_step.waiting.read()
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
         return self.optimizer_step.evaluate(batch)
