@@ -192,6 +192,7 @@ def test_any_working_folder_and_one_run_folder(tmp_path):
     assert left == {
         "config.yaml",
         "metrics.jsonl",
+        "timing.jsonl",
         "outcome.json",
         "model.pt",
         "checkpoints",
@@ -205,7 +206,6 @@ def test_any_working_folder_and_one_run_folder(tmp_path):
         data = (result.folder / "checkpoints/step-00000003" / name).read_bytes()
         assert (len(data), hashlib.sha256(data).hexdigest()) == (facts["size"], facts["sha256"])
     assert result.outcome["outcome"] == "done" and result.outcome["exit_code"] == 0
-    assert "<svg" in (result.folder / "report.html").read_text()
 
 
 def test_a_finished_run_says_so_at_once(tmp_path):

@@ -140,6 +140,8 @@ def open_run(
         callbacks.on_build(strategy)
         progress = restore(config, world, folder, strategy, callbacks)
         leaving.progress = progress
+        if world.is_first and config.log.report:
+            leaving.report = partial(report, folder.path)
         loggers = open_loggers(config, step=progress.step, total_steps=total_steps) if world.is_first else []
         windows = record_times(config, world, step=progress.step)
         metrics = Metrics(loggers, samples=plan.samples_before(progress.step), windows=windows)

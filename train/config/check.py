@@ -14,6 +14,8 @@ from train.config.options import options
 from train.config.parts import Part, callable_of, checked_values
 from train.errors import ConfigError
 
+ENDPOINT = ("port", "host")
+"""Keys of `metrics` that are no metric: where they are served."""
 ASIDE = {"optimizer": ("groups",)}
 """Keys of a group that are not for the constructor of what is chosen there."""
 
@@ -31,10 +33,14 @@ def check(composed: DictConfig) -> Config:
         raise ConfigError(f"{unchosen[0]} is not chosen; valid: {valid}, or {unchosen[0]}._target_=your.Own")
     config: Config = OmegaConf.to_object(composed)  # type: ignore[assignment]
     parts: dict[str, Any] = {group: Part.of(group, getattr(config, group), ASIDE.get(group, ())) for group in GROUPS}
+    endpoint = {name: config.metrics.pop(name, None) for name in ENDPOINT}
     for group in SEVERAL:
         parts[group] = {name: Part.of(f"{group}.{name}", node) for name, node in getattr(config, group).items()}
     if config.profile:
         parts["callbacks"] |= {"profile": Part("callbacks.profile", "train.callbacks.profile.Profile")}
+    if endpoint["port"] is not None:
+        values = {name: value for name, value in endpoint.items() if value is not None}
+        parts["loggers"] |= {"prometheus": Part("loggers.prometheus", "train.loggers.prometheus.Prometheus", values)}
     config = replace(config, **parts)
     problems = (out_of_range(key.name, key.value, key.marks) for key in keys(config))
     if problem := next(filter(None, problems), None):

@@ -153,8 +153,9 @@ class Config:
     log: Log = field(default_factory=Log)
     eval: Eval = field(default_factory=Eval)
     metrics: dict[str, Any] = key_of(
-        dict,
-        "what else is measured: `+metrics.f1._target_=torchmetrics.F1Score`, any with update, compute and reset",
+        lambda: {"port": None, "host": "127.0.0.1"},
+        "what else is measured: `+metrics.f1._target_=torchmetrics.F1Score`, any with update, compute and reset; "
+        "`metrics.port=9400`: rank 0 answers Prometheus there, on `metrics.host`",
         FREE,
     )
     callbacks: dict[str, Any] = key_of(

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 FIRST_CAUSE_WAIT_S = 1.0  # a rank that fails by itself says so at once; one that was killed says nothing
 SILENCE_S = 0.3  # and beats no more
+REPORT_S = 5.0
 
 
 class HasStep(Protocol):
@@ -41,6 +43,7 @@ class Exit:
         self.heartbeat: Heartbeat | None = None
         self.lease: Lease | None = None
         self.progress: HasStep | None = None
+        self.report: Callable[[], None] | None = None
         self._leaving = threading.Lock()
 
     @property
@@ -65,9 +68,17 @@ class Exit:
             if self.heartbeat:
                 self.heartbeat.enter("leaving after step", self.step or 0)
             code = self._with_others(self.world, error, code, lost=lost)
+        self._report()
         if self.lease:  # also where a thread ends the process and nothing is unwound
             self.lease.let_go()
         return self._quit(code)
+
+    def _report(self) -> None:
+        """report.html, while the run is still this attempt's. Nothing waits for long for it: the folder may be lost."""
+        if self.report and self.lease and self.lease.is_held():
+            writer = threading.Thread(target=self.report, name="report", daemon=True)
+            writer.start()
+            writer.join(REPORT_S)
 
     def at_once(self, error: BaseException) -> NoReturn:
         """The same from a thread: end the process."""

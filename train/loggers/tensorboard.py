@@ -5,22 +5,43 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from train.config.differences import flatten
 from train.loggers.base import Logger
 
 COORDINATES = ("kind", "step", "epoch", "samples")
 
 
 class TensorBoard(Logger):
-    """`folder`/tensorboard: the numbers of every `train` and `eval` record, by step."""
+    """`folder`/tensorboard: the numbers of every `train` and `eval` record, by step, and the config as hyperparameters."""
 
     def __init__(self, folder: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        place = folder / "tensorboard"
+        begins = not place.exists()
+        self._writer = SummaryWriter(str(place), purge_step=step + 1)
+        if begins and (folder / "config.yaml").exists():
+            self._tell_config(yaml.safe_load((folder / "config.yaml").read_text()))
 
     def log(self, record: dict[str, Any]) -> None:
         for name, value in scalars(record).items():
             self._writer.add_scalar(name, value, record["step"])
+
+    def _tell_config(self, config: dict[str, Any]) -> None:
+        """In the run's own event file: SummaryWriter.add_hparams would make another run of it."""
+        from torch.utils.tensorboard import summary
+
+        plain = (bool, int, float, str)
+        values = {name: value if isinstance(value, plain) else str(value) for name, value in flatten(config).items()}
+        make: Any = summary.hparams
+        writer: Any = self._writer.file_writer
+        experiment, session, _ = make(
+            values, {"eval/loss": 0.0, "train/loss": 0.0}
+        )  # the third says that the run has ended
+        writer.add_summary(experiment)
+        writer.add_summary(session)
 
     def close(self) -> None:
         self._writer.close()

@@ -1,12 +1,55 @@
-"""`python -m train.report RUN_FOLDER`: make report.html anew."""
+"""`python -m train.report RUN [RUN...]`: the page on a run, or one that compares several; `--watch` follows them."""
 
-import json
+from __future__ import annotations
+
+import argparse
 import sys
 from pathlib import Path
 
-from train.report.page import write_report
+from train.errors import MusterError, say, storage_error
+from train.loggers import jsonl
+from train.report.history import History
+from train.report.page import NAME, write_page
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """What the command line asks for: 0, or 2 if a folder is no run's, 5 if the page cannot be written."""
+    parser = argparse.ArgumentParser(prog="python -m train.report", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a folder of such folders")
+    parser.add_argument("--output", type=Path, help="the file to write; of one run, report.html in its folder")
+    parser.add_argument("--watch", action="store_true", help="show in the terminal how the runs stand, until they end")
+    parser.add_argument("--once", action="store_true", help="with --watch: show it once")
+    given = parser.parse_args(arguments)
+    folders = [folder for run in given.runs for folder in of(run)]
+    nothing = [str(folder) for folder in folders if not (folder / jsonl.NAME).exists()]
+    if given.watch:
+        from train.report.watch import watch
+
+        return watch(folders, once=given.once)
+    if nothing:
+        say(
+            f"muster: {nothing[0]} is not the folder of a run: there is no {jsonl.NAME} in it; give output_dir, as runs/NAME"
+        )
+        return 2
+    path = given.output or (folders[0] if len(folders) == 1 else Path()) / NAME
+    try:
+        print(write_page([History.of(folder) for folder in folders], path))
+    except MusterError as error:
+        say(f"muster: {error}")
+        return error.exit_code
+    except OSError as error:
+        say(f"muster: {storage_error('make the report:', error)}")
+        return 5
+    return 0
+
+
+def of(run: Path) -> list[Path]:
+    """The folder itself, or, where it is no run's, those in it that are, oldest first."""
+    if (run / jsonl.NAME).exists():
+        return [run]
+    inside = sorted(path.parent for path in run.glob(f"*/{jsonl.NAME}"))
+    return inside or [run]
+
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "metrics.jsonl").exists():
-        sys.exit(f"usage: python -m train.report RUN_FOLDER; given: {json.dumps(sys.argv[1:])}")
-    print(write_report(Path(sys.argv[1])))
+    sys.exit(main())

@@ -1,120 +1,237 @@
-"""report.html: one page, in one file, on what a run did."""
+"""report.html: one page, in one file, on what one run did or several; it needs no network."""
 
 from __future__ import annotations
 
-import html
-import io
+import json
+import time
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from train.files import replace_file
-from train.loggers.jsonl import read
+import yaml
 
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>
- body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }}
- h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.1rem; margin-top: 2rem }} svg {{ width: 100%; height: auto }}
- table {{ border-collapse: collapse }} td, th {{ padding: .2rem 1rem .2rem 0; text-align: left; vertical-align: top }}
- pre {{ background: #f6f6f6; padding: 1rem; overflow-x: auto }}
-</style>
-<h1>{title}</h1>
-<table>{summary}</table>
-{figure}
-<h2>What happened</h2>
-<table>{events}</table>
-<h2>Configuration</h2>
-<pre>{config}</pre>
-</html>
-"""
+from train.files import replace_file
+from train.report import figures
+from train.report.figures import Figure, duration
+from train.report.history import History, differing
+
+NAME = "report.html"
+LAST = 200
+"""So many events are shown, the last ones."""
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html from metrics.jsonl and config.yaml. Raises StorageError."""
-    lines = read(folder / "metrics.jsonl")
-    config = (folder / "config.yaml").read_text() if (folder / "config.yaml").exists() else ""
-    page = PAGE.format(
-        title=html.escape(f"Run {folder.resolve().name}"),
-        summary=_rows(_summary(lines)),
-        figure=figure(lines),
-        events=_rows(
-            [
-                (line["event"], _details(line))
-                for line in lines
-                if line["kind"] == "event" and line["event"] != "checkpoint"
-            ]
-        ),
-        config=html.escape(config),
+    """Write `folder`/report.html on the run in it. Raises OSError, StorageError."""
+    return write_page([History.of(folder)], folder / NAME)
+
+
+def write_page(histories: Sequence[History], path: Path) -> Path:
+    """Write one page on all of them to `path`. Raises OSError, StorageError."""
+    page = Page()
+    if len(histories) == 1:
+        title = f"Run {histories[0].name}"
+        body = one(histories[0], page)
+    else:
+        title = f"{len(histories)} runs"
+        body = compared(histories, page)
+    text = Template(Path(__file__).with_name("page.html").read_text()).substitute(
+        title=escape(title), body="\n".join(body), figures=_json(page.figures), script=plotly()
     )
-    path = folder / "report.html"
-    replace_file(path, lambda draft: draft.write_text(page))
+    replace_file(path, lambda draft: draft.write_text(text))
     return path
 
 
-def figure(lines: list[dict[str, Any]], *, file_format: str = "svg") -> Any:
-    """Loss, accuracy and speed over steps: SVG text, or the bytes of another format."""
-    import matplotlib
+def plotly() -> str:
+    """Plotly's own script, as its package brings it."""
+    found = find_spec("plotly")  # to import all of it would take longer than the rest of the page
+    if not found or not found.origin:
+        raise FileNotFoundError("plotly is not installed: pip install plotly")
+    return Path(found.origin).with_name("package_data").joinpath("plotly.min.js").read_text()
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
-    train = [line for line in lines if line["kind"] == "train"]
-    evals = [line for line in lines if line["kind"] == "eval"]
-    resumed = [line["step"] for line in lines if line.get("event") == "resume"]
-    plots, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
-    axes[0].plot([l["step"] for l in train], [l["loss"] for l in train], label="train, per step", lw=1)
-    axes[0].plot([l["step"] for l in evals], [l["loss"] for l in evals], label="test", marker="o", ms=3)
-    if all(line["loss"] and line["loss"] > 0 for line in train):
-        axes[0].set_yscale("log")
-    axes[0].set_title("loss")
-    for name in sorted({name for line in evals for name in line} - {"kind", "step", "epoch", "loss"}):
-        axes[1].plot(
-            [l["step"] for l in evals], [l.get(name) for l in evals], label=f"test {name}", marker="o", ms=3, color="C1"
+class Page:
+    """The figures of a page, and where each of them goes."""
+
+    def __init__(self) -> None:
+        self.figures: list[Figure] = []
+        self._number = count()
+
+    def plots(self, wanted: Iterable[Figure | None]) -> str:
+        return f'<div class="plots">{"".join(self._plot(figure) for figure in wanted if figure)}</div>'
+
+    def _plot(self, figure: Figure) -> str:
+        number = next(self._number)
+        self.figures.append(figure)
+        log = f'<button data-log="{number}">log / linear</button>' if figure.get("steps") else ""
+        wide = ' class="wide"' if figure.get("wide") else ""
+        return f'<figure{wide}><figcaption>{escape(figure["title"])}{log}</figcaption><div id="plot{number}"></div></figure>'
+
+
+def one(history: History, page: Page) -> list[str]:
+    """The body of the page on one run."""
+    said = history.outcome.get("error") or ""
+    facts = {
+        "steps": f"{history.step:,}" + (f" of {history.total_steps:,}" if history.total_steps else ""),
+        "duration": duration(history.seconds),
+        "goodput": _percent(history.goodput),
+        "ranks": f"{history.world_size or '?'} on {_several(len(set(history.hosts)), 'host')}",
+        "attempts": str(len(history.stretches) or len(history.begins)),
+        "samples a second, median": _speed(history),
+        **{f"test {name}": f"{value:.4g}" for name, value in history.last_values.items() if value is not None},
+    }
+    if history.train and history.train[-1]["loss"] is not None:
+        facts["train loss"] = f"{history.train[-1]['loss']:.4g}"
+    fits, ledger = history.ledger
+    blocked = history.spent["checkpoint"]
+    saves = history.of_event("checkpoint")
+    saved = (
+        f"{_several(len(saves), 'checkpoint')}, the last of {saves[-1]['bytes'] / 1e6:.1f} MB; training stood still for {blocked:.1f} s for them"
+        if saves
+        else "none"
+    )
+    return [
+        f'<h1>{escape(history.name)} <span class="state {escape(history.state)}">{escape(history.state.replace("_", " "))}</span></h1>',
+        f'<p class="dim">{escape(_when(history))}</p>',
+        f'<p class="cause">{escape(said)}</p>' if said else "",
+        _facts(facts),
+        '<h2>Curves <button id="over">over time</button></h2>',
+        page.plots(figures.curves([history])),
+        "<h2>Time</h2>",
+        page.plots([figures.where_time_went([history]), figures.ranks(history), figures.checkpoints(history)]),
+        _table(
+            ("", "seconds", "share"),
+            [
+                (part, f"{seconds:.1f}", _percent(seconds / history.seconds))
+                for part, seconds in history.spent.items()
+                if history.seconds and seconds > 0.0005 * history.seconds
+            ],
+        ),
+        "<h2>What is kept, and what was seen</h2>",
+        _table(
+            (),
+            [
+                ("checkpoints", saved),
+                ("samples", ("" if fits is None else "✓ " if fits else "✗ ") + ledger),
+                *((f"best {line}", str(value)) for line, value in _best(history).items()),
+            ],
+        ),
+        "<h2>What happened</h2>",
+        _events(history),
+        "<details><summary>Environment</summary>",
+        _table((), sorted((str(name), str(value)) for name, value in _environment(history).items())),
+        "</details><details><summary>Configuration</summary>",
+        f"<pre>{escape(yaml.safe_dump(history.config, sort_keys=False))}</pre></details>",
+    ]
+
+
+def compared(histories: Sequence[History], page: Page) -> list[str]:
+    """The body of the page on several runs."""
+    differs = differing(list(histories))
+    values = list(dict.fromkeys(name for history in histories for name in history.last_values))
+    head = ("run", "", *differs, "step", *values, "samples/s", "duration", "goodput")
+    rows = [
+        (
+            history.name,
+            history.state,
+            *(str(column[number]) for column in differs.values()),
+            f"{history.step:,}",
+            *(
+                f"{history.last_values[name]:.4g}" if history.last_values.get(name) is not None else ""
+                for name in values
+            ),
+            _speed(history),
+            duration(history.seconds),
+            _percent(history.goodput),
         )
-    axes[1].set_title("test")
-    axes[2].plot([l["step"] for l in train], [l["samples_per_s"] for l in train], lw=1, color="C2", label="samples/s")
-    axes[2].set_title("speed")
-    axes[2].set_ylim(bottom=0)
-    for axis in axes:
-        for number, step in enumerate(resumed):
-            axis.axvline(step, color="0.6", lw=1, ls=":", label=None if number else "resumed")
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
-    buffer = io.BytesIO()
-    plots.savefig(buffer, format=file_format, dpi=110)
-    plt.close(plots)
-    return buffer.getvalue().decode() if file_format == "svg" else buffer.getvalue()
+        for number, history in enumerate(histories)
+    ]
+    return [
+        f"<h1>{len(histories)} runs</h1>",
+        _table(head, rows),
+        page.plots([figures.parallel(histories)]),
+        '<h2>Curves <button id="over">over time</button></h2>',
+        page.plots(figures.curves(histories)),
+        "<h2>Time</h2>",
+        page.plots([figures.where_time_went(histories)]),
+        "<details><summary>Configurations</summary>",
+        *(
+            f"<h3>{escape(h.name)}</h3><pre>{escape(yaml.safe_dump(h.config, sort_keys=False))}</pre>"
+            for h in histories
+        ),
+        "</details>",
+    ]
 
 
-def _summary(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    train = [line for line in lines if line["kind"] == "train"]
-    evals = [line for line in lines if line["kind"] == "eval"]
-    starts = [line for line in lines if line.get("event") in ("start", "resume")]
-    rows = [("attempts", str(len(starts)))]
-    if starts:
-        rows.append(("ranks", str(starts[-1]["world_size"])))
-    if train:
-        rows += [
-            ("steps", str(train[-1]["step"])),
-            ("samples", str(train[-1]["samples"])),
-            ("train loss", f"{train[-1]['loss']:.4f}"),
-        ]
-        speeds = sorted(line["samples_per_s"] for line in train)
-        rows.append(("median speed", f"{speeds[len(speeds) // 2]:.0f} samples/s"))
-    if evals:
-        rows += [
-            (f"test {name}", f"{value:.4f}")
-            for name, value in evals[-1].items()
-            if name not in ("kind", "step", "epoch")
-        ]
-    return rows
+def _events(history: History) -> str:
+    told = [line for line in history.events if line["event"] != "checkpoint"]
+    rows = [
+        (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"])) if "time" in line else "",
+            line["event"],
+            ", ".join(f"{name} {value}" for name, value in line.items() if name not in ("kind", "event", "time")),
+        )
+        for line in told[-LAST:]
+    ]
+    return _table((), rows) + (f'<p class="dim">and {len(told) - LAST} before</p>' if len(told) > LAST else "")
 
 
-def _details(line: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("kind", "event", "time"))
+def _environment(history: History) -> dict[str, Any]:
+    facts = history.stretches[-1].facts if history.stretches else {}
+    begin = history.begins[-1] if history.begins else {}
+    known = {"hosts": ", ".join(facts.get("hosts", ())), "device": begin.get("device"), **facts.get("environment", {})}
+    return {name: value for name, value in known.items() if value}
 
 
-def _rows(pairs: list[tuple[str, str]]) -> str:
-    return "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in pairs)
+def _best(history: History) -> dict[str, Any]:
+    try:
+        found = json.loads((history.folder / "best.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return {found.get("metric", ""): f"{found.get('value'):.6g} at step {found.get('step')}, {found.get('path')}"}
+
+
+def _when(history: History) -> str:
+    if not history.stretches:
+        return str(history.folder)
+    began, ended = (
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+        for at in (history.stretches[0].began, history.stretches[-1].ended)
+    )
+    return f"{began} to {ended} · {history.folder}"
+
+
+def _speed(history: History) -> str:
+    speeds = sorted(line["samples_per_s"] for line in history.train)
+    return f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "?"
+
+
+def _percent(share: float | None) -> str:
+    return "?" if share is None else f"{100 * share:.1f} %"
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _facts(facts: dict[str, str]) -> str:
+    return f'<div class="facts">{"".join(f"<div><span>{escape(name)}</span><b>{escape(value)}</b></div>" for name, value in facts.items())}</div>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>" if head else ""
+    body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table>{top}{body}</table></div>'
+
+
+def _cell(text: str) -> str:
+    number = text.replace(",", "").replace(".", "", 1).replace(" %", "").removeprefix("-").isdigit()
+    return f"<td{' class=n' if number else ''}>{escape(text)}</td>"
+
+
+def _json(value: Any) -> str:
+    """For a script element, which no text within may end."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")

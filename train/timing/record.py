@@ -1,6 +1,6 @@
 """timing.jsonl: where the time of every rank went, over all attempts; steps that a restart repeated are in it twice.
 
-Its lines have a `kind`: `attempt` {time, began, step, attempt, world_size, hosts, host_of_rank}, `window` {time, first,
+Its lines have a `kind`: `attempt` {time, began, step, attempt, world_size, hosts, host_of_rank, environment}, `window` {time, first,
 step, seconds, data, wait, evaluation, checkpoint}, `end` {time, first, step, seconds, evaluation, checkpoint}. Times in seconds;
 `data` and `wait` have one number for each rank.
 """
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +40,7 @@ class Timing:
         names = list(dict.fromkeys(hosts))
         self._write(
             "attempt", began=round(began(), 3), step=step, attempt=attempt, world_size=len(hosts),
-            hosts=names, host_of_rank=[names.index(host) for host in hosts],
+            hosts=names, host_of_rank=[names.index(host) for host in hosts], environment=environment(),
         )  # fmt: skip
 
     def add(self, step: int, ranks: Sequence[Times]) -> dict[str, Any] | None:
@@ -60,7 +63,9 @@ class Timing:
 
     def close(self, step: int, rest: Times) -> None:
         """The attempt ends, `rest` after the last log line."""
+        global _ended
         self._write("end", first=self._step, step=step, **_totals(self._window[0] + rest))
+        _ended = time.time()
 
     def _described(self, late: Late, step: int) -> dict[str, Any]:
         host, share = self._hosts[late.rank], round(late.share, 3)
@@ -77,13 +82,33 @@ class Timing:
             say(f"muster: {storage_error(f'write {NAME}:', error)}")
 
 
+_ended = 0.0  # when the job of a sweep before this one had ended, in this process
+
+
 def began() -> float:
-    """When this process began, as seconds since the epoch; where the system does not say, now."""
+    """When this process began to work for this run, as seconds since the epoch; where the system does not say, now."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return max(_ended, time.time() - age)
     except (OSError, AttributeError, ValueError, IndexError):
         return time.time()
+
+
+def environment() -> dict[str, Any]:
+    """What this process runs with."""
+    import torch  # not for those who only read
+
+    on_cuda = torch.cuda.is_available()
+    return {
+        "command": shlex.join(sys.argv),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if on_cuda else None,
+        "gpu": torch.cuda.get_device_name() if on_cuda else None,
+        "system": platform.platform(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _totals(times: Times) -> dict[str, float]:

@@ -1,0 +1,244 @@
+"""What a run's folder tells of it: read once, for the page, the live view and the table of a sweep."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from train.config.differences import flatten
+from train.config.keys import Log
+from train.loggers import jsonl
+from train.plan import Plan
+from train.timing import record as timing
+
+Line = dict[str, Any]
+LOSSES = ("down", "restart", "start", "repeated steps", "data wait", "checkpoint", "evaluation")
+"""What wall-clock time goes to that is no step that counts."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """One attempt, as timing.jsonl has it. Times are seconds since the epoch.
+
+    began: of the process. trained: when its loop began. ended: its last sign. resumed_at: the step it began with.
+    """
+
+    began: float
+    trained: float
+    ended: float
+    resumed_at: int
+    facts: Line
+    windows: list[Line]
+    end: Line | None
+
+    @property
+    def last_step(self) -> int:
+        last: int = max([self.resumed_at, *(line["step"] for line in self.windows), (self.end or {}).get("step", 0)])
+        return last
+
+
+@dataclass(frozen=True)
+class History:
+    """A run, from its files; of whatever is not there it knows nothing, and raises nothing."""
+
+    folder: Path
+    lines: list[Line]
+    timings: list[Line]
+    outcome: Line
+    config: Line = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path) -> History:
+        """Read `folder`. Raises OSError."""
+        outcome, config = folder / "outcome.json", folder / "config.yaml"
+        return cls(
+            folder=folder,
+            lines=[line for line in jsonl.read(folder / jsonl.NAME) if "kind" in line],
+            timings=[line for line in jsonl.read(folder / timing.NAME) if "kind" in line],
+            outcome=_mapping(outcome.read_text()) if outcome.exists() else {},
+            config=yaml.safe_load(config.read_text()) or {} if config.exists() else {},
+        )
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @cached_property
+    def train(self) -> list[Line]:
+        return [line for line in self.lines if line["kind"] == "train"]
+
+    @cached_property
+    def evals(self) -> list[Line]:
+        return [line for line in self.lines if line["kind"] == "eval"]
+
+    @cached_property
+    def events(self) -> list[Line]:
+        return [line for line in self.lines if line["kind"] == "event"]
+
+    @cached_property
+    def begins(self) -> list[Line]:
+        """One `start` or `resume` for each attempt that came to train."""
+        return [line for line in self.events if line["event"] in ("start", "resume")]
+
+    def of_event(self, *names: str) -> list[Line]:
+        return [line for line in self.events if line["event"] in names]
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.begins[-1].get("total_steps") if self.begins else None
+
+    @property
+    def world_size(self) -> int | None:
+        return self.begins[-1].get("world_size") if self.begins else None
+
+    @property
+    def step(self) -> int:
+        """The last step on record."""
+        return max([line["step"] for line in (*self.train, *self.evals)], default=0)
+
+    @property
+    def state(self) -> str:
+        """done, preempted, failed, running or none, as outcome.json has it."""
+        return str(self.outcome.get("outcome") or "none")
+
+    @cached_property
+    def last_values(self) -> dict[str, float]:
+        """Of the last evaluation, by name."""
+        last = self.evals[-1] if self.evals else {}
+        return {name: value for name, value in last.items() if name not in ("kind", "step", "epoch")}
+
+    @cached_property
+    def stretches(self) -> list[Stretch]:
+        """All attempts that came to train, without those that found the run finished."""
+        found: list[Stretch] = []
+        for at, line in enumerate(self.timings):
+            if line["kind"] != "attempt":
+                continue
+            rest = self.timings[at + 1 :]
+            own = rest[: next((n for n, other in enumerate(rest) if other["kind"] == "attempt"), len(rest))]
+            windows = [other for other in own if other["kind"] == "window"]
+            end = next((other for other in own if other["kind"] == "end"), None)
+            idle = not windows and end is not None and end["step"] == line["step"]
+            if found and idle and line["step"] == found[-1].last_step == self.total_steps:
+                continue
+            ended = own[-1]["time"] if own else line["time"]
+            found.append(Stretch(line["began"], line["time"], ended, line["step"], line, windows, end))
+        return found
+
+    @cached_property
+    def seconds(self) -> float:
+        """From the first process's begin to the last sign of the run."""
+        return max(0.0, self.stretches[-1].ended - self.stretches[0].began) if self.stretches else 0.0
+
+    @cached_property
+    def spent(self) -> dict[str, float]:
+        """Seconds of wall-clock time by what they went to: `steps` that count, and LOSSES. They add up to `seconds`."""
+        spent = dict.fromkeys(("steps", *LOSSES), 0.0)
+        for at, stretch in enumerate(self.stretches):
+            before = self.stretches[at - 1] if at else None
+            if before:
+                spent["down"] += max(0.0, stretch.began - before.ended)
+            spent["restart" if before else "start"] += max(0.0, stretch.trained - stretch.began)
+            kept = min((later.resumed_at for later in self.stretches[at + 1 :]), default=stretch.last_step)
+            for line in (*stretch.windows, *([stretch.end] if stretch.end else [])):
+                steps = line["step"] - line["first"]
+                again = min(1.0, max(0, line["step"] - max(kept, line["first"])) / steps) if steps else 0.0
+                data = min(line["seconds"], max(line.get("data", [0.0]), default=0.0))
+                own = max(0.0, line["seconds"] - data - line["evaluation"] - line["checkpoint"])
+                spent["evaluation"] += line["evaluation"]
+                spent["checkpoint"] += line["checkpoint"]
+                spent["repeated steps"] += again * (own + data)
+                spent["data wait"] += (1 - again) * data
+                spent["steps"] += (1 - again) * own
+        spent["steps"] += max(0.0, self.seconds - sum(spent.values()))  # between the lines' own clocks
+        return spent
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of wall-clock time that went into steps that count."""
+        return self.spent["steps"] / self.seconds if self.seconds else None
+
+    @cached_property
+    def by_rank(self) -> list[dict[str, float]]:
+        """Seconds of each rank's steps in the last attempt: computing, waiting for data, and for other ranks."""
+        if not self.stretches or not (windows := self.stretches[-1].windows):
+            return []
+        found = [dict.fromkeys(("compute", "data", "wait"), 0.0) for _ in windows[-1]["data"]]
+        for line in windows:
+            for rank, (data, wait) in enumerate(zip(line["data"], line["wait"], strict=True)):
+                rest = line["seconds"] - line["evaluation"] - line["checkpoint"] - data - wait
+                for name, value in (("compute", max(0.0, rest)), ("data", data), ("wait", wait)):
+                    found[rank][name] += value
+        return found
+
+    @property
+    def hosts(self) -> list[str]:
+        """Of each rank of the last attempt."""
+        facts = self.stretches[-1].facts if self.stretches else {}
+        return [facts["hosts"][number] for number in facts.get("host_of_rank", ())]
+
+    def time_of(self, step: int) -> float | None:
+        """When `step` was done for good, in seconds since the run began, between the nearest two that are known."""
+        known, times = self._clock
+        if not known:
+            return None
+        at = bisect(known, step)
+        if at == 0 or at == len(known):
+            return times[0 if at == 0 else -1]
+        share = (step - known[at - 1]) / (known[at] - known[at - 1])
+        return times[at - 1] + share * (times[at] - times[at - 1])
+
+    @cached_property
+    def _clock(self) -> tuple[list[int], list[float]]:
+        """Steps and their times; of a step that was made twice the later time."""
+        times: dict[int, float] = {}
+        zero = self.stretches[0].began if self.stretches else 0.0
+        for stretch in self.stretches:
+            times = {step: then for step, then in times.items() if step < stretch.resumed_at}
+            times[stretch.resumed_at] = stretch.trained - zero
+            times |= {line["step"]: line["time"] - zero for line in stretch.windows}
+        return sorted(times), [times[step] for step in sorted(times)]
+
+    @cached_property
+    def ledger(self) -> tuple[bool | None, str]:
+        """Whether the samples on record are those of the plan, each step once, and a line on it."""
+        size = next((line["samples_per_epoch"] for line in self.events if "samples_per_epoch" in line), None)
+        if not size or not self.train or not self.config:
+            return None, "not known: there are no steps on record"
+        drop_last = bool((self.config.get("loader") or {}).get("drop_last"))
+        plan = Plan(size, min(int(self.config["batch_size"]), size), drop_last=drop_last)
+        steps = [line["step"] for line in self.train]
+        wrong = [line["step"] for line in self.train if line["samples"] != plan.samples_before(line["step"])]
+        twice = [b for a, b in pairwise(steps) if b <= a]
+        again = sum(stretch.last_step - after.resumed_at for stretch, after in pairwise(self.stretches))
+        seen = f"{self.train[-1]['samples']:,} samples in {steps[-1]:,} steps"
+        made_again = f"; {again:,} steps were begun by two attempts, and count once" if again > 0 else ""
+        if wrong or twice:
+            return False, f"{seen}; step {(wrong + twice)[0]} does not fit the plan of {size:,} samples an epoch"
+        return True, f"{seen}, as planned, each once{made_again}"
+
+
+UNTOLD = {"name", "output_dir", *(f"log.{name}" for name in Log.__dataclass_fields__)}
+
+
+def differing(histories: list[History]) -> dict[str, list[Any]]:
+    """Keys whose values differ between runs, with the value of each; names and the like aside."""
+    flats = [flatten(history.config) for history in histories]
+    names = dict.fromkeys(name for each in flats for name in each if name not in UNTOLD)
+    found = {name: [each.get(name) for each in flats] for name in names}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+
+
+def _mapping(text: str) -> Line:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
