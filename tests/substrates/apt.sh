@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Debian packages for the test clusters, for one caller at a time: as root, on Debian.
 #   apt.sh install PACKAGE...       of the release that runs here
+#   apt.sh fetch DIR PACKAGE...     the same, unpacked into DIR and not installed: what would start a service
 #   apt.sh mirror                   print where it comes from
 #   apt.sh unpack DIR PACKAGE...    of unstable, unpacked into DIR and not installed: what the release does not have
 set -euo pipefail
@@ -18,6 +19,14 @@ install)
   apt-get update -qq
   apt-get install -y -qq --no-install-recommends "$@"
   ;;
+fetch)
+  apt-get update -qq
+  mkdir -p "$1"
+  cd "$1"
+  shift
+  apt-get download -qq "$@"
+  for package in ./*.deb; do dpkg-deb -x "$package" . && rm "$package"; done
+  ;;
 mirror) mirror ;;
 unpack)
   mkdir -p "$1/apt/lists/partial"
@@ -31,7 +40,7 @@ unpack)
   rm -rf apt
   ;;
 *)
-  echo "usage: apt.sh install PACKAGE... | mirror | unpack DIR PACKAGE..." >&2
+  echo "usage: apt.sh install PACKAGE... | fetch DIR PACKAGE... | mirror | unpack DIR PACKAGE..." >&2
   exit 2
   ;;
 esac

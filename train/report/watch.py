@@ -78,10 +78,10 @@ def _how_far(history: History, now: float) -> Table:
 def _left(history: History, now: float) -> str:
     """At the speed of the last log lines, for as long as somebody is at work."""
     speed, good = _steps_per_s(history), f"goodput {100 * (history.goodput or 0):.0f} %"
+    if history.state != "running":
+        return f"took {duration(history.seconds)}, {good}" if history.seconds else ""
     if not speed or not history.total_steps:
         return ""
-    if history.state != "running":
-        return f"took {duration(history.seconds)}, {good}"
     silent = now - max(_times(history.folder), default=now)
     if silent > SILENT_S:
         return f"no sign of life for {duration(silent)}"

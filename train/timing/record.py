@@ -34,6 +34,7 @@ class Timing:
 
     def __init__(self, folder: Path, *, hosts: Sequence[str], attempt: str, step: int):
         self._path, self._hosts, self._step = folder / NAME, hosts, step
+        self._last = step
         self._window = [Times() for _ in hosts]
         self._stragglers, self._failed = Stragglers(), False
         self._least_s = max(WINDOW_S, len(hosts) / RANKS_PER_S)
@@ -46,26 +47,32 @@ class Timing:
     def add(self, step: int, ranks: Sequence[Times]) -> dict[str, Any] | None:
         """Everybody's times up to `step`. Gives back what there is to say of a straggler."""
         self._window = [so_far + now for so_far, now in zip(self._window, ranks, strict=True)]
+        self._last = step
         if self._window[0].seconds < self._least_s:
             return None
+        late = self._stragglers.look(self._window)
+        self._write_window()
+        return self._described(late, step) if late else None
+
+    def close(self, step: int, rest: Times) -> None:
+        """The attempt ends at `step`, `rest` after the last log line."""
+        global _ended
+        if self._window[0].seconds:
+            self._write_window()
+        self._write("end", first=self._step, step=step, **_totals(rest))
+        _ended = time.time()
+
+    def _write_window(self) -> None:
         window, self._window = self._window, [Times() for _ in self._hosts]
         self._write(
             "window",
             first=self._step,
-            step=step,
+            step=self._last,
             **_totals(window[0]),
             data=[round(times.data, 4) for times in window],
             wait=[round(times.wait, 4) for times in window],
         )
-        self._step = step
-        late = self._stragglers.look(window)
-        return self._described(late, step) if late else None
-
-    def close(self, step: int, rest: Times) -> None:
-        """The attempt ends, `rest` after the last log line."""
-        global _ended
-        self._write("end", first=self._step, step=step, **_totals(self._window[0] + rest))
-        _ended = time.time()
+        self._step = self._last
 
     def _described(self, late: Late, step: int) -> dict[str, Any]:
         host, share = self._hosts[late.rank], round(late.share, 3)

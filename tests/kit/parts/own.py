@@ -1,5 +1,8 @@
 """What a user brings: samples of other shapes, models with several inputs, streams, mistakes."""
 
+import os
+import time
+
 import torch
 from torch import nn
 
@@ -173,3 +176,33 @@ def factory(named_parameters, lr: float):
     """An optimizer that sees names."""
     groups = [{"params": [p for _, p in named_parameters], "names": [name for name, _ in named_parameters]}]
     return torch.optim.SGD(groups, lr=lr)
+
+
+class Late(nn.Module):
+    """Rank 1 takes LATE_S longer for each batch."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+
+    def forward(self, inputs):
+        if self.training and os.environ.get("RANK") == "1":
+            time.sleep(float(os.environ["LATE_S"]))
+        return self.head(inputs.flatten(1))
+
+
+class SlowDisk(torch.utils.data.Dataset):
+    """Rank 2 takes LATE_S longer to read a sample."""
+
+    num_classes = 10
+
+    def __init__(self, *, train: bool):
+        self.size = 960 if train else 32
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if os.environ.get("RANK") == "2":
+            time.sleep(float(os.environ["LATE_S"]))
+        return torch.full((64,), index / 960), index % 10

@@ -1,0 +1,332 @@
+"""What is to be seen of a run: where its time goes, who is late, the page, the live view, what others scrape."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from kit.job import ROOT, environment, finish, free_port, reached, run, start, wait_for
+from kit.until import until
+
+from train.report.history import History
+from train.timing.clock import Clock, Times, gathered, spread
+from train.timing.straggler import WINDOWS, Stragglers
+
+SEEN = ("log.report=true", "log.every_steps=5")
+LATE = ("model._target_=kit.parts.own.Late", "max_steps=200", *SEEN)
+
+
+def tool(*arguments, cwd, columns=80):
+    line = [sys.executable, "-m", "train.report", *map(str, arguments)]
+    env = environment(COLUMNS=str(columns), TERM="dumb")
+    return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True)
+
+
+class Seen(HTMLParser):
+    """A page's words, the figures in it, and what it would load from elsewhere."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.words, self.loads, self.tag = [], [], ""
+        text = path.read_text()
+        self.feed(text)
+        found = re.search(r"const figures = (.*), dark = ", text)
+        self.figures = json.loads(found[1])
+
+    def handle_starttag(self, tag, attrs):
+        self.tag = tag
+        self.loads += [value for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        self.loads += [tag] if tag in ("link", "iframe", "object", "embed") else []
+
+    def handle_data(self, data):
+        if self.tag not in ("script", "style"):
+            self.words.append(data.strip())
+
+    def figure(self, title):
+        return next(figure for figure in self.figures if figure["title"] == title)
+
+    @property
+    def text(self):
+        return " ".join(filter(None, self.words))
+
+
+# Where the time goes
+
+
+def test_a_clock_tells_waits_from_work():
+    clock = Clock(lambda: 0.25)
+    clock.begin()
+    for _ in clock.waiting(each for each in slowly([1, 2], 0.05)):
+        with clock.spending("checkpoint"):
+            time.sleep(0.03)
+    with clock.spending("evaluation"):
+        list(clock.waiting(slowly([1], 0.02)))  # data of an evaluation are a part of it
+        with clock.spending("checkpoint"):  # a stop within it
+            time.sleep(0.02)
+    times = clock.read()
+    assert times.data == pytest.approx(0.1, abs=0.03) and times.checkpoint == pytest.approx(0.08, abs=0.03)
+    assert times.evaluation == pytest.approx(0.02, abs=0.02) and times.wait == 0.25
+    assert times.seconds >= times.data + times.checkpoint + times.evaluation
+    assert clock.rest().seconds < 0.01, "reading begins anew"
+
+
+def slowly(items, seconds):
+    for item in items:
+        time.sleep(seconds)
+        yield item
+
+
+def test_a_sum_over_ranks_is_everybodys_times():
+    times = [Times(1.0, 0.1, 0.2, 0.3, 0.4), Times(2.0, 0.5, 0.6, 0.7, 0.8), Times(3.0)]
+    rows = [spread(each, rank=rank, size=3) for rank, each in enumerate(times)]
+    assert gathered([sum(column) for column in zip(*rows, strict=True)]) == times
+
+
+def test_only_who_is_late_time_and_again_is_named():
+    even = [Times(1.0, wait=0.5), Times(1.0, wait=0.5), Times(1.0, wait=0.45)]
+    late = [Times(1.0, wait=0.6), Times(1.0, wait=0.1), Times(1.0, wait=0.6)]
+    other = [Times(1.0, wait=0.1), Times(1.0, wait=0.6), Times(1.0, wait=0.6)]
+    look = Stragglers().look
+    assert [look(window) for window in (even, even, late, late, other, late, even, late, late)] == [None] * 9
+    told = look(late)
+    assert (told.rank, told.cause) == (1, "compute") and told.share == pytest.approx(0.5)
+    assert look(late) is None, "once"
+    assert WINDOWS == 3 and [look(other) for _ in range(3)][-1].rank == 0
+
+
+@pytest.mark.parametrize("more", [(), ("dist.shared_memory=false",), ("virtual_world_size=3",)], ids=str)
+def test_a_late_rank_is_named_with_its_host_and_the_share_lost(tmp_path, more):
+    result = run(tmp_path / "run", *LATE, *more, ranks=3, env={"LATE_S": "0.02"})
+    told = result.events("straggler")
+    assert told and told[0]["rank"] == 1 and told[0]["host"] == os.uname().nodename and told[0]["cause"] == "compute"
+    assert told[0]["share_lost"] > 0.3
+    assert "straggler: step=" in result.out
+
+
+def test_a_rank_with_a_slow_disk_is_told_from_one_that_computes_slowly(tmp_path):
+    disk = ("data._target_=kit.parts.own.SlowDisk", "model._target_=kit.parts.own.Late", "max_steps=150", *SEEN)
+    told = run(tmp_path / "run", *disk, "batch_size=30", ranks=3, env={"LATE_S": "0.003"}).events("straggler")
+    # rank 1 computes 3 ms longer, and nobody has to hear of it; rank 2 reads 10 samples a step
+    assert told and {(line["rank"], line["cause"]) for line in told} == {(2, "data")}
+
+
+def test_where_the_time_went_adds_up(tmp_path):
+    """Killed, resumed on another number of ranks, finished: every second is in one of the parts."""
+    line = ("model._target_=kit.parts.own.Late", "max_steps=120", "checkpoint.every_steps=50", *SEEN)
+    began = time.time()
+    process = start(tmp_path / "run", *line, ranks=2, env={"LATE_S": "0.02"})
+    wait_for(tmp_path / "run", reached(70), process=process)
+    process.send_signal(signal.SIGKILL)
+    finish(process, tmp_path / "run")
+    time.sleep(1)
+    run(tmp_path / "run", *line, ranks=3, env={"LATE_S": "0.02"}, cold=True)
+    history = History.of(tmp_path / "run")
+    assert sum(history.spent.values()) == pytest.approx(history.seconds, abs=0.01)
+    assert history.seconds < time.time() - began
+    assert history.spent["repeated steps"] > 0.1 and history.spent["down"] > 0.5
+    assert history.spent["start"] > 0.5 < history.spent["restart"] and history.spent["evaluation"] > 0
+    assert 0 < history.goodput < 0.9
+    fits, told = history.ledger
+    assert fits and "120 steps, as planned" in told and "begun by two attempts" in told
+    assert len(history.by_rank) == 3 and max(history.by_rank, key=lambda row: row["compute"]) is history.by_rank[1]
+    assert history.time_of(120) > history.time_of(60) > 0
+
+
+def test_a_ledger_that_does_not_fit_is_said(tmp_path):
+    run(tmp_path / "run", "max_steps=20", "log.every_steps=5")
+    path = tmp_path / "run/metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    next(line for line in lines if line.get("step") == 10)["samples"] += 1
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert History.of(tmp_path / "run").ledger[0] is False
+
+
+# The page
+
+
+def test_the_page_of_a_run_at_its_every_end(tmp_path):
+    """Preempted, then failed, then done: each end leaves a page that says so; it loads nothing from anywhere."""
+    folder, line = tmp_path / "run", (*LATE, "checkpoint.every_steps=20")
+    process = start(folder, *line, ranks=2, env={"LATE_S": "0.02"})
+    wait_for(folder, reached(40), process=process)
+    process.send_signal(signal.SIGTERM)
+    finish(process, folder)
+    page = Seen(folder / "report.html")
+    assert "preempted" in page.text and page.loads == []
+    failed = run(
+        folder, *line, "optimizer.lr=1e30", "checkpoint.accept_changes=true", ranks=2, ok=False, env={"LATE_S": "0"}
+    )
+    assert failed.code != 0 and failed.outcome["error"][:60] in Seen(folder / "report.html").text
+    shutil.rmtree(folder / "checkpoints" / sorted(p.name for p in (folder / "checkpoints").glob("step-*"))[-1])
+    (folder / "outcome.json").unlink()
+    run(folder, *line, "checkpoint.accept_changes=true", ranks=3, env={"LATE_S": "0"})
+    page = Seen(folder / "report.html")
+    assert "done" in page.text and "200 of 200" in page.text and "as planned, each once" in page.text
+    loss = page.figure("loss")
+    assert [trace["name"] for trace in loss["data"]] == ["train", "test"]
+    assert [mark["what"] for mark in loss["marks"] if "preempted" in mark["what"]] and "3 ranks" in str(loss["marks"])
+    assert {trace["name"] for trace in page.figure("where the time went")["data"]} >= {"steps", "start", "restart"}
+    assert len(page.figure("each rank's steps, in the last attempt")["data"][0]["x"]) == 3
+    assert page.figure("seconds to write a checkpoint, behind the training")
+
+
+def test_no_text_of_a_run_ends_the_script(tmp_path):
+    evil = "a</script><script>document.title=1</script>"
+    folder = tmp_path / "x"
+    run(folder, "max_steps=10", "log.every_steps=5")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "event", "event": evil, "time": 1.0}) + "\n")
+        file.write(json.dumps({"kind": "eval", "step": 10, "epoch": 0, evil: 0.5, "loss": 1.0}) + "\n")
+    assert tool(folder, cwd=tmp_path).returncode == 0
+    text = (folder / "report.html").read_text()
+    assert evil not in text and text.count("</script>") == 2
+    assert evil in Seen(folder / "report.html").text
+
+
+def test_runs_beside_each_other(tmp_path):
+    line = [
+        sys.executable,
+        "-m",
+        "train",
+        "-m",
+        "name=grid",
+        "max_steps=20",
+        "optimizer.lr=0.01,0.1,1",
+        "log.tensorboard=false",
+    ]
+    subprocess.run(line, cwd=tmp_path, env=environment(), check=True, capture_output=True)
+    done = tool("runs/grid", "--output", "sweep.html", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.strip() == "sweep.html", done.stderr
+    page = Seen(tmp_path / "sweep.html")
+    axes = page.figure("what was tried and what came of it")["data"][0]["dimensions"]
+    assert [axis["label"] for axis in axes] == ["optimizer.lr", "accuracy", "loss"]
+    assert axes[0]["values"] == [0.01, 0.1, 1.0]
+    assert len(page.figure("loss")["data"]) == 6 and "3 runs" in page.text
+    two = tool(*sorted((tmp_path / "runs/grid").iterdir())[:2], cwd=tmp_path)
+    assert two.stdout.strip() == "report.html" and (tmp_path / "report.html").exists()
+    starts = [History.of(folder).spent["start"] for folder in sorted((tmp_path / "runs/grid").iterdir())]
+    assert max(starts[1:]) < starts[0], "a later job of the sweep does not count the earlier ones' time as its own"
+
+
+def test_what_is_no_run_is_refused_in_a_line(tmp_path):
+    done = tool(tmp_path, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("muster: ") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+# The live view
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_the_live_view_fits_the_terminal(tmp_path, columns):
+    run(tmp_path / "run", "max_steps=40", "log.every_steps=5", ranks=2)
+    done = tool("--watch", "--once", "run", "nothing", cwd=tmp_path, columns=columns)
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "step 40/40" in lines[0] and "goodput" in lines[0] and lines[0].startswith("run done")
+    assert re.search(r"loss [\d.]+ [▁-█]+ +accuracy", lines[1]) and "2 ranks" in lines[1]
+    assert "done: " in lines[2] and "has not begun" in lines[3]
+
+
+def test_the_live_view_follows_a_run_to_its_end(tmp_path):
+    line = [sys.executable, "-m", "train.report", "--watch", "run"]
+    watching = subprocess.Popen(
+        line, cwd=tmp_path, env=environment(TERM="xterm", COLUMNS="100"), stdout=subprocess.PIPE, text=True
+    )
+    run(tmp_path / "run", *LATE, ranks=2, env={"LATE_S": "0.01"})
+    out, _ = watching.communicate(timeout=30)
+    assert watching.returncode == 0
+    assert "step 200/200" in out and "done" in out
+
+
+def test_the_bar_says_what_runs_and_how_long_it_takes_yet(tmp_path):
+    bar = ("log.progress=bar", "max_steps=20", "log.every_steps=5")
+    run(tmp_path / "run", "max_steps=10", "log.every_steps=5", ranks=2)
+    out = run(tmp_path / "run", *bar, ranks=2, env={"COLUMNS": "120", "TERM": "xterm"}, cold=True).out
+    assert re.search(r"step 20/20 .*left .*loss [\d.]+, \d+ samples/s, 2 ranks, 1 restart", out), out
+
+
+# What others read
+
+
+def prometheus():
+    """Debian's Prometheus, where it is or where it may be fetched to."""
+    if there := shutil.which("prometheus"):
+        return there
+    if not os.environ.get("CI") or os.geteuid() != 0:
+        pytest.skip("there is no prometheus here")
+    cache = Path(os.environ.get("MUSTER_TEST_CACHE", "/var/tmp/muster-tests")) / "prometheus"
+    if not (cache / "usr/bin/prometheus").exists():
+        subprocess.run([ROOT / "tests/substrates/apt.sh", "fetch", cache, "prometheus"], check=True)
+    return str(cache / "usr/bin/prometheus")
+
+
+def test_prometheus_scrapes_a_run(tmp_path):
+    port, own = free_port(), free_port()
+    (tmp_path / "prometheus.yml").write_text(
+        "global: {scrape_interval: 200ms}\n"
+        f"scrape_configs: [{{job_name: muster, static_configs: [{{targets: ['127.0.0.1:{port}']}}]}}]\n"
+    )
+    line = [prometheus(), f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
+    server = subprocess.Popen([*line, f"--web.listen-address=127.0.0.1:{own}"], stderr=subprocess.DEVNULL)
+
+    def asked(query):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{own}/api/v1/query?query={query}", timeout=5) as answer:
+                return json.load(answer)["data"]["result"]
+        except (OSError, urllib.error.URLError):
+            return []
+
+    try:
+        late = ("model._target_=kit.parts.own.Late", "max_steps=1000", "log.every_steps=5")
+        process = start(tmp_path / "run", *late, f"metrics.port={port}", "name=mine", ranks=2, env={"LATE_S": "0.02"})
+        until(lambda: asked("muster_train"), "value in Prometheus", timeout_s=60)
+        until(lambda: asked("muster_step%3E0"), "step in Prometheus", timeout_s=30)
+        (step,) = asked("muster_step")
+        assert step["metric"]["run"] == "mine" and 0 < float(step["value"][1]) < 1000
+        until(lambda: len(asked("muster_rank_seconds_total")) == 10, "time of each rank", timeout_s=30)
+        listening = Path("/proc/net/tcp").read_text()
+        assert f"0100007F:{port:04X}" in listening and f"00000000:{port:04X}" not in listening, "this host alone"
+        process.send_signal(signal.SIGTERM)
+        assert finish(process, tmp_path / "run").outcome["outcome"] == "preempted"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_a_port_that_is_taken_costs_the_run_nothing(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = run(tmp_path / "run", "max_steps=3", f"metrics.port={taken.getsockname()[1]}")
+    assert any("loggers.prometheus cannot begin" in line for line in result.said), result.out
+
+
+def test_tensorboard_has_each_step_once_after_a_kill_and_the_hyperparameters(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    line = ("model._target_=kit.parts.own.Late", "max_steps=90", "checkpoint.every_steps=40", "eval.every_steps=10")
+    seen = (*line, "log.tensorboard=true", "log.every_steps=5")
+    process = start(tmp_path / "run", *seen, ranks=2, env={"LATE_S": "0.02"})
+    wait_for(tmp_path / "run", reached(60), process=process)
+    process.kill()
+    finish(process, tmp_path / "run")
+    result = run(tmp_path / "run", *seen, ranks=2, env={"LATE_S": "0"})
+    assert result.events("resume")[0]["step"] == 40
+    board = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("eval/accuracy")] == list(range(10, 91, 10))
+    assert [event.step for event in board.Scalars("train/loss")] == list(range(5, 91, 5))
+    assert board.Scalars("train/loss")[-1].value == pytest.approx(result.losses[90])
+    assert set(board.PluginTagToContent("hparams")) == {"_hparams_/experiment", "_hparams_/session_start_info"}
