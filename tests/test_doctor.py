@@ -9,6 +9,7 @@ from kit.job import ROOT, environment, run
 
 from train.config.compose import compose
 from train.doctor.base import Visit
+from train.doctor.checks.gpus import told
 from train.doctor.lint import lint
 from train.doctor.visit import all_checks
 
@@ -29,7 +30,11 @@ GOOD = {
     "folder": {"path": "runs/a", "at": "/runs", "free": 50.0, "writable": True, "seen": True, "speed": 300.0},
     "links": {"links": {}},
     "speed": {"gflops": 100.0, "sums": {}},
+    "gpus": {"gpu": "", "there": 0},
+    "ports": {"range": "32768 to 60999", "free": 28000, "master": "29500"},
 }
+GPU = {"free": 0.99, "gib": 80.0, "there": 1, "driver": "570.1", "celsius": 40, "ecc": 0, "slowed": False}
+ON_0, ON_1 = {**GPU, "gpu": "GPU-a"}, {**GPU, "gpu": "GPU-b"}
 
 
 def judged(name, *changes, visit=None):
@@ -75,6 +80,16 @@ def test_every_check_has_facts_here():
         ("folder", [{"free": 0.2}, {}], True, "0.20 GB are free"),
         ("folder", [{}, {"speed": 3.0}], False, "3 MB/s on host1"),
         ("links", [{"links": {"0-1": [1e-4, 900.0], "0-2": [1e-4, 20.0]}}, {"links": {"1-2": [1e-4, 950.0]}}, {}], False, "ranks 0 on host0 and 2 on host2 talk at 20 MB/s, most at 900"),
+        ("gpus", [ON_0, {**ON_1, "free": 0.5}], False, "rank 1 on host1: 50% of 80 GiB of GPU memory are free"),
+        ("gpus", [ON_0, {**ON_1, "free": 0.1}], True, "rank 1 on host1: 10% of 80 GiB"),
+        ("gpus", [ON_0, {**ON_1, "ecc": 3}], True, "rank 1 on host1: 3 uncorrected memory errors"),
+        ("gpus", [ON_0, {**ON_1, "slowed": True, "celsius": 91}], False, "rank 1 on host1: the GPU slows itself down at 91"),
+        ("gpus", [ON_0, {**ON_1, "driver": "560.2"}], False, "the driver differs: 570.1 on host0; 560.2 on host1"),
+        ("gpus", [ON_0, ON_0], True, "rank 1 on host1 and rank 0 have the same GPU, GPU-a"),
+        ("gpus", [{"there": 8}, {"there": 8}], False, "host0 has 8 GPUs, and training is to use its processors"),
+        ("ports", [{}, {"free": 12}], False, "host1: 12 ports are free of 32768 to 60999"),
+        ("ports", [{}, {"range": "50000 to 50100"}], False, "differs: 32768 to 60999 on host0; 50000 to 50100 on host1"),
+        ("ports", [{}, {"master": "29501"}], True, "MASTER_PORT differs: 29500 on host0; 29501 on host1"),
         ("speed", [{}, {"gflops": 40.0}, {}], False, "rank 1 on host1 multiplies at 40 GFLOP/s, most at 100"),
     ],
 )  # fmt: skip
@@ -89,6 +104,14 @@ def doctor(folder, *arguments, ranks=None, before=()):
         [*before, sys.executable, "-m", *launcher, "train.doctor", *arguments],
         cwd=folder, env=environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
+
+
+def test_what_nvidia_smi_prints_is_understood():
+    """Lines as the tool's own help describes them; a value that a device does not have is `[N/A]`."""
+    text = "GPU-a, 570.86.10, 41, 0, Not Active\nGPU-b, 570.86.10, 88, [N/A], Active\n"
+    assert told("GPU-a", text) == {"driver": "570.86.10", "celsius": 41, "ecc": 0, "slowed": False}
+    assert told("GPU-b", text) == {"driver": "570.86.10", "celsius": 88, "slowed": True}
+    assert told("GPU-c", text) == {} and told("GPU-a", "No devices were found") == {}
 
 
 def test_a_machine_that_can_train(tmp_path):

@@ -206,7 +206,8 @@ def is_time_to_save(run: Run) -> bool:
 def log(run: Run, result: StepResult) -> None:
     """Report the step just done. Collective; the one place in the loop that waits for the device."""
     own_loss = float(result.loss)  # waits for the device
-    times = spread(run.clock.read(), rank=run.world.rank, size=run.world.size)
+    is_due = run.clock.is_due(run.world.size)
+    times = spread(run.clock.read(), rank=run.world.rank, size=run.world.size) if is_due else []
     loss, *everybody = run.world.sum([own_loss, *times])
     more = {}
     if run.config.log.train_metrics:
@@ -223,7 +224,8 @@ def log(run: Run, result: StepResult) -> None:
         samples=run.plan.samples_before(run.step),
         more={name: value for name, value in more.items() if name != "loss"},
     )
-    run.metrics.timing(run.step, gathered(everybody))
+    if is_due:
+        run.metrics.timing(run.step, gathered(everybody))
 
 
 def save(run: Run) -> None:

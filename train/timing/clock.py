@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 Item = TypeVar("Item")
+RANKS_AT_EVERY_LINE = 32
 PARTS = ("seconds", "data", "wait", "evaluation", "checkpoint")
 
 
@@ -44,7 +45,7 @@ class Clock:
     def __init__(self, waited_s: Callable[[], float] = lambda: 0.0):
         self._waited_s, self._since = waited_s, time.perf_counter()
         self._spent = {"data": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
-        self._within = ""
+        self._within, self._asked = "", 0
 
     def begin(self) -> None:
         """Training begins; what was before does not count."""
@@ -79,6 +80,14 @@ class Clock:
         times = replace(self.rest(), wait=self._waited_s())
         self._since, self._spent = self._since + times.seconds, dict.fromkeys(self._spent, 0.0)
         return times
+
+    def is_due(self, world_size: int) -> bool:
+        """Whether to read it at this log line: of a large world only at every so many-th, for all ranks' times go to all.
+
+        Counts the calls, which have to be the same ones on every rank.
+        """
+        self._asked += 1
+        return self._asked % (-(-world_size // RANKS_AT_EVERY_LINE)) == 0
 
     def rest(self) -> Times:
         """What is there to read, less the waits, whether or not the last step was finished."""

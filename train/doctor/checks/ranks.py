@@ -27,7 +27,10 @@ class Ranks(Check):
         found: list[Finding] = []
         if expected and len(ranks) != expected:
             hosts = ", ".join(dict.fromkeys(facts["host"] for facts in ranks))
-            remedy = "look at the log of the nodes that are missing; is the rendezvous port open to them?"
+            remedy = (
+                "look at the log of the nodes that are missing: is the rendezvous port open to them, and did they meet "
+                "somewhere else, because the endpoint's name is not one host?"
+            )
             found.append(Finding(f"{len(ranks)} of {expected} ranks are here, on {hosts}", remedy))
         if len(jobs := [job for job in by_value(ranks, "slurm") if job]) > 1:
             found.append(
