@@ -19,7 +19,7 @@ from train.checkpoint.storage import SEEN_WITHIN_S, Saved
 from train.config.differences import differences, to_dict
 from train.config.keys import Config
 from train.config.parts import locate, signature
-from train.dist.place import job, launcher
+from train.dist.place import asked_for, job, launcher
 from train.dist.world import World
 from train.errors import ConfigError, CrashLoop, DataError, MusterError, StorageError, say, storage_error
 from train.faults import attempts, lease
@@ -191,6 +191,7 @@ def _take_over(
     cause = before.error or before.cause
     now = Attempt(
         outcome=attempts.RUNNING, attempt=world.attempt, token=held.token if held else 0, agents=tuple(world.agents), step=furthest,
+        world_size=world.size, asked_for=asked_for(world.place.local_world_size),
         furthest=furthest, idle_attempts=failures, idle_preemptions=stops, cause=cause, failure_before=before.failure,
     )  # fmt: skip
     attempts.write(path, now)

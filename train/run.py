@@ -30,7 +30,7 @@ from train.config.parts import bound, build, locate, signature
 from train.data.load import Data
 from train.data.load import load as load_data
 from train.dist.meeting import meet
-from train.dist.place import Place
+from train.dist.place import Place, asked_for
 from train.dist.world import START_S, World, start
 from train.errors import ConfigError, Diverged, MusterError, one_line, say
 from train.faults import attempts
@@ -342,6 +342,11 @@ def announce(run: Run, folder: Folder) -> None:
         asked, there = run.config.batch_size, run.plan.size
         run.metrics.event(
             "note", text=f"batch_size={asked} is more than the {there} training samples: a step takes all of them"
+        )
+    meant = asked_for(world.place.local_world_size)
+    if meant and world.size < meant:
+        run.metrics.event(
+            "note", text=f"trains with {world.size} of the {meant} ranks that were asked for: others have not come"
         )
     if before.outcome not in ("none", attempts.DONE, attempts.PREEMPTED):
         run.metrics.event("restart", step=run.step, after=before.outcome, cause=before.error)

@@ -6,11 +6,15 @@ Rank arithmetic reads RANK and its kin here; a word to torchrun's agent (faults/
 from __future__ import annotations
 
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from train.errors import ConfigError
+
+NODES = "MUSTER_NNODES"
+"""How `python -m train.launch node` says to its ranks how many nodes (N or MIN:MAX) there are to be."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,13 @@ def _pid_namespace() -> str:
         return os.readlink("/proc/self/ns/pid").strip("pid:[]")
     except OSError:
         return ""
+
+
+def asked_for(local_world_size: int) -> int | None:
+    """The most ranks that the launcher was told to start, where its variables say so: an elastic job may begin with fewer."""
+    nodes = next(filter(None, (os.environ.get(name) for name in (NODES, "PET_NNODES", "SLURM_NNODES"))), "")
+    match = re.fullmatch(r"(?:\d+:)?(\d+)", nodes)
+    return int(match[1]) * local_world_size if match else None
 
 
 def job() -> str:

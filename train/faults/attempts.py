@@ -31,6 +31,7 @@ class Attempt:
 
     token: counts the attempts; whoever has a larger one has taken the run over.
     agents: the launchers of all ranks (place.launcher). launcher: the scheduler's job, or rank 0's agent.
+    world_size, asked_for: ranks of the attempt, and the most that its launcher was told to start, if it says so.
     furthest, idle_attempts, idle_preemptions: kept from attempt to attempt, to see whether they come any further.
     checkpoint: the newest commit, {step, path}, so that it is missed when it is gone.
     error, traceback, rank, failed_host: of the first cause, if it failed; cause: of the attempt before.
@@ -45,6 +46,8 @@ class Attempt:
     launcher: str = ""
     host: str = ""
     time: float = 0.0
+    world_size: int | None = None
+    asked_for: int | None = None
     step: int | None = None
     total_steps: int | None = None
     furthest: int = -1

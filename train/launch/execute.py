@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from train.dist.place import NODES
 from train.errors import say
 from train.faults import attempts
 from train.launch.spec import MARGIN_S, Spec, command, environment, printed, this_torchrun
@@ -72,7 +73,7 @@ def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folder: Path | 
 def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals) -> int:
     line = command(spec, overrides, torchrun=this_torchrun())
     say(printed(spec, line), sys.stdout)
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", **environment(spec)}
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", NODES: spec.nnodes, **environment(spec)}
     signals.agent = subprocess.Popen(line, env=env, preexec_fn=_as_child)
     signals.pass_on()  # one that came before there was an agent
     code = signals.agent.wait()

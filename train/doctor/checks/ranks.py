@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
+from train.dist.place import asked_for
 from train.dist.world import World
 from train.doctor.base import Check, Facts, Finding, Visit, by_value
 
@@ -17,7 +17,7 @@ class Ranks(Check):
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
         return {
             "world_size": world.size,
-            "meant": meant(os.environ),
+            "meant": asked_for(world.place.local_world_size),
             "slurm": os.environ.get("SLURM_JOB_ID", ""),
         }
 
@@ -43,11 +43,3 @@ class Ranks(Check):
     def summary(self, ranks: Sequence[Facts]) -> str:
         hosts = sorted({facts["host"] for facts in ranks})
         return f"{len(ranks)} on {len(hosts)} host{'s' * (len(hosts) > 1)}: {', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''}"
-
-
-def meant(environment: Any) -> int | None:
-    """How many ranks the launcher was told to start at most, where its variables say so."""
-    nodes = environment.get("PET_NNODES") or environment.get("SLURM_NNODES") or ""
-    match = re.fullmatch(r"(?:\d+:)?(\d+)", nodes)
-    local = environment.get("LOCAL_WORLD_SIZE", "")
-    return int(match[1]) * int(local) if match and local.isdigit() else None

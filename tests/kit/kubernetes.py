@@ -1,0 +1,170 @@
+"""A real Kubernetes for the tests: tests/substrates/kubernetes.sh, and a job on it seen through its volume."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kit.job import ROOT, Job
+
+SCRIPT = ROOT / "tests/substrates/kubernetes.sh"
+KINDS = {
+    "pytorchjob": "base/pytorchjob.yaml",
+    "indexed-job": "indexed-job/indexed-job.yaml",
+    "trainjob": "trainjob/trainjob.yaml",
+}
+RESOURCE = {"pytorchjob": "pytorchjob", "indexed-job": "job", "trainjob": "trainjob"}
+PODS = {"pytorchjob": "muster-worker-{}", "indexed-job": "muster-{}-", "trainjob": "muster-node-0-{}-"}
+"""What the name of pod N begins with."""
+
+
+class Cluster:
+    """`kubectl` on the cluster in `folder`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def script(
+        self, action: str, *arguments: str, timeout_s: float = 120, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        line = [str(SCRIPT), action, str(self.folder), *arguments]
+        return subprocess.run(line, capture_output=True, text=True, timeout=timeout_s, **options)
+
+    def kubectl(self, *arguments: str, ok: bool = True, timeout_s: float = 120, text: str | None = None) -> str:
+        done = self.script("on", "kubectl", *arguments, timeout_s=timeout_s, input=text)
+        assert not ok or done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
+        return done.stdout
+
+    def apply(self, namespace: str, documents: Sequence[dict[str, Any]]) -> None:
+        """Under load a webhook may time out: that is the cluster's matter, and tried again."""
+        for _ in range(5):
+            done = self.script(
+                "on", "kubectl", "-n", namespace, "apply", "-f", "-", input=yaml.safe_dump_all(documents)
+            )
+            if done.returncode == 0:
+                return
+            assert "failed calling webhook" in done.stderr, done.stderr
+            time.sleep(2)
+        raise AssertionError(done.stderr)
+
+
+class Space:
+    """A namespace in which pods are held to PodSecurity `restricted`, with a volume of its own: a folder of this machine."""
+
+    def __init__(self, cluster: Cluster, folder: Path, name: str):
+        self.cluster, self.name, self.volume = cluster, name, folder / "volume"
+        self.volume.mkdir()
+        (self.volume / "ledger").mkdir()
+        shutil.copytree(ROOT / "tests/kit", self.volume / "tests/kit", ignore=shutil.ignore_patterns("__pycache__"))
+        for path in (self.volume, self.volume / "ledger"):
+            os.chown(path, 1000, 1000)
+        for path in (folder, *folder.parents):
+            if path.is_relative_to("/tmp") and path != Path("/tmp"):
+                path.chmod(path.stat().st_mode | 0o055)
+
+    def __enter__(self) -> Space:
+        labels = {"pod-security.kubernetes.io/enforce": "restricted", "muster-test": "true"}
+        volume = {
+            "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": self.name},
+            "spec": {
+                "capacity": {"storage": "10Gi"}, "accessModes": ["ReadWriteMany"], "persistentVolumeReclaimPolicy": "Retain",
+                "hostPath": {"path": str(self.volume)}, "claimRef": {"namespace": self.name, "name": "muster-runs"},
+            },
+        }  # fmt: skip
+        space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.name, "labels": labels}}
+        self.cluster.apply("default", [space, volume])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kubectl("delete", "pytorchjob,trainjob,job", "--all", "--wait=false", ok=False)
+        self.kubectl("delete", "pods", "--all", "--grace-period=1", "--timeout=60s", ok=False)
+        self.cluster.kubectl("delete", "namespace", self.name, "--wait=false", ok=False)
+        self.cluster.kubectl("delete", "pv", self.name, "--wait=false", ok=False)
+
+    def kubectl(self, *arguments: str, **options: Any) -> str:
+        return self.cluster.kubectl("-n", self.name, *arguments, **options)
+
+
+class KubernetesJob(Job):
+    """One of the three kinds, as its manifest has it but for the arguments, and with the tests' own parts in the volume."""
+
+    def __init__(self, space: Space, kind: str, *arguments: str):
+        self.space, self.kind = space, kind
+        super().__init__(space.volume / "muster")
+        self.documents = copy.deepcopy(
+            [each for each in yaml.safe_load_all((ROOT / "k8s" / KINDS[kind]).read_text()) if each]
+        )
+        container = containers(self.documents)[0]
+        container["args"] = ["name=muster", *arguments]
+        container["env"] += [
+            {"name": "PYTHONPATH", "value": "/opt/muster:/job/runs/tests"},
+            {"name": "LEDGER", "value": "/job/runs/ledger"},
+        ]
+
+    def apply(self) -> None:
+        around = [yaml.safe_load((ROOT / "k8s" / name).read_text()) for name in ("volume.yaml", "network-policy.yaml")]
+        self.space.cluster.apply(self.space.name, [*around, *self.documents])
+
+    def delete(self) -> None:
+        self.space.kubectl("delete", RESOURCE[self.kind], "muster", "--timeout=110s")
+
+    def conditions(self) -> dict[str, dict[str, Any]]:
+        """Type -> condition, of those that hold."""
+        text = self.space.kubectl("get", RESOURCE[self.kind], "muster", "-o", "json", ok=False)
+        found = json.loads(text).get("status", {}).get("conditions", []) if text else []
+        return {each["type"]: each for each in found if each["status"] == "True"}
+
+    def succeeded(self) -> bool:
+        conditions = self.conditions()
+        assert "Failed" not in conditions, f"{conditions}\n{self.log}"
+        return bool(conditions.keys() & {"Succeeded", "Complete"})
+
+    def failed(self) -> dict[str, Any] | None:
+        return self.conditions().get("Failed")
+
+    def pods(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.space.kubectl("get", "pods", "-o", "json"))["items"]
+        return found
+
+    def pod(self, index: int) -> str:
+        """The name of pod `index` that is there now."""
+        begins = PODS[self.kind].format(index)
+        alive = [
+            p
+            for p in self.pods()
+            if p["metadata"]["name"].startswith(begins) and not p["metadata"].get("deletionTimestamp")
+        ]
+        assert alive, f"no pod {begins}\n{self.log}"
+        name: str = max(alive, key=lambda each: each["metadata"]["creationTimestamp"])["metadata"]["name"]
+        return name
+
+    @property
+    def log(self) -> str:
+        seen = [self.space.kubectl("get", "pods", "-o", "wide", ok=False)]
+        seen.append(self.space.kubectl("get", "events", "--sort-by=.lastTimestamp", ok=False)[-3000:])
+        for pod in self.pods():
+            seen.append(self.space.kubectl("logs", pod["metadata"]["name"], "--tail=25", ok=False))
+        return "\n".join(seen)
+
+
+def containers(documents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of all pods in manifests, however deep they lie."""
+    found: list[dict[str, Any]] = []
+
+    def look(node: Any) -> None:
+        if isinstance(node, dict):
+            found.extend(node.get("containers", []))
+        for each in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            look(each)
+
+    look(list(documents))
+    return found

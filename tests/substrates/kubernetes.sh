@@ -1,0 +1,329 @@
+#!/usr/bin/env bash
+# A Kubernetes cluster of one node on this machine, with the operators, built from Go modules: for tests, as root, on Debian.
+#   kubernetes.sh build DIR          the binaries, into DIR/bin, once (a quarter of an hour on two cores)
+#   kubernetes.sh start DIR          control plane, kubelet, DNS, Training Operator, JobSet, Trainer (half a minute)
+#   kubernetes.sh load DIR IMAGE     an image of the Docker engine
+#   kubernetes.sh on DIR COMMAND...  within the cluster's network, with its kubeconfig: kubectl
+#   kubernetes.sh api DIR up|down    end and start the API server
+#   kubernetes.sh stop DIR           end all of it, by PID
+# All of it lives in a network namespace of its own (muster-kube), and containerd and kubelet in a mount namespace, too:
+# nothing on the host is changed but cgroups, which are removed with their pods. PIDs are in DIR/run/*.pid.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+action=$1
+mkdir -p "$2"
+dir=$(cd "$2" && pwd)
+shift 2
+bin=$dir/bin run=$dir/run
+subnet=10.245.0 service=10.112.0 # the API server listens at the first address of the service range itself
+net=muster-kube node=muster-node
+kube=1.34.4 operator=1.9.3 jobset=0.12.0 trainer=2.3.0 coredns=1.12.4
+export CGO_ENABLED=0 GOFLAGS="-mod=mod -buildvcs=false" KUBECONFIG=$run/admin.kubeconfig
+
+on() { ip netns exec "$net" env PATH="$bin:$PATH" "$@"; }
+kubectl() { on kubectl "$@"; }
+until_true() { # SECONDS COMMAND...
+  local end=$((SECONDS + $1))
+  shift
+  until "$@" >/dev/null 2>&1; do
+    if ((SECONDS > end)); then
+      echo "not within the time: $*" >&2
+      return 1
+    fi
+    sleep 0.5
+  done
+}
+begin() { # NAME COMMAND...: in the background, its PID and its log by its name
+  local name=$1
+  shift
+  setsid nohup ip netns exec "$net" "$@" >"$run/log/$name" 2>&1 </dev/null 9>&- &
+  echo $! >"$run/$name.pid"
+}
+end() { # NAME
+  local pid
+  pid=$(cat "$run/$1.pid" 2>/dev/null) || return 0
+  kill "$pid" 2>/dev/null || true
+  for _ in $(seq 50); do kill -0 "$pid" 2>/dev/null || break; sleep 0.2; done
+  kill -9 "$pid" 2>/dev/null || true
+  rm -f "$run/$1.pid"
+}
+
+# ---- build ----
+
+tools() { # Debian has these
+  if ! command -v containerd || ! command -v runc || ! [ -x /usr/lib/cni/bridge ] || ! command -v gcc; then
+    "$here/apt.sh" install containerd runc containernetworking-plugins iproute2 gcc libc6-dev openssl ca-certificates
+  fi
+  [ -x "$bin/etcd" ] || {
+    "$here/apt.sh" unpack "$dir/etcd" etcd-server
+    cp "$dir/etcd/usr/bin/etcd" "$bin/etcd"
+    rm -rf "$dir/etcd"
+  }
+}
+made() { # NAME PACKAGE: in the module where we stand
+  [ -x "$bin/$1" ] || { SECONDS=0 && go build -trimpath -ldflags "${flags:--s -w}" -o "$bin/$1.new" "$2" && mv "$bin/$1.new" "$bin/$1" && echo "$1 ${SECONDS} s"; }
+}
+build_kube() { # its staging modules are published under a version of their own
+  local name flags=""
+  mkdir -p "$dir/src/kube"
+  cd "$dir/src/kube"
+  [ -f go.mod ] || {
+    go mod init kube
+    go mod edit -go=1.24.0 -require "k8s.io/kubernetes@v$kube"
+    go mod download -json "k8s.io/kubernetes@v$kube" | sed -n 's/.*"GoMod": "\(.*\)".*/\1/p' >module
+    grep -oE 'k8s.io/[a-z-]+ v0.0.0$' "$(cat module)" | cut -d' ' -f1 | sort -u | while read -r name; do
+      go mod edit -replace "$name=$name@v0.${kube#1.}"
+    done
+  }
+  flags="-s -w -X k8s.io/component-base/version.gitVersion=v$kube -X k8s.io/component-base/version.gitMajor=1 -X k8s.io/component-base/version.gitMinor=34"
+  for name in kube-apiserver kubelet kube-controller-manager kube-scheduler kubectl; do made "$name" "k8s.io/kubernetes/cmd/$name"; done
+}
+build_dns() { # CoreDNS with the plugins that a cluster's own names need
+  mkdir -p "$dir/src/coredns"
+  cd "$dir/src/coredns"
+  cat >main.go <<'GO'
+package main
+
+import (
+	_ "github.com/coredns/coredns/plugin/bind"
+	_ "github.com/coredns/coredns/plugin/errors"
+	_ "github.com/coredns/coredns/plugin/kubernetes"
+
+	"github.com/coredns/coredns/core/dnsserver"
+	"github.com/coredns/coredns/coremain"
+)
+
+func init() { dnsserver.Directives = []string{"bind", "errors", "kubernetes"} }
+
+func main() { coremain.Run() }
+GO
+  [ -f go.mod ] || { go mod init coredns && go mod edit -go=1.24.0 -require "github.com/coredns/coredns@v$coredns"; }
+  made coredns .
+}
+module() { # MODULE@VERSION: where its files are
+  go mod download -json "$1" | sed -n 's/.*"Dir": "\(.*\)".*/\1/p'
+}
+build_operator() { # NAME MODULE@VERSION PACKAGE: in a writable copy of its module, with the versions that it names
+  [ -d "$dir/src/$1" ] || { cp -r "$(module "$2")" "$dir/src/$1" && chmod -R u+w "$dir/src/$1"; }
+  cd "$dir/src/$1"
+  made "$1" "$3"
+}
+build() {
+  mkdir -p "$bin" "$dir/src"
+  tools
+  build_kube
+  build_dns
+  build_operator training-operator "github.com/kubeflow/training-operator@v$operator" ./cmd/training-operator.v1
+  build_operator jobset "sigs.k8s.io/jobset@v$jobset" .
+  build_operator trainer "github.com/kubeflow/trainer/v2@v$trainer" ./cmd/trainer-controller-manager
+  [ -x "$bin/pause" ] || { echo 'int pause(void); int main(void) { for (;;) pause(); }' | gcc -x c -Os -static -s -o "$bin/pause" -; }
+}
+
+# ---- start ----
+
+issue() { # NAME SUBJECT USAGE [SAN]: a certificate of the cluster's own authority
+  openssl req -newkey rsa:2048 -nodes -keyout "$1.key" -out "$1.csr" -subj "$2"
+  printf 'keyUsage=digitalSignature,keyEncipherment\nextendedKeyUsage=%s\n%s\n' "$3" "${4:+subjectAltName=$4}" >"$1.ext"
+  openssl x509 -req -in "$1.csr" -CA ca.crt -CAkey ca.key -CAcreateserial -days 30 -out "$1.crt" -extfile "$1.ext"
+}
+kubeconfig() { # NAME
+  cat >"$run/$1.kubeconfig" <<YAML
+apiVersion: v1
+kind: Config
+clusters: [{name: test, cluster: {server: "https://$service.1:443", certificate-authority: $run/pki/ca.crt}}]
+users: [{name: $1, user: {client-certificate: $run/pki/$1.crt, client-key: $run/pki/$1.key}}]
+contexts: [{name: test, context: {cluster: test, user: $1}}]
+current-context: test
+YAML
+}
+certificates() {
+  mkdir -p "$run/pki"
+  cd "$run/pki"
+  openssl req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -days 30 -subj /CN=muster-test
+  openssl genrsa -out sa.key 2048
+  issue apiserver /CN=kube-apiserver serverAuth "DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc,IP:$service.1,IP:127.0.0.1"
+  issue kubelet "/CN=$node" serverAuth "DNS:$node,IP:$subnet.1"
+  issue to-kubelet /O=system:masters/CN=to-kubelet clientAuth
+  issue admin /O=system:masters/CN=admin clientAuth
+  issue node "/O=system:nodes/CN=system:node:$node" clientAuth
+  issue controllers /CN=system:kube-controller-manager clientAuth
+  issue scheduler /CN=system:kube-scheduler clientAuth
+  for name in admin node controllers scheduler; do kubeconfig "$name"; done
+}
+network() { # the pods' bridge; the host's own network is not touched
+  ip netns add "$net"
+  ip -n "$net" link set lo up
+  ip -n "$net" link add cni0 type bridge
+  ip -n "$net" addr add "$subnet.1/24" dev cni0
+  ip -n "$net" addr add "$service.1/32" dev cni0
+  ip -n "$net" link set cni0 up
+}
+configure() {
+  mkdir -p "$run"/{log,cni,kubelet,pods,volumes,sysctl}
+  cat >"$run/cni/10-bridge.conflist" <<JSON
+{"cniVersion": "0.4.0", "name": "muster", "plugins": [{"type": "bridge", "bridge": "cni0", "isGateway": true, "hairpinMode": true,
+ "ipam": {"type": "host-local", "dataDir": "$run/ipam", "ranges": [[{"subnet": "$subnet.0/24"}]], "routes": [{"dst": "0.0.0.0/0"}]}}]}
+JSON
+  cat >"$run/containerd.toml" <<TOML
+version = 2
+root = "$dir/containerd"
+state = "$run/containerd"
+[grpc]
+  address = "$run/containerd.sock"
+[plugins."io.containerd.internal.v1.opt"]
+  path = "$run/opt"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "muster.local/pause:1"
+  restrict_oom_score_adj = true
+  disable_apparmor = true
+  disable_tcp_service = true
+  stream_server_address = "127.0.0.1"
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "/usr/lib/cni"
+    conf_dir = "$run/cni"
+  [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+TOML
+  cat >"$run/kubelet.yaml" <<YAML
+apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+address: $subnet.1
+port: 10250
+healthzPort: 0
+tlsCertFile: $run/pki/kubelet.crt
+tlsPrivateKeyFile: $run/pki/kubelet.key
+authentication: {anonymous: {enabled: false}, webhook: {enabled: true}, x509: {clientCAFile: $run/pki/ca.crt}}
+authorization: {mode: Webhook}
+containerRuntimeEndpoint: unix://$run/containerd.sock
+cgroupDriver: cgroupfs
+cgroupRoot: /
+cgroupsPerQOS: false
+enforceNodeAllocatable: []
+failCgroupV1: false
+failSwapOn: false
+oomScoreAdj: 0
+makeIPTablesUtilChains: false
+clusterDNS: [$subnet.1]
+clusterDomain: cluster.local
+resolvConf: $run/resolv.conf
+imageGCHighThresholdPercent: 100
+imageMinimumGCAge: 240h
+evictionHard: {memory.available: 100Mi, nodefs.available: "1%", imagefs.available: "1%", nodefs.inodesFree: "1%"}
+podLogsDir: $run/pods
+nodeStatusUpdateFrequency: 2h # or it writes the true number of processors back
+volumePluginDir: $run/plugins
+YAML
+  echo "nameserver $subnet.1" >"$run/resolv.conf"
+  printf '.:53 {\n  bind %s.1\n  errors\n  kubernetes cluster.local {\n    kubeconfig %s\n    pods insecure\n  }\n}\n' "$subnet" "$KUBECONFIG" >"$run/Corefile"
+}
+api() {
+  begin apiserver "$bin/kube-apiserver" --etcd-servers=http://127.0.0.1:23790 --bind-address="$service.1" --secure-port=443 \
+    --advertise-address="$service.1" --service-cluster-ip-range="$service.0/24" --tls-cert-file="$run/pki/apiserver.crt" \
+    --tls-private-key-file="$run/pki/apiserver.key" --client-ca-file="$run/pki/ca.crt" \
+    --kubelet-client-certificate="$run/pki/to-kubelet.crt" --kubelet-client-key="$run/pki/to-kubelet.key" \
+    --kubelet-certificate-authority="$run/pki/ca.crt" --kubelet-preferred-address-types=InternalIP \
+    --service-account-issuer=https://kubernetes.default.svc.cluster.local --service-account-key-file="$run/pki/sa.key" \
+    --service-account-signing-key-file="$run/pki/sa.key" --authorization-mode=Node,RBAC --allow-privileged=true \
+    --enable-admission-plugins=NodeRestriction --enable-aggregator-routing=true
+  until_true 90 kubectl get --raw=/readyz
+}
+control_plane() {
+  begin etcd "$bin/etcd" --data-dir "$run/etcd" --unsafe-no-fsync --listen-client-urls http://127.0.0.1:23790 \
+    --advertise-client-urls http://127.0.0.1:23790 --listen-peer-urls http://127.0.0.1:23800 \
+    --initial-advertise-peer-urls http://127.0.0.1:23800 --initial-cluster default=http://127.0.0.1:23800
+  api
+  begin controllers "$bin/kube-controller-manager" --kubeconfig="$run/controllers.kubeconfig" \
+    --authentication-kubeconfig="$run/controllers.kubeconfig" --authorization-kubeconfig="$run/controllers.kubeconfig" \
+    --service-account-private-key-file="$run/pki/sa.key" --root-ca-file="$run/pki/ca.crt" --use-service-account-credentials=true \
+    --leader-elect=false --bind-address=127.0.0.1 --secure-port=16257 --cert-dir="$run/pki/controllers"
+  begin scheduler "$bin/kube-scheduler" --kubeconfig="$run/scheduler.kubeconfig" \
+    --authentication-kubeconfig="$run/scheduler.kubeconfig" --authorization-kubeconfig="$run/scheduler.kubeconfig" \
+    --leader-elect=false --bind-address=127.0.0.1 --secure-port=16259 --cert-dir="$run/pki/scheduler"
+  begin coredns "$bin/coredns" -conf "$run/Corefile"
+}
+machine() { # containerd and kubelet in a mount namespace of their own, where the sysctls that kubelet wants are set already
+  # shellcheck disable=SC2016
+  begin machine unshare -m --propagation=private bash -c '
+    set -eu
+    run=$1 bin=$2 node=$3 ip=$4
+    mount --make-rshared /
+    while read -r name value; do
+      echo "$value" >"$run/sysctl/${name//\//.}"
+      mount --bind "$run/sysctl/${name//\//.}" "/proc/sys/$name"
+    done <<SYSCTL
+vm/overcommit_memory 1
+vm/panic_on_oom 0
+kernel/panic 10
+kernel/panic_on_oops 1
+kernel/keys/root_maxkeys 1000000
+kernel/keys/root_maxbytes 25000000
+SYSCTL
+    containerd --config "$run/containerd.toml" >"$run/log/containerd" 2>&1 &
+    echo $! >"$run/containerd.pid"
+    until [ -S "$run/containerd.sock" ]; do sleep 0.2; done
+    "$bin/kubelet" --kubeconfig="$run/node.kubeconfig" --config="$run/kubelet.yaml" --hostname-override="$node" --node-ip="$ip" \
+      --root-dir="$run/kubelet" --cert-dir="$run/pki/kubelet-own" --v=2 >"$run/log/kubelet" 2>&1 &
+    echo $! >"$run/kubelet.pid"
+    wait' _ "$run" "$bin" "$node" "$subnet.1"
+  until_true 60 images ls
+}
+images() { ctr --address "$run/containerd.sock" --namespace k8s.io images "$@"; }
+image() { # NAME BINARY PATH: an image of one static binary
+  python3 "$here/image.py" "$1" "$2" "$3" | images import -
+}
+again() { until_true 120 "$@"; } # a webhook is not there at once, and may time out under load
+operators() {
+  image "ghcr.io/kubeflow/training-v1/training-operator:v1-d6eb98e" "$bin/training-operator" /manager
+  image "us-central1-docker.pkg.dev/k8s-staging-images/jobset/jobset:v$jobset" "$bin/jobset" /manager
+  image "ghcr.io/kubeflow/trainer/trainer-controller-manager:v$trainer" "$bin/trainer" /manager
+  kubectl apply --server-side -k "$dir/src/training-operator/manifests/overlays/standalone"
+  kubectl apply --server-side -k "$dir/src/jobset/config/default"
+  kubectl -n jobset-system patch deployment jobset-controller-manager --type=json \
+    -p '[{"op": "replace", "path": "/spec/template/spec/containers/0/resources", "value": {}}]'
+  sed -i '/third-party\/jobset/d' "$dir/src/trainer/manifests/overlays/manager/kustomization.yaml" # it is here already
+  again kubectl apply --server-side -k "$dir/src/trainer/manifests/overlays/manager"
+  kubectl -n kubeflow wait --for=condition=Available deployment/training-operator --timeout=180s
+  kubectl -n jobset-system wait --for=condition=Available deployment/jobset-controller-manager --timeout=180s
+  kubectl -n kubeflow-system wait --for=condition=Available deployment/kubeflow-trainer-controller-manager --timeout=180s
+}
+processors() { # more than the machine has: pods that ask for one each have to find a place
+  local value="{\"cpu\": \"16\"}"
+  kubectl patch node "$node" --subresource=status --type=merge -p "{\"status\": {\"capacity\": $value, \"allocatable\": $value}}"
+}
+start() {
+  rm -rf "$run"
+  mkdir -p "$run/log"
+  network
+  certificates
+  configure
+  control_plane
+  machine
+  image muster.local/pause:1 "$bin/pause" /pause
+  kubectl wait --for=create "node/$node" --timeout=60s
+  kubectl wait --for=condition=Ready "node/$node" --timeout=120s
+  processors
+  operators
+}
+stop() {
+  if [ -f "$run/apiserver.pid" ]; then
+    timeout 60 "$0" on "$dir" kubectl delete namespace -l muster-test --wait=false || true
+    timeout 60 "$0" on "$dir" kubectl delete deployments -A --all --wait=false || true
+    timeout 90 "$0" on "$dir" kubectl delete pods -A --all --grace-period=5 --timeout=60s || true
+  fi
+  for name in kubelet containerd machine scheduler controllers coredns apiserver etcd; do end "$name"; done
+  ip netns del "$net" 2>/dev/null || true
+  rm -rf "$run"
+}
+
+case $action in
+build) build ;;
+start) start ;;
+load) docker save "$1" | images import --no-unpack=false - ;;
+on) on "$@" ;;
+api) if [ "$1" = up ]; then api; else end apiserver; fi ;;
+stop) stop ;;
+*)
+  echo "usage: kubernetes.sh build|start|load|on|api|stop DIR ..." >&2
+  exit 2
+  ;;
+esac

@@ -1,0 +1,185 @@
+"""The three kinds of jobs on a real Kubernetes, with the real operators: to the end, and through faults."""
+
+import json
+import re
+import subprocess
+import time
+
+import pytest
+import yaml
+from kit.job import ROOT, run
+from kit.kubernetes import KINDS, KubernetesJob, Space
+from kit.ledger import RECORDED, assert_exact
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+STEPS = 240
+ARGUMENTS = (
+    *RECORDED, "virtual_world_size=4", "batch_size=12", f"max_steps={STEPS}", "log.every_steps=1", "log.report=false",
+    "log.tensorboard=false", "checkpoint.every_steps=50", "dist.timeout_s=30",
+)  # fmt: skip
+SLOWLY = (*ARGUMENTS, "+model.delay_s=0.1")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The same run by torchrun on this machine."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "ledger").mkdir()
+    return run(folder / "run", *ARGUMENTS, "+model.delay_s=0", env={"LEDGER": str(folder / "ledger")}, ranks=2)
+
+
+@pytest.fixture
+def space(kubernetes, tmp_path, request):
+    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[:40].strip("-")
+    with Space(kubernetes, tmp_path, f"{name}-{time.time_ns() % 10**6}") as space:
+        yield space
+
+
+def at_work(space, kind, *arguments, step=30):
+    job = KubernetesJob(space, kind, *SLOWLY, *arguments)
+    job.apply()
+    job.until(lambda: job.step() >= step and job.world_size() >= 2, "two pods at work", timeout_s=150, every_s=0.2)
+    return job
+
+
+def ends_as(job, plain):
+    """Done, with torchrun's losses and weights, bit for bit, and each sample in its step."""
+    job.until(job.succeeded, "good end", timeout_s=240, every_s=1)
+    result = job.result()
+    assert result.outcome["outcome"] == "done"
+    assert_exact(job.space.volume / "ledger", steps=STEPS, batch_size=12)
+    assert (result.losses, result.sha256) == (plain.losses, plain.sha256)
+    return result
+
+
+def say(request, line):
+    request.config.pluginmanager.get_plugin("terminalreporter").write_line(f"\n{line}")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pod_deleted_in_the_middle_loses_nothing(space, plain, request, kind, index):
+    job = at_work(space, kind)
+    seconds = job.next_step(lambda: space.kubectl("delete", "pod", job.pod(index), "--wait=false"), timeout_s=150)
+    say(request, f"measured: {kind}, pod {index} deleted: {seconds:.1f} s to the next step")
+    result = ends_as(job, plain)
+    assert result.events("preempted"), "it was saved on the way"
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "indexed-job"])
+def test_an_eviction_by_the_api_is_no_failure(space, plain, kind):
+    job = at_work(space, kind)
+    pod = job.pod(1)
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": space.name}}
+    place = f"/api/v1/namespaces/{space.name}/pods/{pod}/eviction"
+    space.cluster.kubectl("create", "--raw", place, "-f", "-", text=json.dumps(body))
+    ends_as(job, plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_override_fails_once_and_says_why(space, kind):
+    job = KubernetesJob(space, kind, "modell=mlp")
+    began = time.monotonic()
+    job.apply()
+    job.until(job.failed, "failure of the job", timeout_s=120, every_s=0.5)
+    assert time.monotonic() - began < 90
+    told = (
+        space.kubectl("get", "events", "-o", "json")
+        + space.kubectl("get", "pods", "-o", "json")
+        + json.dumps(job.failed())
+    )
+    assert "modell" in told, "the last line stands where kubectl describe shows it"
+    names = {pod["metadata"]["name"] for pod in job.pods()}
+    time.sleep(6)
+    assert {pod["metadata"]["name"] for pod in job.pods()} <= names, "not tried again"
+    assert not job.attempts()
+
+
+def test_deleted_and_applied_again_it_goes_on(space, plain):
+    job = at_work(space, "pytorchjob")
+    job.delete()
+    assert job.result().outcome["outcome"] == "preempted" and job.step() < STEPS
+    job.apply()
+    result = ends_as(job, plain)
+    assert result.events("resume")
+
+
+def test_a_drained_node_gives_the_job_back(space, plain):
+    job = at_work(space, "indexed-job")
+    kubectl, node = space.cluster.kubectl, "muster-node"
+    kubectl("cordon", node)
+    try:
+        own = "--pod-selector=app.kubernetes.io/instance=muster"
+        kubectl(
+            "drain",
+            node,
+            own,
+            "--delete-emptydir-data",
+            "--ignore-daemonsets",
+            "--force",
+            "--timeout=100s",
+            timeout_s=120,
+        )
+        job.until(lambda: job.result().outcome["outcome"] == "preempted", "saved place", timeout_s=30)
+        time.sleep(3)
+        assert not [pod for pod in job.pods() if pod["status"]["phase"] == "Running"], "nowhere to go"
+    finally:
+        kubectl("uncordon", node)
+    ends_as(job, plain)
+
+
+def test_an_api_server_that_comes_back_is_not_missed(space, plain):
+    job = at_work(space, "pytorchjob")
+    before = job.step()
+    assert space.cluster.script("api", "down").returncode == 0
+    try:
+        job.reach(before + 40)  # whoever trains needs nobody there
+    finally:
+        done = space.cluster.script("api", "up", timeout_s=150)
+    assert done.returncode == 0, done.stderr
+    result = ends_as(job, plain)
+    assert len(result.events("resume")) == 0, "nobody was disturbed"
+
+
+def test_fewer_ranks_than_asked_for_are_said(space):
+    """Two pods of three find a place: the elastic job begins, and says with how many."""
+    job = KubernetesJob(space, "pytorchjob", *SLOWLY, "max_steps=20")
+    limit = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "two"}, "spec": {"hard": {"pods": "2"}}}
+    space.cluster.apply(space.name, [limit])
+    job.apply()
+    job.until(lambda: job.step() >= 5, "steps of those who came", timeout_s=150)
+    job.until(lambda: job.result().outcome["outcome"] == "done", "end", timeout_s=60)
+    outcome = job.result().outcome
+    assert (outcome["world_size"], outcome["asked_for"]) == (2, 3)
+    assert any("trains with 2 of the 3 ranks" in line["text"] for line in job.result().events("note"))
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "kueue", "debug"])
+def test_overlays_are_taken_by_the_api(space, overlay):
+    said = space.kubectl("apply", "--dry-run=server", "-k", str(ROOT / "k8s/overlays" / overlay))
+    assert "pytorchjob.kubeflow.org/muster" in said
+
+
+def test_the_overlay_debug_runs_the_doctor(space):
+    space.kubectl("apply", "-k", str(ROOT / "k8s/overlays/debug"))
+    job = KubernetesJob(space, "pytorchjob")
+    job.until(job.succeeded, "good end of the doctor", timeout_s=200, every_s=1)
+    told = json.loads((space.volume / "doctor.json").read_text())
+    assert {result["check"] for result in told} >= {"ranks", "links", "speed"}
+    assert len(told[0]["ranks"]) == 3
+
+
+def test_the_lines_of_the_readme_as_printed(space, kubernetes, tmp_path):
+    """The first block of k8s/README.md, in a shell, in a namespace of its own."""
+    readme = (ROOT / "k8s/README.md").read_text()
+    block = re.search(r"```[^\n]*\n(.*?)```", readme, re.S)[1]
+    config = yaml.safe_load(kubernetes.kubectl("config", "view", "--raw", "--flatten"))
+    config["contexts"][0]["context"]["namespace"] = space.name
+    (tmp_path / "config").write_text(yaml.safe_dump(config))
+    line = ["on", str(kubernetes.folder), "env", f"KUBECONFIG={tmp_path / 'config'}", "bash", "-euxc", block]
+    done = subprocess.run(
+        [ROOT / "tests/substrates/kubernetes.sh", *line], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "muster created" in done.stdout and re.search(r"step \d+/", done.stdout), done.stdout[-3000:]
+    assert (space.volume / "muster/checkpoints").is_dir(), "the volume, and with it the run, stays"
