@@ -7,7 +7,7 @@ MINUTES ?= 3
 BIN    := $(VENV)/bin
 export PYTHONUNBUFFERED = 1
 
-.PHONY: help train test substrates-docker substrates-slurm lint format bench recovery soak docs clean
+.PHONY: help train test substrates-docker substrates-slurm substrates-kubernetes lint format bench recovery soak docs clean
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
@@ -16,7 +16,7 @@ train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); AR
 
 test: $(VENV)/.test ## the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not docker and not slurm and not kubernetes"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not docker and not slurm and not kubernetes and not kubeconfig"
 	$(MAKE) --jobs=2 --output-sync=target --no-print-directory substrates-docker substrates-slurm
 else
 	$(BIN)/python -m pytest -rs $(ARGS)
@@ -24,9 +24,11 @@ endif
 
 # Side by side: most of their time is waiting. Without a Docker engine or root they are skipped, and say so.
 substrates-docker: $(VENV)/.test
-	$(BIN)/python -m pytest -rs -m "docker or kubernetes"
+	$(BIN)/python -m pytest -rs -m "docker or kubeconfig"
 substrates-slurm: $(VENV)/.test
 	$(BIN)/python -m pytest -rs -m slurm
+substrates-kubernetes: $(VENV)/.test
+	$(BIN)/python -m pytest -rs -m kubernetes
 
 lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck, hadolint
 	$(BIN)/ruff check .

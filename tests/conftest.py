@@ -13,6 +13,7 @@ import venv
 import pytest
 from kit.docker import CACHE, CI, build, skip, works
 from kit.job import ROOT
+from kit.kubernetes import Cluster
 from kit.slurm import SCRIPT, Slurm
 
 
@@ -69,6 +70,27 @@ def slurm():
         skip(f"no Slurm could be started: {(folder / 'start.log').read_text()[-2000:]}")
     yield Slurm(folder)
     subprocess.run([SCRIPT, "stop", folder], capture_output=True, timeout=60)
+
+
+@pytest.fixture(scope="session")
+def kubernetes(engine):
+    """A cluster of one node with the operators, which has the image muster:cpu."""
+    if sys.platform != "linux" or os.getuid() != 0 or not shutil.which("go"):
+        skip("a Kubernetes of our own needs Linux, root and Go 1.24 or newer, from whose modules it is built")
+    cluster = Cluster(CACHE / "kubernetes")
+    if not (CI or cluster.built()):
+        skip("a Kubernetes of our own is built in half an hour: CI=true has it built")
+    cluster.folder.mkdir(parents=True, exist_ok=True)
+    cluster.script("stop", timeout_s=300)
+    with (cluster.folder / "start.log").open("w") as log:
+        for action, most_s in (("build", 3600), ("start", 600)):
+            done = cluster.script(action, timeout_s=most_s, log=log)
+            if done.returncode:
+                skip(f"no Kubernetes ({action}): {(cluster.folder / 'start.log').read_text()[-3000:]}")
+    loaded = cluster.script("load", "muster:cpu", env=engine, timeout_s=600)
+    assert loaded.returncode == 0, loaded.stderr[-2000:]
+    yield cluster
+    cluster.script("stop", timeout_s=300)
 
 
 @pytest.fixture

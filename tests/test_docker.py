@@ -118,6 +118,15 @@ def test_a_slip_ends_everything_before_a_node_starts(engine, tmp_path):
         assert "did you mean optimizer.lr?" in log and "node-1  |" not in log
 
 
+def test_the_doctor_looks_at_the_same_containers(engine, tmp_path):
+    with Compose(engine, tmp_path, args="") as cluster:
+        cluster.files += (ROOT / "docker/doctor.yaml",)
+        assert cluster.up().wait(timeout=150) == 0, cluster.log
+        told = json.loads((cluster.runs / "doctor.json").read_text())["checks"]
+        assert {"ranks", "links", "speed"} <= {result["check"] for result in told}, told
+        assert all(len(result["ranks"]) == 3 for result in told), told
+
+
 def test_killed_nodes_the_first_included_and_one_that_returns(engine, tmp_path):
     with Compose(engine, tmp_path, args=f"{ARGS} max_steps=600") as cluster:
         process = cluster.up()

@@ -131,7 +131,7 @@ def test_apply_sees_what_kustomize_sees():
     assert all(path.resolve() == (K8S / "base" / path.name).resolve() for path in K8S.glob("*.yaml"))
 
 
-@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "kueue", "debug"])
 def test_overlays_build_and_are_valid(overlay):
     if not shutil.which("kubectl"):
         skip("kubectl is not installed")
@@ -145,7 +145,7 @@ def test_overlays_build_and_are_valid(overlay):
         check(document)
     job = next(document for document in built if document["kind"] == "PyTorchJob")
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
-    assert container["image"] == f"muster:{overlay}"
+    assert container["image"] == ("muster:gpu" if overlay == "gpu" else "muster:cpu")
     gpus = container["resources"]["limits"].get("nvidia.com/gpu")
     assert gpus == (job["spec"]["nprocPerNode"] if overlay == "gpu" else None)
 
@@ -396,35 +396,34 @@ def test_a_permanent_failure_has_its_own_exit_code(engine, tmp_path, job, mistak
         assert pods.code(0) == code, pods.log
 
 
-@pytest.mark.kubernetes
+@pytest.mark.kubeconfig
 @pytest.mark.timeout(900)
 def test_on_any_cluster_that_kubeconfig_names():
-    """Apply k8s/, wait for the job, delete a worker on the way, and see it resume: needs PyTorchJob and muster:cpu there."""
+    """Apply k8s/ in a namespace of its own, delete a worker on the way, see the job end: needs PyTorchJob and muster:cpu there."""
     if not os.environ.get("KUBECONFIG"):
         pytest.skip(
             "KUBECONFIG names no cluster: kind, minikube or a real one, with the training operator and the image muster:cpu"
         )
-    kubectl = ["kubectl", "--namespace", os.environ.get("NAMESPACE", "default")]
-    subprocess.run([*kubectl, "apply", "-f", str(K8S)], check=True, timeout=120)
+    space = f"muster-test-{time.time_ns() % 10**9}"
+
+    def kubectl(*line):
+        return subprocess.run(["kubectl", "--namespace", space, *line], capture_output=True, text=True, timeout=120)
+
+    made = kubectl("create", "namespace", space)
+    assert made.returncode == 0, made.stderr
     try:
-        deleted = False
+        applied = kubectl("apply", "-f", str(K8S))
+        assert applied.returncode == 0, applied.stderr
+        deleted, out, state = False, "", ""
         for _ in range(400):
-            out = subprocess.run(
-                [*kubectl, "logs", "-l", "app.kubernetes.io/instance=muster", "--tail=5"],
-                capture_output=True,
-                text=True,
-            ).stdout
+            out = kubectl("logs", "-l", "app.kubernetes.io/instance=muster", "--tail=5").stdout
             if not deleted and re.search(r"^step \d\d+/", out, re.M):
-                subprocess.run([*kubectl, "delete", "pod", "muster-worker-1", "--wait=false"], check=True)
+                assert kubectl("delete", "pod", "muster-worker-1", "--wait=false").returncode == 0
                 deleted = True
-            state = subprocess.run(
-                [*kubectl, "get", "pytorchjob", "muster", "-o", "jsonpath={.status.conditions[-1:].type}"],
-                capture_output=True,
-                text=True,
-            ).stdout
+            state = kubectl("get", "pytorchjob", "muster", "-o", "jsonpath={.status.conditions[-1:].type}").stdout
             if state in ("Succeeded", "Failed"):
                 break
             time.sleep(2)
         assert state == "Succeeded" and deleted, out
     finally:
-        subprocess.run([*kubectl, "delete", "-f", str(K8S), "--ignore-not-found"], timeout=120)
+        kubectl("delete", "namespace", space, "--wait=false")

@@ -60,6 +60,7 @@ class Compose(Job):
     """docker/compose.yaml with the tests' own parts laid over it, on folders of its own."""
 
     def __init__(self, env: dict[str, str], folder: Path, *, args: str, nodes: int = 3, **extra: str):
+        self.files = (ROOT / "docker/compose.yaml", ROOT / "tests/kit/compose.yaml")
         self.runs = folder / "runs"
         super().__init__(self.runs / "compose")
         (self.runs / "ledger").mkdir(parents=True)
@@ -86,8 +87,7 @@ class Compose(Job):
         self.run("down", "--timeout", "1", "--volumes")
 
     def compose(self, *command: str) -> list[str]:
-        files = (ROOT / "docker/compose.yaml", ROOT / "tests/kit/compose.yaml")
-        return ["docker", "compose", *(word for file in files for word in ("-f", str(file))), *command]
+        return ["docker", "compose", *(word for file in self.files for word in ("-f", str(file))), *command]
 
     def run(self, *command: str) -> str:
         return subprocess.run(self.compose(*command), env=self.env, capture_output=True, text=True, timeout=180).stdout

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -33,11 +33,15 @@ class Cluster:
     def __init__(self, folder: Path):
         self.folder = folder
 
+    def built(self) -> bool:
+        return (self.folder / "bin/trainer").exists()
+
     def script(
-        self, action: str, *arguments: str, timeout_s: float = 120, **options: Any
+        self, action: str, *arguments: str, timeout_s: float = 120, log: IO[str] | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         line = [str(SCRIPT), action, str(self.folder), *arguments]
-        return subprocess.run(line, capture_output=True, text=True, timeout=timeout_s, **options)
+        out, err = (log, subprocess.STDOUT) if log else (subprocess.PIPE, subprocess.PIPE)
+        return subprocess.run(line, stdout=out, stderr=err, text=True, timeout=timeout_s, **options)
 
     def kubectl(self, *arguments: str, ok: bool = True, timeout_s: float = 120, text: str | None = None) -> str:
         done = self.script("on", "kubectl", *arguments, timeout_s=timeout_s, input=text)

@@ -23,9 +23,11 @@ from train.errors import ConfigError, nearest, one_line, say
 from train.faults import attempts
 from train.launch import execute, slurm
 from train.launch.check import check, check_apart
-from train.launch.spec import command, environment, printed, this_torchrun
+from train.launch.spec import Dynamic, command, environment, printed, this_torchrun
 from train.launch.substrate import find, here
 from train.launch.verdict import SLURM, decide, identity
+
+DOCTOR_WAITS_S = 30
 
 
 def node(given: Sequence[str]) -> int:
@@ -63,6 +65,9 @@ def doctor(given: Sequence[str]) -> int:
     """Have all ranks look whether they can train, once, and give torchrun's code. Raises ConfigError."""
     kind = here(os.environ)
     spec = replace(kind.spec(os.environ), max_restarts=0)
+    if isinstance(spec.rendezvous, Dynamic):  # it looks for whoever is missing: wait for them, but not for ever
+        timings = replace(spec.rendezvous.timings, last_call_timeout=DOCTOR_WAITS_S)
+        spec = replace(spec, rendezvous=replace(spec.rendezvous, timings=timings))
     words = [*kind.overrides(os.environ), *given]
     most = str(spec.nnodes).rpartition(":")[2]
     if str(spec.nproc).isdigit() and not any(word.startswith("--expect") for word in words):

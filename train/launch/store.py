@@ -26,10 +26,11 @@ LONGEST_PAUSE_S = 60.0
 
 
 def main(given: Sequence[str]) -> None:
-    """Serve until SIGTERM, or until the run in `--until-end-of` has ended and `--linger` seconds have passed."""
+    """Serve until SIGTERM, or until a run has ended or a file was written, and `--linger` seconds have passed."""
     parser = argparse.ArgumentParser(prog="python -m train.launch store", description=__doc__)
     parser.add_argument("--port", type=int, default=STORE_PORT)
     parser.add_argument("--until-end-of", type=Path, metavar="OUTPUT_DIR", help="leave when this run has ended")
+    parser.add_argument("--until-written", type=Path, metavar="FILE", help="leave when this file has been written")
     parser.add_argument(
         "--linger", type=float, default=5.0, metavar="S", help="how long an end has to last (default: 5)"
     )
@@ -45,6 +46,9 @@ def main(given: Sequence[str]) -> None:
     print(f"rendezvous store on {socket.gethostname()}:{store.port}", flush=True)
     started, since, last = time.time(), time.monotonic(), None
     while not stop.wait(POLL_S):
+        if arguments.until_written and _written(arguments.until_written) > started:
+            stop.wait(arguments.linger)
+            return
         record = outcome.read(arguments.until_end_of) if arguments.until_end_of else {}
         word = record.get("outcome") if float(record.get("time", 0)) > started else None
         if word != last:
@@ -53,3 +57,11 @@ def main(given: Sequence[str]) -> None:
         if word not in (None, outcome.RUNNING) and time.monotonic() - since >= patience:
             print(f"the run has ended: {word}", flush=True)
             return
+
+
+def _written(path: Path) -> float:
+    """When, as seconds since the epoch; 0 if never."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -7,6 +7,7 @@ step, seconds, data, wait, evaluation, checkpoint}, `end` {time, first, step, se
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -86,7 +87,8 @@ class Timing:
                 file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **fields}) + "\n")
         except OSError as error:
             self._failed = True
-            say(f"muster: {storage_error(f'write {NAME}:', error)}")
+            if error.errno not in (errno.EMFILE, errno.ENFILE):  # the run itself ends for want of them, and says so
+                say(f"muster: {storage_error(f'write {NAME}:', error)}")
 
 
 _ended = 0.0  # when the job of a sweep before this one had ended, in this process
