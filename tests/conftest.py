@@ -1,6 +1,7 @@
 """Fixtures of all tests; what killed launches leave in the temporary folder goes with the session."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from kit.docker import CACHE, CI, build, skip, works
 from kit.job import ROOT
 from kit.kubernetes import Cluster
 from kit.slurm import SCRIPT, Slurm
+from kit.until import until
 
 
 def pytest_configure(config):
@@ -29,7 +31,27 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(scope="session")
 def engine():
-    """The environment in which `docker` works; both images are built."""
+    """The environment in which `docker` works; both images are built. Several pytests at once share an engine of ours."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    pid = CACHE / "docker/dockerd.pid"
+    with (CACHE / "docker.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        env = _engine()
+        if pid.exists():  # 6 GB of an earlier image would stay with each change of the requirements
+            for prune in (("image", "prune", "--force"), ("builder", "prune", "--force", "--keep-storage=8gb")):
+                subprocess.run(["docker", *prune], env=env, capture_output=True, timeout=120)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield env
+        with contextlib.suppress(BlockingIOError):  # another pytest still needs it, and ends it
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if pid.exists():
+                with contextlib.suppress(ProcessLookupError, ValueError):
+                    os.kill(number := int(pid.read_text()), signal.SIGTERM)
+                    until(lambda: not os.path.exists(f"/proc/{number}"), "end of the engine", timeout_s=60)
+                pid.unlink(missing_ok=True)
+
+
+def _engine():
     env = dict(os.environ)
     ours = CACHE / "docker"
     if not works(env, "docker", "info"):
@@ -45,15 +67,7 @@ def engine():
     if not works(env, "docker", "compose", "version") or not works(env, "docker", "buildx", "version"):
         skip("docker compose (v2) or buildx is missing")
     build(env)
-    pid = ours / "dockerd.pid"
-    if pid.exists():  # an engine of our own: 6 GB of an earlier image would stay with each change of the requirements
-        for prune in (("image", "prune", "--force"), ("builder", "prune", "--force", "--keep-storage=8gb")):
-            subprocess.run(["docker", *prune], env=env, capture_output=True, timeout=120)
-    yield env
-    if pid.exists():
-        with contextlib.suppress(ProcessLookupError, ValueError):
-            os.kill(int(pid.read_text()), signal.SIGTERM)
-        pid.unlink()
+    return env
 
 
 @pytest.fixture(scope="session")

@@ -237,7 +237,9 @@ def test_permanent_failures_are_those_of_the_code():
         rule = next(rule for rule in rules if rule["action"] == "FailJob")
         assert set(rule["onExitCodes"]["values"]) == final == {*errors.final()}
     # Without it the JobSet would start the failed job again, and again.
-    assert {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]} in runtime["failurePolicy"]["rules"]
+    assert {"name": "permanent", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]} in runtime[
+        "failurePolicy"
+    ]["rules"]
     assert runtime["failurePolicy"]["maxRestarts"] > 0, "what a restart can mend is restarted"
     container = job["spec"]["template"]["spec"]["containers"][0]
     settings = {entry["name"]: entry.get("value") for entry in container["env"]}

@@ -48,11 +48,11 @@ class Cluster:
         assert not ok or done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
         return done.stdout
 
-    def apply(self, namespace: str, documents: Sequence[dict[str, Any]]) -> None:
+    def apply(self, namespace: str, documents: Sequence[dict[str, Any]], *options: str) -> None:
         """Under load a webhook may time out: that is the cluster's matter, and tried again."""
         for _ in range(5):
             done = self.script(
-                "on", "kubectl", "-n", namespace, "apply", "-f", "-", input=yaml.safe_dump_all(documents)
+                "on", "kubectl", "-n", namespace, "apply", *options, "-f", "-", input=yaml.safe_dump_all(documents)
             )
             if done.returncode == 0:
                 return

@@ -20,7 +20,8 @@ net=muster-kube node=muster-node
 kube=1.34.4 operator=1.9.3 jobset=0.12.0 trainer=2.3.0 coredns=1.12.4
 export CGO_ENABLED=0 GOFLAGS="-mod=mod -buildvcs=false" KUBECONFIG=$run/admin.kubeconfig
 
-on() { ip netns exec "$net" env PATH="$bin:$PATH" "$@"; }
+within() { nsenter --net="/run/netns/$net" "$@"; } # and not `ip netns exec`: it hides /sys/fs/cgroup
+on() { within env PATH="$bin:$PATH" "$@"; }
 kubectl() { on kubectl "$@"; }
 until_true() { # SECONDS COMMAND...
   local end=$((SECONDS + $1))
@@ -36,7 +37,7 @@ until_true() { # SECONDS COMMAND...
 begin() { # NAME COMMAND...: in the background, its PID and its log by its name
   local name=$1
   shift
-  setsid nohup ip netns exec "$net" "$@" >"$run/log/$name" 2>&1 </dev/null 9>&- &
+  setsid nohup nsenter --net="/run/netns/$net" "$@" >"$run/log/$name" 2>&1 </dev/null 9>&- &
   echo $! >"$run/$name.pid"
 }
 end() { # NAME
@@ -208,7 +209,7 @@ clusterDomain: cluster.local
 resolvConf: $run/resolv.conf
 imageGCHighThresholdPercent: 100
 imageMinimumGCAge: 240h
-evictionHard: {memory.available: 100Mi, nodefs.available: "1%", imagefs.available: "1%", nodefs.inodesFree: "1%"}
+evictionHard: {memory.available: 100Mi} # and not for the disk, which others use, too
 podLogsDir: $run/pods
 nodeStatusUpdateFrequency: 2h # or it writes the true number of processors back
 volumePluginDir: $run/plugins
@@ -267,21 +268,35 @@ SYSCTL
     wait' _ "$run" "$bin" "$node" "$subnet.1"
   until_true 60 images ls
 }
-images() { ctr --address "$run/containerd.sock" --namespace k8s.io images "$@"; }
+containers() { ctr --address "$run/containerd.sock" --namespace k8s.io "$@"; }
+images() { containers images "$@"; }
 image() { # NAME BINARY PATH: an image of one static binary
   python3 "$here/image.py" "$1" "$2" "$3" | images import -
 }
+load() { # NAME, unless it is there already: 3 GB take two minutes
+  local id
+  id=$(docker image inspect --format '{{.Id}}' "$1")
+  if [ "$(cat "$dir/containerd/loaded" 2>/dev/null)" != "$id" ]; then
+    docker save "$1" | images import -
+    containers content ls | awk '$2 ~ /GB$/ {print $1}' | while read -r blob; do containers content rm "$blob"; done # it is unpacked
+    echo "$id" >"$dir/containerd/loaded"
+  fi
+}
 again() { until_true 120 "$@"; } # a webhook is not there at once, and may time out under load
+patient() { # FOLDER: for a busy machine, where who answers late has not failed
+  kubectl kustomize "$dir/src/$1" 2>/dev/null | sed -E \
+    -e 's/leaderElect: true/leaderElect: false/' -e 's/periodSeconds: 20$/periodSeconds: 600/' -e '/^ +cpu: /d' \
+    -e 's/^( *)failurePolicy: Fail$/&\n\1timeoutSeconds: 30/' >"$run/operator.yaml"
+  again kubectl apply --server-side -f "$run/operator.yaml"
+}
 operators() {
   image "ghcr.io/kubeflow/training-v1/training-operator:v1-d6eb98e" "$bin/training-operator" /manager
   image "us-central1-docker.pkg.dev/k8s-staging-images/jobset/jobset:v$jobset" "$bin/jobset" /manager
   image "ghcr.io/kubeflow/trainer/trainer-controller-manager:v$trainer" "$bin/trainer" /manager
-  kubectl apply --server-side -k "$dir/src/training-operator/manifests/overlays/standalone"
-  kubectl apply --server-side -k "$dir/src/jobset/config/default"
-  kubectl -n jobset-system patch deployment jobset-controller-manager --type=json \
-    -p '[{"op": "replace", "path": "/spec/template/spec/containers/0/resources", "value": {}}]'
   sed -i '/third-party\/jobset/d' "$dir/src/trainer/manifests/overlays/manager/kustomization.yaml" # it is here already
-  again kubectl apply --server-side -k "$dir/src/trainer/manifests/overlays/manager"
+  patient training-operator/manifests/overlays/standalone
+  patient jobset/config/default
+  patient trainer/manifests/overlays/manager
   kubectl -n kubeflow wait --for=condition=Available deployment/training-operator --timeout=180s
   kubectl -n jobset-system wait --for=condition=Available deployment/jobset-controller-manager --timeout=180s
   kubectl -n kubeflow-system wait --for=condition=Available deployment/kubeflow-trainer-controller-manager --timeout=180s
@@ -294,7 +309,7 @@ start() {
   rm -rf "$run"
   mkdir -p "$run/log"
   network
-  certificates
+  certificates >"$run/log/certificates" 2>&1
   configure
   control_plane
   machine
@@ -318,7 +333,7 @@ stop() {
 case $action in
 build) build ;;
 start) start ;;
-load) docker save "$1" | images import --no-unpack=false - ;;
+load) load "$1" ;;
 on) on "$@" ;;
 api) if [ "$1" = up ]; then api; else end apiserver; fi ;;
 stop) stop ;;
