@@ -7,7 +7,7 @@ MINUTES ?= 3
 BIN    := $(VENV)/bin
 export PYTHONUNBUFFERED = 1
 
-.PHONY: help train test substrates-docker substrates-slurm substrates-kubernetes lint format bench recovery soak docs clean
+.PHONY: help train test test-core test-clusters lint format bench recovery soak docs clean
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
@@ -16,19 +16,17 @@ train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); AR
 
 test: $(VENV)/.test ## the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not docker and not slurm and not kubernetes and not kubeconfig"
-	$(MAKE) --jobs=2 --output-sync=target --no-print-directory substrates-docker substrates-slurm
+	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-core test-clusters
 else
 	$(BIN)/python -m pytest -rs $(ARGS)
 endif
 
-# Side by side: most of their time is waiting. Without a Docker engine or root they are skipped, and say so.
-substrates-docker: $(VENV)/.test
-	$(BIN)/python -m pytest -rs -m "docker or kubeconfig"
-substrates-slurm: $(VENV)/.test
-	$(BIN)/python -m pytest -rs -m slurm
-substrates-kubernetes: $(VENV)/.test
-	$(BIN)/python -m pytest -rs -m kubernetes
+# Side by side: the clusters' tests mostly wait. What has no Docker engine, no Go or no root is skipped, and says so.
+CLUSTERS = docker or slurm or kubernetes or kubeconfig
+test-core: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ($(CLUSTERS))"
+test-clusters: $(VENV)/.test
+	$(BIN)/python -m pytest -rs -m "$(CLUSTERS)"
 
 lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck, hadolint
 	$(BIN)/ruff check .

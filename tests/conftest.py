@@ -70,7 +70,7 @@ def _engine():
     return env
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm():
     if sys.platform != "linux" or os.getuid() != 0 or not (CI or shutil.which("slurmctld")):
         skip("a Slurm cluster of our own needs Linux, root and slurm-wlm (or CI=true, to have it installed)")
@@ -86,7 +86,7 @@ def slurm():
     subprocess.run([SCRIPT, "stop", folder], capture_output=True, timeout=60)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def kubernetes(engine):
     """A cluster of one node with the operators, which has the image muster:cpu."""
     if sys.platform != "linux" or os.getuid() != 0 or not shutil.which("go"):

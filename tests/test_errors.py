@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from kit.job import ROOT, environment, finish, free_port, run, start
@@ -141,7 +140,7 @@ def test_a_mistake_on_one_rank_alone_ends_all(tmp_path):
 
 
 def test_a_master_that_does_not_resolve(tmp_path):
-    started = time.monotonic()
+    """At once: there is nothing to wait for."""
     env = {
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -149,9 +148,9 @@ def test_a_master_that_does_not_resolve(tmp_path):
         "MASTER_ADDR": "no-such-host.invalid",
         "MASTER_PORT": "29500",
     }
-    result = finish(start(tmp_path / "run", env=env), tmp_path / "run", timeout_s=30)
+    started = start(tmp_path / "run", "dist.start_timeout_s=300", env=env)
+    result = finish(started, tmp_path / "run", timeout_s=60)
     assert result.code == 2 and "no-such-host.invalid" in result.said[0], result.out
-    assert time.monotonic() - started < 15
 
 
 def test_an_exception_in_one_rank_is_the_first_cause(tmp_path):
