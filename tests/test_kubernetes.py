@@ -55,9 +55,8 @@ def ends_as(job, plain):
 def test_pods_deleted_and_evicted_in_the_middle_lose_nothing(space, plain, capsys, kind):
     job = at_work(space, kind)
     for what, index, fault in (("deleted", 1, delete), ("deleted", 0, delete), ("evicted", 1, evict)):
-        job.until(
-            lambda: job.world_size() >= 2, "two pods at work", timeout_s=90
-        )  # an Indexed Job's back-off takes a while
+        # An Indexed Job's back-off takes a while.
+        job.until(lambda: job.world_size() >= 2, "two pods at work", timeout_s=90)
         seconds = job.next_step(lambda: fault(job, index), timeout_s=150)  # noqa: B023
         with capsys.disabled():
             print(f"\nmeasured: {kind}, pod {index} {what}: {seconds:.1f} s to the next step")
