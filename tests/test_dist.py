@@ -12,7 +12,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from kit.job import environment, finish, free_port, start
+from kit.job import QUIET, command, environment, finish, free_port, start
 from kit.ranks import on_ranks
 from torch.distributed import TCPStore
 
@@ -329,3 +329,51 @@ def test_talk_is_counted(tmp_path):
         env=environment(), capture_output=True, text=True, timeout=100, cwd=os.path.dirname(os.path.dirname(__file__)),
     )  # fmt: skip
     assert done.returncode == 0 and "| idle |" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.fixture
+def two_hosts(tmp_path):
+    """Two network namespaces with a link, and a second interface in each that leads nowhere. Gives their names."""
+    if os.getuid() != 0:
+        pytest.skip("network namespaces need root")
+    names = [f"muster-{os.getpid()}-{letter}" for letter in "ab"]
+    a, b = names
+    lines = [f"netns add {a}", f"netns add {b}", f"-n {a} link add link0 type veth peer name link0 netns {b}"]
+    for number, name in enumerate(names, 1):
+        lines += [
+            f"-n {name} link set lo up",
+            f"-n {name} addr add 10.77.0.{number}/24 dev link0",
+            f"-n {name} link set link0 up",
+        ]
+        lines += [
+            f"-n {name} link add other type veth peer name blind",
+            f"-n {name} addr add 10.88.{number}.1/24 dev other",
+        ]
+        lines += [f"-n {name} link set other up", f"-n {name} link set blind up"]
+    try:
+        for line in lines:
+            subprocess.run(["ip", *line.split()], check=True, capture_output=True)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_hosts_that_cannot_reach_each_other_are_named(tmp_path, two_hosts):
+    """They meet at the store, but the interface that they were told to use leads nowhere."""
+    line = command(f"output_dir={tmp_path / 'run'}", *QUIET, "max_steps=2", "dist.start_timeout_s=8", ranks=None)
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
+    common["GLOO_SOCKET_IFNAME"] = "other"
+    ranks = [
+        subprocess.Popen(
+            ["nsenter", f"--net=/run/netns/{host}", *line],
+            env=environment(RANK=str(rank), **common),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
+        )
+        for rank, host in enumerate(two_hosts)
+    ]  # fmt: skip
+    results = [finish(process, tmp_path / "run", timeout_s=90) for process in ranks]
+    first = results[0]
+    assert first.code == 1 and "(10.88.1.1) cannot open a connection to rank 1 on" in first.out, first.out
+    assert "(10.88.2.1): open all ports" in first.out and "GLOO_SOCKET_IFNAME" in first.out, first.out
+    assert results[1].code == 1, results[1].out

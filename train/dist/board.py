@@ -168,6 +168,24 @@ class Board:
         """For torch's RPC agents: a connection of their own, because they change its timeout."""
         return PrefixStore("rpc", self._own.clone())
 
+    # Who can be reached, where no group could be formed (reach.py)
+
+    def post_reach(self, text: str) -> None:
+        self._quick.set(f"reach/{self.rank}", text)
+
+    def reaches(self, seconds: float) -> dict[int, str]:
+        """What the ranks have posted by then, this one among them."""
+        keys, end = [f"reach/{rank}" for rank in range(self.size)], time.monotonic() + seconds
+        while not self._quick.check(*keys) and time.monotonic() < end:
+            time.sleep(0.1)
+        posted = [rank for rank, key in enumerate(keys) if self._quick.check(key)]
+        return dict(zip(posted, (text.decode() for text in self._quick.gets([keys[rank] for rank in posted])), strict=True))
+
+    def reached(self, seconds: float) -> None:
+        """Until all have tried. Raises DistStoreError after `seconds`."""
+        self._quick.count("reached", of=self.size)
+        self._quick.await_all("reached", seconds)
+
     # Signs of life (faults/heartbeat.py)
 
     def post_beat(self, text: str) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import resource
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from torch.distributed import Store, TCPStore
 
 from train.dist.board import CLIENTS
 from train.dist.place import Place
+from train.dist.reach import address_of, own_address
 from train.errors import ConfigError, Preempted
 
 SPARE_DESCRIPTORS = 128  # files, pipes of loader workers, libraries
@@ -127,13 +126,10 @@ def choose_interface(place: Place) -> None:
     if place.is_one_node or place.shared_file or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing: only the route is looked up
-        address = probe.getsockname()[0]
+        address = own_address()
         for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name[:15].encode())
             with contextlib.suppress(OSError):
-                reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-                if socket.inet_ntoa(reply[20:24]) == address:
+                if address_of(name, probe) == address:
                     os.environ["GLOO_SOCKET_IFNAME"] = name
 
 

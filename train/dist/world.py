@@ -20,6 +20,7 @@ from train.dist.device import choose_backend, choose_device
 from train.dist.meeting import meet
 from train.dist.network import check_descriptors, choose_interface
 from train.dist.place import Place
+from train.dist.reach import closed_to, own_address
 from train.dist.shared_file import SharedFile
 from train.dist.shared_memory import SharedMemory, share_memory
 from train.errors import ConfigError, DataError, MusterError, RankLost, environment_error, of_code, one_line
@@ -234,9 +235,18 @@ def form_group(config: Config, place: Place, board: Board, *, backend: str, devi
             device_id=device if "nccl" in backend else None,
         )
     except RuntimeError as error:
-        raise environment_error(error) or RankLost(
-            f"no process group within dist.start_timeout_s={config.dist.start_timeout_s:g}, though all ranks had met: one was lost "
-            f"since, or the network between them is closed ({one_line(error)[:200]})"
+        if known := environment_error(error):
+            raise known from error
+        closed = [] if place.is_one_node else closed_to(board)
+        why = f"one was lost since, or the network between them is closed ({one_line(error)[:200]})"
+        if closed:
+            more = f" and {len(closed) - 3} more" if len(closed) > 3 else ""
+            why = (
+                f"{socket.gethostname()} ({own_address()}) cannot open a connection to {', '.join(closed[:3])}{more}: open all ports "
+                "between the nodes, or name the interface that leads there in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+            )
+        raise RankLost(
+            f"no process group within dist.start_timeout_s={config.dist.start_timeout_s:g}, though all ranks had met: {why}"
         ) from error
     extend = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # its name before torch 2.15
     extend(timedelta(seconds=LAST_RESORT_S + config.dist.timeout_s))

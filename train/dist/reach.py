@@ -1,0 +1,70 @@
+"""Between which hosts the network is closed: asked when all ranks had met at the store, and still could form no group.
+
+The store needs one port of one host; gloo and NCCL connect any with any, at ports that the system chooses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+from train.dist.board import Board
+
+OTHERS_S = 8.0
+"""How long a rank waits for the others to notice, too, and then for them to be done."""
+CONNECT_S = 3.0
+MOST = 64
+
+
+def closed_to(board: Board) -> list[str]:
+    """The hosts that this one cannot connect to, as "rank 1 on node2 (10.0.0.2)"; empty where nothing can be said.
+
+    Each rank that got no group calls it; it takes at most `2 x OTHERS_S + CONNECT_S` seconds.
+    """
+    with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError):
+        own = own_address()
+        with socket.create_server((own, 0), backlog=board.size) as listener:
+            board.post_reach(f"{socket.gethostname()} {own} {listener.getsockname()[1]}")
+            others = board.reaches(OTHERS_S)
+            hosts = {text.split()[1]: (rank, *text.split()) for rank, text in sorted(others.items(), reverse=True)}
+            hosts.pop(own, None)
+            targets = sorted(hosts.values())[:MOST]
+            with ThreadPoolExecutor(max(1, len(targets))) as pool:
+                answers = list(pool.map(lambda target: answers_at(target[2], int(target[3])), targets))
+            with contextlib.suppress(RuntimeError):
+                board.reached(OTHERS_S)
+        return [
+            f"rank {rank} on {host} ({address})"
+            for (rank, host, address, _), is_open in zip(targets, answers, strict=True)
+            if not is_open
+        ]
+    return []
+
+
+def answers_at(address: str, port: int) -> bool:
+    """Whether a connection can be opened within CONNECT_S."""
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_S):
+            return True
+    except OSError:
+        return False
+
+
+def own_address() -> str:
+    """Of GLOO_SOCKET_IFNAME, or else of the interface that leads to the master. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if name := os.environ.get("GLOO_SOCKET_IFNAME"):
+            return address_of(name.split(",")[0], probe)
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing: only the route is looked up
+        return str(probe.getsockname()[0])
+
+
+def address_of(interface: str, probe: socket.socket) -> str:
+    """The IPv4 address of an interface. Raises OSError if it has none."""
+    request = struct.pack("256s", interface[:15].encode())
+    reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+    return socket.inet_ntoa(reply[20:24])
