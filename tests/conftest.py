@@ -14,6 +14,7 @@ import venv
 import pytest
 from kit.docker import CACHE, CI, build, skip, works
 from kit.job import ROOT
+from kit.kubernetes import SCRIPT as KUBERNETES
 from kit.kubernetes import Cluster
 from kit.slurm import SCRIPT, Slurm
 from kit.until import until
@@ -27,6 +28,16 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     shutil.rmtree(config.scratch, ignore_errors=True)
+
+
+def pytest_collection_finish(session):
+    """What takes a quarter of an hour begins while the tests before it run; the fixture waits for it."""
+    cluster = Cluster(CACHE / "kubernetes")
+    wanted = any("kubernetes" in getattr(item, "fixturenames", ()) for item in session.items)
+    if wanted and CI and os.getuid() == 0 and shutil.which("go") and not cluster.built():
+        cluster.folder.mkdir(parents=True, exist_ok=True)
+        with (cluster.folder / "build.log").open("w") as log:
+            subprocess.Popen([KUBERNETES, "build", cluster.folder], stdout=log, stderr=subprocess.STDOUT)
 
 
 @pytest.fixture(scope="session")

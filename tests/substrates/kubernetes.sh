@@ -109,8 +109,10 @@ build_operator() { # NAME MODULE@VERSION PACKAGE: in a writable copy of its modu
   cd "$dir/src/$1"
   made "$1" "$3"
 }
-build() {
+build() { # for one caller at a time: whoever comes second finds it done
   mkdir -p "$bin" "$dir/src"
+  exec 8>"$dir/build.lock"
+  flock 8
   tools
   build_kube
   build_dns
