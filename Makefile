@@ -7,26 +7,28 @@ MINUTES ?= 3
 BIN    := $(VENV)/bin
 export PYTHONUNBUFFERED = 1
 
-.PHONY: help train test test-core test-clusters lint format bench recovery soak docs clean
+.PHONY: help train test test-docker test-slurm test-kubernetes lint format bench recovery soak docs clean
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); ARGS="model=convnet" adds overrides
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(NPROC) -m train $(ARGS)
 
 test: $(VENV)/.test ## the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
-	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-core test-clusters
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not docker and not slurm and not kubernetes and not kubeconfig"
+	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-docker test-slurm
 else
 	$(BIN)/python -m pytest -rs $(ARGS)
 endif
 
-# Side by side: the clusters' tests mostly wait. What has no Docker engine, no Go or no root is skipped, and says so.
-CLUSTERS = docker or slurm or kubernetes or kubeconfig
-test-core: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not ($(CLUSTERS))"
-test-clusters: $(VENV)/.test
-	$(BIN)/python -m pytest -rs -m "$(CLUSTERS)"
+# Side by side: most of their time is waiting. What has no Docker engine or no root is skipped, and says so.
+test-docker: $(VENV)/.test
+	$(BIN)/python -m pytest -rs -m "docker or kubeconfig"
+test-slurm: $(VENV)/.test
+	$(BIN)/python -m pytest -rs -m slurm
+test-kubernetes: $(VENV)/.test ## the three kinds of jobs on a real Kubernetes, which is built the first time (not part of test)
+	$(BIN)/python -m pytest -rs -m kubernetes
 
 lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck, hadolint
 	$(BIN)/ruff check .
