@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 from kit.job import QUIET, command, environment, finish, free_port, start
 from kit.ranks import on_ranks
+from kit.until import until
 from torch.distributed import TCPStore
 
-from train.dist.board import Board
+from train.dist.board import Board, Lobby
 from train.dist.meeting import meet
 from train.dist.network import Stopped, check_descriptors
 from train.dist.place import Place
@@ -77,7 +78,11 @@ def test_a_meeting_that_rank_0_left_is_gone_on_from(store):
     waiting = Visitor(1, 3)
     time.sleep(0.5)
     assert waiting.is_alive()
-    fresh = [Visitor(0, 3), Visitor(2, 3)]
+    fresh = [Visitor(0, 3)]
+    until(
+        lambda: Lobby(store).newest() == 2, "meeting of its own", timeout_s=20
+    )  # a dead process would not hear rank 2
+    fresh.append(Visitor(2, 3))
     ids = together(waiting, *fresh)
     assert len({*ids}) == 1 and None not in ids
     assert dead.is_alive(), "and nobody believes in the dead one's meeting"
