@@ -45,16 +45,18 @@ def engine():
     """The environment in which `docker` works; both images are built. Several pytests at once share an engine of ours."""
     CACHE.mkdir(parents=True, exist_ok=True)
     pid = CACHE / "docker/dockerd.pid"
-    with (CACHE / "docker.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (CACHE / "docker.change").open("w") as change, (CACHE / "docker.use").open("w") as use:
+        fcntl.flock(change, fcntl.LOCK_EX)
+        fcntl.flock(use, fcntl.LOCK_SH)
         env = _engine()
         if pid.exists():  # 6 GB of an earlier image would stay with each change of the requirements
             for prune in (("image", "prune", "--force"), ("builder", "prune", "--force", "--keep-storage=8gb")):
                 subprocess.run(["docker", *prune], env=env, capture_output=True, timeout=120)
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        fcntl.flock(change, fcntl.LOCK_UN)
         yield env
+        fcntl.flock(change, fcntl.LOCK_EX)
         with contextlib.suppress(BlockingIOError):  # another pytest still needs it, and ends it
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if pid.exists():
                 with contextlib.suppress(ProcessLookupError, ValueError):
                     os.kill(number := int(pid.read_text()), signal.SIGTERM)
