@@ -30,20 +30,23 @@ def suite(*arguments, timeout_s=550):
 
 
 @pytest.mark.timeout(600)
-def test_our_column(tmp_path):
+@pytest.mark.parametrize("fault", ["rank", "twice"])
+def test_our_column(tmp_path, fault):
     done = suite(
         "--only=ours",
-        "--faults=rank",
+        f"--faults={fault}",
         f"--json={tmp_path / 'raw.json'}",
         "--limit-s=200",
         f"--keep={tmp_path / 'runs'}",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((tmp_path / "raw.json").read_text())["results"]["Muster"][FAULTS["rank"].title]
+    result = json.loads((tmp_path / "raw.json").read_text())["results"]["Muster"][FAULTS[fault].title]
     assert result["finished"] and result["weights_equal"], done.stdout
     assert result["samples"] == {"other_steps": 0, "too_often": 0, "missing": 0}
     assert result["metrics"] == {"twice": 0, "missing": 0}
     assert all(seconds is not None for seconds in result["seconds"])
+    if fault == "twice":
+        assert not result["facts"]["second trained too"] and result["exit_codes"] == [0, 1]
     assert not left_behind(tmp_path)
 
 

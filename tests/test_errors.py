@@ -149,7 +149,7 @@ def test_a_master_that_does_not_resolve(tmp_path):
         "MASTER_PORT": "29500",
     }
     started = start(tmp_path / "run", "dist.start_timeout_s=300", env=env)
-    result = finish(started, tmp_path / "run", timeout_s=60)
+    result = finish(started, tmp_path / "run", timeout_s=30)
     assert result.code == 2 and "no-such-host.invalid" in result.said[0], result.out
 
 

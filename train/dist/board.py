@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import DistStoreError, PrefixStore, Store
 
 CLIENTS = 4
 """Connections of each rank to the store: the process group's, two of its own, and one more while the ranks meet."""
@@ -171,20 +171,24 @@ class Board:
     # Who can be reached, where no group could be formed (reach.py)
 
     def post_reach(self, text: str) -> None:
-        self._quick.set(f"reach/{self.rank}", text)
+        self._patient.set(f"reach/{self.rank}", text)
+        self._patient.count("reach", of=self.size)
 
     def reaches(self, seconds: float) -> dict[int, str]:
         """What the ranks have posted by then, this one among them."""
-        keys, end = [f"reach/{rank}" for rank in range(self.size)], time.monotonic() + seconds
-        while not self._quick.check(*keys) and time.monotonic() < end:
-            time.sleep(0.1)
-        posted = [rank for rank, key in enumerate(keys) if self._quick.check(key)]
-        return dict(zip(posted, (text.decode() for text in self._quick.gets([keys[rank] for rank in posted])), strict=True))
+        posted = list(range(self.size))
+        try:
+            self._patient.await_all("reach", seconds)
+        except DistStoreError:
+            posted = [rank for rank in posted if self._patient.check(f"reach/{rank}")]
+        texts = self._patient.gets([f"reach/{rank}" for rank in posted])
+        return {rank: text.decode() for rank, text in zip(posted, texts, strict=True)}
 
     def reached(self, seconds: float) -> None:
-        """Until all have tried. Raises DistStoreError after `seconds`."""
-        self._quick.count("reached", of=self.size)
-        self._quick.await_all("reached", seconds)
+        """Until all have tried, but for no longer than `seconds`."""
+        self._patient.count("reached", of=self.size)
+        with contextlib.suppress(DistStoreError):
+            self._patient.await_all("reached", seconds)
 
     # Signs of life (faults/heartbeat.py)
 

@@ -18,10 +18,12 @@ OTHERS_S = 8.0
 """How long a rank waits for the others to notice, too, and then for them to be done."""
 CONNECT_S = 3.0
 MOST = 64
+"""Hosts that are tried."""
+SAID = 3
 
 
-def closed_to(board: Board) -> list[str]:
-    """The hosts that this one cannot connect to, as "rank 1 on node2 (10.0.0.2)"; empty where nothing can be said.
+def closed(board: Board) -> str:
+    """A line on which hosts this one cannot connect to, and what to do; empty where nothing can be said.
 
     Each rank that got no group calls it; it takes at most `2 x OTHERS_S + CONNECT_S` seconds.
     """
@@ -35,14 +37,16 @@ def closed_to(board: Board) -> list[str]:
             targets = sorted(hosts.values())[:MOST]
             with ThreadPoolExecutor(max(1, len(targets))) as pool:
                 answers = list(pool.map(lambda target: answers_at(target[2], int(target[3])), targets))
-            with contextlib.suppress(RuntimeError):
-                board.reached(OTHERS_S)
-        return [
-            f"rank {rank} on {host} ({address})"
-            for (rank, host, address, _), is_open in zip(targets, answers, strict=True)
-            if not is_open
-        ]
-    return []
+            board.reached(OTHERS_S)
+        shut = [target for target, is_open in zip(targets, answers, strict=True) if not is_open]
+        if shut:
+            told = ", ".join(f"rank {rank} on {host} ({address})" for rank, host, address, _ in shut[:SAID])
+            more = f" and {len(shut) - SAID} more" if len(shut) > SAID else ""
+            return (
+                f"{socket.gethostname()} ({own}) cannot open a connection to {told}{more}: open all ports between the nodes, or name "
+                "the interface that leads there in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+            )
+    return ""
 
 
 def answers_at(address: str, port: int) -> bool:

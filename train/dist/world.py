@@ -20,7 +20,7 @@ from train.dist.device import choose_backend, choose_device
 from train.dist.meeting import meet
 from train.dist.network import check_descriptors, choose_interface
 from train.dist.place import Place
-from train.dist.reach import closed_to, own_address
+from train.dist.reach import closed
 from train.dist.shared_file import SharedFile
 from train.dist.shared_memory import SharedMemory, share_memory
 from train.errors import ConfigError, DataError, MusterError, RankLost, environment_error, of_code, one_line
@@ -237,14 +237,8 @@ def form_group(config: Config, place: Place, board: Board, *, backend: str, devi
     except RuntimeError as error:
         if known := environment_error(error):
             raise known from error
-        closed = [] if place.is_one_node else closed_to(board)
-        why = f"one was lost since, or the network between them is closed ({one_line(error)[:200]})"
-        if closed:
-            more = f" and {len(closed) - 3} more" if len(closed) > 3 else ""
-            why = (
-                f"{socket.gethostname()} ({own_address()}) cannot open a connection to {', '.join(closed[:3])}{more}: open all ports "
-                "between the nodes, or name the interface that leads there in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-            )
+        why = "" if place.is_one_node else closed(board)
+        why = why or f"one was lost since, or the network between them is closed ({one_line(error)[:200]})"
         raise RankLost(
             f"no process group within dist.start_timeout_s={config.dist.start_timeout_s:g}, though all ranks had met: {why}"
         ) from error

@@ -95,7 +95,7 @@ def where_time_went(histories: Sequence[History]) -> Figure | None:
         return None
     data = [
         {
-            "type": "bar", "orientation": "h", "name": part, "y": [history.name for history in known],
+            "name": part, "y": [history.name for history in known],
             "x": [round(100 * history.spent[part] / history.seconds, 2) for history in known],
             "customdata": [duration(history.spent[part]) for history in known],
             "hovertemplate": f"{part}: %{{x:.1f}} %, %{{customdata}}<extra></extra>", "marker": {"color": COLOURS[part]},
@@ -103,18 +103,8 @@ def where_time_went(histories: Sequence[History]) -> Figure | None:
         for part in ("steps", *LOSSES)
         if any(history.spent[part] > 0.0005 * history.seconds for history in known)
     ]  # fmt: skip
-    layout = {
-        "barmode": "stack",
-        "xaxis": {"ticksuffix": " %", "range": [0, 100]},
-        "yaxis": {"type": "category", "showticklabels": len(known) > 1},
-    }
-    return {
-        "title": "where the time went",
-        "data": data,
-        "layout": layout,
-        "height": 190 + 28 * len(known),
-        "wide": True,
-    }
+    xaxis, yaxis = {"ticksuffix": " %", "range": [0, 100]}, {"showticklabels": len(known) > 1}
+    return _bars("where the time went", data, xaxis, yaxis, height=190 + 28 * len(known))
 
 
 def ranks(history: History) -> Figure | None:
@@ -125,20 +115,23 @@ def ranks(history: History) -> Figure | None:
     names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)][::-1]
     data = [
         {
-            "type": "bar", "orientation": "h", "name": WORDS[part], "y": names,
+            "name": WORDS[part], "y": names,
             "x": [round(row[part], 3) for row in rows][::-1], "marker": {"color": COLOURS[part]},
             "hovertemplate": f"%{{y}} {WORDS[part]}: %{{x:.2f}} s<extra></extra>",
         }
         for part in ("compute", "data", "wait")
     ]  # fmt: skip
-    layout = {"barmode": "stack", "xaxis": {"ticksuffix": " s"}, "yaxis": {"type": "category", "automargin": True}}
-    return {
-        "title": "each rank's steps, in the last attempt",
-        "data": data,
-        "layout": layout,
-        "height": 170 + 22 * len(rows),
-        "wide": True,
-    }
+    height = 170 + 22 * len(rows)
+    return _bars(
+        "each rank's steps, in the last attempt", data, {"ticksuffix": " s"}, {"automargin": True}, height=height
+    )
+
+
+def _bars(title: str, data: list[Figure], xaxis: Figure, yaxis: Figure, *, height: int) -> Figure:
+    """Lying bars, stacked, a row for each name."""
+    traces = [{"type": "bar", "orientation": "h", **trace} for trace in data]
+    layout = {"barmode": "stack", "xaxis": xaxis, "yaxis": {"type": "category", **yaxis}}
+    return {"title": title, "data": traces, "layout": layout, "height": height, "wide": True}
 
 
 def checkpoints(history: History) -> Figure | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +13,7 @@ import yaml
 
 from train.config.differences import flatten
 from train.config.keys import Log
+from train.faults import attempts
 from train.loggers import jsonl
 from train.plan import Plan
 from train.timing import record as timing
@@ -57,12 +57,12 @@ class History:
     @classmethod
     def of(cls, folder: Path) -> History:
         """Read `folder`. Raises OSError."""
-        outcome, config = folder / "outcome.json", folder / "config.yaml"
+        config = folder / "config.yaml"
         return cls(
             folder=folder,
             lines=[line for line in jsonl.read(folder / jsonl.NAME) if "kind" in line],
             timings=[line for line in jsonl.read(folder / timing.NAME) if "kind" in line],
-            outcome=_mapping(outcome.read_text()) if outcome.exists() else {},
+            outcome=attempts.read(folder),
             config=yaml.safe_load(config.read_text()) or {} if config.exists() else {},
         )
 
@@ -234,11 +234,3 @@ def differing(histories: list[History]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for each in flats for name in each if name not in UNTOLD)
     found = {name: [each.get(name) for each in flats] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
-
-
-def _mapping(text: str) -> Line:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.util import find_spec
-from itertools import count
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import yaml
 
 from train.files import replace_file
+from train.loggers.console import several
 from train.report import figures
 from train.report.figures import Figure, duration
 from train.report.history import History, differing
@@ -54,17 +54,16 @@ def plotly() -> str:
 
 
 class Page:
-    """The figures of a page, and where each of them goes."""
+    """The figures of a page; each goes where its number stands."""
 
     def __init__(self) -> None:
         self.figures: list[Figure] = []
-        self._number = count()
 
     def plots(self, wanted: Iterable[Figure | None]) -> str:
         return f'<div class="plots">{"".join(self._plot(figure) for figure in wanted if figure)}</div>'
 
     def _plot(self, figure: Figure) -> str:
-        number = next(self._number)
+        number = len(self.figures)
         self.figures.append(figure)
         log = f'<button data-log="{number}">log / linear</button>' if figure.get("steps") else ""
         wide = ' class="wide"' if figure.get("wide") else ""
@@ -78,7 +77,7 @@ def one(history: History, page: Page) -> list[str]:
         "steps": f"{history.step:,}" + (f" of {history.total_steps:,}" if history.total_steps else ""),
         "duration": duration(history.seconds),
         "goodput": _percent(history.goodput),
-        "ranks": f"{history.world_size or '?'} on {_several(len(set(history.hosts)), 'host')}",
+        "ranks": f"{history.world_size or '?'} on {several(len(set(history.hosts)), 'host')}",
         "attempts": str(len(history.stretches) or len(history.begins)),
         "samples a second, median": _speed(history),
         **{f"test {name}": f"{value:.4g}" for name, value in history.last_values.items() if value is not None},
@@ -89,7 +88,7 @@ def one(history: History, page: Page) -> list[str]:
     blocked = history.spent["checkpoint"]
     saves = history.of_event("checkpoint")
     saved = (
-        f"{_several(len(saves), 'checkpoint')}, the last of {saves[-1]['bytes'] / 1e6:.1f} MB; training stood still for {blocked:.1f} s for them"
+        f"{several(len(saves), 'checkpoint')}, the last of {saves[-1]['bytes'] / 1e6:.1f} MB; training stood still for {blocked:.1f} s for them"
         if saves
         else "none"
     )
@@ -211,10 +210,6 @@ def _speed(history: History) -> str:
 
 def _percent(share: float | None) -> str:
     return "?" if share is None else f"{100 * share:.1f} %"
-
-
-def _several(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _facts(facts: dict[str, str]) -> str:

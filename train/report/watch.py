@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from train.faults import attempts
 from train.loggers.console import describe, several
 from train.loggers.jsonl import NAME
 from train.report.figures import duration
@@ -37,7 +38,7 @@ def watch(folders: Sequence[Path], *, once: bool = False) -> int:
         with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
             while True:
                 live.update(Group(*(shown(folder, console.width) for folder in folders)), refresh=True)
-                if all(_state(folder) == "done" for folder in folders):
+                if all(attempts.read(folder).get("outcome") == attempts.DONE for folder in folders):
                     return 0
                 time.sleep(EVERY_S)
     except KeyboardInterrupt:
@@ -125,7 +126,3 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(means), max(means)
     step = (high - low) / (len(LEVELS) - 1) or 1.0
     return "".join(LEVELS[round((mean - low) / step)] for mean in means)
-
-
-def _state(folder: Path) -> str:
-    return History.of(folder).state if (folder / NAME).exists() else "none"
