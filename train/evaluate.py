@@ -50,7 +50,7 @@ class Print(Logger):
 class Quiet(Exit):
     """An end that leaves the run's folder as it is."""
 
-    def _write(self, record: dict[str, object]) -> None: ...
+    def _write(self, record: dict[str, Any], *, first: bool = False) -> None: ...
 
 
 class Nothing:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from train.errors import CrashLoop, MusterError, RankLost, environment_error, one_line, say
 from train.faults import agent, attempts
@@ -99,8 +99,9 @@ class Exit:
     def _with_others(self, world: World, error: BaseException, code: int, *, lost: bool) -> int:
         if lost:
             first = self._first_cause(world, error)
-            if isinstance(first, int):
-                return first
+            if isinstance(first, dict):
+                self._write(first)
+                return int(first["exit_code"])
             error = first
         told = attempts.last(self.folder)
         if isinstance(error, RankLost) and told.attempt == world.attempt and told.outcome != attempts.RUNNING:
@@ -116,8 +117,7 @@ class Exit:
         won, first_said = world.board.claim_failure(record)
         if won:
             tell(error)
-            with contextlib.suppress(MusterError, OSError):  # it could not be written; the line above said why
-                self._write(record)
+        self._write(first_said, first=won)
         return int(first_said["exit_code"]) if isinstance(error, MusterError) else code
 
     def _is_lost(self, error: BaseException) -> bool:
@@ -127,8 +127,8 @@ class Exit:
         named = type(error).__module__ == "torch.distributed" or re.search(r"\bgloo\b|NCCL|nccl", str(error))
         return bool(named) and environment_error(error) is None
 
-    def _first_cause(self, world: World, error: BaseException) -> int | RankLost:
-        """The exit code that goes with what another rank has said; if none has, who gives no sign of life."""
+    def _first_cause(self, world: World, error: BaseException) -> dict[str, Any] | RankLost:
+        """What another rank has posted as the cause; if none has, who gives no sign of life."""
 
         def silent() -> RankLost | None:
             return self.heartbeat.silence(SILENCE_S) if self.heartbeat else None
@@ -136,13 +136,13 @@ class Exit:
         if self.heartbeat:
             self.heartbeat.watch()
         if first := world.board.first_failure(FIRST_CAUSE_WAIT_S, enough=silent):
-            return int(first["exit_code"])
+            return first
         time.sleep(2 * BEAT_S)  # the store may be gone so suddenly that nobody has noticed yet
         return silent() or RankLost(
             f"rank {world.rank} on {socket.gethostname()} lost contact with another rank, which gave no reason: {one_line(error)[:300]}"
         )
 
-    def _record(self, world: World, error: BaseException, code: int, *, lost: bool) -> dict[str, object]:
+    def _record(self, world: World, error: BaseException, code: int, *, lost: bool) -> dict[str, Any]:
         known = isinstance(error, MusterError)
         whose = error if isinstance(error, RankLost) and error.rank is not None else None
         return {
@@ -156,16 +156,21 @@ class Exit:
             "failure": None if lost or known else _digest(f"{self.step} {traceback.format_exc()}"),
         }
 
-    def _write(self, record: dict[str, object]) -> None:
-        """Into outcome.json if the run is this attempt's; a command that was refused leaves the run's record alone."""
+    def _write(self, record: dict[str, Any], *, first: bool = False) -> None:
+        """Into outcome.json if the run is this attempt's; a command that was refused leaves the run's record alone.
+
+        The rank that said it first writes it, and so does the one that holds the run: it may be gone before the other
+        has written, and its report reads what is there.
+        """
         assert self.world
-        now = attempts.last(self.folder)
-        if now.attempt == self.world.attempt:  # on whichever rank: the first to say it writes it
-            if self.lease is None or self.lease.is_held():
-                attempts.write(self.folder, replace(now, **record))  # type: ignore[arg-type]
-        else:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            attempts.refuse(self.folder, Attempt.of({**record, "attempt": self.world.attempt}))
+        with contextlib.suppress(MusterError, OSError):  # it could not be written; the line that was said says why
+            now = attempts.last(self.folder)
+            if now.attempt != self.world.attempt:
+                if first:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    attempts.refuse(self.folder, Attempt.of({**record, "attempt": self.world.attempt}))
+            elif self.lease.is_held() if self.lease else first:
+                attempts.write(self.folder, replace(now, **record))
 
     def _quit(self, code: int) -> int:
         """Leave without waiting for ranks that may be gone: destroying a broken group can block."""
