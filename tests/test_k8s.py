@@ -8,15 +8,15 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import kubeflow.training
 import kubeflow_trainer_api.models as trainer
 import kubernetes_validate
 import pytest
 import yaml
-from kit.docker import skip
+from kit.docker import for_plain_user, skip
 from kit.job import ROOT, Job, environment, run
+from kit.kubernetes import KINDS
 from kit.ledger import RECORDED, assert_exact
 
 from train import errors
@@ -25,11 +25,6 @@ from train.launch import spec as launch
 from train.launch.substrate import here
 
 K8S = ROOT / "k8s"
-JOBS = {
-    "pytorchjob": "base/pytorchjob.yaml",
-    "trainjob": "trainjob/trainjob.yaml",
-    "indexed-job": "indexed-job/indexed-job.yaml",
-}
 
 
 def documents(path):
@@ -115,12 +110,12 @@ def test_the_validation_can_fail(path, document, mutation):
 
 
 def test_a_missing_field_is_found():
-    job = documents(JOBS["pytorchjob"])[0]
+    job = documents(KINDS["pytorchjob"])[0]
     del job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["name"]
     with pytest.raises(ValueError):
         check(job)
     with pytest.raises(ValueError):
-        check({key: value for key, value in documents(JOBS["trainjob"])[1].items() if key != "spec"} | {"spec": {}})
+        check({key: value for key, value in documents(KINDS["trainjob"])[1].items() if key != "spec"} | {"spec": {}})
 
 
 def test_apply_sees_what_kustomize_sees():
@@ -152,7 +147,7 @@ def test_overlays_build_and_are_valid(overlay):
 
 def pod(job):
     """The pod template of a job and how many pods it has."""
-    for document in documents(JOBS[job]):
+    for document in documents(KINDS[job]):
         spec = document["spec"]
         if document["kind"] == "PyTorchJob":
             return spec["pytorchReplicaSpecs"]["Worker"]["template"], spec["pytorchReplicaSpecs"]["Worker"]["replicas"]
@@ -165,7 +160,7 @@ def pod(job):
     raise AssertionError(job)
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", KINDS)
 def test_manifests_agree_with_the_code(job):
     template, _ = pod(job)
     spec, container = template["spec"], template["spec"]["containers"][0]
@@ -229,8 +224,8 @@ def test_a_pod_ends_as_its_own_attempt_did(tmp_path, own_python, job, before, af
 
 
 def test_permanent_failures_are_those_of_the_code():
-    job = next(document for document in documents(JOBS["indexed-job"]) if document["kind"] == "Job")
-    runtime = documents(JOBS["trainjob"])[0]["spec"]["template"]["spec"]
+    job = next(document for document in documents(KINDS["indexed-job"]) if document["kind"] == "Job")
+    runtime = documents(KINDS["trainjob"])[0]["spec"]["template"]["spec"]
     of_pods = runtime["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
     final = {kind.exit_code for kind in errors.MusterError.__subclasses__()} - {1, 75}
     for rules in (job["spec"]["podFailurePolicy"]["rules"], of_pods):
@@ -244,7 +239,7 @@ def test_permanent_failures_are_those_of_the_code():
     container = job["spec"]["template"]["spec"]["containers"][0]
     settings = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert int(settings["NNODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
-    service = documents(JOBS["indexed-job"])[0]
+    service = documents(KINDS["indexed-job"])[0]
     assert settings["HEAD"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert [port["port"] for port in service["spec"]["ports"]] == [kubernetes.PORT]
     assert [port["containerPort"] for port in container["ports"]] == [kubernetes.PORT]
@@ -252,7 +247,7 @@ def test_permanent_failures_are_those_of_the_code():
 
 def test_the_operators_own_policy_reaches_torchrun():
     """minReplicas, maxReplicas and maxRestarts are PyTorchJob's to say; the manifest says nothing of the rendezvous."""
-    elastic = documents(JOBS["pytorchjob"])[0]["spec"]["elasticPolicy"]
+    elastic = documents(KINDS["pytorchjob"])[0]["spec"]["elasticPolicy"]
     assert set(elastic) == {"minReplicas", "maxReplicas", "maxRestarts"}
     line = launch.command(kubernetes.pytorchjob(variables("pytorchjob", 1)), [])
     assert {"--nnodes=1:3", "--max-restarts=100", "--nproc-per-node=1", "--local-addr=10.1.0.7"} <= set(line)
@@ -261,7 +256,7 @@ def test_the_operators_own_policy_reaches_torchrun():
 def injected(job, index, pods):
     """What the API's controller puts into pod `index`, and the names that cluster DNS gives it."""
     if job == "pytorchjob":
-        spec = documents(JOBS[job])[0]["spec"]
+        spec = documents(KINDS[job])[0]["spec"]
         elastic = spec["elasticPolicy"]
         return f"muster-worker-{index}", {
             "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "muster-worker-0:23456",  # whatever the manifest leaves out
@@ -269,7 +264,7 @@ def injected(job, index, pods):
             "PET_MAX_RESTARTS": str(elastic["maxRestarts"]), "PET_NPROC_PER_NODE": spec["nprocPerNode"], "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
     if job == "trainjob":
-        job_trainer = documents(JOBS[job])[1]["spec"]["trainer"]
+        job_trainer = documents(KINDS[job])[1]["spec"]["trainer"]
         return f"muster-node-0-{index}.muster", {
             "PET_NNODES": str(pods), "PET_NPROC_PER_NODE": str(job_trainer["numProcPerNode"]), "PET_NODE_RANK": str(index),
             "PET_MASTER_ADDR": "muster-node-0-0.muster", "PET_MASTER_PORT": "29500", "JOB_COMPLETION_INDEX": str(index),
@@ -286,12 +281,7 @@ class Pods(Job):
         self.arguments = ["name=muster", "output_dir=runs/muster", *arguments]
         self.runs = folder / "runs"
         super().__init__(self.runs / "muster")
-        (self.runs / "ledger").mkdir(parents=True)
-        for path in (self.runs, self.runs / "ledger"):
-            os.chown(path, 1000, 1000)
-        for path in (folder, *folder.parents):
-            if path.is_relative_to("/tmp") and path != Path("/tmp"):
-                path.chmod(path.stat().st_mode | 0o055)
+        for_plain_user(self.runs, self.runs / "ledger")
 
     def __enter__(self):
         self.__exit__()  # what a test run that was killed may have left
@@ -362,7 +352,7 @@ class Pods(Job):
 
 @pytest.mark.docker
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", KINDS)
 def test_pods_train_as_one_machine_does_and_survive_a_deletion(engine, tmp_path, job):
     """The same losses and weights, bit for bit, although a pod was deleted in the middle; the sample ledger is exact."""
     arguments = (
@@ -390,7 +380,7 @@ def test_pods_train_as_one_machine_does_and_survive_a_deletion(engine, tmp_path,
 
 @pytest.mark.docker
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", KINDS)
 @pytest.mark.parametrize(("mistake", "code"), [("modell=mlp", 2), ("data=mnist", 3)])
 def test_a_permanent_failure_has_its_own_exit_code(engine, tmp_path, job, mistake, code):
     with Pods(engine, tmp_path, job, mistake) as pods:

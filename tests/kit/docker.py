@@ -56,6 +56,16 @@ def build(env: dict[str, str]) -> dict[str, float]:
     return seconds
 
 
+def for_plain_user(*folders: Path) -> None:
+    """Make folders that belong to the containers' user, who gets through to them below /tmp."""
+    for folder in folders:
+        folder.mkdir()
+        os.chown(folder, 1000, 1000)
+    for path in folders[0].parents:
+        if path.is_relative_to("/tmp") and path != Path("/tmp"):
+            path.chmod(path.stat().st_mode | 0o055)
+
+
 class Compose(Job):
     """docker/compose.yaml with the tests' own parts laid over it, on folders of its own."""
 
@@ -63,12 +73,7 @@ class Compose(Job):
         self.files = (ROOT / "docker/compose.yaml", ROOT / "tests/kit/compose.yaml")
         self.runs = folder / "runs"
         super().__init__(self.runs / "compose")
-        (self.runs / "ledger").mkdir(parents=True)
-        for path in (self.runs, self.runs / "ledger"):
-            os.chown(path, 1000, 1000)
-        for path in (folder, *folder.parents):  # a plain user has to get through to it
-            if path.is_relative_to("/tmp") and path != Path("/tmp"):
-                path.chmod(path.stat().st_mode | 0o055)
+        for_plain_user(self.runs, self.runs / "ledger")
         self.env = {
             **env,
             "RUNS": str(self.runs),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 import subprocess
 import time
@@ -14,6 +13,7 @@ from typing import IO, Any
 
 import yaml
 
+from kit.docker import for_plain_user
 from kit.job import ROOT, Job
 
 SCRIPT = ROOT / "tests/substrates/kubernetes.sh"
@@ -67,14 +67,8 @@ class Space:
 
     def __init__(self, cluster: Cluster, folder: Path, name: str):
         self.cluster, self.name, self.volume = cluster, name, folder / "volume"
-        self.volume.mkdir()
-        (self.volume / "ledger").mkdir()
+        for_plain_user(self.volume, self.volume / "ledger")
         shutil.copytree(ROOT / "tests/kit", self.volume / "tests/kit", ignore=shutil.ignore_patterns("__pycache__"))
-        for path in (self.volume, self.volume / "ledger"):
-            os.chown(path, 1000, 1000)
-        for path in (folder, *folder.parents):
-            if path.is_relative_to("/tmp") and path != Path("/tmp"):
-                path.chmod(path.stat().st_mode | 0o055)
 
     def __enter__(self) -> Space:
         labels = {"pod-security.kubernetes.io/enforce": "restricted", "muster-test": "true"}
