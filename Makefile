@@ -6,6 +6,11 @@ ARGS   ?=
 MINUTES ?= 3
 BIN    := $(VENV)/bin
 export PYTHONUNBUFFERED = 1
+# pip takes a few minutes the first time; uv, where there is one, half a minute. (It does not ask what an editable
+# install needs: that is named here.)
+UV      := $(shell uv --version > /dev/null 2>&1 && command -v uv)
+INSTALL  = $(if $(UV),$(UV) pip install --quiet --compile-bytecode --python,$(BIN)/python -m pip install --quiet --disable-pip-version-check)
+INSTALL += $(if $(UV),$(BIN)/python) -c constraints.txt editables
 
 .PHONY: help train test test-docker test-slurm test-kubernetes lint format bench recovery soak docs clean
 help: ## this list
@@ -17,7 +22,7 @@ train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); AR
 test: $(VENV)/.test ## the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not docker and not slurm and not kubernetes and not kubeconfig"
-	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-docker test-slurm
+	$(MAKE) --jobs=3 --output-sync=target --no-print-directory test-docker test-slurm test-kubernetes
 else
 	$(BIN)/python -m pytest -rs $(ARGS)
 endif
@@ -27,7 +32,7 @@ test-docker: $(VENV)/.test
 	$(BIN)/python -m pytest -rs -m "docker or kubeconfig"
 test-slurm: $(VENV)/.test
 	$(BIN)/python -m pytest -rs -m slurm
-test-kubernetes: $(VENV)/.test ## the three kinds of jobs on a real Kubernetes, which is built the first time (not part of test)
+test-kubernetes: $(VENV)/.test 
 	$(BIN)/python -m pytest -rs -m kubernetes
 
 lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck, hadolint
@@ -51,7 +56,7 @@ soak: $(VENV)/.test ## random faults for MINUTES (3), then a look at what was lo
 	$(BIN)/python -m bench.soak --minutes $(MINUTES) $(ARGS)
 
 docs: $(VENV)/.train ## the pages of docs/ as a site, in site/
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(INSTALL) -e '.[docs]'
 	$(BIN)/mkdocs build --quiet --strict --site-dir site
 
 clean: ## remove the environment and caches; runs/ stays
@@ -64,9 +69,9 @@ $(VENV)/.venv:
 	touch $@
 
 $(VENV)/.train: $(VENV)/.venv pyproject.toml constraints.txt
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e . # a few minutes the first time
+	$(INSTALL) -e .
 	touch $@
 
 $(VENV)/.test: $(VENV)/.train
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(INSTALL) -e '.[test]'
 	touch $@
