@@ -35,6 +35,20 @@ def store(monkeypatch):
     return store
 
 
+@pytest.fixture
+def arrived(monkeypatch):
+    """The ranks whose hellos lie in the store, in the order in which they came."""
+    came, arrive = [], Lobby.arrive
+
+    def noted(self, meeting, hello):
+        number = arrive(self, meeting, hello)
+        came.append(hello["rank"])
+        return number
+
+    monkeypatch.setattr(Lobby, "arrive", noted)
+    return came
+
+
 class Visitor(threading.Thread):
     """One rank's `meet`, as a thread."""
 
@@ -88,12 +102,13 @@ def test_a_meeting_that_rank_0_left_is_gone_on_from(store):
     assert dead.is_alive(), "and nobody believes in the dead one's meeting"
 
 
-def test_a_rank_that_arrived_and_died_is_replaced_by_its_successor(store):
+def test_a_rank_that_arrived_and_died_is_replaced_by_its_successor(store, arrived):
     first = Visitor(0, 3)
-    time.sleep(0.3)
     Visitor(1, 3)  # dies, say, and comes again
-    time.sleep(0.3)
-    ids = together(Visitor(1, 3), Visitor(2, 3), first)
+    until(lambda: arrived == [1], "arrival", timeout_s=20)
+    second = Visitor(1, 3)
+    until(lambda: arrived == [1, 1], "second arrival", timeout_s=20)  # or rank 2 may complete the meeting without it
+    ids = together(second, Visitor(2, 3), first)
     assert len({*ids}) == 1 and None not in ids
 
 
@@ -105,10 +120,10 @@ def test_a_rank_needs_some_ten_operations_to_meet_however_long_it_waits(store):
     assert max(visitor.met.operations.total() for visitor in visitors[:-1]) <= 10
 
 
-def test_told_to_stop_while_meeting_all_that_came_leave(store):
+def test_told_to_stop_while_meeting_all_that_came_leave(store, arrived):
     flag = threading.Event()
     visitors = [Visitor(rank, 4, stopping=flag.is_set if rank == 2 else lambda: False) for rank in range(3)]
-    time.sleep(0.5)
+    until(lambda: sorted(arrived) == [1, 2], "arrivals", timeout_s=20)
     began = time.monotonic()
     flag.set()
     together(*visitors)
@@ -174,7 +189,7 @@ def preempted(store, *, begun, signalled):
             assert watcher.proceed()
         watchers.append((watcher, board))
     watchers[signalled][0].signalled = True
-    time.sleep(1.0)
+    until(lambda: all(watcher._holding for watcher, _ in watchers), "word to all", timeout_s=20)
     return watchers
 
 
