@@ -128,7 +128,7 @@ def test_told_to_stop_while_meeting_all_that_came_leave(store, arrived):
     flag.set()
     together(*visitors)
     assert all(isinstance(visitor.error, Stopped) for visitor in visitors)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 15
     again = [Visitor(rank, 2) for rank in range(2)]
     assert len({*together(*again)}) == 1, "and the next attempt hears nothing of it"
 
@@ -136,8 +136,8 @@ def test_told_to_stop_while_meeting_all_that_came_leave(store, arrived):
 def test_told_to_stop_and_rank_0_never_comes(store):
     began = time.monotonic()
     alone = Visitor(1, 2, stopping=lambda: True, timeout_s=300.0)
-    together(alone, timeout_s=15)
-    assert isinstance(alone.error, Stopped) and time.monotonic() - began < 15
+    together(alone, timeout_s=60)
+    assert isinstance(alone.error, Stopped) and time.monotonic() - began < 60
 
 
 def boards(store, size):
@@ -381,7 +381,7 @@ def two_hosts(tmp_path):
 
 def test_hosts_that_cannot_reach_each_other_are_named(tmp_path, two_hosts):
     """They meet at the store, but the interface that they were told to use leads nowhere."""
-    line = command(f"output_dir={tmp_path / 'run'}", *QUIET, "max_steps=2", "dist.start_timeout_s=8", ranks=None)
+    line = command(f"output_dir={tmp_path / 'run'}", *QUIET, "max_steps=2", "dist.start_timeout_s=15", ranks=None)
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
     common["GLOO_SOCKET_IFNAME"] = "other"
     ranks = [
@@ -392,7 +392,7 @@ def test_hosts_that_cannot_reach_each_other_are_named(tmp_path, two_hosts):
         )
         for rank, host in enumerate(two_hosts)
     ]  # fmt: skip
-    results = [finish(process, tmp_path / "run", timeout_s=90) for process in ranks]
+    results = [finish(process, tmp_path / "run", timeout_s=120) for process in ranks]
     first = results[0]
     assert first.code == 1 and "(10.88.1.1) cannot open a connection to rank 1 on" in first.out, first.out
     assert "(10.88.2.1): open all ports" in first.out and "GLOO_SOCKET_IFNAME" in first.out, first.out

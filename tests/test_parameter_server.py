@@ -61,7 +61,7 @@ KEPT = {
 
 @pytest.mark.parametrize("strategy", KEPT)
 def test_killed_stopped_and_preempted_it_resumes_bit_for_bit(tmp_path, strategy):
-    line = (f"strategy={strategy}", *KEPT[strategy], "batch_size=31", "checkpoint.every_steps=5", "max_steps=50")
+    line = (f"strategy={strategy}", *KEPT[strategy], "batch_size=31", "checkpoint.every_steps=5", "max_steps=80")
     whole = run(tmp_path / "whole", *line, ranks=3)
     with nodes(tmp_path / "run", *line, "dist.timeout_s=4", nnodes="1:1", nproc=3) as cluster:
         agent = cluster.start()
@@ -75,7 +75,7 @@ def test_killed_stopped_and_preempted_it_resumes_bit_for_bit(tmp_path, strategy)
         assert cluster.result().outcome["outcome"] == "preempted", cluster.log
         cluster.start()
         assert cluster.ended()[-1] == 0, cluster.log
-        cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=15)
+        cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=60)
         result = cluster.result()
     causes = [event["cause"] for event in result.events("restart")]
     assert "rank 2" in causes[0] and "rank 1" in causes[1], causes

@@ -12,12 +12,14 @@ import urllib.error
 import urllib.request
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kit.job import ROOT, environment, finish, free_port, reached, run, start, wait_for
 from kit.until import until
 
 from train.report.history import History
+from train.timing import clock as clock_module
 from train.timing.clock import Clock, Times, gathered, spread
 from train.timing.straggler import WINDOWS, Stragglers
 
@@ -62,27 +64,30 @@ class Seen(HTMLParser):
 # Where the time goes
 
 
-def test_a_clock_tells_waits_from_work():
+def test_a_clock_tells_waits_from_work(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def passes(seconds):
+        now[0] += seconds
+
+    def slowly(items, seconds):
+        for item in items:
+            passes(seconds)
+            yield item
+
     clock = Clock(lambda: 0.25)
     clock.begin()
-    for _ in clock.waiting(each for each in slowly([1, 2], 0.05)):
+    for _ in clock.waiting(slowly([1, 2], 1.0)):
         with clock.spending("checkpoint"):
-            time.sleep(0.03)
+            passes(0.5)
+        passes(4.0)
     with clock.spending("evaluation"):
-        list(clock.waiting(slowly([1], 0.02)))  # data of an evaluation are a part of it
+        list(clock.waiting(slowly([1], 0.125)))  # data of an evaluation are a part of it
         with clock.spending("checkpoint"):  # a stop within it
-            time.sleep(0.02)
-    times = clock.read()
-    assert times.data == pytest.approx(0.1, abs=0.03) and times.checkpoint == pytest.approx(0.08, abs=0.03)
-    assert times.evaluation == pytest.approx(0.02, abs=0.02) and times.wait == 0.25
-    assert times.seconds >= times.data + times.checkpoint + times.evaluation
-    assert clock.rest().seconds < 0.01, "reading begins anew"
-
-
-def slowly(items, seconds):
-    for item in items:
-        time.sleep(seconds)
-        yield item
+            passes(0.25)
+    assert clock.read() == Times(seconds=11.375, data=2.0, wait=0.25, evaluation=0.125, checkpoint=1.25)
+    assert clock.rest() == Times(), "reading begins anew"
 
 
 def test_a_sum_over_ranks_is_everybodys_times():
@@ -318,8 +323,8 @@ def test_tensorboard_has_each_step_once_after_a_kill_and_the_hyperparameters(tmp
 
     line = ("model._target_=kit.parts.own.Late", "max_steps=90", "checkpoint.every_steps=40", "eval.every_steps=10")
     seen = (*line, "log.tensorboard=true", "log.every_steps=5")
-    process = start(tmp_path / "run", *seen, ranks=2, env={"LATE_S": "0.02"})
-    wait_for(tmp_path / "run", reached(60), process=process)
+    process = start(tmp_path / "run", *seen, ranks=2, env={"LATE_S": "0.08"})
+    wait_for(tmp_path / "run", reached(50), process=process)
     process.kill()
     finish(process, tmp_path / "run")
     result = run(tmp_path / "run", *seen, ranks=2, env={"LATE_S": "0"})

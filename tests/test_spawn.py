@@ -330,8 +330,8 @@ def test_files_of_a_killed_launch_lead_nobody_astray(tmp_path, first):
 def test_whoever_does_not_come_to_the_file_is_named(tmp_path):
     at = tmp_path / "meet"
     leave_behind(at)
-    alone = Visitor(0, 3, at, timeout_s=2.0)
-    beside = Visitor(2, 3, at, timeout_s=2.0)
+    alone = Visitor(0, 3, at, timeout_s=6.0)
+    beside = Visitor(2, 3, at, timeout_s=6.0)
     for visitor in (alone, beside):
         visitor.join(30)
         assert "2 of 3 ranks arrived" in str(visitor.error) and "missing: 1:" in str(visitor.error)

@@ -42,13 +42,13 @@ class Numbered:
 class SlowToTest(Numbered):
     """Reading the test split takes a while."""
 
-    def __init__(self, train):
+    def __init__(self, train, seconds=0.05):
         super().__init__(train, size=1000 if train else 40)
-        self.train = train
+        self.train, self.seconds = train, seconds
 
     def __getitem__(self, index):
         if not self.train:
-            time.sleep(0.05)
+            time.sleep(self.seconds)
         return super().__getitem__(index)
 
 
