@@ -22,7 +22,7 @@ train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); AR
 test: $(VENV)/.test ## the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not docker and not slurm and not kubernetes and not kubeconfig"
-	$(MAKE) --jobs=3 --output-sync=target --no-print-directory test-docker test-slurm test-kubernetes
+	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-docker test-slurm
 else
 	$(BIN)/python -m pytest -rs $(ARGS)
 endif
@@ -32,7 +32,7 @@ test-docker: $(VENV)/.test
 	$(BIN)/python -m pytest -rs -m "docker or kubeconfig"
 test-slurm: $(VENV)/.test
 	$(BIN)/python -m pytest -rs -m slurm
-test-kubernetes: $(VENV)/.test 
+test-kubernetes: $(VENV)/.test ## the three kinds of jobs on a real Kubernetes, which is built the first time (not part of test)
 	$(BIN)/python -m pytest -rs -m kubernetes
 
 lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck, hadolint
