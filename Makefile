@@ -8,9 +8,11 @@ BIN    := $(VENV)/bin
 export PYTHONUNBUFFERED = 1
 # pip takes a few minutes the first time; uv, where there is one, half a minute. (It does not ask what an editable
 # install needs: that is named here.)
-UV      := $(shell uv --version > /dev/null 2>&1 && command -v uv)
-INSTALL  = $(if $(UV),$(UV) pip install --quiet --compile-bytecode --python,$(BIN)/python -m pip install --quiet --disable-pip-version-check)
-INSTALL += $(if $(UV),$(BIN)/python) -c constraints.txt editables
+ifneq ($(shell uv --version 2> /dev/null),)
+INSTALL = uv pip install --compile-bytecode --python $(BIN)/python -c constraints.txt editables
+else
+INSTALL = $(BIN)/pip install --disable-pip-version-check -c constraints.txt editables
+endif
 
 .PHONY: help train test test-docker test-slurm test-kubernetes lint format bench recovery soak docs clean
 help: ## this list
@@ -56,7 +58,7 @@ soak: $(VENV)/.test ## random faults for MINUTES (3), then a look at what was lo
 	$(BIN)/python -m bench.soak --minutes $(MINUTES) $(ARGS)
 
 docs: $(VENV)/.train ## the pages of docs/ as a site, in site/
-	$(INSTALL) -e '.[docs]'
+	$(INSTALL) --quiet -e '.[docs]'
 	$(BIN)/mkdocs build --quiet --strict --site-dir site
 
 clean: ## remove the environment and caches; runs/ stays
@@ -73,5 +75,5 @@ $(VENV)/.train: $(VENV)/.venv pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.train
-	$(INSTALL) -e '.[test]'
+	$(INSTALL) --quiet -e '.[test]'
 	touch $@

@@ -60,7 +60,7 @@ def test_a_superseded_holder_cannot_commit_and_learns_of_it(tmp_path, monkeypatc
     assert new.token > old.token and not old.is_held()
     attempts.write(tmp_path, Attempt(outcome="running", attempt="new", token=new.token))
     assert new.is_held()
-    until(lambda: lost, "word of it", timeout_s=30)
+    until(lambda: lost, "word of it", timeout_s=5)
     assert "another launch has taken over" in str(lost[0])
     old.let_go()
     assert new.is_held(), "the old one took the new one's claim along"
@@ -94,7 +94,7 @@ def test_a_holder_of_which_no_process_is_left_is_not_waited_for(tmp_path):
     held._ended.set()
     began = time.monotonic()
     lease.look(tmp_path, ["me"])
-    assert time.monotonic() - began < lease.HELD_S / 2
+    assert time.monotonic() - began < 1
 
 
 def test_a_full_disk_gathers_no_drafts(tmp_path, monkeypatch):
@@ -104,7 +104,7 @@ def test_a_full_disk_gathers_no_drafts(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     held = claim(tmp_path, "a")
-    until(lambda: (tmp_path / ".alive").exists(), "sign of life", timeout_s=30)
+    until(lambda: (tmp_path / ".alive").exists(), "sign of life", timeout_s=5)
     monkeypatch.setattr(lease.os, "replace", full)
     for _ in range(3):
         held._show("cut short")

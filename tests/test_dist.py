@@ -93,9 +93,8 @@ def test_a_meeting_that_rank_0_left_is_gone_on_from(store):
     time.sleep(0.5)
     assert waiting.is_alive()
     fresh = [Visitor(0, 3)]
-    until(
-        lambda: Lobby(store).newest() == 2, "meeting of its own", timeout_s=20
-    )  # a dead process would not hear rank 2
+    # Or the "dead" one, which here is alive, would hear rank 2.
+    until(lambda: Lobby(store).newest() == 2, "meeting of its own", timeout_s=20)
     fresh.append(Visitor(2, 3))
     ids = together(waiting, *fresh)
     assert len({*ids}) == 1 and None not in ids
@@ -128,7 +127,7 @@ def test_told_to_stop_while_meeting_all_that_came_leave(store, arrived):
     flag.set()
     together(*visitors)
     assert all(isinstance(visitor.error, Stopped) for visitor in visitors)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 10
     again = [Visitor(rank, 2) for rank in range(2)]
     assert len({*together(*again)}) == 1, "and the next attempt hears nothing of it"
 
@@ -136,8 +135,8 @@ def test_told_to_stop_while_meeting_all_that_came_leave(store, arrived):
 def test_told_to_stop_and_rank_0_never_comes(store):
     began = time.monotonic()
     alone = Visitor(1, 2, stopping=lambda: True, timeout_s=300.0)
-    together(alone, timeout_s=60)
-    assert isinstance(alone.error, Stopped) and time.monotonic() - began < 60
+    together(alone, timeout_s=15)
+    assert isinstance(alone.error, Stopped) and time.monotonic() - began < 15
 
 
 def boards(store, size):
@@ -189,7 +188,7 @@ def preempted(store, *, begun, signalled):
             assert watcher.proceed()
         watchers.append((watcher, board))
     watchers[signalled][0].signalled = True
-    until(lambda: all(watcher._holding for watcher, _ in watchers), "word to all", timeout_s=20)
+    until(lambda: all(watcher._holding for watcher, _ in watchers), "word to all", timeout_s=5)
     return watchers
 
 
@@ -392,7 +391,7 @@ def test_hosts_that_cannot_reach_each_other_are_named(tmp_path, two_hosts):
         )
         for rank, host in enumerate(two_hosts)
     ]  # fmt: skip
-    results = [finish(process, tmp_path / "run", timeout_s=120) for process in ranks]
+    results = [finish(process, tmp_path / "run", timeout_s=90) for process in ranks]
     first = results[0]
     assert first.code == 1 and "(10.88.1.1) cannot open a connection to rank 1 on" in first.out, first.out
     assert "(10.88.2.1): open all ports" in first.out and "GLOO_SOCKET_IFNAME" in first.out, first.out

@@ -43,7 +43,7 @@ def assert_clean(cluster, ledger, *, steps):
     assert [line["step"] for line in result.lines("train")] == list(range(1, steps + 1))
     assert result.outcome["outcome"] == "done" and result.outcome["exit_code"] == 0
     assert not list(cluster.folder.glob(".*")) and not list((cluster.folder / "checkpoints").glob(".*"))
-    cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=60)
+    cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=15)
 
 
 def stop(pid):
@@ -140,7 +140,7 @@ def test_workers_die_with_their_agent(job, ledger):
         cluster.reach(15)
         before = cluster.workers(agent)
         kill(agent.pid)
-        cluster.until(lambda: not cluster.left_over(), "end of the orphans", timeout_s=30)
+        cluster.until(lambda: not cluster.left_over(), "end of the orphans", timeout_s=5)
         assert before
         cluster.start()
         assert cluster.ended() == [-9, 0], cluster.log
@@ -171,7 +171,7 @@ def test_a_stopped_rank_is_named_and_ended(job, ledger, rank):
         pid = cluster.workers(agent)[rank]
         seconds = cluster.next_step(lambda: stop(pid))
         assert f"rank {rank} on" in cluster.log and "gives no sign of life while rank" in cluster.log
-        assert seconds < 60, "not torch's own time limits; the figures are in bench/"
+        assert seconds < 6 + 15  # the figures are in bench/
         assert cluster.ended() == [0], cluster.log
         assert f"rank {rank} on" in cluster.result().events("restart")[0]["cause"]
         assert_clean(cluster, ledger, steps=60)
@@ -235,7 +235,7 @@ def test_preempted_nodes(job, ledger, preempted):
         began = time.monotonic()
         for index in preempted:
             agents[index].send_signal(signal.SIGTERM)
-        cluster.until(lambda: any(agent.poll() is not None for agent in agents), "end of an agent", timeout_s=60)
+        cluster.until(lambda: any(agent.poll() is not None for agent in agents), "end of an agent", timeout_s=20)
         outcome = cluster.result().outcome
         assert outcome["outcome"] == "preempted" and outcome["exit_code"] == 75
         assert outcome["step"] == cluster.step() >= 20
@@ -243,8 +243,8 @@ def test_preempted_nodes(job, ledger, preempted):
             left = agents[1 - preempted[0]]
             if left.poll() is None:
                 left.send_signal(signal.SIGTERM)
-        cluster.ended(timeout_s=90)
-        assert time.monotonic() - began < 90
+        cluster.ended(timeout_s=40)
+        assert time.monotonic() - began < 40
         cluster.start()
         cluster.start()
         assert cluster.ended()[2:] == [0, 0], cluster.log

@@ -75,7 +75,7 @@ def test_killed_stopped_and_preempted_it_resumes_bit_for_bit(tmp_path, strategy)
         assert cluster.result().outcome["outcome"] == "preempted", cluster.log
         cluster.start()
         assert cluster.ended()[-1] == 0, cluster.log
-        cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=60)
+        cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=15)
         result = cluster.result()
     causes = [event["cause"] for event in result.events("restart")]
     assert "rank 2" in causes[0] and "rank 1" in causes[1], causes

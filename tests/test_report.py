@@ -184,6 +184,14 @@ def test_the_page_of_a_run_at_its_every_end(tmp_path):
     assert page.figure("seconds to write a checkpoint, behind the training")
 
 
+def test_the_page_waits_for_the_cause_that_another_rank_is_slow_to_write(tmp_path):
+    line = ("model._target_=kit.parts.models.AllCrash", "max_steps=20", *SEEN)
+    failed = run(tmp_path / "run", *line, ranks=2, ok=False, module="kit.slow", env={"SLOW_RECORD_S": "3"})
+    assert failed.code != 0 and "the user's own mistake" in failed.outcome["error"], failed.out
+    page = Seen(tmp_path / "run/report.html")
+    assert "the user's own mistake" in page.text and "running" not in page.text
+
+
 def test_no_text_of_a_run_ends_the_script(tmp_path):
     evil = "a</script><script>document.title=1</script>"
     folder = tmp_path / "x"

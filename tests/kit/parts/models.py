@@ -63,6 +63,21 @@ class Crashing(nn.Linear):
         return super().forward(x.flatten(1))
 
 
+class AllCrash(nn.Linear):
+    """Raises on all ranks in one step, on rank 0 half a second after the others."""
+
+    def __init__(self):
+        super().__init__(64, 10)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 2:
+            time.sleep(0.5 * (os.environ["RANK"] == "0"))
+            raise ValueError("the user's own mistake")
+        return super().forward(x.flatten(1))
+
+
 class Frozen(nn.Linear):
     """Nothing to train."""
 
