@@ -38,7 +38,7 @@ def undisturbed(folder: Path, overrides: tuple[str, ...], ranks: int) -> str:
 def killed(folder: Path, overrides: tuple[str, ...]) -> str:
     """On three ranks, then on one, to the end on four."""
     for ranks, step in ((3, 12), (1, 22)):
-        process = start(folder, *LINE, *overrides, ranks=ranks)
+        process = start(folder, *LINE, *overrides, ranks=ranks, cold=True)
         wait_for(folder, reached(step), process=process, timeout_s=300)
         process.kill()
         process.communicate()

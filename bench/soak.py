@@ -144,7 +144,7 @@ class Soak:
         before = self.cluster.result().outcome["attempt"]
         second = {"TEST_MARK": self.cluster.mark, "LEDGER": self.cluster.env["LEDGER"]}
         refused = finish(
-            start(self.cluster.folder, *self.cluster.overrides, ranks=1, env=second),
+            start(self.cluster.folder, *self.cluster.overrides, ranks=1, env=second, cold=True),
             self.cluster.folder,
             timeout_s=self.within_s,
         )

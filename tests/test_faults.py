@@ -31,7 +31,7 @@ def job(tmp_path, ledger):
     """A job of two nodes, one rank each, whose rendezvous store is in a process of its own."""
 
     def make(*overrides, folder="run", **kwargs):
-        return nodes(tmp_path / folder, *LINE, *overrides, LEDGER=str(ledger), **kwargs)
+        return nodes(tmp_path / folder, *LINE, *overrides, LEDGER=str(ledger), cold=False, **kwargs)
 
     return make
 
@@ -259,7 +259,7 @@ def test_sigterm_at_an_inconvenient_moment(tmp_path, ledger, when):
     env = {"LEDGER": str(ledger), "SLOW_S": "1" if when == "save" else "0"}
     line = (*LINE, "max_steps=40", "eval.every_steps=20", "data._target_=kit.parts.data.SlowToTest")
     line += (f"loader.num_workers={int(when == 'with loader workers')}",)  # torchrun signals them too
-    process = start(tmp_path / "run", *line, ranks=2, env=env, module="kit.slow")
+    process = start(tmp_path / "run", *line, ranks=2, env=env, module="kit.slow", cold=when == "start-up")
     if when == "start-up":
         time.sleep(2.0)
     else:
@@ -291,7 +291,7 @@ def test_preempted_for_ever_ends(tmp_path):
     line += ("max_idle_preemptions=3",)
     env, codes = {"SLOW_S": "5"}, []
     for _ in range(5):
-        process = start(tmp_path / "run", *line, env=env)
+        process = start(tmp_path / "run", *line, env=env, cold=True)
         began = time.monotonic()
         while process.poll() is None and not (tmp_path / "run/config.yaml").exists() and time.monotonic() - began < 30:
             time.sleep(0.05)

@@ -21,7 +21,6 @@ from kit import warm
 from kit.until import until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-READ_AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "TORCH", "CUDA")
 QUIET = ("log.tensorboard=false", "log.report=false", "log.every_steps=1")
 
 
@@ -95,12 +94,15 @@ def start(
     env: dict[str, str] | None = None,
     quiet: bool = True,
     module: str = "train",
+    cold: bool = False,
     **popen: Any,
-) -> subprocess.Popen[str]:
-    """Start a run in `folder` and come back at once."""
+) -> subprocess.Popen[str] | warm.Popen:
+    """Start a run in `folder` and come back at once. It starts warm (see `kit.warm`) unless `cold`."""
     line = command(
         f"output_dir={folder}", *(QUIET if quiet else ()), *overrides, ranks=ranks, torchrun=torchrun, module=module
     )
+    if not cold and warm.can(line, env or {}) and not popen.keys() - {"cwd"}:
+        return warm.Popen(line, env=environment(**(env or {})), cwd=popen.get("cwd", folder.parent))
     return subprocess.Popen(
         line,
         env=environment(**(env or {})),
@@ -111,7 +113,7 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen[str], folder: Path, *, timeout_s: float = 120) -> Result:
+def finish(process: subprocess.Popen[str] | warm.Popen, folder: Path, *, timeout_s: float = 120) -> Result:
     started = time.monotonic()
     try:
         out, _ = process.communicate(timeout=timeout_s)
@@ -133,12 +135,12 @@ def run(
 ) -> Result:
     """A run from start to end; asserts that it ended well unless told otherwise.
 
-    Where launcher and start-up are not what is looked at it starts warm, unless `cold`: with `ranks` as if started by hand.
+    It starts warm (see `kit.warm`) unless `cold`; with `ranks` as if started by hand, unless the launcher has a part in it.
     """
     env = kwargs.get("env") or {}
-    cold |= bool(ranks is not None and not ok) or bool(kwargs.keys() - {"env", "cwd"})
-    if cold or any(name.startswith(READ_AT_IMPORT) for name in env):
-        result = finish(start(folder, *overrides, ranks=ranks, **kwargs), folder, timeout_s=timeout_s)
+    launched = (ranks is not None and not ok) or kwargs.keys() - {"env", "cwd"}
+    if cold or launched or not warm.can(command(ranks=ranks), env):
+        result = finish(start(folder, *overrides, ranks=ranks, cold=cold, **kwargs), folder, timeout_s=timeout_s)
         assert not ok or result.code == 0, result.out
         return result
     began = time.monotonic()
@@ -158,7 +160,11 @@ def by_hand(ranks: int) -> list[dict[str, str]]:
 
 
 def wait_for(
-    folder: Path, condition: Callable[[Result], Any], *, process: subprocess.Popen[str], timeout_s: float = 60
+    folder: Path,
+    condition: Callable[[Result], Any],
+    *,
+    process: subprocess.Popen[str] | warm.Popen,
+    timeout_s: float = 60,
 ) -> None:
     """Until `condition` holds of what the run has written so far."""
 

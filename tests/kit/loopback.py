@@ -12,25 +12,36 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kit.job import QUIET, Job, environment, free_port
+from kit import warm
+from kit.job import QUIET, Job, command, environment, free_port
 from train.launch import loopback
 from train.launch import spec as launch
 
+Process = subprocess.Popen[str] | warm.Popen
+
 
 class Nodes(Job):
-    """Agents ("nodes") of one job. Every process that it starts can be found again by a mark in its environment."""
+    """Agents ("nodes") of one job, which start warm (see `kit.warm`) unless `cold`."""
 
     def __init__(
-        self, folder: Path, *overrides: str, nnodes: str = "1:2", nproc: int = 1, own_store: bool = True, **env: str
+        self,
+        folder: Path,
+        *overrides: str,
+        nnodes: str = "1:2",
+        nproc: int = 1,
+        own_store: bool = True,
+        cold: bool = True,
+        **env: str,
     ):
         super().__init__(folder)
         self.overrides, self.nnodes, self.nproc = overrides, nnodes, nproc
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.mark = f"muster-test-{os.getpid()}-{time.monotonic_ns()}"
         self.env = environment(TEST_MARK=self.mark, **env)
+        self.cold = cold or not warm.can(command(ranks=1), env)
         self.port, self.own_store = free_port(), own_store
-        self.agents: list[subprocess.Popen[str]] = []
-        self.store: subprocess.Popen[str] | None = None
+        self.agents: list[Process] = []
+        self.store: Process | None = None
         if own_store:
             self.start_store()
 
@@ -39,7 +50,7 @@ class Nodes(Job):
 
     def start(
         self, *overrides: str, host: bool | None = None, nproc: int | None = None, max_restarts: int = 100
-    ) -> subprocess.Popen[str]:
+    ) -> Process:
         """One more agent; without a store of its own the first one is the rendezvous host."""
         is_host = (not self.agents if host is None else host) and not self.own_store
         spec = loopback.spec(
@@ -52,19 +63,21 @@ class Nodes(Job):
         self.agents.append(agent)
         return agent
 
-    def _popen(self, line: list[str], name: str) -> subprocess.Popen[str]:
+    def _popen(self, line: list[str], name: str) -> Process:
         with (self.folder.parent / f"{name}.log").open("w") as log:
+            if not self.cold:
+                return warm.Popen(line, env=self.env, cwd=self.folder.parent, log=Path(log.name))
             return subprocess.Popen(
                 line, env=self.env, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=self.folder.parent
             )
 
-    def workers(self, agent: subprocess.Popen[str]) -> list[int]:
+    def workers(self, agent: Process) -> list[int]:
         """The ranks that an agent has started."""
         with contextlib.suppress(OSError):
             return [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
         return []
 
-    def kill_node(self, agent: subprocess.Popen[str]) -> None:
+    def kill_node(self, agent: Process) -> None:
         """Agent and workers at once, as when a machine goes."""
         for pid in (*self.workers(agent), agent.pid):
             with contextlib.suppress(ProcessLookupError):
@@ -83,13 +96,15 @@ class Nodes(Job):
         return [agent.returncode for agent in self.agents]
 
     def left_over(self) -> list[int]:
-        """Processes of this job that are still there, the store left out."""
-        found = []
+        """Processes of this job that are still there, the store left out: by a mark in what they were started with, or by
+        what they write to."""
+        found, logs = [], str(self.folder.parent.resolve())
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
                     stat = (entry / "stat").read_text().rpartition(")")[2].split()
-                    if stat[0] != "Z" and self.mark.encode() in (entry / "environ").read_bytes():
+                    writes_here = os.readlink(entry / "fd/1").startswith(logs)
+                    if stat[0] != "Z" and (writes_here or self.mark.encode() in (entry / "environ").read_bytes()):
                         found.append(int(entry.name))
         return [pid for pid in found if not self.store or pid != self.store.pid]
 

@@ -1,27 +1,37 @@
-"""Processes that fork from one that has imported everything: what a rank does, without the seconds before it starts.
+"""Processes that fork from one that has imported everything: what they do, without the seconds before they do it.
 
-A rank spends 3 CPU seconds on imports, and the suite starts thousands. How a process comes up and goes down under its
-launcher is for the tests that start one (`job.start`); those of what is computed can do without.
+A rank spends 3 CPU seconds on imports, a torchrun agent 2, and the suite starts thousands of them. Only the imports are left
+out: each is a process of its own, an agent's ranks are its children, and all are killed as any others are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver, process, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 PRELOADED = [
     "train.run", "train.strategies.ddp", "train.strategies.fsdp", "train.strategies.pipeline", "train.strategies.zero",
     "train.strategies.local_sgd", "train.strategies.tensor_parallel", "train.strategies.ddp_rpc", "train.models.gpt",
     "torch._dynamo", "torch.distributed.elastic", "torchvision.transforms.v2", "sklearn.datasets", "rich.progress",
+    "torch.distributed.run", "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
 ]  # fmt: skip
+READ_AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "TORCH", "CUDA")
+"""Variables whose names begin so are for a process of its own to read."""
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOADED)
@@ -32,42 +42,146 @@ def start(function: Callable[..., None], *args: Any) -> BaseProcess:
     kept = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # libgomp reads it once, in the process that they fork from
     try:
-        process = context.Process(target=function, args=args)
+        process = context.Process(target=function, args=args, daemon=True)  # who ends the tests, ends it
         process.start()
     finally:
         os.environ.pop("OMP_NUM_THREADS") if kept is None else os.environ.update(OMP_NUM_THREADS=kept)
     return process
 
 
+class Popen:
+    """`python -m MODULE ARGUMENTS` as `subprocess.Popen` would have it, its output in a file."""
+
+    def __init__(self, line: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path | None = None):
+        self.args, self.returncode, self._kept = line, None, log
+        if log is None:
+            handle, path = tempfile.mkstemp()
+            os.close(handle)
+            log = Path(path)
+        self.log = log
+        self._process = start(_begin, list(line[2:]), dict(env), str(cwd), str(log))
+        assert self._process.pid
+        self.pid: int = self._process.pid
+
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._process.exitcode
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(list(self.args), timeout or 0)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """What it has printed, once it has ended."""
+        self.wait(timeout)
+        return self.log.read_text(), None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def __del__(self) -> None:
+        if self._kept is None:
+            self.log.unlink(missing_ok=True)
+
+
+def can(line: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether it is a command for `Popen`: of Python's, with nothing in its environment that is read at import."""
+    return list(line[:2]) == [sys.executable, "-m"] and not any(name.startswith(READ_AT_IMPORT) for name in env)
+
+
 def run(arguments: list[str], environments: list[dict[str, str]], *, cwd: Path, timeout_s: float) -> tuple[int, str]:
     """`python -m train ARGUMENTS` in a process for each environment; the first exit code that is not 0, and the output."""
     handle, log = tempfile.mkstemp()
     os.close(handle)
-    processes = [start(_main, arguments, env, str(cwd), log) for env in environments]
+    line = [sys.executable, "-m", "train", *arguments]
+    ranks = [Popen(line, env=env, cwd=cwd, log=Path(log)) for env in environments]
     deadline = time.monotonic() + timeout_s
     try:
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        for rank in ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.wait(max(0.0, deadline - time.monotonic()))
         said = Path(log).read_text()
-        assert all(process.exitcode is not None for process in processes), f"no end within {timeout_s} s:\n{said}"
-        return next((process.exitcode for process in processes if process.exitcode), 0), said
+        assert all(rank.poll() is not None for rank in ranks), f"no end within {timeout_s} s:\n{said}"
+        return next((rank.returncode for rank in ranks if rank.returncode), 0), said
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
-            process.close()
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
         Path(log).unlink()
 
 
-def _main(arguments: list[str], env: dict[str, str], cwd: str, log: str) -> None:
+def _begin(line: list[str], env: dict[str, str], cwd: str, log: str) -> None:
+    process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
+    os.chdir(cwd)
+    if line[0] == "torch.distributed.run":
+        from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+        SubprocessHandler._popen = _fork  # type: ignore[method-assign]
+    _module(line, env)
+
+
+def _module(line: list[str], env: Mapping[str, str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(env)
-    os.chdir(cwd)
     sys.path[:0] = ["", *env.get("PYTHONPATH", "").split(os.pathsep)]
-    sys.argv = ["train", *arguments]
-    runpy.run_module("train", run_name="__main__", alter_sys=True)
+    sys.argv = line
+    if line[0] == "torch.distributed.run":
+        sys.modules[line[0]].main()
+    else:
+        runpy.run_module(line[0], run_name="__main__", alter_sys=True)
+
+
+def _fork(self: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """In an agent: a rank. What `subprocess.Popen` says of a child is true of it, too."""
+    python, *rest = args
+    assert python == sys.executable and rest[:2] == ["-u", "-m"], args
+    child = subprocess.Popen.__new__(subprocess.Popen)
+    vars(child).update(
+        args=args, returncode=None, stdin=None, stdout=None, stderr=None, _child_created=True, _waitpid_lock=threading.Lock()
+    )  # fmt: skip
+    child.pid = os.fork()
+    if child.pid == 0:
+        _become(self, rest[2:], env)
+    return child
+
+
+def _become(handler: Any, line: list[str], env: dict[str, str]) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for stream, file in ((1, handler._stdout), (2, handler._stderr)):
+            if file:
+                os.dup2(file.fileno(), stream)
+        os.closerange(3, 1024)  # the agent's connections are its own
+        for helper in (resource_tracker._resource_tracker, forkserver._forkserver):  # type: ignore[attr-defined]
+            type(helper).__init__(helper)
+        _module(line, env)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
