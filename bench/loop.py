@@ -1,14 +1,16 @@
 """The kit's loop, as a user runs it, beside two written by hand on the same model and data: ratios of steps per second.
 
-`python -m bench.loop` starts itself under torchrun with one and with two processes. The kit trains by its own loop:
+`python -m bench.loop [W1 ...] [--peers]` starts itself under torchrun with one and with two processes. The kit trains by its own loop:
 it logs every 10 steps, to TensorBoard, too, shows its progress, and saves a checkpoint every 100. By hand there are the
 loop of PyTorch's DDP tutorial (DataLoader, DistributedSampler, DDP), and a bare one: no data loader, no DDP, no log,
 each process for itself. Data are tensors in memory that all take a batch at a time. The three take turns in the same processes, so that a
-busy machine slows all; of each turn the ratios are taken, and the median of them.
+busy machine slows all; of each turn the ratios are taken, and the median of them. With --peers the other trainers that
+are installed take their turns, too (bench/peers.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -29,6 +31,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
+from bench.peers import Loop, installed
 from train.config.compose import compose
 from train.config.parts import build
 from train.data.load import Data
@@ -166,6 +169,7 @@ def measure(workload: Workload, folder: str) -> tuple[bool, list[Any]]:
         data = Data(dataset, None, workload.classes, "bench")
         model = partial(build, config.model, input_shape=workload.shape, num_classes=workload.classes)
         others = [by_hand(model(), dataset, workload.batch), bare(model(), dataset, workload.batch)]
+        others += [peer(model(), dataset, workload.batch, loss_of) for peer in chosen_peers().values()]
         turns = InTurns(strategy, others, of_a_turn)
         train(replace(opened, data=data, plan=Plan(SAMPLES, config.batch_size), strategy=turns))  # type: ignore[arg-type]
     heartbeat.close()
@@ -173,25 +177,30 @@ def measure(workload: Workload, folder: str) -> tuple[bool, list[Any]]:
     world.close()
     kept = turns.turns[1:]
     speeds = [round(statistics.median(column), 1) for column in zip(*kept, strict=True)]
-    ratios = [round(statistics.median(kit / turn[at] for kit, *turn in kept), 2) for at in (0, 1)]
+    ratios = [round(statistics.median(kit / turn[at] for kit, *turn in kept), 2) for at in range(len(others))]
     hand = round(statistics.median(turn[1] / turn[2] for turn in kept), 2)
     alone = sorted(turn[2] for turn in kept)
     spread = round((alone[-1] - alone[0]) / statistics.median(alone), 2)
     return is_first, [workload.name, ranks, *speeds, *ratios, hand, spread]
 
 
-def worker() -> None:
-    for number, workload in enumerate(WORKLOADS):
+def chosen_peers() -> dict[str, Loop]:
+    return installed() if os.environ.get("BENCH_PEERS") else {}
+
+
+def worker(chosen: Sequence[str]) -> None:
+    for number, workload in enumerate(workload for workload in WORKLOADS if workload.name[:2] in chosen):
         is_first, row = measure(workload, f"{os.environ['BENCH_DIR']}/{number}-{os.environ['WORLD_SIZE']}")
         if is_first:
-            print(f"row {json.dumps(row)}", flush=True)
+            print(f"\nrow {json.dumps(row)}", flush=True)  # a peer's progress bar may stand in this line
     sys.stdout.flush()
     os._exit(0)  # as the kit does: torch's threads may abort in a tear-down
 
 
-COLUMNS = (
-    "workload", "processes", "kit, steps/s", "by hand", "bare", "kit / by hand", "kit / bare", "by hand / bare", "spread of bare",
-)  # fmt: skip
+def columns() -> list[str]:
+    others = ["by hand", "bare", *chosen_peers()]
+    ratios = [f"kit / {other}" for other in others]
+    return ["workload", "processes", "kit, steps/s", *others, *ratios, "by hand / bare", "spread of bare"]
 
 
 NOISY = 0.2
@@ -199,11 +208,18 @@ NOISY = 0.2
 
 
 def main() -> None:
-    """Run all workloads with one and two processes, print a table and draw it."""
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    """Run the workloads with one and two processes, print a table and draw it."""
+    parser = argparse.ArgumentParser(prog="python -m bench.loop")
+    names = [workload.name[:2] for workload in WORKLOADS]
+    parser.add_argument("workloads", nargs="*", default=names, choices=[*names, names], help="default: all")
+    parser.add_argument("--peers", action="store_true", help="beside Accelerate and Lightning, too, where installed")
+    given = parser.parse_args()
+    if given.peers:
+        os.environ["BENCH_PEERS"] = "1"
+    print(f"| {' | '.join(columns())} |\n|{'---|' * len(columns())}", flush=True)
     rows = []
     for processes in (1, 2):
-        for row in rows_of(processes):
+        for row in rows_of(processes, given.workloads):
             rows.append(row)
             print("|", " | ".join(map(str, row)), "|", flush=True)
     if noisy := [f"{row[0].split(':')[0]} with {row[1]}" for row in rows if row[-1] > NOISY]:
@@ -211,14 +227,18 @@ def main() -> None:
     draw(rows, RESULTS / "loop.png")
 
 
-def rows_of(processes: int) -> Iterator[list[Any]]:
+def rows_of(processes: int, chosen: Sequence[str]) -> Iterator[list[Any]]:
     """The workloads' rows as they come, from ranks of their own."""
     with tempfile.TemporaryDirectory() as folder:
-        root = str(Path(__file__).parent.parent)
-        env = {**os.environ, "BENCH_DIR": folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH"))))
+        env = {**os.environ, "BENCH_DIR": folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         with subprocess.Popen(
-            [*line, "-m", "bench.loop", "worker"], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [*line, "-m", "bench.loop", "worker", *chosen],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         ) as child:
             for text in child.stdout or ():
                 if text.startswith("row "):
@@ -246,4 +266,4 @@ def draw(rows: Sequence[Sequence[Any]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    worker() if sys.argv[1:] == ["worker"] else main()
+    worker(sys.argv[2:]) if sys.argv[1:2] == ["worker"] else main()

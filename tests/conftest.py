@@ -36,7 +36,7 @@ def pytest_collection_finish(session):
     wanted = any("kubernetes" in getattr(item, "fixturenames", ()) for item in session.items)
     if wanted and CI and os.getuid() == 0 and shutil.which("go") and not cluster.built():
         cluster.folder.mkdir(parents=True, exist_ok=True)
-        with (cluster.folder / "build.log").open("w") as log:
+        with (cluster.folder / "build.log").open("a") as log:
             subprocess.Popen([KUBERNETES, "build", cluster.folder], stdout=log, stderr=subprocess.STDOUT)
 
 
@@ -99,15 +99,30 @@ def slurm():
     subprocess.run([SCRIPT, "stop", folder], capture_output=True, timeout=60)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def kubernetes(engine):
-    """A cluster of one node with the operators, which has the image muster:cpu."""
+    """A cluster of one node with the operators, which has the image muster:cpu. Several pytests at once share it."""
     if sys.platform != "linux" or os.getuid() != 0 or not shutil.which("go"):
         skip("a Kubernetes of our own needs Linux, root and Go 1.24 or newer, from whose modules it is built")
     cluster = Cluster(CACHE / "kubernetes")
     if not (CI or cluster.built()):
-        skip("a Kubernetes of our own is built in half an hour: CI=true has it built")
+        skip("a Kubernetes of our own is built in a quarter of an hour: CI=true has it built")
     cluster.folder.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "kubernetes.change").open("w") as change, (CACHE / "kubernetes.use").open("w") as use:
+        fcntl.flock(change, fcntl.LOCK_EX)
+        with contextlib.suppress(BlockingIOError):  # another pytest has started it
+            fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _start_kubernetes(cluster, engine)
+        fcntl.flock(use, fcntl.LOCK_SH)
+        fcntl.flock(change, fcntl.LOCK_UN)
+        yield cluster
+        fcntl.flock(change, fcntl.LOCK_EX)
+        with contextlib.suppress(BlockingIOError):  # another pytest still needs it, and ends it
+            fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            cluster.script("stop", timeout_s=300)
+
+
+def _start_kubernetes(cluster, engine):
     cluster.script("stop", timeout_s=300)
     with (cluster.folder / "start.log").open("w") as log:
         for action, most_s in (("build", 3600), ("start", 600)):
@@ -116,8 +131,6 @@ def kubernetes(engine):
                 skip(f"no Kubernetes ({action}): {(cluster.folder / 'start.log').read_text()[-3000:]}")
     loaded = cluster.script("load", "muster:cpu", env=engine, timeout_s=600)
     assert loaded.returncode == 0, loaded.stderr[-2000:]
-    yield cluster
-    cluster.script("stop", timeout_s=300)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The three kinds of jobs on a real Kubernetes, with the real operators: to the end, and through faults."""
 
+import fcntl
 import json
 import re
 import time
@@ -29,6 +30,14 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def space(kubernetes, tmp_path, request):
+    """A namespace; beside those of other pytests, unless the test disturbs the whole cluster."""
+    alone = request.node.get_closest_marker("alone")
+    with (kubernetes.folder / "alone.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield from namespace(kubernetes, tmp_path, request)
+
+
+def namespace(kubernetes, tmp_path, request):
     name = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[:40].strip("-")
     with Space(kubernetes, tmp_path, f"{name}-{time.time_ns() % 10**6}") as space:
         yield space
@@ -104,6 +113,7 @@ def test_deleted_and_applied_again_it_goes_on(space, plain):
     assert result.events("resume")
 
 
+@pytest.mark.alone
 def test_a_drained_node_gives_the_job_back(space, plain):
     job = at_work(space, "indexed-job")
     kubectl, node = space.cluster.kubectl, "muster-node"
@@ -128,6 +138,7 @@ def test_a_drained_node_gives_the_job_back(space, plain):
     ends_as(job, plain)
 
 
+@pytest.mark.alone
 def test_an_api_server_that_comes_back_is_not_missed(space, plain):
     job = at_work(space, "pytorchjob")
     before = job.step()

@@ -17,6 +17,9 @@ Indices = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
 ROUNDS = 6
+GAMMA = np.uint64(0x9E3779B97F4A7C15)
+FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 SORTED = 1 << 16
 """Up to so many samples an epoch's order is a sort by hash: a Feistel network over few digits leaves neighbours together."""
 
@@ -26,11 +29,10 @@ def mix(x: Keys) -> Keys:
 
     Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
     """
-    with np.errstate(over="ignore"):
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x + GAMMA
+    x = (x ^ (x >> SHIFTS[0])) * FACTORS[0]
+    x = (x ^ (x >> SHIFTS[1])) * FACTORS[1]
+    return x ^ (x >> SHIFTS[2])
 
 
 def sample_keys(*, seed: int, epoch: int, indices: Indices) -> Keys:

@@ -134,7 +134,12 @@ def _begin(line: list[str], env: dict[str, str], cwd: str, log: str) -> None:
         from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
         SubprocessHandler._popen = _fork  # type: ignore[method-assign]
-    _module(line, env)
+    try:
+        _module(line, env)
+    except Exception as error:  # as Python shows it that was started with this line
+        below = error.__traceback__ and error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
+        traceback.print_exception(error.with_traceback(below))
+        sys.exit(1)
 
 
 def _module(line: list[str], env: Mapping[str, str]) -> None:
@@ -174,9 +179,12 @@ def _become(handler: Any, line: list[str], env: dict[str, str]) -> NoReturn:
         for stream, file in ((1, handler._stdout), (2, handler._stderr)):
             if file:
                 os.dup2(file.fileno(), stream)
-        os.closerange(3, 1024)  # the agent's connections are its own
-        for helper in (resource_tracker._resource_tracker, forkserver._forkserver):  # type: ignore[attr-defined]
-            type(helper).__init__(helper)
+        kept = {resource_tracker._resource_tracker._fd, forkserver._forkserver._forkserver_alive_fd}  # type: ignore[attr-defined]
+        for handle in (
+            {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2} - kept
+        ):  # the agent's connections are its own
+            with contextlib.suppress(OSError):
+                os.close(handle)
         _module(line, env)
         code = 0
     except SystemExit as end:

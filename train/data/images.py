@@ -34,10 +34,10 @@ class Images:
     def __getitems__(self, indices: Sequence[int], keys: Keys | None = None) -> tuple[Tensor, Tensor]:
         """`[B, C, H, W] float32` normalised images, shifted and flipped by their keys, and `[B] int64` labels."""
         chosen = torch.as_tensor(indices)
-        images = torch.addcmul(self.offset, self.images[chosen].float(), self.scale)
+        images = torch.addcmul(self.offset, self.images.index_select(0, chosen).float(), self.scale)
         if keys is not None and (self.shift or self.flip):
             images = shift_and_flip(images, keys, shift=self.shift, flip=self.flip, fill=self.offset)
-        return images, self.labels[chosen]
+        return images, self.labels.index_select(0, chosen)
 
     def fingerprint(self) -> str:
         return f"{len(self)}:{hash_of([self.images.numpy().tobytes(), self.labels.numpy().tobytes()])}"

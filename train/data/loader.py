@@ -138,4 +138,6 @@ def _plainly(fetched: Iterator[Any]) -> Iterator[Any]:
 
 def to(device: torch.device, value: Any) -> Any:
     """Move tensors, alone or in containers of any depth."""
+    if device.type == "cpu":
+        return value  # where samples are made
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)

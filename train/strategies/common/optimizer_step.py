@@ -125,6 +125,8 @@ class OptimizerStep:
         """Accumulate the gradient of the global batch's mean loss; give back this rank's share of that loss, []."""
         shares = [self._share(batch, last=batch is batches[-1], times=self._shards) for batch in batches]
         counts = [batch.count if self._speaks else 0 for batch in batches]
+        if len(shares) == 1 and counts[0]:
+            return shares[0]
         counted = zip(shares, counts, strict=True)
         return torch.stack([share if count else torch.zeros_like(share) for share, count in counted]).sum()
 
@@ -137,8 +139,8 @@ class OptimizerStep:
             if self.recipe.train_metrics:
                 self._measure(outputs, batch)
             # A mean over ranks may follow, and ranks hold unequal shares: weigh by the true count.
-            share = loss * (batch.count / batch.total)
-            self.scaler.scale(share * times).backward()
+            share = loss if batch.count == batch.total else loss * (batch.count / batch.total)
+            self.scaler.scale(share if times == 1 else share * times).backward()
         detached: Tensor = share.detach()
         return detached
 
