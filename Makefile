@@ -24,7 +24,7 @@ train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); AR
 test: $(VENV)/.test ## the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not docker and not slurm and not kubernetes and not kubeconfig"
-	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-docker test-slurm
+	$(MAKE) --jobs=3 --output-sync=target --no-print-directory test-kubernetes test-docker test-slurm
 else
 	$(BIN)/python -m pytest -rs $(ARGS)
 endif
@@ -34,8 +34,8 @@ test-docker: $(VENV)/.test
 	$(BIN)/python -m pytest -rs -m "docker or kubeconfig"
 test-slurm: $(VENV)/.test
 	$(BIN)/python -m pytest -rs -m slurm
-test-kubernetes: $(VENV)/.test ## the three kinds of jobs on a real Kubernetes, which is built the first time (not part of test)
-	$(BIN)/python -m pytest -rs -m kubernetes
+test-kubernetes: $(VENV)/.test
+	$(BIN)/python -m pytest -rs -n 2 --dist worksteal -m kubernetes
 
 lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck, hadolint
 	$(BIN)/ruff check .

@@ -30,7 +30,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def space(kubernetes, tmp_path, request):
-    """A namespace; beside those of other pytests, unless the test disturbs the whole cluster."""
+    """A namespace; beside those of other pytests, unless the test disturbs all of them."""
     alone = request.node.get_closest_marker("alone")
     with (kubernetes.folder / "alone.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
@@ -58,6 +58,20 @@ def ends_as(job, plain):
     assert_exact(job.space.volume / "ledger", steps=STEPS, batch_size=12)
     assert (result.losses, result.sha256) == (plain.losses, plain.sha256)
     return result
+
+
+@pytest.mark.alone
+def test_an_api_server_that_comes_back_is_not_missed(space, plain):
+    job = at_work(space, "pytorchjob")
+    before = job.step()
+    assert space.cluster.script("api", "down").returncode == 0
+    try:
+        job.reach(before + 40)  # whoever trains needs nobody there
+    finally:
+        done = space.cluster.script("api", "up", timeout_s=150)
+    assert done.returncode == 0, done.stderr
+    result = ends_as(job, plain)
+    assert len(result.events("resume")) == 0, "nobody was disturbed"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,43 +127,21 @@ def test_deleted_and_applied_again_it_goes_on(space, plain):
     assert result.events("resume")
 
 
-@pytest.mark.alone
 def test_a_drained_node_gives_the_job_back(space, plain):
+    """Of this job alone: others may be at work on the node, too."""
     job = at_work(space, "indexed-job")
     kubectl, node = space.cluster.kubectl, "muster-node"
+    space.kubectl("label", "pods", "--all", f"drained={space.name}")
     kubectl("cordon", node)
     try:
-        own = "--pod-selector=app.kubernetes.io/instance=muster"
-        kubectl(
-            "drain",
-            node,
-            own,
-            "--delete-emptydir-data",
-            "--ignore-daemonsets",
-            "--force",
-            "--timeout=100s",
-            timeout_s=120,
-        )
+        line = ["--delete-emptydir-data", "--ignore-daemonsets", "--force", "--timeout=100s"]
+        kubectl("drain", node, f"--pod-selector=drained={space.name}", *line, timeout_s=120)
         job.until(lambda: job.result().outcome["outcome"] == "preempted", "saved place", timeout_s=30)
         time.sleep(3)
         assert not [pod for pod in job.pods() if pod["status"]["phase"] == "Running"], "nowhere to go"
     finally:
         kubectl("uncordon", node)
     ends_as(job, plain)
-
-
-@pytest.mark.alone
-def test_an_api_server_that_comes_back_is_not_missed(space, plain):
-    job = at_work(space, "pytorchjob")
-    before = job.step()
-    assert space.cluster.script("api", "down").returncode == 0
-    try:
-        job.reach(before + 40)  # whoever trains needs nobody there
-    finally:
-        done = space.cluster.script("api", "up", timeout_s=150)
-    assert done.returncode == 0, done.stderr
-    result = ends_as(job, plain)
-    assert len(result.events("resume")) == 0, "nobody was disturbed"
 
 
 def test_fewer_ranks_than_asked_for_are_said(space):

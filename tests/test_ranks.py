@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 
 import pytest
 import torch
@@ -180,6 +181,28 @@ def test_two_nodes(tmp_path, backend):
     assert [result.code for result in results] == [0, 0], results[0].out + results[1].out
     assert results[0].events("start")[0]["world_size"] == 2
     assert len(results[0].losses) == 5
+
+
+@pytest.mark.parametrize("more", [(), ("virtual_world_size=4", "optimizer=adamw")])
+def test_a_start_leaves_out_what_nobody_uses(tmp_path, more):
+    """Not torch's compiler, where nothing is compiled, nor what shards, where nothing is: a second and a half of each start."""
+    env = {"PYTHONPROFILEIMPORTTIME": "1"}
+    line = (*more, "max_steps=4", "checkpoint.every_steps=2")
+    results = [run(tmp_path / "run", *line, ranks=2, env=env, cold=True)]
+    results.append(
+        run(tmp_path / "run", *line[:-2], "max_steps=6", ranks=2, env=env, cold=True)
+    )  # and that of a resume
+    for result in results:
+        imported = set(re.findall(r"^import time: .*\| +(\S+)$", result.out, re.M))
+        assert {"torch", "train.loop"} <= imported
+        heavy = {
+            "torch._dynamo",
+            "torch._inductor",
+            "sympy",
+            "torch.distributed.tensor",
+            "torch.distributed.checkpoint",
+        }
+        assert not heavy & imported
 
 
 def test_any_working_folder_and_one_run_folder(tmp_path):

@@ -47,6 +47,7 @@ from train.optim.schedule import build_schedule
 from train.plan import Plan
 from train.report.page import write_report
 from train.strategies.base import Recipe, Strategy, check_slices
+from train.strategies.common.eager import stay_eager
 from train.timing.clock import Clock
 from train.timing.record import Timing
 
@@ -125,6 +126,8 @@ def open_run(
 ) -> Iterator[tuple[Run, Folder, Checkpoints]]:
     """Everything that a run is made of, from where the newest checkpoint left it. Collective. Raises MusterError."""
     set_numerics(config)
+    if not config.compile:
+        stay_eager()
     data = load_data(config, world)
     batch_size, drop_last = min(config.batch_size, len(data.train)), config.loader.drop_last
     plan = Plan(len(data.train), batch_size, config.seed, shuffle=data.shuffles, drop_last=drop_last)

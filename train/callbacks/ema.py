@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from train.callbacks.base import Callback
 from train.config.marks import Ge
+from train.dist.pieces import own_piece
 from train.errors import ConfigError
 from train.strategies.base import SavedTensor, Strategy
 
@@ -84,5 +84,4 @@ class Ema(Callback):
 
 
 def _own(tensor: Tensor) -> Tensor:
-    plain = tensor.detach()
-    return plain.to_local() if isinstance(plain, DTensor) else plain
+    return own_piece(tensor.detach())

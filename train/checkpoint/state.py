@@ -1,10 +1,9 @@
 """Who writes what of a state whose tensors may be sharded, and how any other layout reads it.
 
-The planner of torch.distributed.checkpoint decides; the files are ours. A rank's file holds the bytes of its pieces of
-tensors one after the other, then its plain values as torch.save writes them; `index.json` says which piece lies where.
-Nothing but plain values is ever unpickled, and those with `weights_only=True`.
-
-Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+A rank's file holds the bytes of its pieces of tensors one after the other, then its plain values as torch.save writes
+them; `index.json` says which piece lies where. Nothing but plain values is ever unpickled, and those with
+`weights_only=True`. What replicas hold is divided here; where something lies in pieces, torch's planners decide
+(sharded.py), which take a second to import.
 """
 
 from __future__ import annotations
@@ -13,21 +12,13 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItemType
-from torch.distributed.tensor import DTensor
 
+from train.dist.pieces import in_pieces, own_piece
 from train.dist.world import World
 from train.errors import StorageError
 from train.strategies.base import SavedTensor
@@ -35,6 +26,68 @@ from train.strategies.base import SavedTensor
 INDEX = "index.json"
 Index = dict[str, Any]
 """{"tensors": name -> {size, dtype, pieces: [{offsets, sizes, file, at}]}, "values": name -> {file, at}}; `at` in bytes."""
+
+
+class Piece(NamedTuple):
+    """What one rank writes of a tensor: of `size` the part of `sizes` that begins at `offsets`."""
+
+    name: str
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+class Plan(NamedTuple):
+    """What one rank writes: pieces of tensors, and plain values by name."""
+
+    pieces: list[Piece]
+    values: list[str]
+
+
+class Read(NamedTuple):
+    """Of a saved `piece` (see Index) the part of `lengths` that begins at `offsets`, to be put `into` a tensor like it."""
+
+    piece: dict[str, Any]
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    into: Tensor
+
+
+class Replicated:
+    """Divides a state that no rank has in pieces: of what several ranks have, one writes each entry."""
+
+    def local(self, state: Mapping[str, Any]) -> Plan:
+        """All that this rank has."""
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        pieces = [
+            Piece(name, tuple(each.shape), each.dtype, (0,) * each.dim(), tuple(each.shape))
+            for name, each in tensors.items()
+        ]
+        return Plan(pieces, [name for name in state if name not in tensors])
+
+    def joint(self, plans: list[Plan]) -> list[Plan]:
+        """What each rank is to write of all ranks' plans: every tensor falls to whoever has least to write so far."""
+        owners: dict[str, list[int]] = {}
+        pieces: dict[str, Piece] = {}
+        for rank, plan in enumerate(plans):
+            pieces |= {piece.name: piece for piece in plan.pieces}
+            for name in (*(piece.name for piece in plan.pieces), *plan.values):
+                owners.setdefault(name, []).append(rank)
+        divided, load = [Plan([], []) for _ in plans], [0] * len(plans)
+        for name, ranks in owners.items():
+            if piece := pieces.get(name):
+                rank = min(ranks, key=load.__getitem__)
+                divided[rank].pieces.append(piece)
+                load[rank] += piece.bytes
+            else:
+                divided[ranks[0]].values.append(name)
+        return divided
 
 
 @dataclass(frozen=True)
@@ -59,7 +112,7 @@ class Shares:
     def __init__(self, world: World):
         self._world = world
         self._structure: list[Any] | None = None
-        self._plan = SavePlan([])
+        self._plan = Plan([], [])
         self._copies: list[Tensor] = []
         self.index: Index = {}
         """Of the state last divided; on rank 0."""
@@ -73,10 +126,8 @@ class Shares:
         if self._world.sum([float(structure != self._structure)])[0]:
             self._exchange(state)
             self._structure = structure
-        tensors = [item for item in self._plan.items if item.type is not WriteItemType.BYTE_IO]
-        values = [item.index.fqn for item in self._plan.items if item.type is WriteItemType.BYTE_IO]
-        self._copy([_local(state[item.index.fqn]) for item in tensors])
-        return Share(self._copies, {name: host_copy(state[name]) for name in values})
+        self._copy([own_piece(state[piece.name]) for piece in self._plan.pieces])
+        return Share(self._copies, {name: host_copy(state[name]) for name in self._plan.values})
 
     def _copy(self, tensors: list[Tensor]) -> None:
         """Into host memory, on CUDA page-locked, so that all of it travels at once."""
@@ -90,33 +141,33 @@ class Shares:
             torch.cuda.synchronize(self._world.device)
 
     def _exchange(self, state: Mapping[str, Any]) -> None:
-        world = self._world
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(state), is_coordinator=world.is_first)
-        local = planner.create_local_plan()
+        world, planner = self._world, self._planner(state)
+        local: Any = planner.local(state)
         plans: list[Any] = [local] * world.size
         if world.size > 1:
             dist.gather_object(local, plans if world.is_first else None)
         if world.is_first:
-            plans, _ = planner.create_global_plan(plans)
+            plans = planner.joint(plans)
             self.index = _index(plans)
         mine = [plans[0]]
         if world.size > 1:
             dist.scatter_object_list(mine, plans if world.is_first else None)
-        self._plan = planner.finish_plan(mine[0])
+        self._plan = mine[0]
+
+    def _planner(self, state: Mapping[str, Any]) -> Any:
+        if not self._world.sum([float(any(map(in_pieces, state.values())))])[0]:
+            return Replicated()
+        from train.checkpoint.sharded import Sharded
+
+        return Sharded(is_first=self._world.is_first)
 
 
 def _structure(name: str, value: Any) -> tuple[Any, ...]:
     """All of an entry that decides who writes what of it."""
     if not isinstance(value, Tensor):
         return (name,)
-    layout = (value.device_mesh, value.placements) if isinstance(value, DTensor) else ()
+    layout = (value.device_mesh, value.placements) if in_pieces(value) else ()
     return (name, value.shape, value.dtype, *layout)
-
-
-def _local(value: Tensor) -> Tensor:
-    """What this rank has of it."""
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def read(index: Index, names: Iterable[str], into: dict[str, Tensor], open_file: Any) -> dict[str, Any]:
@@ -124,28 +175,40 @@ def read(index: Index, names: Iterable[str], into: dict[str, Tensor], open_file:
 
     `open_file` gives the stream of a file as a context. Raises StorageError.
     """
-    wanted: dict[str, list[ReadItem]] = {}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(into, Metadata({name: _metadata(index["tensors"][name]) for name in into}))
-    pieces = {(name, tuple(piece["offsets"])): piece for name in into for piece in index["tensors"][name]["pieces"]}
-    for item in planner.create_local_plan().items:
-        piece = pieces[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
-        wanted.setdefault(piece["file"], []).append(item)
-    for file, items in wanted.items():
+    wanted: dict[str, list[Read]] = {}
+    for each in _reads(index, into):
+        wanted.setdefault(each.piece["file"], []).append(each)
+    for file, parts in wanted.items():
         with open_file(file) as stream:
-            for item in items:
-                piece = pieces[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
-                saved = _read_piece(stream, piece, item, _dtype(index["tensors"][item.storage_index.fqn]["dtype"]))
+            for part in parts:
+                saved = _read_part(stream, part)
                 with torch.no_grad():
-                    planner.resolve_tensor(item).copy_(saved)
+                    part.into.copy_(saved)
     return _read_values({name: index["values"][name] for name in names if name in index["values"]}, open_file)
+
+
+def _reads(index: Index, into: dict[str, Tensor]) -> Iterator[Read]:
+    """What has to be read to fill `into`."""
+    if sharded := {name: target for name, target in into.items() if in_pieces(target)}:
+        from train.checkpoint.sharded import reads
+
+        yield from reads(index, sharded)
+    for name in into.keys() - sharded.keys():
+        entry, target = index["tensors"][name], into[name]
+        if entry["size"] != list(target.shape):
+            raise ValueError(f"{name} was saved as {entry['size']} and is {list(target.shape)} here")
+        for piece in entry["pieces"]:
+            place = target
+            for dimension, (offset, size) in enumerate(zip(piece["offsets"], piece["sizes"], strict=True)):
+                place = place.narrow(dimension, offset, size)
+            yield Read(piece, dtype_of(entry["dtype"]), (0,) * target.dim(), tuple(piece["sizes"]), place)
 
 
 def saved_tensors(index: Index, names: Iterable[str]) -> dict[str, SavedTensor]:
     """Size and type of the tensors among `names`."""
     tensors = index["tensors"]
     return {
-        name: SavedTensor(torch.Size(tensors[name]["size"]), _dtype(tensors[name]["dtype"]))
+        name: SavedTensor(torch.Size(tensors[name]["size"]), dtype_of(tensors[name]["dtype"]))
         for name in names
         if name in tensors
     }
@@ -170,47 +233,32 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.bin"
 
 
-def _index(plans: list[SavePlan]) -> Index:
+def _index(plans: list[Plan]) -> Index:
     """Where everything will lie: tensors in the order of the plan, then plain values."""
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for rank, plan in enumerate(plans):
         at = 0
-        for item in plan.items:
-            if item.tensor_data is None:
-                continue
-            size, dtype = list(item.tensor_data.size), item.tensor_data.properties.dtype
+        for name, size, dtype, offsets, sizes in plan.pieces:
             entry = tensors.setdefault(
-                item.index.fqn, {"size": size, "dtype": str(dtype).removeprefix("torch."), "pieces": []}
+                name, {"size": list(size), "dtype": str(dtype).removeprefix("torch."), "pieces": []}
             )
-            chunk = item.tensor_data.chunk
-            piece = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file_of(rank), "at": at}
-            entry["pieces"].append(piece)
-            at += math.prod(chunk.sizes) * dtype.itemsize
-        values |= {item.index.fqn: {"file": file_of(rank), "at": at} for item in plan.items if item.tensor_data is None}
+            entry["pieces"].append({"offsets": list(offsets), "sizes": list(sizes), "file": file_of(rank), "at": at})
+            at += math.prod(sizes) * dtype.itemsize
+        values |= {name: {"file": file_of(rank), "at": at} for name in plan.values}
     return {"tensors": tensors, "values": values}
 
 
-def _metadata(entry: dict[str, Any]) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=_dtype(entry["dtype"])),
-        size=torch.Size(entry["size"]),
-        chunks=[
-            ChunkStorageMetadata(torch.Size(piece["offsets"]), torch.Size(piece["sizes"])) for piece in entry["pieces"]
-        ],
-    )
-
-
-def _read_piece(stream: Any, piece: dict[str, Any], item: ReadItem, dtype: torch.dtype) -> Tensor:
-    """The part of a saved piece that `item` names; of its first dimension no more is read than that."""
-    sizes, offsets, lengths = list(piece["sizes"]), list(item.storage_offsets), list(item.lengths)
-    row = math.prod(sizes[1:]) * dtype.itemsize
+def _read_part(stream: Any, part: Read) -> Tensor:
+    """Of its first dimension no more is read than that."""
+    piece, sizes, offsets, lengths = part.piece, list(part.piece["sizes"]), part.offsets, part.lengths
+    row = math.prod(sizes[1:]) * part.dtype.itemsize
     rows = lengths[0] if sizes else 1
     stream.seek(piece["at"] + (offsets[0] * row if sizes else 0))
     data = bytearray(stream.read(rows * row))
     if len(data) != rows * row:
         raise StorageError(f"{piece['file']} of the checkpoint ends early: run again to have it verified")
-    tensor = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    tensor = torch.frombuffer(data, dtype=part.dtype) if data else torch.empty(0, dtype=part.dtype)
     tensor = tensor.view([rows, *sizes[1:]] if sizes else [])
     for dimension in range(1, len(sizes)):
         tensor = tensor.narrow(dimension, offsets[dimension], lengths[dimension])
@@ -230,7 +278,8 @@ def _read_values(where: dict[str, Any], open_file: Any) -> dict[str, Any]:
     return {name: values[name] for name in where}
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """Raises StorageError."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise StorageError(f"the index of the checkpoint names {name}, which is no type of a tensor")

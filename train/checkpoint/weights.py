@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from train.checkpoint.state import INDEX, as_bytes, host_copy, read, saved_tensors
 from train.checkpoint.storage import STEP, Saved, Storage
+from train.dist.pieces import in_pieces
 from train.errors import ConfigError, MusterError, StorageError, one_line, storage_error
 from train.files import replace_file
 
@@ -34,7 +33,7 @@ def write_weights(path: Path, weights: Mapping[str, Any], *, writes: bool) -> Mu
     whole: dict[str, Any] = {}
     places = _places(weights)
     for name, value in weights.items():
-        in_memory = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        in_memory = isinstance(value, Tensor) and not in_pieces(value)
         pieces = iter(()) if in_memory else _pieces(value, places.get(name, []), writes=writes)
         try:
             if writes and not failure:
@@ -59,13 +58,15 @@ def _save(whole: dict[str, Any], draft: Path) -> None:
 
 def _places(weights: Mapping[str, Any]) -> dict[str, list[Place | None]]:
     """For each sharded tensor the ranks' places in it; None where a rank has nothing, or what an earlier one has too."""
+    sharded = {name: value for name, value in weights.items() if in_pieces(value)}
+    if not sharded:
+        return {}
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     own = {
         name: compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)[::-1]
-        for name, value in weights.items()
-        if isinstance(value, DTensor)
+        for name, value in sharded.items()
     }
-    if not own:
-        return {}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     places = {name: [rank[name] for rank in ranks] for name in own}
@@ -81,7 +82,7 @@ def _pieces(
     value: Any, places: Sequence[Place | None], *, writes: bool
 ) -> Iterator[tuple[Sequence[int], torch.Size, Tensor]]:
     """(offsets, size of the whole, piece) of each piece, in host memory, on the rank that `writes`. Collective."""
-    if not isinstance(value, DTensor):
+    if not in_pieces(value):
         whole = value()
         if writes:
             yield [0] * whole.dim(), whole.shape, whole.detach().cpu()

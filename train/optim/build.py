@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from train.config.keys import Precision
 from train.config.parts import Part, build, locate, signature
+from train.dist.pieces import in_pieces
 from train.errors import ConfigError, nearest
 from train.patterns import matches
 
@@ -40,7 +40,7 @@ def build_optimizer(
     trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trainable:
         raise ConfigError("the model has no trainable parameter: nothing to optimise")
-    names = FUSED_IN_PIECES if any(isinstance(parameter, DTensor) for _, parameter in trainable) else FUSED
+    names = FUSED_IN_PIECES if any(in_pieces(parameter) for _, parameter in trainable) else FUSED
     options = {"fused": True} if part.target in names and precision is not Precision.fp16 else {}
     if "named_parameters" in signature(locate(part)):
         if part.aside:

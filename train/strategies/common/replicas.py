@@ -23,6 +23,7 @@ from train.dist.shared_memory import SharedMemory
 from train.dist.world import World
 from train.errors import ConfigError
 from train.strategies.base import Recipe, StepResult
+from train.strategies.common.eager import answered_for_dynamo
 from train.strategies.common.optimizer_step import OptimizerStep, Stepping, build_model
 from train.strategies.common.slices import SlicedStep
 
@@ -91,7 +92,8 @@ class Replicas(Stepping):
 
     def distributed(self, model: nn.Module) -> DistributedDataParallel:
         """The model under DDP. Collective."""
-        ddp = DistributedDataParallel(model, device_ids=self.device_ids(), **self.ddp_options())
+        with answered_for_dynamo():
+            ddp = DistributedDataParallel(model, device_ids=self.device_ids(), **self.ddp_options())
         self.choose_reduction(ddp)
         return ddp
 
