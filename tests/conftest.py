@@ -30,6 +30,13 @@ def pytest_unconfigure(config):
     shutil.rmtree(config.scratch, ignore_errors=True)
 
 
+def pytest_terminal_summary(terminalreporter):
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties if report.when == "call" else []:
+            if name == "measured":
+                terminalreporter.write_line(f"measured: {value}")
+
+
 def pytest_collection_finish(session):
     """What takes a quarter of an hour begins while the tests before it run; the fixture waits for it."""
     cluster = Cluster(CACHE / "kubernetes")

@@ -75,14 +75,13 @@ def test_an_api_server_that_comes_back_is_not_missed(space, plain):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pods_deleted_and_evicted_in_the_middle_lose_nothing(space, plain, capsys, kind):
+def test_pods_deleted_and_evicted_in_the_middle_lose_nothing(space, plain, record_property, kind):
     job = at_work(space, kind)
     for what, index, fault in (("deleted", 1, delete), ("deleted", 0, delete), ("evicted", 1, evict)):
         # An Indexed Job's back-off takes a while.
         job.until(lambda: job.world_size() >= 2, "two pods at work", timeout_s=90)
         seconds = job.next_step(lambda: fault(job, index), timeout_s=150)  # noqa: B023
-        with capsys.disabled():
-            print(f"\nmeasured: {kind}, pod {index} {what}: {seconds:.1f} s to the next step")
+        record_property("measured", f"{kind}, pod {index} {what}: {seconds:.1f} s to the next step")
     result = ends_as(job, plain)
     assert result.events("preempted"), "it was saved on the way"
 

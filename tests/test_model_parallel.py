@@ -101,7 +101,7 @@ def test_every_layout_resumes_from_every_other(tmp_path, lines, whole):
 
 
 @pytest.mark.parametrize(
-    "chosen", [["strategy._target_=kit.parts.strategies.WatchedTensor"], [PIPELINE]], ids=["tensor", "1f1b"]
+    "chosen", [["strategy._target_=kit.parts.tensor_parallel.WatchedTensor"], [PIPELINE]], ids=["tensor", "1f1b"]
 )
 def test_preempted_it_resumes_bit_for_bit_with_its_dropout(tmp_path, lines, chosen):
     line = (*lines["gpt"], *chosen, "model.dropout=0.2", "max_steps=20", "eval.every_steps=off")

@@ -19,7 +19,9 @@ def recorded(folder):
     """step -> the samples of the last attempt at it, in the order of ranks."""
     last = {}
     for path in Path(folder).glob("*.jsonl"):
-        for text in path.read_text().splitlines():
+        for text in path.read_text().splitlines(keepends=True):
+            if not text.endswith("\n"):
+                continue  # killed while it wrote this, before the step: whoever does the step writes it again
             line = json.loads(text)
             known = last.setdefault(line["step"], {})
             begun = known.get(line["attempt"], (line["time"], {}))

@@ -126,6 +126,7 @@ def run(arguments: list[str], environments: list[dict[str, str]], *, cwd: Path, 
 
 def _begin(line: list[str], env: dict[str, str], cwd: str, log: str) -> None:
     process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
+    multiprocessing.set_start_method("fork", force=True)  # as in any process on Linux; it came with the server's
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)

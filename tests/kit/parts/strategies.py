@@ -6,10 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from torch.distributed.tensor import DTensor
-
 from train.strategies.ddp import Ddp
-from train.strategies.tensor_parallel import TensorParallel
 
 
 class Plain(Ddp):
@@ -47,18 +44,3 @@ class Recorded(Plain):
         with (Path(os.environ["LEDGER"]) / f"{self.world.attempt}-{self.world.rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         return super().step(step, batches)
-
-
-class WatchedTensor(TensorParallel):
-    """Tensor parallelism over two ranks that writes down a digest of what each has whole, after every step."""
-
-    def __init__(self):
-        super().__init__(tensor=2, shard=False, plan=None)
-
-    def step(self, step, batches):
-        result = super().step(step, batches)
-        whole = [p.detach().numpy().tobytes() for p in self.model.parameters() if not isinstance(p, DTensor)]
-        line = {"step": step, "digest": hashlib.sha256(b"".join(whole)).hexdigest(), "tensors": len(whole)}
-        with Path(f"digests-{self.world.rank}").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        return result
