@@ -196,6 +196,19 @@ def test_a_whole_batch_with_a_bad_sample_is_read_one_by_one():
         Fetch(Whole(), seed=1).__getitems__(micro)
 
 
+def test_indices_that_are_called_keys_are_no_keys():
+    """As in Hugging Face's Dataset: it is read one by one, as any is that gives a list of samples."""
+
+    class Foreign(torch.utils.data.TensorDataset):
+        def __getitems__(self, keys):
+            raise AssertionError("samples of a batch would share what random transforms draw from")
+
+    dataset = Foreign(torch.arange(20.0), torch.arange(20))
+    micro = Plan(20, 4, seed=1).share(0, Share(0, 1))[0]
+    inputs, targets, count = Fetch(dataset, seed=1).__getitems__(micro)
+    assert targets.tolist() == micro.indices.tolist() and inputs.shape == (4,) and count == 4
+
+
 def test_a_fingerprint_reads_something_of_the_data():
     """Two data sets of the same length are not the same; random transforms and the generators do not matter."""
     before = torch.get_rng_state()

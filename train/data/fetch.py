@@ -112,6 +112,7 @@ def takes_keys(dataset: Any) -> bool:
     """Whether `dataset.__getitems__(indices, keys)` gives a whole micro-batch by the samples' own keys.
 
     One without `keys` (torch's Subset has one) may draw random numbers for the batch: then samples are read one by one.
+    So are those of Hugging Face's Dataset, whose `keys` are the indices.
     """
     method = getattr(dataset, "__getitems__", None)
-    return method is not None and "keys" in inspect.signature(method).parameters
+    return method is not None and "keys" in [*inspect.signature(method).parameters][1:]
