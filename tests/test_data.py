@@ -242,6 +242,54 @@ def test_workers_change_nothing(workers):
             assert torch.equal(reference.__getitems__(micro)[0], batch.inputs)
 
 
+class Whole(torch.utils.data.Dataset):
+    """Gives batches at once, notes which, and fails where it is told to; `buffer` is written over each time."""
+
+    def __init__(self, fails=None, buffer=None):
+        self.fails, self.buffer, self.asked = fails, buffer, []
+
+    def __len__(self):
+        return 400
+
+    def __getitems__(self, indices, keys):
+        if self.fails in indices:
+            raise OSError("truncated")
+        self.asked.append(indices)
+        inputs = torch.tensor(indices).float()[:, None]
+        return inputs if self.buffer is None else self.buffer.copy_(inputs), torch.tensor(indices) % 2
+
+
+def in_turn(dataset, **more):
+    loader = LoaderConfig(Share(0, 1), torch.device("cpu"), seed=3, **more)
+    return batches(dataset, Plan(400, 4, seed=3), range(250), loader)
+
+
+def test_batches_that_depend_on_keys_alone_are_made_ahead_and_come_in_their_order():
+    dataset, plan = Whole(), Plan(400, 4, seed=3)
+    for step, (batch,) in enumerate(in_turn(dataset)):
+        assert batch.targets.tolist() == (plan.batch(step) % 2).tolist(), step
+        assert batch.inputs[:, 0].tolist() == plan.batch(step).tolist(), step
+        assert step > 1 or len(dataset.asked) == step + 1, "the first ones are not waited for"
+    assert step == 249 == len(dataset.asked) - 1
+
+
+def test_a_failure_ahead_costs_no_step_before_it():
+    plan = Plan(400, 4, seed=3)
+    dataset, taken = Whole(fails=int(plan.batch(90)[2])), []
+    with pytest.raises(OSError):
+        for (batch,) in in_turn(dataset):
+            taken.append(batch.inputs[:, 0].tolist())
+    assert taken == [plan.batch(step).tolist() for step in range(90)]
+
+
+@pytest.mark.parametrize("more", [{"adapter": lambda batch: batch}, {"max_bad": 3}, {}], ids=["own", "skips", "buffer"])
+def test_what_may_depend_on_when_it_is_asked_is_not_asked_ahead(more):
+    dataset, plan = Whole(buffer=None if more else torch.empty(4, 1)), Plan(400, 4, seed=3)
+    for step, (batch,) in enumerate(in_turn(dataset, **more)):
+        assert batch.inputs[:, 0].tolist() == plan.batch(step).tolist(), step
+        assert len(dataset.asked) == (step + 1) * (4 if "max_bad" in more else 1), "with max_bad sample by sample"
+
+
 def order_of_preparing(folder):
     import os
     import time

@@ -42,6 +42,15 @@ class Fetch(Dataset[Any]):
         self.bad: set[int] = set()
         self._epoch = 0
 
+    @property
+    def is_keyed(self) -> bool:
+        """Whether what it gives depends on nothing but the samples' keys, so that it does not matter when it is asked."""
+        return self._is_read_whole and self.adapter is None
+
+    @property
+    def _is_read_whole(self) -> bool:
+        return self.whole and self.max_bad is None and self.collate is None
+
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[Any, Any, int]:
         """(inputs, targets, count) of one micro-batch. Raises DataError."""
         self._epoch = micro_batch.epoch
@@ -50,7 +59,7 @@ class Fetch(Dataset[Any]):
         return inputs, targets, micro_batch.count
 
     def _batch(self, indices: list[int], keys: Keys) -> Any:
-        if self.whole and self.max_bad is None and self.collate is None:
+        if self._is_read_whole:
             return self.dataset.__getitems__(indices, keys)
         with kept_generators():
             samples = [self._sample(index, key) for index, key in zip(indices, keys.tolist(), strict=True)]

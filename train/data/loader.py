@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -21,7 +22,11 @@ from train.config.keys import BadSample, Config
 from train.config.parts import callable_of
 from train.data.fetch import Fetch
 from train.errors import ConfigError, DataError
-from train.plan import Plan, Share
+from train.plan import MicroBatch, Plan, Share
+
+AHEAD_S = 4e-3
+AHEAD_BYTES = 4 << 20
+"""How much is made ahead, see several_at_a_time."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,15 @@ def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Ite
 
     One loader serves the whole range, across epochs: its workers are started once, and nothing stalls at a boundary.
     """
-    fetched = _plainly(iter(_fetched(dataset, plan, steps, config)))
+    fetch = Fetch(dataset, seed=config.seed, max_bad=config.max_bad, collate=config.collate, adapter=config.adapter)
+    if config.num_workers or config.device.type != "cpu":
+        return _micro_batches(_loader(fetch, plan, steps, config), plan, steps, config)
+    made = _micro_batches(map(fetch.__getitems__, _shares(plan, steps, config)), plan, steps, config)
+    return several_at_a_time(made) if fetch.is_keyed else made
+
+
+def _micro_batches(fetched: Iterable[Any], plan: Plan, steps: range, config: LoaderConfig) -> Iterator[list[Batch]]:
+    fetched = _plainly(iter(fetched))
     for step in steps:
         total = plan.count(step)
         cuts = config.share.cuts(total)
@@ -76,17 +89,52 @@ def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Ite
         ]
 
 
-def _fetched(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Iterable[Any]:
-    fetch = Fetch(dataset, seed=config.seed, max_bad=config.max_bad, collate=config.collate, adapter=config.adapter)
+def several_at_a_time(made: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+    """The same items, made some milliseconds' worth at a time; one by one where they are large or slow to make.
+
+    Between two steps the processor has the model in its caches, and Python starts anew there for every batch.
+    """
+    number, last = 1, list[Batch]()
+    while True:
+        block, failure, began = list[list[Batch]](), None, time.perf_counter()
+        try:
+            for item in islice(made, number):
+                block.append(item)  # one by one: what was made before a failure is kept
+        except Exception as error:
+            failure = error
+        seconds = max(time.perf_counter() - began, 1e-9)
+        yield from block
+        if failure:
+            raise failure
+        if len(block) < number:
+            return
+        most = AHEAD_BYTES // max(1, _bytes(_tensors(block[-1])))
+        may_grow = last and not _places(last) & _places(block[-1])
+        number = max(1, min(most, 2 * number, int(number * AHEAD_S / seconds))) if may_grow else 1
+        last = block[-1] if most else []
+
+
+def _tensors(micro_batches: list[Batch]) -> list[Any]:
+    return [(batch.inputs, batch.targets) for batch in micro_batches]
+
+
+def _places(micro_batches: list[Batch]) -> set[int]:
+    """Where they lie: a data set that writes over what it gave before must not be asked ahead."""
+    leaves = pytree.tree_leaves(_tensors(micro_batches))
+    return {leaf.data_ptr() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel()}
+
+
+def _shares(plan: Plan, steps: range, config: LoaderConfig) -> Iterator[MicroBatch]:
+    return (micro for step in steps for micro in plan.share(step, config.share))
+
+
+def _loader(fetch: Fetch, plan: Plan, steps: range, config: LoaderConfig) -> DataLoader[Any]:
     if config.num_workers:
         samples = max((end - begin for _, begin, end in config.share.cuts(plan.batch_size)), default=0)
         check_shared_memory(samples * _bytes(fetch.sample(0)), num_workers=config.num_workers)
-    micro_batches = (micro for step in steps for micro in plan.share(step, config.share))
-    if not config.num_workers and config.device.type == "cpu":
-        return map(fetch.__getitems__, micro_batches)  # a loader without workers adds nothing here but time
     return DataLoader(
         fetch,
-        batch_sampler=micro_batches,  # type: ignore[arg-type]
+        batch_sampler=_shares(plan, steps, config),  # type: ignore[arg-type]
         collate_fn=_unchanged,
         num_workers=config.num_workers,
         worker_init_fn=_start_worker,

@@ -1,9 +1,10 @@
 """Sums over ranks of one host, through memory that all of them map; gloo sends every byte through a socket instead.
 
 Each rank copies its part into its own slot, adds up one chunk of all slots in a fixed order, and copies all chunks out:
-the result is bit for bit the same on every rank. Two sets of slots take turns, so that nobody writes what another still
-reads. A rank says how far it is by a counter that it alone writes, and waits for another's as a futex does: it sleeps,
-and looks now and then whether that one still lives.
+the result is bit for bit the same on every rank. Where a second meeting costs more than the additions, which is with
+two ranks and with short vectors, every rank adds up all of it instead, in the same order. Two sets of slots take turns,
+so that nobody writes what another still reads. A rank says how far it is by a counter that it alone writes, and waits
+for another's as a futex does: it sleeps, and looks now and then whether that one still lives.
 
 The memory has no name (memfd), so nothing is left of it, whoever is killed when, and /dev/shm need not be large.
 """
@@ -19,7 +20,7 @@ import select
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 SLOT_BYTES = 2 << 20  # what is worked on at a time stays in the processor's cache
 SETS = 2
 LINE = 64  # bytes: counters that lie in one cache line would slow each other down
+SHORT_BYTES = 256 << 10  # of all ranks' parts together
 SPIN_S = 20e-6
 SLEEP_S = 0.05
 FUTEX, FUTEX_WAIT, FUTEX_WAKE = 202, 0, 1  # x86-64, whose stores are seen in the order in which they are made
@@ -56,8 +58,6 @@ class SharedMemory:
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=LINE * self.size)
         self._slots = slots.view(SETS, self.size, SLOT_BYTES)
         self._count, self._turn = 0, 0
-        self.waited_s = 0.0
-        """Seconds that this rank has waited for others here."""
         self._peers = {each: os.pidfd_open(pid) for each, pid in enumerate(pids) if each != rank}
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         self._limit = ctypes.create_string_buffer(struct.pack("qq", 0, int(SLEEP_S * 1e9)))
@@ -65,7 +65,16 @@ class SharedMemory:
     def add_up(self, vector: Tensor, *, scale: float = 1.0) -> None:
         """Put the sum over ranks of `vector` times `scale`, [n], in its place. Collective."""
         ones = [1] * self.size
-        self.exchange([vector], ones, in_order, into=vector, scale=scale)
+        if self.size > 2 and self.size * vector.nbytes > SHORT_BYTES:
+            self.exchange([vector], ones, in_order, into=vector, scale=scale)
+            return
+        for part in _parts(vector.numel(), SLOT_BYTES // vector.element_size()):
+            rows = [slot[0] for slot in self._next_slots(vector.dtype, part.stop - part.start, ones)]
+            _put(vector[part], scale, rows[self.rank])
+            self._meet()
+            torch.add(rows[0], rows[1], out=vector[part])
+            for other in rows[2:]:
+                vector[part].add_(other)
 
     def exchange(
         self, mine: Sequence[Tensor], counts: Sequence[int], combine: Callable[[Rows], Any], *, into: Tensor, scale: float = 1.0
@@ -78,13 +87,11 @@ class SharedMemory:
             combine: leaves in the first rank's first vector what is made of all; it is given the same part of each.
             into: [n] what the result is written to.
         """
-        length, most = into.numel(), SLOT_BYTES // (max(counts) * into.element_size())
-        for first in range(0, length, most):
-            part = slice(first, min(length, first + most))
+        for part in _parts(into.numel(), SLOT_BYTES // (max(counts) * into.element_size())):
             size = part.stop - part.start
             slots = self._next_slots(into.dtype, size, counts)
             for vector, row in zip(mine, slots[self.rank], strict=True):
-                torch.mul(vector[part], scale, out=row) if scale != 1.0 else row.copy_(vector[part])
+                _put(vector[part], scale, row)
             self._meet()
             share = -(-size // self.size)
             chunk = slice(self.rank * share, min(size, (self.rank + 1) * share))
@@ -103,10 +110,8 @@ class SharedMemory:
         self._count = (self._count + 1) % 2**32
         self._counters[self.rank * LINE // 4] = self._count
         self._call(self.rank, FUTEX_WAKE, EVERYBODY)
-        came = time.perf_counter()
         for other in self._peers:
             self._await(other)
-        self.waited_s += time.perf_counter() - came
 
     def _await(self, other: int) -> None:
         place, until = other * LINE // 4, time.perf_counter() + SPIN_S
@@ -125,6 +130,14 @@ class SharedMemory:
     def _call(self, rank: int, operation: int, value: int, limit: Any = None) -> None:
         """Others wake whoever sleeps; the time limit and a signal do, too."""
         self._syscall(FUTEX, ctypes.c_void_p(self._addresses[rank]), operation, ctypes.c_uint32(value), limit, None, 0)
+
+
+def _parts(length: int, most: int) -> Iterator[slice]:
+    return (slice(first, min(length, first + most)) for first in range(0, length, most))
+
+
+def _put(vector: Tensor, scale: float, row: Tensor) -> None:
+    torch.mul(vector, scale, out=row) if scale != 1.0 else row.copy_(vector)
 
 
 def in_order(rows: Rows) -> None:

@@ -23,7 +23,7 @@ class Waiting:
     """
 
     def __init__(self, world: World, parameters: Iterable[Tensor]):
-        self._memory, self._is_cuda = world.memory, world.device.type == "cuda"
+        self._is_cuda = world.device.type == "cuda"
         trained: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
         self._hooks = {each: each.register_post_accumulate_grad_hook(self._arrived) for each in trained}
         self._last: Tensor | None = None
@@ -33,8 +33,7 @@ class Waiting:
 
     def begin(self) -> None:
         """A step's forward and backward passes begin."""
-        self._arrival, self._before = None, self._in_memory()
-        self._then = self._before
+        self._arrival = None
 
     def end(self) -> None:
         """Its gradients are the global ones."""
@@ -46,7 +45,7 @@ class Waiting:
             if len(self._pairs) < MOST_PAIRS:
                 self._pairs.append((self._arrival, end))
         else:
-            self._seconds += end - self._arrival + self._then - self._before
+            self._seconds += end - self._arrival
         if len(self._hooks) > 1 and self._last is not None:
             for parameter in [each for each in self._hooks if each is not self._last]:
                 self._hooks.pop(parameter).remove()
@@ -61,7 +60,7 @@ class Waiting:
         return seconds
 
     def _arrived(self, parameter: Tensor) -> None:
-        self._last, self._arrival, self._then = parameter, self._moment(), self._in_memory()
+        self._last, self._arrival = parameter, self._moment()
 
     def _moment(self) -> Any:
         if not self._is_cuda:
@@ -69,6 +68,3 @@ class Waiting:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
-
-    def _in_memory(self) -> float:
-        return self._memory.waited_s if self._memory else 0.0

@@ -61,8 +61,12 @@ class World:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum over ranks in float64. Collective."""
+        if self.size == 1:
+            return [*map(float, values)]
         total = torch.tensor(values, dtype=torch.float64)
-        if self.size > 1:
+        if self.memory:
+            self.memory.add_up(total)
+        else:
             dist.all_reduce(total)
         return [float(value) for value in total]
 
@@ -96,6 +100,9 @@ class World:
 
     def lowest(self, is_so: bool) -> int | None:
         """The lowest rank on which `is_so`, if there is one. Collective."""
+        if self.memory:
+            told = self.sum([float(is_so and rank == self.rank) for rank in range(self.size)])
+            return next((rank for rank, is_one in enumerate(told) if is_one), None)
         rank = torch.tensor([self.rank if is_so else self.size])
         if self.size > 1:
             dist.all_reduce(rank, dist.ReduceOp.MIN)

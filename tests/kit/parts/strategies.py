@@ -30,7 +30,14 @@ class Watched(Plain):
 
 
 class Recorded(Plain):
-    """DDP that writes down which samples each step got, into the folder that LEDGER names."""
+    """DDP that writes down which samples each step got, into the folder that LEDGER names.
+
+    Every parameter has a bucket of its own, so that some gradients are on their way while backward goes on.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.bucket_cap_mb = 1e-6
 
     def step(self, step, batches):
         samples = [int(number) for batch in batches for number in batch.inputs[: batch.count, 0]]

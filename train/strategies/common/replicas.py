@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import GradBucket
-from torch.futures import Future
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config.keys import Config
 from train.config.marks import FREE, Gt
 from train.data.loader import Batch
-from train.dist.shared_memory import SharedMemory
+from train.dist.overlap import Overlap
 from train.dist.world import World
 from train.errors import ConfigError
 from train.strategies.base import Recipe, StepResult
@@ -100,7 +98,7 @@ class Replicas(Stepping):
     def choose_reduction(self, ddp: DistributedDataParallel) -> None:
         """Where ranks have memory in common, gradients are added up there."""
         if self.world.memory:
-            ddp.register_comm_hook(self.world.memory, lambda memory, bucket: average_in(memory, bucket))
+            ddp.register_comm_hook(Overlap(self.world.memory), lambda overlap, bucket: overlap(bucket))
 
     def ddp_options(self) -> Mapping[str, Any]:
         return {"gradient_as_bucket_view": True}
@@ -108,14 +106,6 @@ class Replicas(Stepping):
     def device_ids(self) -> list[torch.device] | None:
         """Where inputs are brought; None where the model sees to that."""
         return [self.world.device] if self.world.device.type == "cuda" else None
-
-
-def average_in(memory: SharedMemory, bucket: GradBucket) -> Future[Tensor]:
-    """DDP's mean of a bucket of gradients."""
-    memory.add_up(bucket.buffer(), scale=1 / memory.size)
-    done: Future[Tensor] = Future()
-    done.set_result(bucket.buffer())
-    return done
 
 
 @dataclass(kw_only=True, eq=False)
