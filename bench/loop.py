@@ -258,7 +258,9 @@ def draw(rows: Sequence[Sequence[Any]], path: Path) -> None:
         bars = axes.bar([place + offset for place in places], [row[at] / row[4] for row in rows], 0.38, label=name)
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
     axes.axhline(1, color="grey", linewidth=1)
-    axes.set_xticks(list(places), [f"{row[0].split(',')[0]}\n{row[1]} process{'es' * (row[1] > 1)}" for row in rows], fontsize=8)
+    axes.set_xticks(
+        list(places), [f"{row[0].split(',')[0]}\n{row[1]} process{'es' * (row[1] > 1)}" for row in rows], fontsize=8
+    )
     axes.set_ylabel("steps/s beside the bare loop")
     axes.legend()
     path.parent.mkdir(exist_ok=True)
