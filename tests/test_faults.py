@@ -14,7 +14,9 @@ from kit.job import environment, finish, free_port, reached, run, start, wait_fo
 from kit.ledger import RECORDED, assert_exact, recorded
 from kit.loopback import nodes
 
+from train.data.loader import _heard
 from train.plan import Plan
+from train.run import deaf_to_workers
 
 LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10")
 
@@ -312,6 +314,37 @@ def test_a_killed_loader_worker(job, ledger):
         assert cluster.ended() == [0], cluster.log
         assert "DataLoader worker" in cluster.result().events("restart")[0]["cause"]
         assert_clean(cluster, ledger, steps=60)
+
+
+def test_a_worker_that_dies_while_a_failure_is_reported_does_not_end_the_report():
+    def heard(*_):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    before = signal.signal(signal.SIGCHLD, heard)
+    try:
+        with deaf_to_workers():
+            subprocess.run(["true"], check=True)
+        with pytest.raises(RuntimeError, match="DataLoader worker"):
+            subprocess.run(["true"], check=True)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_workers_broken_pipe_waits_for_the_word_of_its_death():
+    def fetched():
+        yield 1
+        raise EOFError
+
+    def heard(*_):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    before = signal.signal(signal.SIGALRM, heard)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(RuntimeError, match="DataLoader worker"):
+            list(_heard(fetched()))
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_out_of_memory_again_and_again(tmp_path):

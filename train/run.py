@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import socket
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -71,7 +72,18 @@ def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
         world.close()
         return 0
     except BaseException as error:
-        return leaving.because(error)
+        with deaf_to_workers():
+            return leaving.because(error)
+
+
+@contextlib.contextmanager
+def deaf_to_workers() -> Iterator[None]:
+    """Inside, a loader worker that has died raises nothing: torch does so from a signal's handler, wherever it comes."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
 def join(config: Config | ConfigError, preemption: Preemption) -> tuple[World, Strategy]:
