@@ -1,4 +1,8 @@
-"""The model's buffers (batch-norm statistics), of which every rank keeps its own while it trains."""
+"""The model's buffers (batch-norm statistics), of which ranks that train have different ones.
+
+Each rank's come of its own samples. DDP begins every training forward with the first rank's (its `broadcast_buffers`),
+so there they differ by one step; elsewhere every rank goes on with its own.
+"""
 
 from __future__ import annotations
 
