@@ -110,9 +110,12 @@ class Soak:
         self._spoil(cut)
 
     def _spoil(self, change: Callable[[bytearray], None]) -> None:
-        """Change a file of the newest checkpoint after everything was killed, so that it would be used."""
+        """Change a file of the newest checkpoint after everything was killed, so that it would be used.
+
+        Not of the only one there is: without it nothing could go on, and nothing should.
+        """
         self.everything_killed()
-        for state in sorted((self.cluster.folder / "checkpoints").glob("step-*/rank-00000.bin"))[-1:]:
+        for state in sorted((self.cluster.folder / "checkpoints").glob("step-*/rank-00000.bin"))[1:][-1:]:
             data = bytearray(state.read_bytes())
             change(data)
             state.write_bytes(data)
