@@ -224,7 +224,7 @@ def main() -> None:
             print("|", " | ".join(map(str, row)), "|", flush=True)
     if noisy := [f"{row[0].split(':')[0]} with {row[1]}" for row in rows if row[-1] > NOISY]:
         print(f"\nA noisy machine: the bare loop's turns differ by more than {NOISY:.0%} in {', '.join(noisy)}.")
-    draw(rows, RESULTS / "loop.png")
+    draw(columns(), rows, RESULTS / "loop.png")
 
 
 def rows_of(processes: int, chosen: Sequence[str]) -> Iterator[list[Any]]:
@@ -247,15 +247,16 @@ def rows_of(processes: int, chosen: Sequence[str]) -> Iterator[list[Any]]:
             sys.exit(f"the run with {processes} processes failed with {child.returncode}")
 
 
-def draw(rows: Sequence[Sequence[Any]], path: Path) -> None:
-    """Steps/s as shares of the bare loop's."""
+def draw(titles: Sequence[str], rows: Sequence[Sequence[Any]], path: Path) -> None:
+    """Steps/s as shares of the bare loop's, as the table has them."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
     places = range(len(rows))
-    for offset, (name, at) in zip((-0.2, 0.2), (("kit", 2), ("by hand", 3)), strict=True):
-        bars = axes.bar([place + offset for place in places], [row[at] / row[4] for row in rows], 0.38, label=name)
+    for offset, name in ((-0.2, "kit"), (0.2, "by hand")):
+        at = titles.index(f"{name} / bare")
+        bars = axes.bar([place + offset for place in places], [row[at] for row in rows], 0.38, label=name)
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
     axes.axhline(1, color="grey", linewidth=1)
     axes.set_xticks(

@@ -112,13 +112,18 @@ class Soak:
     def _spoil(self, change: Callable[[bytearray], None]) -> None:
         """Change a file of the newest checkpoint after everything was killed, so that it would be used.
 
-        Not of the only one there is: without it nothing could go on, and nothing should.
+        There has to be an older one: without any nothing could go on, and nothing should.
         """
+
+        def states() -> list[Path]:
+            return sorted((self.cluster.folder / "checkpoints").glob("step-*/rank-00000.bin"))
+
+        self.cluster.until(lambda: len(states()) > 1, "two checkpoints", timeout_s=self.within_s)
         self.everything_killed()
-        for state in sorted((self.cluster.folder / "checkpoints").glob("step-*/rank-00000.bin"))[1:][-1:]:
-            data = bytearray(state.read_bytes())
-            change(data)
-            state.write_bytes(data)
+        newest = states()[-1]
+        data = bytearray(newest.read_bytes())
+        change(data)
+        newest.write_bytes(data)
 
     def node_paused(self) -> None:
         """Agent and workers stand still, as a machine does that swaps, and wake."""

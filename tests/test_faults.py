@@ -14,9 +14,9 @@ from kit.job import environment, finish, free_port, reached, run, start, wait_fo
 from kit.ledger import RECORDED, assert_exact, recorded
 from kit.loopback import nodes
 
-from train.data.loader import _heard
+from train.data.loader import _plainly
 from train.plan import Plan
-from train.run import deaf_to_workers
+from train.run import without_sigchld
 
 LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10")
 
@@ -322,7 +322,7 @@ def test_a_worker_that_dies_while_a_failure_is_reported_does_not_end_the_report(
 
     before = signal.signal(signal.SIGCHLD, heard)
     try:
-        with deaf_to_workers():
+        with without_sigchld():
             subprocess.run(["true"], check=True)
         with pytest.raises(RuntimeError, match="DataLoader worker"):
             subprocess.run(["true"], check=True)
@@ -342,7 +342,7 @@ def test_a_workers_broken_pipe_waits_for_the_word_of_its_death():
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         with pytest.raises(RuntimeError, match="DataLoader worker"):
-            list(_heard(fetched()))
+            list(_plainly(fetched()))
     finally:
         signal.signal(signal.SIGALRM, before)
 

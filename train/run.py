@@ -72,13 +72,13 @@ def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
         world.close()
         return 0
     except BaseException as error:
-        with deaf_to_workers():
+        with without_sigchld():
             return leaving.because(error)
 
 
 @contextlib.contextmanager
-def deaf_to_workers() -> Iterator[None]:
-    """Inside, a loader worker that has died raises nothing: torch does so from a signal's handler, wherever it comes."""
+def without_sigchld() -> Iterator[None]:
+    """Inside, the death of a loader worker raises nothing: torch does so from this signal's handler, wherever it comes."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield

@@ -24,8 +24,8 @@ from train.data.fetch import Fetch
 from train.errors import ConfigError, DataError
 from train.plan import MicroBatch, Plan, Share
 
-DEATH_S = 1.0
-"""By then a worker's death is known."""
+SIGCHLD_S = 1.0
+"""By then the signal of a worker's death has come."""
 AHEAD_S = 4e-3
 AHEAD_BYTES = 4 << 20
 """How much is made ahead, see several_at_a_time."""
@@ -75,7 +75,7 @@ def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Ite
     """
     fetch = Fetch(dataset, seed=config.seed, max_bad=config.max_bad, collate=config.collate, adapter=config.adapter)
     if config.num_workers or config.device.type != "cpu":
-        return _micro_batches(_heard(_loader(fetch, plan, steps, config)), plan, steps, config)
+        return _micro_batches(_loader(fetch, plan, steps, config), plan, steps, config)
     made = _micro_batches(map(fetch.__getitems__, _shares(plan, steps, config)), plan, steps, config)
     return several_at_a_time(made) if fetch.is_keyed else made
 
@@ -145,15 +145,6 @@ def _loader(fetch: Fetch, plan: Plan, steps: range, config: LoaderConfig) -> Dat
     )
 
 
-def _heard(loaded: Iterable[Any]) -> Iterator[Any]:
-    """What comes of workers; of one that was killed torch's own error, which a signal brings, not the broken pipe."""
-    try:
-        yield from loaded
-    except (EOFError, OSError):
-        time.sleep(DEATH_S)
-        raise
-
-
 def _unchanged(batch: Any) -> Any:
     return batch
 
@@ -188,11 +179,15 @@ def _bytes(value: Any) -> int:
 
 
 def _plainly(fetched: Iterator[Any]) -> Iterator[Any]:
-    """A worker's DataError as it was raised there: the loader wraps a traceback around it."""
+    """A worker's DataError as it was raised there: the loader wraps a traceback around it. If the worker was killed, torch's
+    error that says so: it comes by SIGCHLD, a moment after the broken pipe."""
     try:
         yield from fetched
     except DataError as error:
         raise DataError(str(error).rsplit("DataError: ", 1)[-1].strip()) from None
+    except (EOFError, OSError):
+        time.sleep(SIGCHLD_S)
+        raise
 
 
 def to(device: torch.device, value: Any) -> Any:

@@ -1,7 +1,7 @@
 """The model's buffers (batch-norm statistics), of which ranks that train have different ones.
 
-Each rank's come of its own samples. DDP begins every training forward with the first rank's (its `broadcast_buffers`),
-so there they differ by one step; elsewhere every rank goes on with its own.
+Each rank's come of its own samples. DDP begins a step's first forward with the first rank's (its `broadcast_buffers`), so
+there they differ by one step; elsewhere every rank goes on with its own.
 """
 
 from __future__ import annotations
