@@ -224,6 +224,7 @@ def finish(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
         except MusterError as error:
             failure = error
     if run.world.is_first and run.config.log.report:
+        run.metrics.close(run.step, run.clock.rest())  # the page has the last window and the last evaluation, too
         report(folder.path)
     run.world.together(failure)
 

@@ -60,9 +60,10 @@ class Metrics:
             self._surely(logger, partial(logger.advance, step))
 
     def close(self, step: int = 0, rest: Times | None = None) -> None:
-        """The attempt ends at `step`, `rest` after what `timing` has been told."""
-        if self._windows:
-            self._windows.close(step, rest or Times())
+        """The attempt ends at `step`, `rest` after what `timing` has been told. A second call does nothing."""
+        windows, self._windows = self._windows, None
+        if windows:
+            windows.close(step, rest or Times())
         with self._lock:
             for logger in self._loggers:
                 self._surely(logger, logger.close)
