@@ -62,7 +62,7 @@ class Visitor(threading.Thread):
     def run(self):
         try:
             self.met = meet(self.place, **self.arguments)
-        except MusterError as error:
+        except MusterError as error:  # also of one that outlives its test, and so the store
             self.error = error
 
 
@@ -340,6 +340,27 @@ def test_both_told_to_stop_leave_without_waiting_for_the_third(tmp_path):
     assert [result.code for result in results] == [75, 75], [result.out for result in results]
     assert time.monotonic() - began < 60, "not dist.start_timeout_s"
     assert len(results[0].said) == 1 and "preempted" in results[0].said[0] and not results[1].said
+
+
+def test_a_store_that_is_lost_while_ranks_meet_is_no_mistake_of_the_config(tmp_path):
+    """Its host is killed: each rank says so in a line of its own, as nobody can speak for all, and a restart may help."""
+    port = free_port()
+    store = subprocess.Popen([sys.executable, "-m", "train.launch", "store", "--port", str(port)], env=environment())
+    try:
+        until(lambda: listens(port), "store", timeout_s=60)
+        env = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        ranks = [start(tmp_path / "run", "max_steps=9", env={**env, "RANK": str(rank)}) for rank in (0, 1)]
+        seen = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+        until(lambda: seen.add("meet/1/arrivals", 0) == 1, "arrival of rank 1", timeout_s=60)
+    finally:
+        store.kill()
+        store.wait()
+    for rank, process in enumerate(ranks):
+        result = finish(process, tmp_path / "run", timeout_s=30)
+        assert result.code == 1 and "Traceback" not in result.out, result.out
+        assert len(result.said) == 1 and f"rank lost: rank {rank} on " in result.said[0], result.out
+        assert "lost the rendezvous store at 127.0.0.1 while the ranks met" in result.said[0]
 
 
 def test_talk_is_counted(tmp_path):

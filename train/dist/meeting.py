@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import HashStore, Store
+from torch.distributed import DistError, HashStore, Store
 
 from train.config.differences import comparable
 from train.config.keys import Config
 from train.dist.board import Lobby
-from train.dist.network import STOP_S, Stopped, Unheard, attend, connect
+from train.dist.network import STOP_S, Abandoned, Stopped, Unheard, attend, connect
 from train.dist.place import Place, launcher
 from train.dist.shared_file import SharedFile
 from train.errors import MusterError, of_code, say
@@ -79,6 +79,7 @@ def meet(
         MusterError: the lowest rank's early error, as that rank saw it.
         ConfigError: ranks are missing or differ.
         Stopped: a rank was told to stop.
+        RankLost: the store is gone, or rank 0, which held it.
     """
     agent = launcher()
     if place.world_size == 1:
@@ -102,13 +103,17 @@ def meet(
         "error": [error.exit_code, str(error)] if error else None,
     }
     own = Own(place, facts, hello, comparable(config) if config else None)
-    if place.rank == 0:
-        lobby = Lobby(store)
-        attempt, agents, failed = host(lobby, own, timeout_s=timeout_s, deadline=deadline, stopping=stopping)
-    else:
-        lobby = Lobby(store.clone())
-        attempt, failed = attend_meeting(Lobby(store, lobby.operations), lobby, own, deadline=deadline, stopping=stopping)
-        agents = [agent]
+    try:
+        if place.rank == 0:
+            lobby = Lobby(store)
+            attempt, agents, failed = host(lobby, own, timeout_s=timeout_s, deadline=deadline, stopping=stopping)
+        else:
+            lobby = Lobby(store.clone())
+            waiting = Lobby(store, lobby.operations)
+            attempt, failed = attend_meeting(waiting, lobby, own, deadline=deadline, stopping=stopping)
+            agents = [agent]
+    except DistError as broken:
+        raise (Stopped() if stopping() else Abandoned(place)) from broken
     if shared and (error or failed):
         shared.remove()
     elif shared:
@@ -167,7 +172,8 @@ def attend_meeting(
     """The others' side, in a thread, as it blocks: attempt id, and what keeps the ranks from training.
 
     Raises:
-        Unheard: rank 0 did not come, or was lost.
+        Unheard: rank 0 did not come.
+        Abandoned: rank 0 came, and it or the store was lost.
         Stopped: told to stop, and rank 0 did not answer to that.
     """
     guest = Guest(waiting, own, deadline + VERDICT_S, stopping)
@@ -197,7 +203,7 @@ class Guest:
         self.arrived_in = 0
         self.stopped = False
         self.verdict: dict[str, Any] | None = None
-        self.failure: Unheard | None = None
+        self.failure: Unheard | Abandoned | None = None
 
     def run(self) -> None:
         rank, shared = self.own.place.rank, self.own.place.shared_file
@@ -205,11 +211,9 @@ class Guest:
         try:
             self.verdict = self._meet()
         except RuntimeError as broken:
-            if time.monotonic() < self.deadline - 1:
-                told = f"rank {rank} lost rank 0 at {master} during start-up: see its log"
-            else:
-                told = f"rank {rank} on {socket.gethostname()} waited in vain for rank 0 at {master}: is it up?"
-            self.failure = Unheard(told)
+            told = f"rank {rank} on {socket.gethostname()} waited in vain for rank 0 at {master}: is it up?"
+            was_there = time.monotonic() < self.deadline - 1
+            self.failure = Abandoned(self.own.place) if was_there else Unheard(told)
             self.failure.__cause__ = broken
 
     def _meet(self) -> dict[str, Any]:

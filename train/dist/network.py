@@ -16,7 +16,7 @@ from torch.distributed import Store, TCPStore
 from train.dist.board import CLIENTS
 from train.dist.place import Place
 from train.dist.reach import address_of, own_address
-from train.errors import ConfigError, Preempted
+from train.errors import ConfigError, Preempted, RankLost
 
 SPARE_DESCRIPTORS = 128  # files, pipes of loader workers, libraries
 WATCH_S = 0.05
@@ -26,6 +26,15 @@ STOP_S = 10.0
 
 class Unheard(ConfigError):
     """This rank never reached the others: it has to speak for itself."""
+
+
+class Abandoned(RankLost):
+    """Who holds the rendezvous store went away while the ranks met: this rank has to speak for itself."""
+
+    def __init__(self, place: Place):
+        at = f"file://{place.shared_file}" if place.shared_file else os.environ["MASTER_ADDR"]
+        who = f"rank {place.rank} on {socket.gethostname()}"
+        super().__init__(f"{who} lost the rendezvous store at {at} while the ranks met: see the log of the node that held it")
 
 
 class Stopped(Preempted):

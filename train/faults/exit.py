@@ -90,9 +90,10 @@ class Exit:
 
     def _alone(self, error: BaseException, code: int) -> int:
         """Before the ranks have met: rank 0 speaks for all, unless this rank never reached it."""
-        from train.dist.network import Unheard
+        from train.dist.network import Abandoned, Unheard
 
-        if isinstance(error, Unheard) or os.environ.get("RANK", "0") == "0" or not isinstance(error, MusterError):
+        alone = isinstance(error, (Unheard, Abandoned)) or not isinstance(error, MusterError)
+        if alone or os.environ.get("RANK", "0") == "0":
             tell(error)
         return code
 
