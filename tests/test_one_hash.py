@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.job import reached, run, start, wait_for
+from kit.job import by_hand, finish, reached, run, start, wait_for
 from kit.ranks import on_ranks
 
 from train.config.compose import compose
@@ -33,6 +33,8 @@ LINE = (
     "checkpoint.every_steps=4",
     "max_steps=50",
 )
+OTHER = {"ATEN_CPU_CAPABILITY": "default"}
+"""torch as on a processor that has no wide vectors."""
 
 
 def tree(values):
@@ -153,6 +155,27 @@ def test_strategies_that_cannot_refuse_it(name):
     config = compose([f"strategy={name}", "virtual_world_size=8"])
     with pytest.raises(ConfigError, match="virtual_world_size=8 is for strategy=ddp and strategy=single"):
         check_slices(config, build(config.strategy), 2)
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this processor has no other kind to show"
+)
+def test_processors_that_round_otherwise_are_said(tmp_path):
+    """Ranks of two kinds, then a resume on the one kind that the first rank has not."""
+    line = ("virtual_world_size=2", "max_steps=10", "checkpoint.every_steps=5")
+    run(tmp_path / "one", *line, env=OTHER)
+    other = run(tmp_path / "one", *line[:1], "max_steps=12")
+    assert "DEFAULT, torch" in (said := " ".join(other.said)) and "the hash will be another" in said, other.out
+    assert [event["text"] for event in other.events("note") if "the hash will be another" in event["text"]]
+    again = run(tmp_path / "one", *line[:1], "max_steps=14")
+    assert not again.said, "of the checkpoint it resumes from"
+    ranks = [
+        start(tmp_path / "two", *line, env={**place, **(OTHER if rank else {})})
+        for rank, place in enumerate(by_hand(2))
+    ]
+    results = [finish(process, tmp_path / "two") for process in ranks]
+    assert [result.code for result in results] == [0, 0] and not results[1].said, [result.out for result in results]
+    assert "the ranks compute on" in results[0].said[0] and "another division of them" in results[0].said[0]
 
 
 def test_other_threads_are_refused(tmp_path, alone):

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import json
 import os
+import platform
 import random
 import signal
 import socket
@@ -149,6 +150,7 @@ def open_run(
             Callbacks.of(config, data),
             Measures({name: build(part).to(world.device) for name, part in config.metrics.items()}),
         )
+        kinds = sorted({*world.gather(kind_of(world))}) if config.virtual_world_size else []
         weights = first_weights(config, world) if folder.saved is None else None
         parts = recipe(config, data, plan, total_steps, world, measures=measures, weights=weights)
         strategy.build(parts, world)
@@ -165,7 +167,7 @@ def open_run(
             folder=folder.path,
             world=world,
             keep=config.checkpoint.keep,
-            facts=identity(config, data, total_steps),
+            facts={**identity(config, data, total_steps), "computes_on": kinds},
             newest_step=folder.saved.step if folder.saved else None,
             may_commit=folder.may_commit,
             on_commit=lambda facts: metrics.event("checkpoint_failed" if "failed" in facts else "checkpoint", **facts),
@@ -177,7 +179,7 @@ def open_run(
         )  # fmt: skip
         preemption.watch(world)
         try:
-            announce(run, folder)
+            announce(run, folder, kinds)
             gc.freeze()  # what has been imported stays: no need ever to look at it again
             gc.enable()
             yield run, folder, checkpoints
@@ -257,6 +259,17 @@ def set_numerics(config: Config) -> None:
     if config.virtual_world_size and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun has it: a sum made by several threads rounds with their number
     _seed(config.seed)
+
+
+def kind_of(world: World) -> str:
+    """What the last bits of a product or a sum depend on, besides the order: the kind of processor, and torch's kernels."""
+    if world.device.type == "cuda":
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    with contextlib.suppress(OSError, StopIteration):  # MKL chooses by vendor; other systems than Linux do not say
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        vendor = next(line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id"))
+        return f"{vendor} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 
 
 def seed_all(seed: int, rank: int, *, step: int) -> None:
@@ -342,8 +355,11 @@ def recipe(
     )
 
 
-def announce(run: Run, folder: Folder) -> None:
-    """Say in metrics.jsonl how this attempt begins, and to the user what it does not promise."""
+def announce(run: Run, folder: Folder, kinds: list[str]) -> None:
+    """Say in metrics.jsonl how this attempt begins, and to the user what it does not promise.
+
+    kinds: of the processors that the ranks compute on, where one hash of the weights is asked for.
+    """
     before, world = folder.before, run.world
     if run.strategy.caveat and world.is_first:
         say(f"muster: {run.strategy.caveat}")
@@ -364,6 +380,10 @@ def announce(run: Run, folder: Folder) -> None:
         run.metrics.event(
             "note", text=f"trains with {world.size} of the {meant} ranks that were asked for: others have not come"
         )
+    for text in mixed_kinds(kinds, folder.saved.manifest.get("computes_on") if folder.saved else None):
+        run.metrics.event("note", text=text)
+        if world.is_first:
+            say(f"muster: {text}")
     if before.outcome not in ("none", attempts.DONE, attempts.PREEMPTED):
         run.metrics.event("restart", step=run.step, after=before.outcome, cause=before.error)
     if folder.saved is None:
@@ -373,3 +393,12 @@ def announce(run: Run, folder: Folder) -> None:
     then, now = folder.saved.manifest["config"]["micro_batch_size"], run.config.micro_batch_size
     if then != now and world.is_first:
         say(f"muster: micro_batch_size={now} was {then}: batch norm and dropout see other batches from here on")
+
+
+def mixed_kinds(kinds: list[str], then: list[str] | None) -> Iterator[str]:
+    """What keeps virtual_world_size from one hash: ranks, or attempts (`then`: before), whose kernels round differently."""
+    asked = "virtual_world_size gives one hash of the weights for one kind of processor and one torch"
+    if len(kinds) > 1:
+        yield f"{asked}, and the ranks compute on {'; '.join(kinds)}: another division of them gives another hash"
+    elif kinds and then and kinds != then:
+        yield f"{asked}; up to this checkpoint it was {'; '.join(then)}, now it is {kinds[0]}: the hash will be another"

@@ -30,7 +30,7 @@ PRELOADED = [
     "torch.distributed.run", "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
 ]  # fmt: skip
-READ_AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "TORCH", "CUDA")
+READ_AT_IMPORT = ("PYTHON", "ATEN_", "OMP_", "MKL_", "TORCH", "CUDA")
 """Variables whose names begin so are for a process of its own to read."""
 
 context = multiprocessing.get_context("forkserver")
