@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from kit.job import finish, reached, run, start, wait_for
+from kit.job import finish, pace, reached, run, start, wait_for
 
 SAVING = ("checkpoint.every_steps=5", "max_steps=20")
 
@@ -152,7 +152,7 @@ def test_model_pt_is_the_plain_model(trained):
 def test_sigterm_saves_once_and_the_same_command_goes_on(tmp_path, ranks):
     slow = ("model=convnet", "batch_size=32", "max_steps=90", "checkpoint.every_steps=1000")
     whole = run(tmp_path / "whole", *slow, ranks=ranks)
-    process = start(tmp_path / "run", *slow, ranks=ranks)
+    process = start(tmp_path / "run", *slow, *pace(0.1), ranks=ranks)
     wait_for(tmp_path / "run", reached(20), process=process)
     process.send_signal(signal.SIGTERM)
     stopped = finish(process, tmp_path / "run", timeout_s=40)
@@ -169,7 +169,7 @@ def test_sigterm_saves_once_and_the_same_command_goes_on(tmp_path, ranks):
 
 def test_metrics_have_no_step_twice_after_a_kill(tmp_path):
     slow = ("model=convnet", "batch_size=32", "max_steps=60", "checkpoint.every_steps=10")
-    process = start(tmp_path / "run", *slow)
+    process = start(tmp_path / "run", *slow, *pace(0.2))
     wait_for(tmp_path / "run", reached(25), process=process)
     process.kill()
     finish(process, tmp_path / "run")

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from kit.job import environment, finish, free_port, reached, run, start, wait_for
+from kit.job import environment, finish, free_port, pace, reached, run, start, wait_for
 from kit.ledger import RECORDED, assert_exact, recorded
 from kit.loopback import nodes
 
@@ -33,7 +33,7 @@ def job(tmp_path, ledger):
     """A job of two nodes, one rank each, whose rendezvous store is in a process of its own."""
 
     def make(*overrides, folder="run", **kwargs):
-        return nodes(tmp_path / folder, *LINE, *overrides, LEDGER=str(ledger), cold=False, **kwargs)
+        return nodes(tmp_path / folder, *LINE, *pace(0.05), *overrides, LEDGER=str(ledger), cold=False, **kwargs)
 
     return make
 
@@ -261,7 +261,8 @@ def test_sigterm_at_an_inconvenient_moment(tmp_path, ledger, when):
     env = {"LEDGER": str(ledger), "SLOW_S": "1" if when == "save" else "0"}
     line = (*LINE, "max_steps=40", "eval.every_steps=20", "data._target_=kit.parts.data.SlowToTest")
     line += (f"loader.num_workers={int(when == 'with loader workers')}",)  # torchrun signals them too
-    process = start(tmp_path / "run", *line, ranks=2, env=env, module="kit.slow", cold=when == "start-up")
+    slowly = (*line, *pace(0.1))
+    process = start(tmp_path / "run", *slowly, ranks=2, env=env, module="kit.slow", cold=when == "start-up")
     if when == "start-up":
         time.sleep(2.0)
     else:
@@ -279,7 +280,8 @@ def test_sigterm_at_an_inconvenient_moment(tmp_path, ledger, when):
     outcome = stopped.outcome if when != "start-up" else {}
     if outcome:
         assert outcome["outcome"] == "preempted", stopped.out
-        assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) <= 2
+        saved = {int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*")}
+        assert max(saved) == outcome["step"] and all(step % 10 == 0 for step in saved - {outcome["step"]})
     result = run(tmp_path / "run", *line, ranks=2, env=env, module="kit.slow")
     if outcome:
         assert result.events("resume")[-1]["step"] == outcome["step"]

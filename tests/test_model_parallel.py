@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.job import finish as end
-from kit.job import reached, run, start, wait_for
+from kit.job import pace, reached, run, start, wait_for
 from torch import nn
 
 from train.config.compose import compose
@@ -107,7 +107,7 @@ def test_preempted_it_resumes_bit_for_bit_with_its_dropout(tmp_path, lines, chos
     line = (*lines["gpt"], *chosen, "model.dropout=0.2", "max_steps=20", "eval.every_steps=off")
     (tmp_path / "whole").mkdir()
     undisturbed = run(tmp_path / "whole/run", *line, ranks=2)
-    process = start(tmp_path / "run", *line, ranks=2)
+    process = start(tmp_path / "run", *line, *pace(0.4), ranks=2)
     wait_for(tmp_path / "run", reached(3), process=process)
     process.send_signal(signal.SIGTERM)
     stopped = end(process, tmp_path / "run")

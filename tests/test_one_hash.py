@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.job import by_hand, finish, reached, run, start, wait_for
+from kit.job import by_hand, finish, pace, reached, run, start, wait_for
 from kit.ranks import on_ranks
 
 from train.config.compose import compose
@@ -131,7 +131,7 @@ def test_the_number_of_ranks_leaves_no_trace(tmp_path, alone, ranks, extra):
 
 def test_nor_do_kills_and_resumes_at_other_world_sizes(tmp_path, alone):
     for ranks, until in ((3, 9), (1, 21), (2, 33)):
-        process = start(tmp_path / "run", *LINE, ranks=ranks)
+        process = start(tmp_path / "run", *LINE, *pace(0.3), ranks=ranks)
         wait_for(tmp_path / "run", reached(until), process=process)
         process.send_signal(signal.SIGKILL if ranks == 3 else signal.SIGTERM)
         process.communicate(timeout=60)

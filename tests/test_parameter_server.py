@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 import torch
-from kit.job import run
+from kit.job import pace, run
 from kit.ledger import read
 from kit.loopback import nodes
 from kit.ranks import on_ranks
@@ -63,7 +63,7 @@ KEPT = {
 def test_killed_stopped_and_preempted_it_resumes_bit_for_bit(tmp_path, strategy):
     line = (f"strategy={strategy}", *KEPT[strategy], "batch_size=31", "checkpoint.every_steps=5", "max_steps=80")
     whole = run(tmp_path / "whole", *line, ranks=3)
-    with nodes(tmp_path / "run", *line, "dist.timeout_s=4", nnodes="1:1", nproc=3) as cluster:
+    with nodes(tmp_path / "run", *line, *pace(0.1), "dist.timeout_s=4", nnodes="1:1", nproc=3) as cluster:
         agent = cluster.start()
         cluster.reach(8)
         cluster.next_step(lambda: os.kill(cluster.workers(agent)[2], signal.SIGKILL))

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from kit.job import finish, reached, run, start, wait_for
+from kit.job import finish, pace, reached, run, start, wait_for
 from kit.ranks import on_ranks
 from torch import nn
 
@@ -214,7 +214,7 @@ def test_killed_anywhere_a_sharded_run_resumes_exactly(tmp_path, undisturbed, st
 def test_preempted_a_sharded_run_saves_and_resumes_exactly(tmp_path):
     line = ("strategy=fsdp", "optimizer=adamw", "data._target_=kit.parts.data.Numbered", "max_steps=60")
     line = (*line, "model._target_=kit.parts.models.Slow", "checkpoint.every_steps=1000")
-    process = start(tmp_path / "run", *line, ranks=2)
+    process = start(tmp_path / "run", *line, *pace(0.1), ranks=2)
     wait_for(tmp_path / "run", reached(3), process=process)
     process.send_signal(signal.SIGTERM)
     stopped = finish(process, tmp_path / "run")

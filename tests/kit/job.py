@@ -68,6 +68,11 @@ class Result:
         return [line for line in self.out.splitlines() if line.startswith("muster: ")]
 
 
+def pace(step_s: float) -> tuple[str, ...]:
+    """Overrides by which steps last `step_s` longer: a run that is to be disturbed must not be over before the test has looked."""
+    return ("+callbacks.pace._target_=kit.parts.callbacks.Pace", f"+callbacks.pace.step_s={step_s}")
+
+
 def command(*overrides: str, ranks: int | None, torchrun: Sequence[str] = (), module: str = "train") -> list[str]:
     """The command line for `ranks` processes under torchrun, or for this one process if None."""
     python = [sys.executable, "-m"]
