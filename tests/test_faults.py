@@ -59,16 +59,16 @@ def kill(pid):
 def test_killed_workers_cost_nothing(tmp_path, job, ledger):
     """Bit-identical to an undisturbed run of the same world size."""
     dice = random.Random(1)
-    with job("max_steps=80") as cluster:
+    with job("max_steps=100") as cluster:
         agents = [cluster.start(), cluster.start()]
         for step in (15, 45):
             cluster.reach(step)
             cluster.next_step(lambda: kill(cluster.workers(dice.choice(agents))[0]))
         assert cluster.ended() == [0, 0], cluster.log
-        assert_clean(cluster, ledger, steps=80)
+        assert_clean(cluster, ledger, steps=100)
         result = cluster.result()
         assert "gives no sign of life" in result.outcome.get("cause", "") or result.events("restart"), cluster.log
-    whole = run(tmp_path / "whole", *LINE, "max_steps=80", "+model.delay_s=0", ranks=2, env={"LEDGER": str(tmp_path)})
+    whole = run(tmp_path / "whole", *LINE, "max_steps=100", "+model.delay_s=0", ranks=2, env={"LEDGER": str(tmp_path)})
     assert all(torch.equal(weight, result.weights[name]) for name, weight in whole.weights.items())
 
 

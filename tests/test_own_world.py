@@ -11,6 +11,7 @@ import tarfile
 import pytest
 import torch
 from kit.job import ROOT, environment, finish, reached, run, start, wait_for
+from kit.until import until
 from torch import nn
 
 from train.config.keys import Precision
@@ -445,7 +446,12 @@ def test_a_run_whose_folder_is_deleted_ends(tmp_path):
     line = ("max_steps=100000", "checkpoint.every_steps=50", "eval.every_steps=off", "log.every_steps=10")
     process = start(tmp_path / "run", *line)
     wait_for(tmp_path / "run", reached(20), process=process)
-    shutil.rmtree(tmp_path / "run")
+
+    def is_deleted():  # a checkpoint that is being written may put a file where one was just deleted
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        return not (tmp_path / "run").exists()
+
+    until(is_deleted, "end of the folder", timeout_s=30)
     ended = finish(process, tmp_path / "run", timeout_s=60)
     assert ended.code == 5 and "is not there any more" in ended.said[-1], ended.out
 
