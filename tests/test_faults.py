@@ -86,6 +86,23 @@ def test_a_node_is_lost_and_another_joins(job, ledger):
         assert_clean(cluster, ledger, steps=180)
 
 
+@pytest.mark.parametrize("delay_s", [0.5, 1.0, 1.5, 2.0, 2.5])
+def test_a_node_is_lost_at_any_moment_of_the_start(job, ledger, delay_s):
+    """Before the agents meet, while the ranks do, or in the first steps; one that comes in its place is all it takes.
+
+    An agent that waits for a word of the lost one gives up after `read_timeout`: that is torchrun's, and its launcher's to mend.
+    """
+    with job("max_steps=40") as cluster:
+        agents = [cluster.start(), cluster.start()]
+        time.sleep(delay_s)
+        cluster.kill_node(agents[int(10 * delay_s) % 2])
+        cluster.start()
+        if 0 not in cluster.ended():
+            cluster.start()
+        assert 0 in cluster.ended(), cluster.log
+        assert_clean(cluster, ledger, steps=40)
+
+
 def test_a_late_node_is_waited_for(job, ledger):
     with job("max_steps=20", nnodes="2") as cluster:
         cluster.start()
