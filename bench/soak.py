@@ -118,7 +118,11 @@ class Soak:
         def states() -> list[Path]:
             return sorted((self.cluster.folder / "checkpoints").glob("step-*/rank-00000.bin"))
 
-        self.cluster.until(lambda: len(states()) > 1, "two checkpoints", timeout_s=self.within_s)
+        def two() -> bool:
+            self.keep_two()
+            return len(states()) > 1
+
+        self.cluster.until(two, "two checkpoints", timeout_s=self.within_s)
         self.everything_killed()
         newest = states()[-1]
         data = bytearray(newest.read_bytes())
@@ -218,8 +222,14 @@ def soak(cluster: Nodes, minutes: float, within_s: float) -> tuple[Counter[str],
     for agent in job.agents:
         agent.wait()
     cluster.overrides = (*cluster.overrides, f"max_steps={cluster.step() + 50}")
-    job.keep_two()
-    cluster.until(lambda: cluster.result().outcome.get("outcome") == "done", "end of the run", timeout_s=within_s * 2)
+
+    def done_at_last() -> bool:
+        if cluster.result().outcome.get("outcome") == "done":
+            return True
+        job.keep_two()
+        return False
+
+    cluster.until(done_at_last, "end of the run", timeout_s=within_s * 2)
     cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=within_s / 4)
     return done, seconds
 
