@@ -22,6 +22,7 @@ KINDS = {
     "indexed-job": "indexed-job/indexed-job.yaml",
     "trainjob": "trainjob/trainjob.yaml",
 }
+LAGS_S = 120.0
 RESOURCE = {"pytorchjob": "pytorchjob", "indexed-job": "job", "trainjob": "trainjob"}
 PODS = {"pytorchjob": "muster-worker-{}", "indexed-job": "muster-{}-", "trainjob": "muster-node-0-{}-"}
 """What the name of pod N begins with."""
@@ -49,17 +50,18 @@ class Cluster:
         return done.stdout
 
     def apply(self, namespace: str, documents: Sequence[dict[str, Any]], *options: str) -> None:
-        """Under load a webhook may time out: that is the cluster's matter, and tried again."""
-        for _ in range(5):
+        """Under load a webhook may time out or lag behind the API server: that is the cluster's matter, and tried again."""
+        lags = "failed calling webhook", "must be created before the TrainJob"  # it does not see the runtime yet
+        deadline = time.monotonic() + LAGS_S
+        while True:
             done = self.script(
                 "on", "kubectl", "-n", namespace, "apply", *options, "-f", "-", input=yaml.safe_dump_all(documents)
             )
             if done.returncode == 0:
                 return
-            lags = "failed calling webhook", "must be created before the TrainJob"  # it does not see the runtime yet
-            assert any(words in done.stderr for words in lags), done.stderr
+            lagging = any(words in done.stderr for words in lags) and time.monotonic() < deadline
+            assert lagging, done.stderr
             time.sleep(2)
-        raise AssertionError(done.stderr)
 
 
 class Space:
