@@ -22,7 +22,7 @@ KINDS = {
     "indexed-job": "indexed-job/indexed-job.yaml",
     "trainjob": "trainjob/trainjob.yaml",
 }
-LAGS_S = 120.0
+LAGS_S = 120.0  # after an API server that was away for 25 s it was 59 s
 RESOURCE = {"pytorchjob": "pytorchjob", "indexed-job": "job", "trainjob": "trainjob"}
 PODS = {"pytorchjob": "muster-worker-{}", "indexed-job": "muster-{}-", "trainjob": "muster-node-0-{}-"}
 """What the name of pod N begins with."""
