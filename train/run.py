@@ -7,7 +7,6 @@ import gc
 import hashlib
 import json
 import os
-import platform
 import random
 import signal
 import socket
@@ -51,7 +50,7 @@ from train.report.page import write_report
 from train.strategies.base import Recipe, Strategy, check_slices
 from train.strategies.common.eager import stay_eager
 from train.timing.clock import Clock
-from train.timing.record import Timing
+from train.timing.record import Timing, environment
 
 SETTLE_S = 10.0
 
@@ -167,7 +166,7 @@ def open_run(
             folder=folder.path,
             world=world,
             keep=config.checkpoint.keep,
-            facts={**identity(config, data, total_steps), "computes_on": kinds},
+            facts=identity(config, data, total_steps, kinds),
             newest_step=folder.saved.step if folder.saved else None,
             may_commit=folder.may_commit,
             on_commit=lambda facts: metrics.event("checkpoint_failed" if "failed" in facts else "checkpoint", **facts),
@@ -263,13 +262,8 @@ def set_numerics(config: Config) -> None:
 
 def kind_of(world: World) -> str:
     """What the last bits of a product or a sum depend on, besides the order: the kind of processor, and torch's kernels."""
-    if world.device.type == "cuda":
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    with contextlib.suppress(OSError, StopIteration):  # MKL chooses by vendor; other systems than Linux do not say
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        vendor = next(line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id"))
-        return f"{vendor} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+    here = environment()
+    return f"{here['gpu' if world.device.type == 'cuda' else 'processor']}, torch {here['torch']}"
 
 
 def seed_all(seed: int, rank: int, *, step: int) -> None:
@@ -285,12 +279,12 @@ def _seed(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def identity(config: Config, data: Data, total_steps: int) -> dict[str, Any]:
+def identity(config: Config, data: Data, total_steps: int, kinds: list[str]) -> dict[str, Any]:
     """What tells this run from another, for the manifest of its checkpoints."""
     plain = to_dict(config)
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
     threads = torch.get_num_threads() if config.virtual_world_size else None
-    facts = {"fingerprint": data.fingerprint, "total_steps": total_steps, "threads": threads}
+    facts = {"fingerprint": data.fingerprint, "total_steps": total_steps, "threads": threads, "computes_on": kinds}
     return {**facts, "config_hash": digest, "config": plain}
 
 
@@ -382,8 +376,6 @@ def announce(run: Run, folder: Folder, kinds: list[str]) -> None:
         )
     for text in mixed_kinds(kinds, folder.saved.manifest.get("computes_on") if folder.saved else None):
         run.metrics.event("note", text=text)
-        if world.is_first:
-            say(f"muster: {text}")
     if before.outcome not in ("none", attempts.DONE, attempts.PREEMPTED):
         run.metrics.event("restart", step=run.step, after=before.outcome, cause=before.error)
     if folder.saved is None:

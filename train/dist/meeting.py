@@ -206,14 +206,15 @@ class Guest:
         self.failure: Unheard | Abandoned | None = None
 
     def run(self) -> None:
-        rank, shared = self.own.place.rank, self.own.place.shared_file
-        master = f"file://{shared}" if shared else os.environ["MASTER_ADDR"]
+        place = self.own.place
         try:
             self.verdict = self._meet()
         except RuntimeError as broken:
-            told = f"rank {rank} on {socket.gethostname()} waited in vain for rank 0 at {master}: is it up?"
-            was_there = time.monotonic() < self.deadline - 1
-            self.failure = Abandoned(self.own.place) if was_there else Unheard(told)
+            if time.monotonic() < self.deadline - 1:
+                self.failure = Abandoned(place)
+            else:
+                who = f"rank {place.rank} on {socket.gethostname()}"
+                self.failure = Unheard(f"{who} waited in vain for rank 0 at {place.store_at}: is it up?")
             self.failure.__cause__ = broken
 
     def _meet(self) -> dict[str, Any]:

@@ -32,9 +32,9 @@ class Abandoned(RankLost):
     """Who holds the rendezvous store went away while the ranks met: this rank has to speak for itself."""
 
     def __init__(self, place: Place):
-        at = f"file://{place.shared_file}" if place.shared_file else os.environ["MASTER_ADDR"]
         who = f"rank {place.rank} on {socket.gethostname()}"
-        super().__init__(f"{who} lost the rendezvous store at {at} while the ranks met: see the log of the node that held it")
+        at = f"the rendezvous store at {place.store_at}"
+        super().__init__(f"{who} lost {at} while the ranks met: see the log of the node that held it")
 
 
 class Stopped(Preempted):

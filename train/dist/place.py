@@ -53,6 +53,11 @@ class Place:
         return self.local_world_size == self.world_size
 
     @property
+    def store_at(self) -> str:
+        """Where the rendezvous store is, for a person to read."""
+        return f"file://{self.shared_file}" if self.shared_file else os.environ["MASTER_ADDR"]
+
+    @property
     def hosts_store(self) -> bool:
         """Whether the rendezvous store lives in this very process and dies with it, or is a file that this one removes."""
         return self.rank == 0 and self.world_size > 1 and not store_is_agents()

@@ -7,10 +7,12 @@ step, seconds, data, wait, evaluation, checkpoint}, `end` {time, first, step, se
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import time
@@ -115,9 +117,20 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_cuda else None,
         "gpu": torch.cuda.get_device_name() if on_cuda else None,
+        "processor": processor(),
         "system": platform.platform(),
         "threads": torch.get_num_threads(),
     }
+
+
+def processor() -> str:
+    """Vendor and vector instructions, by which torch and MKL choose their kernels; where the system does not say, what it is."""
+    import torch
+
+    found = None
+    with contextlib.suppress(OSError):
+        found = re.search(r"^vendor_id\s*: (\S+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{found[1] if found else platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _totals(times: Times) -> dict[str, float]:
