@@ -167,6 +167,22 @@ def test_a_refused_command_leaves_a_finished_run_alone(tmp_path):
     assert done.outcome["outcome"] == "done"
 
 
+def test_a_refused_command_leaves_a_run_alone_that_has_only_just_claimed_the_folder(tmp_path):
+    """It wrote outcome.json where there was none yet; whoever held the run then could save nothing any more."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    held = claim(folder, "first")
+    refused = run(folder, "max_steps=5", ok=False)
+    assert refused.code == 2 and "in use by another job" in refused.said[0], refused.out
+    assert not (folder / "outcome.json").exists()
+    assert json.loads((folder / "refused.json").read_text())["outcome"] == "config_error"
+    attempts.write(folder, Attempt(outcome="running", attempt="first", token=held.token))
+    late = Attempt(outcome="data_error", attempt="late")
+    attempts.refuse(folder, late, beside=False)  # as one that looked before the claim was made
+    assert held.is_held() and attempts.newest(folder)["attempt"] == "late"
+    held.let_go()
+
+
 def test_clean_stops_are_no_failures():
     """Four preemptions during start-up ended in exit code 7; they are counted by themselves, and far higher."""
     attempt = Attempt(outcome="preempted", furthest=10)

@@ -5,6 +5,7 @@ A command that is refused is no attempt: where the folder has a record already, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from train.dist.place import job, launcher
-from train.files import replace_file
+from train.files import create_file, replace_file
 
 RUNNING = "running"
 DONE, PREEMPTED = "done", "preempted"
@@ -99,9 +100,15 @@ def write(folder: Path, attempt: Attempt) -> None:
         _replace(folder / OUTCOME, replace(attempt, checkpoint=newest))
 
 
-def refuse(folder: Path, attempt: Attempt) -> None:
-    """Leave word of a command that was refused, beside the record of the run. Raises StorageError."""
-    _replace(folder / (REFUSED if (folder / OUTCOME).exists() else OUTCOME), attempt)
+def refuse(folder: Path, attempt: Attempt, *, beside: bool) -> None:
+    """Leave word of a command that was refused, `beside` the run's record if there is one or another is to write it.
+
+    That must not be replaced: whoever holds the run would think it had lost it. Raises StorageError, OSError.
+    """
+    if not beside:
+        with contextlib.suppress(FileExistsError):
+            return create_file(folder / OUTCOME, _text(attempt).encode())
+    _replace(folder / REFUSED, attempt)
 
 
 def note_commit(folder: Path, attempt: str, *, step: int, path: str) -> None:
@@ -124,10 +131,14 @@ def newest(folder: Path) -> dict[str, Any]:
 
 
 def _replace(path: Path, attempt: Attempt) -> None:
+    text = _text(attempt)
+    replace_file(path, lambda draft: draft.write_text(text))
+
+
+def _text(attempt: Attempt) -> str:
     own = {"host": socket.gethostname(), "time": round(time.time(), 3), "launcher": job() or launcher()}
     record = {key: value for key, value in asdict(replace(attempt, **own)).items() if value is not None}  # type: ignore[arg-type]
-    text = json.dumps({"outcome": attempt.outcome, "exit_code": attempt.exit_code} | record, indent=1) + "\n"
-    replace_file(path, lambda draft: draft.write_text(text))
+    return json.dumps({"outcome": attempt.outcome, "exit_code": attempt.exit_code} | record, indent=1) + "\n"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from train.errors import CrashLoop, MusterError, RankLost, environment_error, on
 from train.faults import agent, attempts
 from train.faults.attempts import Attempt
 from train.faults.heartbeat import BEAT_S, Heartbeat
-from train.faults.lease import Lease
+from train.faults.lease import Lease, newest_claim
 
 if TYPE_CHECKING:
     from train.dist.world import World
@@ -169,7 +169,9 @@ class Exit:
             if now.attempt != self.world.attempt:
                 if first:
                     self.folder.mkdir(parents=True, exist_ok=True)
-                    attempts.refuse(self.folder, Attempt.of({**record, "attempt": self.world.attempt}))
+                    holder = newest_claim(self.folder)[1].get("attempt", self.world.attempt)
+                    refused = Attempt.of({**record, "attempt": self.world.attempt})
+                    attempts.refuse(self.folder, refused, beside=holder != self.world.attempt)
             elif self.lease.is_held() if self.lease else first:
                 attempts.write(self.folder, replace(now, **record))
 
