@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from kit.job import environment, finish, reached, run, start, wait_for
+from kit.job import environment, finish, pace, reached, run, start, wait_for
 from kit.until import until
 
 from train.errors import ConfigError
@@ -48,6 +48,19 @@ def test_of_many_launches_at_once_exactly_one_trains(tmp_path):
             each.kill()
             each.communicate()
         assert sorted(said) == ["refused"] * 7 + ["won"], said
+
+
+@pytest.mark.parametrize("share", ["0", "0.3"])
+def test_of_launches_at_the_same_moment_one_trains_and_saves(tmp_path, share):
+    """Also where a file server lets some wait: what one looks at, another may have changed by the time that it acts."""
+    line = ("data._target_=kit.parts.data.Numbered", *pace(0.1), "max_steps=30", "checkpoint.every_steps=5")
+    launches = [start(tmp_path / "run", *line, module="kit.slow", env={"SLOW_FILES": share}) for _ in range(4)]
+    ended = [finish(each, tmp_path / "run") for each in launches]
+    said = "\n".join(each.out for each in ended)
+    assert sorted(each.code for each in ended) == [0, 2, 2, 2], said
+    told = {line["event"] for line in ended[0].lines("event")}
+    assert "checkpoint" in told and not told & {"checkpoint_failed", "restart"}, said
+    assert ended[0].outcome["outcome"] == "done" and not list((tmp_path / "run").glob(".*"))
 
 
 def test_a_superseded_holder_cannot_commit_and_learns_of_it(tmp_path, monkeypatch):

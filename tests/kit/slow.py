@@ -1,6 +1,13 @@
-"""The kit's entry on slow storage: every rank's file of a checkpoint takes SLOW_S seconds, rank 1's record of its end SLOW_RECORD_S."""
+"""The kit's entry on slow storage: every rank's file of a checkpoint takes SLOW_S seconds, rank 1's record of its end SLOW_RECORD_S.
 
+SLOW_FILES is the share of all looks and changes in a run's folder that take up to 0.4 s longer, before or after.
+"""
+
+import functools
+import io
 import os
+import random
+import re
 import time
 
 from kit.front import run
@@ -22,7 +29,30 @@ def write_slowly(folder, attempt):
     write(folder, attempt)
 
 
+def at_times(function, share):
+    def patiently(path, *args, **kwargs):
+        if not isinstance(path, (str, os.PathLike)) or not OF_A_RUN.search(os.fspath(path)):
+            return function(path, *args, **kwargs)
+        nap(share)
+        try:
+            return function(path, *args, **kwargs)
+        finally:
+            nap(share)
+
+    return functools.wraps(function)(patiently)
+
+
+def nap(share):
+    if random.SystemRandom().random() < share / 2:
+        time.sleep(random.SystemRandom().uniform(0, 0.4))
+
+
 Folder.put, attempts.write = slowly, write_slowly
+OF_A_RUN = re.compile(r"outcome|refused|claim|alive|draft|step-|manifest|config\.yaml|metrics")
+if share := float(os.environ.get("SLOW_FILES", 0)):
+    for name in ("replace", "link", "rename", "unlink", "mkdir", "scandir", "listdir"):
+        setattr(os, name, at_times(getattr(os, name), share))
+    io.open = at_times(io.open, share)
 
 if __name__ == "__main__":
     run()

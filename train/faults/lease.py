@@ -37,8 +37,9 @@ def look(folder: Path, agents: list[str]) -> int:
 
     Changes nothing. Raises ConfigError, naming the holder, if another launch is.
     """
+    recorded = attempts.last(folder).token  # read first: whoever begins between the two is seen by its claim
     token, holder = newest_claim(folder)
-    known = max(token, attempts.last(folder).token)
+    known = max(token, recorded)
     if not token or {*holder.get("agents", ())} & {*agents}:
         return known
     if holder.get("agents") and all(has_ended(agent) for agent in holder["agents"]):
