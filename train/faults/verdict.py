@@ -82,7 +82,7 @@ def standing(rank: int, phase: Phase | None, silent_s: float) -> Standing:
     if phase is None:
         return Standing(rank, None, f"rank {rank} (start-up)", "", 0.0, silent_s)
     name = f"rank {rank} on {phase.host} ({phase.label})"
-    return Standing(rank, phase.host, name, phase.where, phase.limit_s, silent_s)
+    return Standing(rank, phase.host, name, phase.where or "code that it has not named", phase.limit_s, silent_s)
 
 
 def silence(seen: Outlook | None, seconds: float, *, told: str, me: int) -> RankLost | None:
