@@ -43,10 +43,11 @@ def at_times(function, share):
 
 
 def nap(share):
-    if random.SystemRandom().random() < share / 2:
-        time.sleep(random.SystemRandom().uniform(0, 0.4))
+    if CHANCE.random() < share / 2:
+        time.sleep(CHANCE.uniform(0, 0.4))
 
 
+CHANCE = random.SystemRandom()  # Python's own generator is the run's, and saved with it
 Folder.put, attempts.write = slowly, write_slowly
 OF_A_RUN = re.compile(r"outcome|refused|claim|alive|draft|step-|manifest|config\.yaml|metrics")
 if share := float(os.environ.get("SLOW_FILES", 0)):

@@ -1,6 +1,6 @@
 """outcome.json: how the last attempt ended, for launchers that hide exit codes, and for the attempt after it.
 
-A command that is refused is no attempt: where the folder has a record already, it leaves refused.json beside it.
+A command that is refused is no attempt: where the folder has a record, or another is at work, it leaves refused.json.
 """
 
 from __future__ import annotations

@@ -169,9 +169,9 @@ class Exit:
             if now.attempt != self.world.attempt:
                 if first:
                     self.folder.mkdir(parents=True, exist_ok=True)
-                    holder = newest_claim(self.folder)[1].get("attempt", self.world.attempt)
-                    refused = Attempt.of({**record, "attempt": self.world.attempt})
-                    attempts.refuse(self.folder, refused, beside=holder != self.world.attempt)
+                    own = self.world.attempt
+                    is_held = newest_claim(self.folder)[1].get("attempt", own) != own
+                    attempts.refuse(self.folder, Attempt.of({**record, "attempt": own}), beside=is_held)
             elif self.lease.is_held() if self.lease else first:
                 attempts.write(self.folder, replace(now, **record))
 
