@@ -128,7 +128,7 @@ def test_where_the_time_went_adds_up(tmp_path):
     """Killed, resumed on another number of ranks, finished: every second is in one of the parts."""
     line = ("model._target_=kit.parts.own.Late", "max_steps=120", "checkpoint.every_steps=60", *SEEN)
     began = time.time()
-    process = start(tmp_path / "run", *line, ranks=2, env={"LATE_S": "0.05"})
+    process = start(tmp_path / "run", *line, ranks=2, env={"LATE_S": "0.05"}, cold=True)
     wait_for(tmp_path / "run", reached(70), process=process)
     process.send_signal(signal.SIGKILL)
     finish(process, tmp_path / "run")
