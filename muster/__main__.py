@@ -15,13 +15,21 @@ def main() -> None:
     claim()
     sys.path.insert(0, str(Path.cwd()))  # as -m has it: the project's own modules
     tool = sys.argv[1] if len(sys.argv) > 1 else ""
-    if tool.isidentifier() and importlib.util.find_spec(f"train.{tool}"):
+    if tool.isidentifier() and is_tool(tool):
         del sys.argv[1]
         runpy.run_module(f"train.{tool}", run_name="__main__", alter_sys=True)
         return
     from train.__main__ import main as train
 
     train()
+
+
+def is_tool(name: str) -> bool:
+    """Whether `python -m train.NAME` does something: other modules end without a word."""
+    found = importlib.util.find_spec(f"train.{name}")
+    return name == "evaluate" or bool(
+        found and found.submodule_search_locations and importlib.util.find_spec(f"train.{name}.__main__")
+    )
 
 
 if __name__ == "__main__":

@@ -25,13 +25,16 @@ import submitit
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from submitit.core.utils import FailedJobError
 
+from train.config.command_line import parsed, readable
 from train.config.compose import compose as compose_run
+from train.config.compose import folder_name
+from train.config.explain import explain
 from train.config.options import conf_folder
 from train.errors import ConfigError, Preempted, one_line
 from train.faults.exit import tell
@@ -40,6 +43,7 @@ from train.launch.spec import MARGIN_S, Spec, command, printed, this_torchrun
 from train.launch.variables import whole
 from train.loggers.console import describe
 from train.loggers.jsonl import read
+from train.redact import redacted
 
 
 @dataclass
@@ -93,8 +97,8 @@ class Agent:
         comes_back = end.verdict.requeue and (signal.SIGUSR2 in end.signals or still_running())
         if comes_back and environment.global_rank == 0 and callable(requeue):
             requeue(signal.SIGUSR2, None)  # submitit's own handler: asks checkpoint() and requeues
-        if end.verdict.code not in (0, Preempted.exit_code):
-            raise RuntimeError(f"{end.verdict.line}: {end.record.get('error', 'see the messages above')}")
+        if end.verdict.code not in (0, Preempted.exit_code) and not comes_back:
+            raise RuntimeError(end.verdict.line)
         return str(end.record.get("outcome", "none"))
 
     def spec(self, head: str) -> Spec:
@@ -131,9 +135,12 @@ def main() -> int:
     parser.add_argument("--wait", action="store_true", help="follow the runs until they end; exit 1 if one failed")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
-    is_cluster = [text.lstrip("+~").split("=")[0].split(".")[0] == "cluster" for text in arguments.overrides]
-    of_cluster = [text for text, yes in zip(arguments.overrides, is_cluster, strict=True) if yes]
-    of_run = [text for text, yes in zip(arguments.overrides, is_cluster, strict=True) if not yes]
+    of_cluster = [
+        str(each.input_line)
+        for each in readable(arguments.overrides)
+        if each.key_or_group.partition(".")[0] == "cluster"
+    ]
+    of_run = [text for text in arguments.overrides if text not in of_cluster]
     try:
         cluster = compose_cluster(of_cluster)
         runs = expand(of_run) if arguments.multirun else [of_run]
@@ -155,7 +162,7 @@ def main() -> int:
         )
         return ConfigError.exit_code
     if arguments.dry_run:
-        print(sbatch_text(executor, agents))
+        print(redacted(sbatch_text(executor, agents)))
         return 0
     try:
         with executor.batch() if len(agents) > 1 else contextlib.nullcontext():
@@ -196,9 +203,12 @@ def compose_cluster(overrides: list[str]) -> Cluster:
 
 
 def expand(overrides: list[str]) -> list[list[str]]:
-    """The combinations of a sweep, in Hydra's order."""
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    return [list(job) for batch in BasicSweeper.split_arguments(parsed, max_batch_size=None) for job in batch]
+    """The combinations of a sweep, in Hydra's order. Raises ConfigError."""
+    try:
+        batches = BasicSweeper.split_arguments(parsed(overrides), max_batch_size=None)
+    except HydraException as error:
+        raise explain(error, overrides) from None
+    return [list(job) for batch in batches for job in batch]
 
 
 def run_folder(overrides: list[str]) -> str:
@@ -213,12 +223,12 @@ def own_folders(runs: list[list[str]], folders: list[str]) -> list[str]:
         return folders
     common = set.intersection(*(set(run) for run in runs))
     names = [",".join(text for text in run if text not in common) or str(n) for n, run in enumerate(runs)]
-    return [f"{folder}/{name.replace('/', '_')}" for folder, name in zip(folders, names, strict=True)]
+    return [f"{folder}/{folder_name(redacted(name))}" for folder, name in zip(folders, names, strict=True)]
 
 
 def quoted(path: str) -> str:
     """As a value in Hydra's grammar, whatever is in it."""
-    return "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return str(QuotedString(path, Quote.single).with_quotes())
 
 
 def make_executor(cluster: Cluster) -> submitit.AutoExecutor:

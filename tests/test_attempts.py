@@ -227,6 +227,7 @@ def test_evaluation_can_be_bounded_or_left_out(tmp_path):
         "data._target_=kit.parts.data.Ledger",
         "eval.max_samples=7",
         "max_steps=3",
+        "eval.sanity_batches=0",  # which reads samples, too
         env={"LEDGER": str(tmp_path)},
     )
     assert len((tmp_path / "test-0").read_text().split()) == 7 * len(counted.lines("eval")) > 0

@@ -227,7 +227,7 @@ def test_permanent_failures_are_those_of_the_code():
     job = next(document for document in documents(KINDS["indexed-job"]) if document["kind"] == "Job")
     runtime = documents(KINDS["trainjob"])[0]["spec"]["template"]["spec"]
     of_pods = runtime["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
-    final = {kind.exit_code for kind in errors.MusterError.__subclasses__()} - {1, 75}
+    final = {kind.exit_code for kind in errors.MusterError.__subclasses__()} - {1, 8, 75}
     for rules in (job["spec"]["podFailurePolicy"]["rules"], of_pods):
         rule = next(rule for rule in rules if rule["action"] == "FailJob")
         assert set(rule["onExitCodes"]["values"]) == final == {*errors.final()}

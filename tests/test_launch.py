@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 import yaml
 from kit.job import ROOT, environment
 
-from train.errors import ConfigError
+from train.errors import ConfigError, Held, final
 from train.faults.agent import STUCK_S
 from train.launch import compose, kubernetes, loopback, slurm, verdict
 from train.launch.spec import MARGIN_S, Timings, command, printed
@@ -211,6 +212,13 @@ NEVER, TOLD = (
         (verdict.SLURM, record(75), 0, True, 0, False),
         (verdict.SLURM, record(75), 1, True, 75, True),
         (verdict.SLURM, record(2), 1, False, 2, False),
+        (verdict.SLURM, record(8), 1, False, 8, True),
+        (verdict.SLURM, record(8) | {"times_held": verdict.MOST_HELD}, 1, False, 8, True),
+        (verdict.SLURM, record(8) | {"times_held": verdict.MOST_HELD + 1}, 1, False, 8, False),
+        (verdict.SUBMITIT, record(8), 1, False, 8, True),
+        (verdict.PYTORCHJOB, record(8), 1, False, 143, False),
+        (verdict.TRAINJOB, record(8), 1, False, 8, False),
+        (verdict.INDEXED_JOB, record(8), 1, False, 8, False),
         (verdict.SLURM, record(None), 137, False, 137, False),
         (verdict.SLURM, BEFORE, 1, False, 1, False),
         (verdict.SLURM, BEFORE, 1, True, 75, True),
@@ -237,6 +245,73 @@ def test_verdicts(policy, after, agent, told, code, requeue):
     end = decide(BEFORE if after else {}, after, agent, told=told, policy=policy)
     assert (end.code, end.requeue) == (code, requeue)
     assert end == Verdict(0, False, "") if agent == 0 else end.line.startswith(line)
+
+
+def test_a_verdict_is_of_the_launchers_own_record(tmp_path):
+    """A refused job took the run's own record, which is newer, for its own, and requeued itself."""
+    run = {"outcome": "preempted", "exit_code": 75, "attempt": "a", "time": 9.0, "launcher": "slurm:1"}
+    refused = {"outcome": "config_error", "exit_code": 2, "attempt": "b", "time": 5.0, "launcher": "slurm:2"}
+    (tmp_path / "outcome.json").write_text(json.dumps(run))
+    (tmp_path / "refused.json").write_text(json.dumps(refused))
+    for job, said in (("1", "code=75\nrequeue=1"), ("2", "code=2\nrequeue=0"), ("3", "code=1\nrequeue=0")):
+        done = launcher("verdict", str(tmp_path), "{}", "1", SLURM_JOB_ID=job)
+        assert done.returncode == 0 and done.stdout.startswith(said), done
+
+
+def test_each_substrate_names_its_job_the_same_on_every_node_and_over_restarts():
+    others = {
+        slurm.spec: (
+            SLURM,
+            {"SLURM_NODEID": "3", "SLURMD_NODENAME": "gpu-d", "SLURM_RESTART_COUNT": "2"},
+            "slurm:70012",
+        ),
+        kubernetes.pytorchjob: (PYTORCHJOB, {"HOSTNAME": "muster-worker-0"}, "kubernetes:muster-worker-0"),
+        kubernetes.trainjob: (TRAINJOB, {"PET_NODE_RANK": "0"}, "kubernetes:muster-node-0-0.muster"),
+        kubernetes.indexed_job: (INDEXED, {"JOB_COMPLETION_INDEX": "1"}, "kubernetes:muster-0.muster"),
+    }
+    for make, (env, change, job) in others.items():
+        assert make(env).job_name == make({**env, **change}).job_name == job
+    assert compose.spec({**COMPOSE, "PROJECT": "mine"}, address=lambda: "").job_name == "compose:mine/compose"
+    services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
+    assert "COMPOSE_PROJECT_NAME" in services["node"]["environment"]["PROJECT"]
+
+
+def test_no_manifest_fails_the_job_where_another_try_helps():
+    """Nor retries what is final."""
+    found = {}
+    for path in (ROOT / "k8s").rglob("*.yaml"):
+        found |= dict.fromkeys(re.findall(r"operator: In, values: \[(.*)\]", path.read_text()), path)
+    assert [*found] == [", ".join(str(code) for code in sorted(final()))] and Held.exit_code not in final()
+
+
+@pytest.mark.parametrize(("codes", "times"), [([8, 0], 2), ([5, 0], 1)])
+def test_a_compose_node_starts_its_agent_again_while_the_run_is_held(own_python, tmp_path, codes, times):
+    folder = tmp_path / "runs/compose"
+    folder.mkdir(parents=True)
+    (tmp_path / "codes").write_text("\n".join(map(str, codes)) + "\n")
+    place = own_python(
+        f"cd {tmp_path}; code=$(head -n 1 codes); sed -i 1d codes; echo x >>times\n"
+        f'echo "{{\\"exit_code\\": $code, \\"launcher\\": \\"$MUSTER_JOB\\", \\"time\\": $(date +%s.%N)}}" >{folder}/refused.json\n'
+        "[ $code = 0 ] || exit 1"
+    )
+    line = [place / "python3", "-m", "train.launch", "node"]
+    env = environment(**COMPOSE, PATH=f"{place}:/usr/bin:/bin")
+    done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert len((tmp_path / "times").read_text().split()) == times, done
+    assert done.returncode == (0 if codes[times - 1] == 0 else 1)
+
+
+def test_a_store_listens_at_one_address_alone():
+    line = [sys.executable, "-m", "train.launch", "store", "--port=0", "--host=127.0.0.2"]
+    process = subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, text=True)
+    try:
+        port = int(process.stdout.readline().rpartition(":")[2])
+        socket.create_connection(("127.0.0.2", port), timeout=10).close()
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=10)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("module", ["__main__", "execute", "substrate", "store", "check"])
@@ -308,6 +383,21 @@ def test_a_node_passes_on_one_signal_alone_and_shields_its_agent(own_python, tmp
     assert process.returncode == code and (code == 1 or "told to stop before a rank began to train" in out), out
     spec = here(env).spec(environment(**env))
     assert printed(spec, command(spec, [f"output_dir={tmp_path / 'run'}"])) + "\n" in out, "pasteable: a short name"
+
+
+def test_the_end_of_the_run_is_said_after_torchrun_s_own_report(own_python, tmp_path):
+    """torchrun's is a traceback, and comes after the line that the ranks have said."""
+    error = "stopped at step 5 of 9 and saved it: it's to be run again"
+    record = {"outcome": "preempted", "exit_code": 75, "attempt": "a", "time": 1.0, "error": error}
+    (tmp_path / "record").write_text(json.dumps(record))
+    place = own_python(
+        f"mkdir -p {tmp_path}/run; cp {tmp_path}/record {tmp_path}/run/outcome.json; echo ready >{tmp_path}/heard\n"
+        "echo 'torch.distributed.elastic.multiprocessing.api.SignalException: Process 1 got signal: 15' >&2; exit 1"
+    )
+    process = started(place, tmp_path, INDEXED, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75 and "SignalException" in out
+    assert out.splitlines()[-1] == f"muster: {tmp_path / 'run'}: preempted (exit code 75): {error}"
 
 
 def test_an_agent_dies_with_its_launcher(own_python, tmp_path):

@@ -1,6 +1,7 @@
 """What a researcher brings, without an edit of the kit: batches, streams, objectives, optimizers, callbacks, loggers."""
 
 import csv
+import io
 import json
 import shutil
 import signal
@@ -16,6 +17,7 @@ from torch import nn
 
 from train.config.keys import Precision
 from train.config.parts import Part
+from train.data.shards import Shards
 from train.optim.build import build_optimizer
 from train.optim.schedule import build_schedule
 
@@ -116,6 +118,50 @@ def test_shards_have_an_index_and_any_world_size_reads_the_same(tmp_path):
         file.truncate(700)
     torn = run(tmp_path / "y", *line, ok=False)
     assert torn.code == 3 and "val/000.tar" in torn.said[-1], torn.out
+
+
+def test_an_index_of_shards_that_does_not_fit_them_is_made_anew(tmp_path):
+    """One offset that was changed, and shards of the same size with other samples: both gave other bytes without a word."""
+    root = tmp_path / "shards"
+    make_shards(root)
+    Shards.prepare(str(root))
+    kept = root / "train/muster-index.json"
+
+    def samples():
+        shards = Shards(True, root=str(root), input="npy", target="cls", image_size=None, num_classes=2)
+        return [(vector.tolist(), label) for vector, label in shards]
+
+    before, found = samples(), json.loads(kept.read_text())
+    shard, files = found["samples"][5]
+    kept.write_text(
+        json.dumps(
+            {
+                **found,
+                "samples": [
+                    *found["samples"][:5],
+                    [shard, files | {"npy": found["samples"][6][1]["npy"]}],
+                    *found["samples"][6:],
+                ],
+            }
+        )
+    )
+    assert samples() == before
+    for text in ("", "[]", json.dumps({**found, "samples": None}), kept.read_text()[:-40]):
+        kept.write_text(text)
+        assert samples() == before
+    Shards.prepare(str(root))
+    first, second = root / "train/000.tar", root / "train/001.tar"
+    assert first.stat().st_size == second.stat().st_size
+    with tarfile.open(second) as tar:
+        turned = list(reversed(tar.getmembers()))
+        contents = [tar.extractfile(member).read() for member in turned]
+    with tarfile.open(first, "w") as tar:
+        for member, content in zip(turned, contents, strict=True):
+            tar.addfile(member, io.BytesIO(content))
+    assert first.stat().st_size == found["shards"]["000.tar"][0]
+    now = samples()
+    Shards.prepare(str(root))
+    assert now == samples() and now != before and sorted(now[:20]) == sorted(before[20:40])
 
 
 # Objectives, optimizers, schedules

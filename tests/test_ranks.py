@@ -15,6 +15,7 @@ LEDGER = (
     "batch_size=10",
     "max_steps=23",
     "optimizer.lr=0.05",
+    "eval.sanity_batches=0",  # which reads samples, too
 )
 
 

@@ -8,7 +8,7 @@ from kit.job import ROOT
 
 # config -> world -> data -> model -> strategy -> loop -> checkpoint, metrics; the left never imports the right.
 ORDER = (
-    "errors", "files", "patterns", "plan", "config", "dist", "data", "models", "objectives", "optim", "faults", "launch", "strategies", "timing",
+    "redact", "errors", "origin", "files", "patterns", "plan", "config", "dist", "data", "models", "objectives", "optim", "faults", "launch", "strategies", "timing",
     "loop", "checkpoint", "loggers", "callbacks", "report", "doctor", "folder", "run", "evaluate", "__main__", "collectives",
 )  # fmt: skip
 

@@ -7,6 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from train.faults import output
 from train.faults.preemption import Preemption
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Carry out the runs that sys.argv describes and end this process with the contract's exit code."""
+    output.endure()
     preemption = Preemption()
     preemption.install()  # before the slow imports: a signal during start-up ends like any other
     gc.disable()  # until training begins: a sixth of the time of importing torch goes into collections

@@ -10,17 +10,25 @@ import traceback
 from collections.abc import Iterable
 from typing import TextIO
 
+from train.redact import redacted
+
 
 class MusterError(Exception):
     """A run cannot go on, for a reason that a person can act on.
 
     The message is one line: what was given, what is valid, what to do. `retry`: whether the same command, run again
-    by a launcher with nothing mended, may come further.
+    by a launcher with nothing mended, may come further. `of_data`: whether the data set's place in the user's code helps.
+
+    URLs in the message are stripped of their secrets.
     """
 
     exit_code = 1
     outcome = "failed"
     retry = True
+    of_data = False
+
+    def __init__(self, message: object = ""):
+        super().__init__(redacted(str(message)))
 
 
 class ConfigError(MusterError):
@@ -73,6 +81,13 @@ class CrashLoop(MusterError):
     exit_code = 7
     outcome = "crash_loop"
     retry = False
+
+
+class Held(MusterError):
+    """The run's folder is held by another part of this very job, which has not let go of it in time: try again."""
+
+    exit_code = 8
+    outcome = "held"
 
 
 class Preempted(MusterError):
@@ -129,24 +144,22 @@ def environment_error(error: BaseException) -> ConfigError | None:
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
-    """Print a line (to standard error if no other stream is given) in one piece.
+    """Print a line (to standard error if no other stream is given) in one piece, without the secrets of URLs.
 
     `print` writes the newline by itself where output is not buffered, and ranks and loader workers share a log.
     """
     stream = stream or sys.stderr
-    stream.write(line + "\n")
+    stream.write(redacted(line) + "\n")
     stream.flush()
 
 
 def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return redacted(" ".join(str(error).split()))
 
 
-def located(error: BaseException) -> str:
-    """What was raised and where, for errors of a user's own code: `ValueError: no such column (data.py:12)`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {one_line(error)[:300]}{where}"
+def traceback_of(error: BaseException) -> str:
+    """The traceback as Python prints it, without the secrets of URLs."""
+    return redacted("".join(traceback.format_exception(error)).rstrip())
 
 
 def nearest(given: str, valid: Iterable[str]) -> str:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from train.callbacks.all import Callbacks
-from train.checkpoint.storage import STEP
+from train.checkpoint.records import read_best
+from train.checkpoint.storage import STEP, Storage
 from train.checkpoint.weights import read_weights
+from train.config.command_line import readable
 from train.config.compose import of_run
 from train.config.keys import Config
 from train.config.options import values
@@ -20,6 +22,7 @@ from train.config.parts import Part, build
 from train.data.load import load
 from train.dist.world import World
 from train.errors import ConfigError, MusterError, Preempted
+from train.faults import output
 from train.faults.exit import Exit, tell
 from train.faults.preemption import Preemption
 from train.loggers.base import Logger
@@ -30,6 +33,7 @@ from train.plan import Plan
 from train.run import beat, join, recipe, set_numerics
 from train.strategies.base import Strategy
 from train.timing.clock import Clock
+from train.timing.window import Window
 
 
 class Print(Logger):
@@ -102,7 +106,7 @@ def measure(
         Run(
             config=config, world=world, data=data, plan=plan, strategy=strategy, checkpoints=Nothing(), metrics=metrics,
             preemption=preemption, heartbeat=leaving.heartbeat, total_steps=1, progress=Progress(),
-            callbacks=Callbacks({}), measures=measures, clock=Clock(),
+            callbacks=Callbacks({}), measures=measures, clock=Clock(), window=Window(world, slices=None),
         )
     )  # fmt: skip
     preemption.close()
@@ -111,15 +115,17 @@ def measure(
     world.close()
 
 
-def source_of(run: Path, checkpoint: str | None) -> str:
-    """The weights that are meant. Raises ConfigError if there are none."""
+def source_of(run: Path, checkpoint: str | None, *, storage: str | None = None) -> str:
+    """The weights that are meant, of a run whose checkpoints are in `storage`, else in its folder. Raises ConfigError if there are none."""
     if checkpoint is None or checkpoint == "newest":
         return str(run / "checkpoints" if checkpoint else run)
     if checkpoint == "best":
-        if not (run / "best.json").exists():
-            raise ConfigError(f"{run} has no best.json: train with checkpoint.best=accuracy, or give --checkpoint STEP")
-        return str(json.loads((run / "best.json").read_text())["path"])
-    name = checkpoint if STEP.fullmatch(checkpoint) else f"step-{int(checkpoint):08d}" if checkpoint.isdigit() else ""
+        if not (best := read_best(run)):
+            raise ConfigError(
+                f"{run} has no best.json that can be read: train with checkpoint.best=accuracy, or give --checkpoint STEP"
+            )
+        return Storage(storage or str(run / "checkpoints")).path(best.step)
+    name = checkpoint if STEP.fullmatch(checkpoint) else f"step-{int(checkpoint):08d}" if checkpoint.isdecimal() else ""
     if not name or not (run / "checkpoints" / name).is_dir():
         there = ", ".join(sorted(path.name for path in (run / "checkpoints").glob("step-*"))) or "none"
         raise ConfigError(f"--checkpoint {checkpoint} is not in {run}; there: {there}; or give newest or best")
@@ -133,16 +139,19 @@ def main() -> None:
     parser.add_argument("--split", choices=["test", "train"], default="test")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     given, overrides = parser.parse_known_args()
+    output.endure()
     preemption, code = Preemption(), 0
     preemption.install()
     try:
         config = of_run(given.run, overrides)
-        if not any(text.startswith("strategy.") for text in overrides):  # it loads what any other has saved
+        if not any(
+            each.key_or_group.startswith("strategy.") for each in readable(overrides)
+        ):  # it loads what any other has saved
             options = values("strategy", "ddp")
             config = replace(config, strategy=Part.of("strategy", options))
         config = replace(config, virtual_world_size=None, callbacks={}, freeze=[])
         config.eval.every_steps = None
-        source = source_of(given.run, given.checkpoint)
+        source = source_of(given.run, given.checkpoint, storage=config.checkpoint.storage)
         code = attempt(config, preemption, source, split=given.split, as_json=given.json)
     except MusterError as error:
         tell(error)

@@ -19,7 +19,7 @@ from train.checkpoint.storage import SEEN_WITHIN_S, Saved
 from train.config.differences import differences, to_dict
 from train.config.keys import Config
 from train.config.parts import locate, signature
-from train.dist.place import asked_for, job, launcher
+from train.dist.place import asked_for, record_name
 from train.dist.world import World
 from train.errors import ConfigError, CrashLoop, DataError, MusterError, StorageError, say, storage_error
 from train.faults import attempts, lease
@@ -79,7 +79,7 @@ def open_folder(config: Config, world: World, leaving: Exit, *, fingerprint: str
         MusterError: it is another launch's, another run's, damaged beyond use, or cannot be written; see errors.py.
     """
     path = Path(config.output_dir)
-    world.on_first(lambda: _claim(path, world, leaving))
+    world.on_first(lambda: _claim(path, config, world, leaving))
     _see_claim(path, world, leaving.lease)
     record, over = world.on_first(lambda: _before(path, config, world))
     before = Attempt.of(record)
@@ -94,8 +94,10 @@ def open_folder(config: Config, world: World, leaving: Exit, *, fingerprint: str
         leaving.lease.let_go()
 
 
-def _claim(path: Path, world: World, leaving: Exit) -> None:
-    after = lease.look(path, world.agents)
+def _claim(path: Path, config: Config, world: World, leaving: Exit) -> None:
+    part = lease.Part.own()
+    wait_s = min(config.dist.timeout_s + lease.HELD_S, lease.WAIT_S)
+    after = lease.look(path, world.agents, part, wait_s=wait_s, stopping=leaving.is_told)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -105,8 +107,11 @@ def _claim(path: Path, world: World, leaving: Exit) -> None:
         after=after,
         attempt=world.attempt,
         agents=world.agents,
-        launcher=job() or launcher(),
+        launcher=record_name(),
+        part=part,
         on_loss=leaving.at_once,
+        on_request=leaving.regroup,
+        stands=lambda: bool(leaving.heartbeat and leaving.heartbeat.is_abandoned),
     )
 
 
@@ -154,14 +159,14 @@ def refuse_changes(config: Config, saved: Saved | None, *, fingerprint: str, tot
     """What forbids to resume from `saved` with this config and this data, if anything does."""
     if saved is None or config.checkpoint.accept_changes:
         return None
-    if changed := differences(saved.manifest["config"], config):
+    if changed := differences(saved.manifest.get("config", {}), config):
         return ConfigError(
             f"{config.checkpoint.storage or config.output_dir} holds another run: {'; '.join(changed[:5])}{'; ...' if len(changed) > 5 else ''}. "
             f"Give another {'checkpoint.storage' if config.checkpoint.storage else 'name or output_dir'}, resume all the same with checkpoint.accept_changes=true, or start over with checkpoint.resume=never"
         )
-    if saved.manifest["fingerprint"] != fingerprint:
+    if saved.manifest.get("fingerprint") != fingerprint:
         return DataError(
-            f"the training data has changed since {saved.path} was written (fingerprint {saved.manifest['fingerprint']}, "
+            f"the training data has changed since {saved.path} was written (fingerprint {saved.manifest.get('fingerprint')}, "
             f"now {fingerprint}): restore it, or resume all the same with checkpoint.accept_changes=true"
         )
     threads = saved.manifest.get("threads")
@@ -170,7 +175,7 @@ def refuse_changes(config: Config, saved: Saved | None, *, fingerprint: str, tot
             f"{saved.path} was trained with {threads} threads a rank, and this is {torch.get_num_threads()}: with virtual_world_size the "
             f"weights would differ. Set OMP_NUM_THREADS={threads}, or resume all the same with checkpoint.accept_changes=true"
         )
-    planned = saved.manifest["total_steps"]
+    planned = saved.manifest.get("total_steps")
     if planned != total_steps and "total_steps" in signature(locate(config.scheduler)):
         return ConfigError(
             f"the learning rate of {config.scheduler.target} depends on the length of the run, which was {planned} steps and now is "

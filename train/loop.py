@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
+import torch
+
 from train.config.keys import Config, NonFinite, Precision
+from train.data.generators import kept_generators, key_of, seed_generators
 from train.data.load import Data
 from train.data.loader import Batch, LoaderConfig, batches
 from train.dist.world import World
@@ -19,6 +24,7 @@ from train.objectives.measure import Measures, is_better, means, value_of
 from train.plan import Plan
 from train.strategies.base import StepResult, Strategy
 from train.timing.clock import Clock, Times, gathered, spread
+from train.timing.window import Window
 
 EVAL_BATCH = 256
 
@@ -33,6 +39,7 @@ class Saves(Protocol):
 class Records(Protocol):
     """What the loop says of itself (loggers/metrics.py)."""
 
+    def begin(self) -> None: ...
     def train(
         self, *, step: int, epoch: int, loss: float, lr: float, grad_norm: float, samples: int, more: dict[str, float]
     ) -> None: ...
@@ -48,6 +55,7 @@ class Hooks(Protocol):
 
     def on_start(self, run: Run) -> None: ...
     def on_step_end(self, run: Run) -> None: ...
+    def on_trial(self, values: dict[str, float]) -> None: ...
     def on_eval_begin(self, run: Run) -> None: ...
     def on_eval_end(self, run: Run, values: dict[str, float]) -> None: ...
     def on_checkpoint(self, run: Run) -> None: ...
@@ -88,6 +96,7 @@ class Run:
     callbacks: Hooks
     measures: Measures
     clock: Clock
+    window: Window
 
     @property
     def step(self) -> int:
@@ -107,7 +116,7 @@ class Run:
 def train(run: Run) -> None:
     """Train from `run.step` to the end. Collective.
 
-        make up for an evaluation that a stop cut short
+        try an evaluation, make up for one that a stop cut short
         while steps are left:
             begin the next step, or stop here if the ranks agreed to
             one optimizer step on the next micro-batches
@@ -119,14 +128,17 @@ def train(run: Run) -> None:
         Diverged: a gradient or loss is not finite, and the config says stop.
         StorageError: checkpoints cannot be written.
     """
+    try_evaluation(run)
     run.callbacks.on_start(run)
     run.clock.begin()
+    run.metrics.begin()
     evaluate_if_due(run)
     for micro_batches in run.clock.waiting(load(run, run.data.train, run.plan, range(run.step, run.total_steps))):
         if run.is_over:
             break
         begin(run, "step")
         result = run.strategy.step(run.step, micro_batches)
+        run.window.add(result, samples=run.plan.count(run.step))
         run.progress.step += 1
         count_skips(run, result)
         run.metrics.advance(run.step)
@@ -163,30 +175,61 @@ def evaluate(run: Run) -> None:
         return
     started = time.perf_counter()
     with run.clock.spending("evaluation"):
-        values = measure(run)
+        run.callbacks.on_eval_begin(run)
+        values = measure(run, begin)
     run.metrics.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=values)
     run.progress.evaluated = run.step
     run.callbacks.on_eval_end(run, values)
     note_best(run, values)
 
 
-def measure(run: Run) -> dict[str, float]:
-    """The values of the test split. Collective."""
+def try_evaluation(run: Run) -> None:
+    """Run `eval.sanity_batches` before the first step: what cannot be evaluated ends the run now, not an epoch later.
+
+    Without a trace: generators, metrics and buffers are as if it had not been, no callback hears of it but `on_trial`,
+    and nothing is compiled. A run that is resumed has begun before. Collective.
+    """
+    most = run.config.eval.sanity_batches
+    if not most or run.step or run.data.test is None or run.config.eval.every_steps == "off":
+        return
+    eager = torch.compiler.set_stance("force_eager") if run.config.compile else contextlib.nullcontext()
+    with kept_generators(on_device=True), run.measures.aside(), eager:
+        values = measure(run, lambda run, phase: run.heartbeat.enter(phase, run.step), most=most)
+    if run.config.checkpoint.best:
+        value_of(run.config.checkpoint.best, values, key="checkpoint.best")
+    run.callbacks.on_trial(values)
+
+
+def measure(run: Run, begin: Callable[[Run, str], None], *, most: int | None = None) -> dict[str, float]:
+    """The values of the test split, or of its first `most` batches. Collective."""
     totals, slices, test = dict[str, Any](), run.config.virtual_world_size, run.data.test
     assert test is not None
-    run.callbacks.on_eval_begin(run)
     size = min(len(test), run.config.eval.max_samples or len(test))
     ranks = run.strategy.data_shard[1] if run.strategy.data_shard else 1
-    plan = Plan(size, batch_size=min(size, EVAL_BATCH * (slices or ranks)), shuffle=False)
-    for micro_batches in load(run, test, plan, range(plan.steps_per_epoch)):
+    batch_size = run.config.batch_size if most else EVAL_BATCH * (slices or ranks)  # a trial costs no more than a step
+    plan = Plan(size, batch_size=min(size, batch_size), shuffle=False)
+    steps = range(min(plan.steps_per_epoch, most or plan.steps_per_epoch))
+    for number, micro_batches in enumerate(load(run, test, plan, steps)):
         begin(run, "evaluation")
-        for batch in micro_batches:
+        for batch in seeded(micro_batches, run.config.seed, number):
             for name, value in run.strategy.evaluate(batch).items():
                 key = f"{batch.slice:08d}/{name}" if slices else f"/{name}"  # summed in their order, not in the ranks'
                 totals[key] = totals.get(key, 0) + value.double()
     begin(run, "evaluation")
-    values = means(run.world.sum_named({key: float(value) for key, value in totals.items()}), count=size)
-    return values | run.measures.compute()
+    values = means(
+        run.world.sum_named({key: float(value) for key, value in totals.items()}), count=plan.samples_before(len(steps))
+    )
+    return values | run.measures.compute(run.world)
+
+
+def seeded(micro_batches: list[Batch], *words: int) -> Iterator[Batch]:
+    """The micro-batches of an evaluation, what is drawn for each a function of `words` and its place; none of it leaves a
+    trace in training."""
+    with kept_generators(on_device=True):
+        for number, parts in groupby(micro_batches, key=lambda batch: batch.slice):
+            for part, batch in enumerate(parts):
+                seed_generators(key_of(*words, "evaluation", number, part), on_device=True)
+                yield batch
 
 
 def note_best(run: Run, values: dict[str, float]) -> None:
@@ -205,15 +248,12 @@ def is_time_to_save(run: Run) -> bool:
 
 
 def log(run: Run, result: StepResult) -> None:
-    """Report the step just done. Collective; the one place in the loop that waits for the device."""
-    own_loss = float(result.loss)  # waits for the device
+    """Report the steps since the last line. Collective; the one place in the loop that waits for the device."""
+    own_loss = run.window.own_loss()  # waits for the device
     is_due = run.clock.is_due(run.world.size)
     times = spread(run.clock.read(), rank=run.world.rank, size=run.world.size) if is_due else []
-    loss, *everybody = run.world.sum([own_loss, *times])
-    more = {}
-    if run.config.log.train_metrics:
-        sums = run.world.sum_named({name: float(value) for name, value in result.metrics.items()})
-        more = means(sums, count=run.plan.count(run.step - 1))
+    losses, *everybody = run.world.sum([own_loss, *times])
+    loss, more = run.window.close(losses, measures=run.config.log.train_metrics)
     if not math.isfinite(loss) and run.config.on_nonfinite is NonFinite.stop:
         raise diverged(run)
     run.metrics.train(
@@ -223,7 +263,7 @@ def log(run: Run, result: StepResult) -> None:
         lr=run.strategy.lr,
         grad_norm=float(result.grad_norm),
         samples=run.plan.samples_before(run.step),
-        more={name: value for name, value in more.items() if name != "loss"},
+        more=more,
     )
     if is_due:
         run.metrics.timing(run.step, gathered(everybody))
@@ -243,7 +283,8 @@ def save(run: Run) -> None:
         "best": run.progress.best,
     }
     with run.clock.spending("checkpoint"):
-        run.checkpoints.save(state={**run.strategy.state(), **run.callbacks.state()}, position=position)
+        state = {**run.strategy.state(), **run.callbacks.state(), **run.window.state()}
+        run.checkpoints.save(state=state, position=position)
     run.heartbeat.enter("step", run.step)
 
 

@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,20 @@ from torch import Tensor
 
 from train.callbacks.all import Callbacks
 from train.checkpoint import manager as checkpoint
+from train.checkpoint.download import local_copy
 from train.checkpoint.manager import Checkpoints
 from train.checkpoint.resume import storage_of
 from train.checkpoint.weights import read_weights, write_weights
-from train.config.compose import as_given
+from train.config.command_line import given
 from train.config.differences import to_dict
 from train.config.keys import Config, Dist
-from train.config.parts import bound, build, locate, signature
+from train.config.parts import build, locate, signature
 from train.data.load import Data
 from train.data.load import load as load_data
 from train.dist.meeting import meet
 from train.dist.place import Place, asked_for
 from train.dist.world import START_S, World, start
-from train.errors import ConfigError, Diverged, MusterError, one_line, say
+from train.errors import ConfigError, Diverged, MusterError, StorageError, one_line, say
 from train.faults import attempts
 from train.faults.exit import Exit
 from train.faults.heartbeat import Heartbeat
@@ -42,22 +43,28 @@ from train.folder import Folder, note_end, open_folder
 from train.loggers.metrics import Metrics, open_loggers
 from train.loop import Progress, Run, train
 from train.models.prepare import prepared
+from train.objectives.build import build_objective
 from train.objectives.measure import Measures
-from train.optim.build import build_optimizer, grouped_options
-from train.optim.schedule import build_schedule
+from train.optim.build import Named, build_optimizer, grouped_options
+from train.optim.schedule import adapt, build_schedule
+from train.origin import defined
 from train.plan import Plan
 from train.report.page import write_report
 from train.strategies.base import Recipe, Strategy, check_slices
 from train.strategies.common.eager import stay_eager
+from train.strategies.honours import check_honoured
 from train.timing.clock import Clock
 from train.timing.record import Timing, environment
+from train.timing.window import Window
 
 SETTLE_S = 10.0
 
 
 def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
     """One attempt at one run: from a config, or what is wrong with it, to an exit code."""
-    leaving = Exit(Path(config.output_dir) if isinstance(config, Config) else Path("."))
+    leaving = Exit(Path("."))
+    if isinstance(config, Config):
+        leaving = Exit(Path(config.output_dir), max_idle_attempts=config.max_idle_attempts, preemption=preemption)
     try:
         world, strategy = join(config, preemption)
         leaving.world = world
@@ -95,6 +102,7 @@ def join(config: Config | ConfigError, preemption: Preemption) -> tuple[World, S
         strategy: Strategy = build(config.strategy)
         check_slices(config, strategy, place.world_size)
         strategy.check(config, place.world_size)
+        check_honoured(config, strategy)
     except ConfigError as error:
         timeout_s = Dist().start_timeout_s if isinstance(config, ConfigError) else config.dist.start_timeout_s
         meet(place, config=None, error=error, timeout_s=timeout_s, stopping=lambda: preemption.signalled)
@@ -107,7 +115,7 @@ def find_place(config: Config | ConfigError) -> Place:
     if isinstance(config, Config):
         return Place.from_env(config.dist.init_method)
     try:
-        return Place.from_env(as_given("dist.init_method", Dist().init_method))
+        return Place.from_env(str(given("dist.init_method", Dist().init_method)))
     except ConfigError:
         raise config from None
 
@@ -147,14 +155,19 @@ def open_run(
     with open_folder(config, world, leaving, fingerprint=data.fingerprint, total_steps=total_steps) as folder:
         callbacks, measures = (
             Callbacks.of(config, data),
-            Measures({name: build(part).to(world.device) for name, part in config.metrics.items()}),
+            Measures(
+                {name: build(part).to(world.device) for name, part in config.metrics.items()},
+                sliced=config.virtual_world_size is not None,
+            ),
         )
         kinds = sorted({*world.gather(kind_of(world))}) if config.virtual_world_size else []
         weights = first_weights(config, world) if folder.saved is None else None
         parts = recipe(config, data, plan, total_steps, world, measures=measures, weights=weights)
         strategy.build(parts, world)
         callbacks.on_build(strategy)
-        progress = restore(config, world, folder, strategy, callbacks)
+        window = Window(world, slices=config.virtual_world_size)
+        progress = restore(config, world, folder, strategy, callbacks, window)
+        total_steps = max(total_steps, progress.step)  # which an attempt with a larger `max_steps` has come to
         leaving.progress = progress
         if world.is_first and config.log.report:
             leaving.report = partial(report, folder.path)
@@ -174,7 +187,7 @@ def open_run(
         run = Run(
             config=config, world=world, data=data, plan=plan, strategy=strategy, checkpoints=checkpoints, metrics=metrics,
             preemption=preemption, heartbeat=heartbeat, total_steps=total_steps, progress=progress, callbacks=callbacks,
-            measures=measures, clock=Clock(strategy.waited_s),
+            measures=measures, clock=Clock(strategy.waited_s), window=window,
         )  # fmt: skip
         preemption.watch(world)
         try:
@@ -205,6 +218,10 @@ def carry_out(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
         train(run)
     except Diverged:  # on every rank alike, so the writers of all of them are still there
         checkpoints.settle(SETTLE_S)
+        raise
+    except MusterError as error:
+        if error.of_data and (where := defined(run.data.train, "__getitem__", "__iter__")):
+            raise type(error)(f"{error}; samples come from {where.strip(' ()')}") from error
         raise
     finish(run, folder, checkpoints)
 
@@ -238,15 +255,17 @@ def report(path: Path) -> None:
         say(f"muster: no report.html: {one_line(error)[:300]}; `python -m train.report {path}` makes it anew")
 
 
-def restore(config: Config, world: World, folder: Folder, strategy: Strategy, callbacks: Callbacks) -> Progress:
-    """Bring strategy and generators where the checkpoint left them; from where this attempt trains. Collective."""
+def restore(
+    config: Config, world: World, folder: Folder, strategy: Strategy, callbacks: Callbacks, window: Window
+) -> Progress:
+    """Bring strategy, callbacks, sums of losses and generators where the checkpoint left them; from where this attempt trains. Collective."""
     saved = folder.saved
     seed_all(config.seed, world.rank, step=saved.step if saved else 0)
     if saved is None:
         return Progress()
-    checkpoint.restore(saved, strategy, callbacks)
+    checkpoint.restore(saved, strategy, callbacks, window)
     best = saved.manifest.get("best")
-    return Progress(step=saved.step, evaluated=int(saved.manifest.get("evaluated", 0)), best=best)
+    return Progress(step=saved.step, evaluated=saved.manifest.get("evaluated", 0), best=best)
 
 
 def set_numerics(config: Config) -> None:
@@ -292,13 +311,16 @@ def first_weights(config: Config, world: World) -> dict[str, Tensor] | None:
     """What `init_from` names; one rank of a host downloads while the others wait. Collective."""
     if not config.init_from:
         return None
-    failure, weights = None, dict[str, Tensor]()
-    with world.local_first(torch.hub.get_dir()):
+    failure, weights, source = None, dict[str, Tensor](), config.init_from
+    with world.local_first(torch.hub.get_dir()) as goes_first:
         try:
-            weights = read_weights(config.init_from)
+            source = str(local_copy(source, ask=goes_first)) if "://" in source else source
+            weights = read_weights(source)
         except MusterError as error:
             failure = error
     world.together(failure)
+    if source != config.init_from and len({*world.gather(Path(source).name)}) > 1:  # it has its digest for a name
+        raise StorageError(f"init_from={config.init_from} changed while the nodes downloaded it: run again")
     return weights
 
 
@@ -317,9 +339,18 @@ def recipe(
     offered: dict[str, Any] = {"num_classes": data.num_classes} if data.num_classes else {}
     if "input_shape" in wanted:  # only then is a sample looked at
         offered["input_shape"] = data.input_shape
-    objective = bound(config.objective, free=2)
-    if isinstance(objective, torch.nn.Module):
-        objective = objective.to(world.device)
+    schedule = build_schedule(
+        config.scheduler,
+        lr=config.optimizer.values.get("lr"),
+        total_steps=total_steps,
+        steps_per_epoch=plan.steps_per_epoch,
+    )
+
+    def new_optimizer(named: Iterable[Named], **options: Any) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(config.optimizer, named, precision=config.precision, **options)
+        adapt(schedule, optimizer, total_steps=total_steps)
+        return optimizer
+
     return Recipe(
         build_model=partial(
             prepared,
@@ -328,14 +359,9 @@ def recipe(
             ignore=config.init_ignore,
             freeze=config.freeze,
         ),
-        build_optimizer=partial(build_optimizer, config.optimizer, precision=config.precision),
-        objective=objective,
-        schedule=build_schedule(
-            config.scheduler,
-            lr=config.optimizer.values.get("lr"),
-            total_steps=total_steps,
-            steps_per_epoch=plan.steps_per_epoch,
-        ),
+        build_optimizer=new_optimizer,
+        objective=build_objective(config.objective, device=world.device),
+        schedule=schedule,
         precision=config.precision,
         grad_clip=config.grad_clip,
         compile=config.compile,
@@ -369,6 +395,9 @@ def announce(run: Run, folder: Folder, kinds: list[str]) -> None:
         run.metrics.event(
             "note", text=f"batch_size={asked} is more than the {there} training samples: a step takes all of them"
         )
+    given = run.config.max_steps or run.config.epochs * run.plan.steps_per_epoch
+    if given < run.step:
+        run.metrics.event("note", text=f"{given} steps are asked for and {run.step} are done: none is left to make")
     meant = asked_for(world.place.local_world_size)
     if meant and world.size < meant:
         run.metrics.event(
@@ -382,7 +411,7 @@ def announce(run: Run, folder: Folder, kinds: list[str]) -> None:
         run.metrics.event("start", output_dir=str(folder.path), samples_per_epoch=len(run.data.train), **facts)
         return
     run.metrics.event("resume", checkpoint=folder.saved.path, **facts)
-    then, now = folder.saved.manifest["config"]["micro_batch_size"], run.config.micro_batch_size
+    then, now = folder.saved.manifest.get("config", {}).get("micro_batch_size"), run.config.micro_batch_size
     if then != now and world.is_first:
         say(f"muster: micro_batch_size={now} was {then}: batch norm and dropout see other batches from here on")
 

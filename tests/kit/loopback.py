@@ -46,7 +46,9 @@ class Nodes(Job):
             self.start_store()
 
     def start_store(self) -> None:
-        self.store = self._popen([sys.executable, "-m", "train.launch", "store", "--port", str(self.port)], "store")
+        self.store = self._popen(
+            [sys.executable, "-m", "train.launch", "store", "--host=127.0.0.1", "--port", str(self.port)], "store"
+        )
 
     def start(
         self, *overrides: str, host: bool | None = None, nproc: int | None = None, max_restarts: int = 100

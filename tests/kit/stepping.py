@@ -32,7 +32,8 @@ class Trained:
         data = load(config, world)
         self.plan = Plan(len(data.train), config.batch_size, config.seed)
         self.strategy.build(recipe(config, data, self.plan, STEPS, world), world)
-        loader = LoaderConfig.of(config, shard=self.strategy.data_shard, device=world.device)
+        shard = self.strategy.data_shard or (0, 1)  # a server takes no samples: its batches are not asked for
+        loader = LoaderConfig.of(config, shard=shard, device=world.device)
         self.batches = lambda steps: batches(data.train, self.plan, steps, loader)
 
     def steps(self, steps: range, *, alter: Callable[[int, Any], None] = lambda *_: None) -> list[StepResult]:

@@ -103,11 +103,13 @@ def can(line: Sequence[str], env: Mapping[str, str]) -> bool:
     return list(line[:2]) == [sys.executable, "-m"] and not any(name.startswith(READ_AT_IMPORT) for name in env)
 
 
-def run(arguments: list[str], environments: list[dict[str, str]], *, cwd: Path, timeout_s: float) -> tuple[int, str]:
-    """`python -m train ARGUMENTS` in a process for each environment; the first exit code that is not 0, and the output."""
+def run(
+    arguments: list[str], environments: list[dict[str, str]], *, cwd: Path, timeout_s: float, module: str = "train"
+) -> tuple[int, str]:
+    """`python -m MODULE ARGUMENTS` in a process for each environment; the first exit code that is not 0, and the output."""
     handle, log = tempfile.mkstemp()
     os.close(handle)
-    line = [sys.executable, "-m", "train", *arguments]
+    line = [sys.executable, "-m", module, *arguments]
     ranks = [Popen(line, env=env, cwd=cwd, log=Path(log)) for env in environments]
     deadline = time.monotonic() + timeout_s
     try:

@@ -51,6 +51,10 @@ class Callbacks:
         for callback in self.named.values():
             callback.on_step_end(run)
 
+    def on_trial(self, values: dict[str, float]) -> None:
+        for callback in self.named.values():
+            callback.on_trial(values)
+
     def on_eval_begin(self, run: Run) -> None:
         for callback in self.named.values():
             callback.on_eval_begin(run)

@@ -24,10 +24,13 @@ class Callback:
         """The model is there, and nothing has been restored yet."""
 
     def on_start(self, run: Run) -> None:
-        """All is restored, and training begins."""
+        """All is restored, and training begins: also where a callback that the checkpoint knows nothing of begins."""
 
     def on_step_end(self, run: Run) -> None:
         """A step is done. Called after every step: on CUDA it must not wait for the device."""
+
+    def on_trial(self, values: dict[str, float]) -> None:
+        """Before the first step some batches were evaluated, without a trace, with such values: to be looked at only."""
 
     def on_eval_begin(self, run: Run) -> None:
         """An evaluation begins."""
@@ -53,4 +56,5 @@ class Callback:
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave; not called where the checkpoint has none of it."""
+        """Take up what `state` gave. Not called where the checkpoint has none of it: then `on_start` begins from what was
+        restored, never from what `on_build` saw."""

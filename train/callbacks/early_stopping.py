@@ -23,6 +23,9 @@ class EarlyStopping(Callback):
     def on_start(self, run: Run) -> None:
         self._decide(run)
 
+    def on_trial(self, values: dict[str, float]) -> None:
+        value_of(self.metric, values, key="callbacks.early_stopping.metric")
+
     def on_eval_end(self, run: Run, values: dict[str, float]) -> None:
         value = value_of(self.metric, values, key="callbacks.early_stopping.metric")
         if is_better(self.metric, value, self._best, by=self.min_delta):

@@ -6,7 +6,7 @@ Tarvainen and Valpola, "Mean teachers are better role models", 2017.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -33,15 +33,16 @@ class Ema(Callback):
             raise ConfigError(f"callbacks.ema.decay={decay} is out of range: use a value between 0 and 1")
         self.decay, self.every_steps = decay, every_steps
         self._in_use = False
+        self._restored: set[str] = set()
 
     def on_build(self, strategy: Strategy) -> None:
         self._weights = {name: p for name, p in strategy.parameters().items() if p.requires_grad}
         self._average = {name: p.detach().clone() for name, p in self._weights.items()}
 
     def on_start(self, run: Run) -> None:
-        if run.step == 0:  # ranks may have agreed on their weights since
-            for average, weight in self._pairs():
-                average.copy_(weight)
+        """An average that no checkpoint had begins from the weights, which are restored and equal on all ranks by now."""
+        for average, weight in self._pairs(without=self._restored):
+            average.copy_(weight)
 
     def on_step_end(self, run: Run) -> None:
         if run.step % self.every_steps == 0:
@@ -68,6 +69,7 @@ class Ema(Callback):
 
     def load(self, state: dict[str, Any]) -> None:
         """`targets` are the averages themselves."""
+        self._restored = {*state}
 
     def _use(self, wanted: bool) -> None:
         """Let model and average change places."""
@@ -78,9 +80,10 @@ class Ema(Callback):
                 weight.copy_(average)
                 average.copy_(kept)
 
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, *, without: Collection[str] = ()) -> list[tuple[Tensor, Tensor]]:
         """(average, weight), as far as this rank has them."""
-        return [(_own(self._average[name]), _own(weight)) for name, weight in self._weights.items()]
+        named = [(name, weight) for name, weight in self._weights.items() if name not in without]
+        return [(_own(self._average[name]), _own(weight)) for name, weight in named]
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import json
 import random
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,13 +20,16 @@ import numpy as np
 import torch
 from torch.distributed import DistError
 
-from train.checkpoint.state import INDEX, Index, Share, Shares, file_of, read, saved_tensors
-from train.checkpoint.storage import Files, Lost, Saved, Storage, Unclear, name
+from train.checkpoint.records import BEST, INDEX
+from train.checkpoint.state import Share, Shares, file_of, read, saved_tensors
+from train.checkpoint.storage import Files, Lost, Saved, Storage, Unclear, name, place_of
+from train.checkpoint.weights import unreadable
 from train.dist.world import World
-from train.errors import Damaged, MusterError, NoValidCheckpoint, StorageError, say
+from train.errors import Damaged, MusterError, NoValidCheckpoint, StorageError, say, traceback_of
 from train.faults import attempts
 from train.faults.phase import LONG_S
 from train.files import replace_file
+from train.redact import without
 from train.strategies.base import SavedTensor, Strategy, own_prefix
 
 FAILURES_ALLOWED = 3
@@ -110,7 +112,7 @@ class Checkpoints:
             failure = StorageError(f"checkpoint {name(step)} was not finished: {str(error).splitlines()[0]}")
             self._give_up(number, step, failure, alone=isinstance(error, DistError))
         except BaseException as error:  # nothing that ends this thread may end it unseen
-            traceback.print_exc()
+            say(traceback_of(error))
             self._give_up(number, step, StorageError(f"cannot write checkpoint {name(step)}: {error!r}"))
 
     def _write_share(self, step: int, share: Share) -> Files:
@@ -154,7 +156,7 @@ class Checkpoints:
     def note_best(self, best: dict[str, Any]) -> None:
         """On rank 0: say in the run's folder which checkpoint is the best, for people and tools to read."""
         facts = {**best, "path": self.storage.path(best["step"])}
-        replace_file(self.folder / "best.json", lambda draft: draft.write_text(json.dumps(facts)))
+        replace_file(self.folder / BEST, lambda draft: draft.write_text(json.dumps(facts)))
 
     def _see_folder(self) -> None:
         if not (self.folder / "outcome.json").exists():
@@ -244,14 +246,14 @@ def verify(storage: Storage, step: int, world: World) -> Saved:
 
 
 class Resumable(Protocol):
-    """What has a state beside the strategy's (callbacks/all.py)."""
+    """What has a state beside the strategy's (callbacks/all.py, timing/window.py)."""
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]: ...
     def load(self, state: Mapping[str, Any]) -> None: ...
 
 
-def restore(saved: Saved, strategy: Strategy, beside: Resumable) -> None:
-    """Bring `strategy`, what is `beside` it and the random number generators where they were. Each rank reads what it
+def restore(saved: Saved, strategy: Strategy, *beside: Resumable) -> None:
+    """Bring `strategy`, all that is `beside` it and the random number generators where they were. Each rank reads what it
     needs. Collective.
 
     Raises:
@@ -259,8 +261,7 @@ def restore(saved: Saved, strategy: Strategy, beside: Resumable) -> None:
         StorageError: it cannot be read.
     """
     world = strategy.world
-    with saved.open(INDEX) as stream:
-        index: Index = json.loads(stream.read())
+    index = saved.index()
     own = own_prefix(world.rank) if saved.manifest["world_size"] == world.size else None
     names = [
         name
@@ -268,19 +269,23 @@ def restore(saved: Saved, strategy: Strategy, beside: Resumable) -> None:
         if not name.startswith("rank-") or (own and name.startswith(own))
     ]
     tensors = saved_tensors(index, names)
-    failure, values, targets = None, dict[str, Any](), {**strategy.targets(tensors), **beside.targets(tensors)}
+    failure, values, targets = None, dict[str, Any](), strategy.targets(tensors)
+    for each in beside:
+        targets |= each.targets(tensors)
     try:
         values = read(index, names, targets, saved.open)
     except MusterError as error:
         failure = error
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = without(unreadable(error), saved.storage.backend.root)[:300]
         failure = StorageError(f"cannot read {saved.path}: {reason}; mend that, then run again")
     world.together(failure)
     rng = values.pop(f"{own}rng", None)
     found = {**targets, **values}
-    beside.load(found)
-    strategy.load({name: value for name, value in found.items() if not name.startswith("callbacks/")})
+    for each in beside:
+        each.load(found)
+    others = ("callbacks/", "loop/", f"{own_prefix(world.rank)}loop/")
+    strategy.load({name: value for name, value in found.items() if not name.startswith(others)})
     if rng:
         set_rng_state(rng)
 
@@ -308,8 +313,11 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _manifest(storage: Storage, step: int) -> dict[str, Any] | str:
-    """The manifest, or what is wrong with it."""
+    """The manifest, or what is wrong with it or with the index that it names."""
     try:
-        return storage.manifest(step)
+        manifest = storage.manifest(step)
+        if place_of(INDEX, manifest):
+            storage.index(step, manifest)
+        return manifest
     except Damaged as error:
         return str(error)

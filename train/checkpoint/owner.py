@@ -14,11 +14,12 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from train.checkpoint.records import read_marker
 from train.checkpoint.storage import Lost, Storage
 from train.errors import Damaged, say
 from train.faults.attempts import DONE, Attempt
 
-MARKER = re.compile(r"owner-(\d{8,})\.json$")
+MARKER = re.compile(r"owner-([0-9]{8,18})\.json")
 
 
 class Owner:
@@ -58,7 +59,7 @@ class Owner:
             raise self._lost(holder)
 
     def newest(self) -> tuple[int, dict[str, Any]]:
-        """The largest token, and the marker that has it; 0 and `{}` if there is none."""
+        """The largest token, and the marker that has it; 0 and `{}` if there is none. Of a damaged one nothing is known."""
         token = max(self._tokens(), default=0)
         if not token:
             return 0, {}
@@ -85,7 +86,7 @@ class Owner:
 
     def _read(self, token: int) -> dict[str, Any]:
         with self.storage.backend.get(_file(token)) as file:
-            return dict(json.loads(file.read()))
+            return read_marker(file.read())
 
     def _is_strange(self, holder: dict[str, Any], before: Attempt) -> bool:
         """Whether the marker is of no earlier attempt at this run, as far as can be told."""

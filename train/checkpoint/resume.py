@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ def storage_of(config: Config) -> Storage:
     return Storage(config.checkpoint.storage or str(Path(config.output_dir, "checkpoints")))
 
 
-def find_checkpoint(config: Config, world: World, noted: dict[str, Any] | None) -> tuple[Saved | None, list[str]]:
+def find_checkpoint(config: Config, world: World, noted: Mapping[str, Any] | None) -> tuple[Saved | None, list[str]]:
     """The run's own newest checkpoint, else the one that `checkpoint.resume` names; and what was wrong with others.
 
     `noted` is the newest commit, {step, path}, as the attempt before has left word of it. Collective.

@@ -23,7 +23,6 @@ from train.dist.world import World
 from train.errors import StorageError
 from train.strategies.base import SavedTensor
 
-INDEX = "index.json"
 Index = dict[str, Any]
 """{"tensors": name -> {size, dtype, pieces: [{offsets, sizes, file, at}]}, "values": name -> {file, at}}; `at` in bytes."""
 

@@ -1,15 +1,14 @@
 """The commit protocol, once for every place.
 
 Files are first written where nobody looks for a checkpoint; one last act, the backend's `publish`, makes them one.
-Until then a killed writer has left nothing but a draft. Every file's size and SHA-256 are in the manifest: torch reads
-a file with flipped bits without a word.
+Until then a killed writer has left nothing but a draft. Every file's size and SHA-256 are in the manifest, whose own is
+in it, too: torch reads a file with flipped bits without a word.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +18,12 @@ from typing import Any, Protocol, TypeVar
 
 from train.checkpoint.backends import at
 from train.checkpoint.backends.base import MANIFEST, Backend, Unsure
+from train.checkpoint.records import INDEX, read_index, read_manifest, sealed
 from train.errors import Damaged, MusterError, StorageError
 from train.files import DRAFT
+from train.redact import redacted, without
 
-STEP = re.compile(r"step-(\d{8,})$")
+STEP = re.compile(r"step-([0-9]{8,18})")
 FORMAT = 2
 OLD = ".old"
 TRIES, PAUSE_S = 3, 1.0
@@ -44,8 +45,8 @@ class Storage:
     """The checkpoints of one run, by step. All methods raise StorageError."""
 
     def __init__(self, place: str | Backend):
-        self.backend = at(place) if isinstance(place, str) else place
-        self.root = self.backend.root
+        self.backend = _backend(place) if isinstance(place, str) else place
+        self.root = redacted(self.backend.root)
 
     def path(self, step: int) -> str:
         """The place of the checkpoint of `step`, for people."""
@@ -82,13 +83,13 @@ class Storage:
         whole = {"format": FORMAT, **manifest, "files": {f"{inside}{file}": facts for file, facts in files.items()}}
         with self.doing(f"write {self.path(step)}"):
             try:
-                self.backend.publish(draft, name(step), json.dumps(whole, indent=1).encode())
+                self.backend.publish(draft, name(step), sealed(whole))
             except FileExistsError:
                 if self._is_whole(step):
                     self.backend.delete(draft)
                     return False
                 self.withdraw(step)
-                self.backend.publish(draft, name(step), json.dumps(whole, indent=1).encode())
+                self.backend.publish(draft, name(step), sealed(whole))
         return True
 
     def abandon(self, step: int, attempt: str) -> None:
@@ -107,21 +108,21 @@ class Storage:
             return self._withdrawn("bad")
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """Raises Damaged if it is missing or no manifest, StorageError if it cannot be read."""
-
-        def read() -> dict[str, Any]:
-            with self.backend.get(f"{name(step)}/{MANIFEST}") as file:
-                manifest: dict[str, Any] = json.loads(file.read())
-            int(manifest["step"]), dict(manifest["files"])
-            return manifest
-
-        manifest = self.patiently(f"{name(step)}/{MANIFEST}", read)
+        """Raises Damaged if it is missing or not as it was written, StorageError if it cannot be read."""
+        manifest = self._record(step, MANIFEST, partial(read_manifest, step=step))
         if (given := manifest.get("format", 1)) != FORMAT:
             raise StorageError(
                 f"{self.path(step)} has format {given}, and this version of the kit reads {FORMAT}: "
                 "use the version that wrote it, or start over with checkpoint.resume=never"
             )
         return manifest
+
+    def index(self, step: int, manifest: dict[str, Any]) -> dict[str, Any]:
+        """What lies where in the checkpoint with this manifest. Raises as `manifest` does."""
+        place = place_of(INDEX, manifest)
+        if place is None:
+            raise Damaged(f"{self.path(step)}/{MANIFEST}: it names no {INDEX}")
+        return self._record(step, place, partial(read_index, manifest=manifest))
 
     def compare(self, step: int, file: str, expected: dict[str, Any]) -> None:
         """Raises Damaged, which says what is wrong with the file; StorageError if it cannot be read."""
@@ -181,6 +182,17 @@ class Storage:
                 time.sleep(PAUSE_S)
         raise AssertionError
 
+    def _record(self, step: int, file: str, read: Callable[[bytes], dict[str, Any]]) -> dict[str, Any]:
+        def text() -> bytes:
+            with self.backend.get(f"{name(step)}/{file}") as stream:
+                return bytes(stream.read())
+
+        found = self.patiently(f"{name(step)}/{file}", text)
+        try:
+            return read(found)
+        except Damaged as error:
+            raise Damaged(f"{self.path(step)}/{file}: {error}") from error
+
     def _compare(self, file: str, expected: dict[str, Any]) -> None:
         if (size := self.backend.size(file)) != expected["size"]:
             raise Damaged(f"{self.root}/{file} has {size} bytes instead of {expected['size']}")
@@ -214,7 +226,8 @@ class Storage:
 
     def _folders(self) -> list[int]:
         """The steps of which anything is there, newest first."""
-        return sorted((int(found[1]) for each in self.backend.list() if (found := STEP.fullmatch(each))), reverse=True)
+        found = {int(match[1]): each for each in self.backend.list() if (match := STEP.fullmatch(each))}
+        return sorted((step for step, each in found.items() if each == name(step)), reverse=True)
 
     def _is_published(self, step: int) -> bool:
         return self.backend.renames or MANIFEST in self.backend.list(name(step))
@@ -243,7 +256,8 @@ class Storage:
             if isinstance(error, passed):
                 raise
             kind = Unclear if isinstance(error, Unsure) else StorageError
-            raise kind(f"cannot {what} in {self.root}: {_reason(error)}; free or mend it, then run again") from error
+            reason = without(_reason(error), self.backend.root)
+            raise kind(f"cannot {what} in {self.root}: {reason}; free or mend it, then run again") from error
 
 
 @dataclass(frozen=True)
@@ -261,13 +275,42 @@ class Saved:
     def path(self) -> str:
         return self.storage.path(self.step)
 
+    def index(self) -> dict[str, Any]:
+        """What lies where in it. Raises StorageError."""
+        return self.storage.index(self.step, self.manifest)
+
+    def compare(self, file: str) -> None:
+        """Raises Damaged if the file is not as it was written; StorageError if it cannot be read."""
+        place = self._place(file)
+        self.storage.compare(self.step, place, self.manifest["files"][place])
+
     @contextlib.contextmanager
     def open(self, file: str) -> Iterator[Any]:
-        """A file of the checkpoint, wherever its backend keeps it. Raises StorageError."""
-        place = next((each for each in self.manifest["files"] if each.rpartition("/")[2] == file), file)
+        """A file that the manifest names, wherever the backend keeps it. Raises StorageError."""
+        place = self._place(file)
         opened = partial(self.storage.backend.get, f"{name(self.step)}/{place}")
         with self.storage.patiently(f"{name(self.step)}/{place}", opened) as stream:
             yield stream
+
+    def _place(self, file: str) -> str:
+        if (place := place_of(file, self.manifest)) is None:
+            raise Damaged(f"{self.path} has no {file}")
+        return place
+
+
+def place_of(file: str, manifest: dict[str, Any]) -> str | None:
+    """Where a file lies in the checkpoint; None if the manifest does not name it."""
+    return next((each for each in manifest["files"] if each.rpartition("/")[2] == file), None)
+
+
+def _backend(place: str) -> Backend:
+    """What `place` names. Some clients connect when they are made."""
+    try:
+        return at(place)
+    except MusterError:
+        raise
+    except Exception as error:
+        raise StorageError(f"cannot use {place}: {without(_reason(error), place)}; mend it, then run again") from error
 
 
 def name(step: int) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
+import pickle
+import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from train.checkpoint.state import INDEX, as_bytes, host_copy, read, saved_tensors
+from train.checkpoint.download import local_copy
+from train.checkpoint.records import INDEX
+from train.checkpoint.state import as_bytes, host_copy, read, saved_tensors
 from train.checkpoint.storage import STEP, Saved, Storage
 from train.dist.pieces import in_pieces
 from train.errors import ConfigError, MusterError, StorageError, one_line, storage_error
 from train.files import replace_file
 
+ALONE = "save the weights alone, torch.save(model.state_dict(), path)"
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a piece lies in its tensor: (offsets, sizes)."""
 
@@ -33,7 +38,7 @@ def write_weights(path: Path, weights: Mapping[str, Any], *, writes: bool) -> Mu
     whole: dict[str, Any] = {}
     places = _places(weights)
     for name, value in weights.items():
-        in_memory = isinstance(value, Tensor) and not in_pieces(value)
+        in_memory = not in_pieces(value) and not callable(value)  # a module's extra state is no tensor
         pieces = iter(()) if in_memory else _pieces(value, places.get(name, []), writes=writes)
         try:
             if writes and not failure:
@@ -138,26 +143,39 @@ def read_weights(source: str) -> dict[str, Tensor]:
     Raises:
         ConfigError: there are none. StorageError: they cannot be read.
     """
-    path = Path(source)
+    path = local_copy(source) if "://" in source else Path(source)
     try:
-        if "://" in source:
-            found: Any = torch.hub.load_state_dict_from_url(
-                source, map_location="cpu", weights_only=True, progress=False
-            )
-        elif path.is_dir() and not (path / "model.pt").exists():
+        if path.is_dir() and not (path / "model.pt").exists():
             return _of_checkpoint(path)
         else:
             file = path / "model.pt" if path.is_dir() else path
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except FileNotFoundError:
         raise ConfigError(f"there is no {source}: give a file of weights, a URL, or a run's folder") from None
     except MusterError:
         raise
     except Exception as error:
-        raise StorageError(f"cannot read weights from {source}: {one_line(error)[:200]}") from error
+        raise StorageError(f"cannot read weights from {source}: {unreadable(error)[:300]}") from error
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{source} holds a {type(found).__name__} and no weights by name: {ALONE}")
     for inner in ("state_dict", "model"):  # what others' checkpoints call it
         found = found[inner] if isinstance(found.get(inner), Mapping) else found
-    return {name.removeprefix("module."): value for name, value in found.items() if isinstance(value, Tensor)}
+    weights = {str(name).removeprefix("module."): value for name, value in found.items() if isinstance(value, Tensor)}
+    if not weights:
+        raise ConfigError(f"{source} holds no tensor by name: {ALONE}")
+    return weights
+
+
+def unreadable(error: Exception) -> str:
+    """Why torch cannot read a file, and what to do, in one line. torch itself advises to run the code that is in it."""
+    text = one_line(error)
+    if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in text:
+        return text
+    if match := re.search(r"GLOBAL (\S+)", text) or re.search(
+        r"Unsupported (?:global|class)\W+([A-Za-z_][\w.]+)", text
+    ):
+        return f"it holds more than tensors ({match[1]}), which could run code when it is read: {ALONE}"
+    return f"it is no file of weights: {ALONE}"
 
 
 def _of_checkpoint(path: Path) -> dict[str, Tensor]:
@@ -170,9 +188,10 @@ def _of_checkpoint(path: Path) -> dict[str, Tensor]:
     if not steps:
         raise ConfigError(f"there is neither model.pt nor a checkpoint in {path}: give a run's folder that has one")
     saved = Saved(storage, storage.manifest(steps[0]))
-    with saved.open(INDEX) as stream:
-        index = json.loads(stream.read())
+    index = saved.index()
     names = [name for name in index["tensors"] if name.startswith("model/")]
+    for file in {piece["file"] for name in names for piece in index["tensors"][name]["pieces"]} | {INDEX}:
+        saved.compare(file)
     into = {name: torch.empty(facts.size, dtype=facts.dtype) for name, facts in saved_tensors(index, names).items()}
     read(index, [], into, saved.open)
     return {name.removeprefix("model/"): value for name, value in into.items()}

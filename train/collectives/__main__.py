@@ -19,7 +19,7 @@ from train.collectives.table import show
 from train.dist.network import choose_interface
 from train.dist.place import Place
 from train.errors import ConfigError, MusterError, say
-from train.faults import agent
+from train.faults import agent, output
 from train.faults.exit import tell
 
 TIMEOUT = timedelta(seconds=120)
@@ -76,4 +76,5 @@ def leave(figures: Figures, options: Options) -> None:
 
 
 if __name__ == "__main__":
+    output.endure()
     sys.exit(main(sys.argv[1:]))

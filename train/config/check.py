@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from train.config.keys import GROUPS, SEVERAL, Config, keys
-from train.config.marks import out_of_range
+from train.config.marks import not_finite, out_of_range
 from train.config.options import options
 from train.config.parts import Part, callable_of, checked_values
 from train.errors import ConfigError
@@ -41,8 +41,11 @@ def check(composed: DictConfig) -> Config:
     if endpoint["port"] is not None:
         values = {name: value for name, value in endpoint.items() if value is not None}
         parts["loggers"] |= {"prometheus": Part("loggers.prometheus", "train.loggers.prometheus.Prometheus", values)}
-    config = replace(config, **parts)
-    problems = (out_of_range(key.name, key.value, key.marks) for key in keys(config))
+    config = replace(config, **parts, gpus=_devices(config.gpus))
+    problems = (
+        out_of_range(key.name, key.value, key.marks) or (key.name != "own" and not_finite(key.name, key.value)) or None
+        for key in keys(config)
+    )
     if problem := next(filter(None, problems), None):
         raise ConfigError(problem)
     if isinstance(config.eval.every_steps, str) and config.eval.every_steps != "off":
@@ -57,11 +60,21 @@ def check(composed: DictConfig) -> Config:
             f"dist.init_method={config.dist.init_method} is not valid: use env://, or file:///shared/path, a name in a folder "
             "that all ranks see"
         )
-    if config.gpus is not None and len(set(config.gpus)) != len(config.gpus):
-        raise ConfigError(f"gpus={config.gpus} names a device twice: give each local rank one of its own")
     several = (part for group in SEVERAL for part in getattr(config, group).values())
     for part in (*(getattr(config, group) for group in GROUPS), *several):
         checked_values(part)
     for name in ("collate_fn", "batch"):
         callable_of(f"loader.{name}", getattr(config.loader, name))
     return config
+
+
+def _devices(given: Any) -> list[int] | None:
+    """`gpus` as a list; one number is one device. Raises ConfigError."""
+    if given is None:
+        return None
+    devices = given if isinstance(given, list) else [given]
+    if not devices or any(type(each) is not int or each < 0 for each in devices):
+        raise ConfigError(f"gpus={given} names no device: give numbers, as gpus=0 or gpus=[0,2], or leave it out")
+    if len(set(devices)) != len(devices):
+        raise ConfigError(f"gpus={devices} names a device twice: give each local rank one of its own")
+    return devices

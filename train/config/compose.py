@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,32 +17,25 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from train.config.check import check
+from train.config.command_line import arranged, parsed, swept_keys
 from train.config.explain import explain
 from train.config.help import help_template
 from train.config.keys import GROUPS, Config
 from train.config.options import conf_folder
 from train.config.parts import TARGET
 from train.errors import ConfigError
+from train.redact import redacted
 
 LOOKS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
-FLAGS = (
-    "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--shell-completion",
-    "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info",
-)  # fmt: skip
-"""Hydra's own."""
-TAKE_A_VALUE = {
-    "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
-    "--experimental-rerun",
-}  # fmt: skip
 OWN = "own"
 """The option of every group that has no values: what a `_target_` of a user's own begins with."""
+LONGEST_NAME = 200
+"""Bytes of a folder's name; file systems take 255."""
 
 
 def run_each(job: Callable[[Config | ConfigError], int]) -> int:
@@ -50,47 +46,43 @@ def run_each(job: Callable[[Config | ConfigError], int]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's own handler prints a traceback and exits 1: let its errors reach us
     if LOOKS & {*sys.argv} and os.environ.get("RANK", "0") != "0":
         return 0
-    if wrong := unknown_flag(sys.argv[1:]):
-        return job(wrong)
-    sys.argv[1:] = overrides_first(sys.argv[1:])
+    try:
+        sys.argv[1:] = arranged(sys.argv[1:])
+    except ConfigError as error:
+        return job(error)
     register()
+    swept = swept_keys(sys.argv[1:])
     codes: list[int] = []
+    is_composing = True
 
     @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")  # type: ignore[untyped-decorator]
     def compose_and_do(composed: DictConfig) -> None:
-        codes.append(job(_typed(composed)))
+        nonlocal is_composing
+        config = _typed(composed, swept)
+        is_composing = False
+        codes.append(job(config))
+        is_composing = True
 
     try:
-        compose_and_do()
-    except BrokenPipeError:  # `--help | head`
-        sys.stdout = open(os.devnull, "w")
-        return 0
-    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+        with _shown_without_secrets() if LOOKS & {*sys.argv} else contextlib.nullcontext():
+            compose_and_do()
+    except Exception as error:
+        if not is_composing:
+            raise
         return job(explain(error))
     return max(codes, default=0)
 
 
-def unknown_flag(words: list[str]) -> ConfigError | None:
-    """What is wrong with a word that begins as an option and is none of Hydra's, if there is one."""
-    for place, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if not word.startswith("--") or any(flag.startswith(name) for flag in FLAGS):
-            continue
-        following = words[place + 1] if place + 1 < len(words) else ""
-        value = value or ("..." if "=" in following or following.startswith("-") else following) or "..."
-        key = name.lstrip("-").replace("-", "_")
-        return ConfigError(f"{word} is no option: write {key}={value}, without dashes")
-    return None
-
-
-def overrides_first(words: list[str]) -> list[str]:
-    """The same command line; Hydra takes overrides in one piece only, and wherever options stand is right for people."""
-    overrides: list[str] = []
-    options: list[str] = []
-    for place, word in enumerate(words):
-        is_value = place > 0 and words[place - 1] in TAKE_A_VALUE
-        (options if word.startswith("-") or is_value else overrides).append(word)
-    return [*overrides, *options]
+@contextlib.contextmanager
+def _shown_without_secrets() -> Iterator[None]:
+    """What Hydra prints of a config, at the end and without the secrets of URLs."""
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(shown):
+            yield
+    finally:
+        sys.stdout.write(redacted(shown.getvalue()))
+        sys.stdout.flush()
 
 
 def compose(overrides: list[str]) -> Config:
@@ -103,8 +95,10 @@ def compose(overrides: list[str]) -> Config:
             with open_dict(composed):
                 del composed["hydra"]
             return check(only_what_was_given(composed, choices, overrides))
-    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
-        raise explain(error) from None
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise explain(error, overrides) from None
 
 
 def of_run(folder: Path, overrides: list[str]) -> Config:
@@ -112,20 +106,18 @@ def of_run(folder: Path, overrides: list[str]) -> Config:
     path = folder / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{folder} is no run's folder: there is no config.yaml in it")
-    if wrong := next((text for text in overrides if "=" not in text), None):
-        raise ConfigError(f"{wrong} is not understood: write overrides as key=value")
     try:
-        changes = OmegaConf.from_dotlist([text.lstrip("+") for text in overrides])
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path), changes)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
         assert isinstance(merged, DictConfig)
+        for each in parsed(overrides):
+            if each.is_delete() or each.is_sweep_override():
+                raise ConfigError(f"{each.input_line} is not understood: write overrides as key=value")
+            OmegaConf.update(merged, each.key_or_group, each.value(), force_add=True)
         return check(merged)
-    except OmegaConfBaseException as error:
-        raise explain(error) from None
-
-
-def as_given(key: str, default: str) -> str:
-    """What the command line says of `key`, for where it could not be composed."""
-    return next((text.partition("=")[2] for text in reversed(sys.argv) if text.startswith(f"{key}=")), default)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise explain(error, overrides) from None
 
 
 def register() -> None:
@@ -137,18 +129,26 @@ def register() -> None:
     store.store(group="hydra/help", name="muster", node={"app_name": "python -m train", "template": help_template()})
 
 
-def _typed(composed: DictConfig) -> Config | ConfigError:
-    job = HydraConfig.get()
+def _typed(composed: DictConfig, swept: set[str]) -> Config | ConfigError:
+    job, overrides = HydraConfig.get(), _task()
     try:
-        config = check(only_what_was_given(composed, job.runtime.choices, list(job.overrides.task)))
+        config = check(only_what_was_given(composed, job.runtime.choices, overrides, name=job.job.config_name))
     except ConfigError as error:
         return error
-    except (HydraException, OmegaConfBaseException) as error:
-        return explain(error)
-    return _own_folder(config) if job.mode == RunMode.MULTIRUN else config
+    except Exception as error:
+        return explain(error, overrides)
+    return _own_folder(config, swept) if job.mode == RunMode.MULTIRUN else config
 
 
-def only_what_was_given(composed: DictConfig, choices: Mapping[str, Any], overrides: list[str]) -> DictConfig:
+def _task() -> list[str]:
+    """The overrides of this job as they were given: OmegaConf would resolve `${...}` in their texts."""
+    texts = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return [str(text) for text in texts] if isinstance(texts, list) else []
+
+
+def only_what_was_given(
+    composed: DictConfig, choices: Mapping[str, Any], overrides: list[str], *, name: str = "config"
+) -> DictConfig:
     """The same config, in which a `_target_` that replaced an option's has none of that option's values.
 
     Compose again with the option that has none: what is then there was given for the new target, in a yaml or by hand.
@@ -157,28 +157,45 @@ def only_what_was_given(composed: DictConfig, choices: Mapping[str, Any], overri
     replaced = [
         group
         for group in GROUPS
-        if isinstance(composed[group], DictConfig)
+        if isinstance(composed.get(group), DictConfig)
         and (option := loader.repository.load_config(f"{group}/{choices.get(group)}")) is not None
         and OmegaConf.select(option.config, TARGET) != OmegaConf.select(composed, f"{group}.{TARGET}")
     ]
     if not replaced:
         return composed
-    chosen = re.compile(rf"({'|'.join(replaced)})=")
-    inner = re.compile(rf"\+{{0,2}}(?=({'|'.join(replaced)})\.)")
-    kept = [inner.sub("++", text, count=1) for text in overrides if not chosen.match(text.lstrip("+"))]
-    again: DictConfig = hydra.compose("config", overrides=[*kept, *(f"{group}={OWN}" for group in replaced)])
+    kept = [text for each in parsed(overrides) for text in _again(each, replaced)]
+    again: DictConfig = hydra.compose(name, overrides=[*kept, *(f"{group}={OWN}" for group in replaced)])
     return again
 
 
-def _own_folder(config: Config) -> Config:
+def _again(override: Override, replaced: list[str]) -> list[str]:
+    """The override for a composition in which the groups `replaced` have no values yet."""
+    text, key = str(override.input_line), override.key_or_group
+    if key in replaced and not isinstance(override.value(), dict):
+        return []  # the choice that was replaced
+    if key.partition(".")[0] not in replaced:
+        return [text]
+    if override.is_delete():  # of what an option had, or a yaml gives
+        return [f"++{key}=0", f"~{key}"]
+    return [f"++{text.lstrip('+')}"]
+
+
+def _own_folder(config: Config, swept: set[str]) -> Config:
     """Each job of a sweep is a run, and each run has a folder of its own, named by what is swept."""
     job = HydraConfig.get()
-    given = OverridesParser.create().parse_overrides([text for text in sys.argv[1:] if re.match(r"[^-][^=]*=", text)])
-    swept_keys = {override.key_or_group for override in given if override.is_sweep_override()}
-    if swept_keys & {"name", "output_dir"}:  # they have one already
+    if swept & {"name", "output_dir"}:  # they have one already
         return config
-    swept = [text for text in job.overrides.task if text.lstrip("+").split("=")[0] in swept_keys]
-    name = re.sub(r"[^\w.=,+-]+", "_", ",".join(swept) or str(job.job.num))
+    given = [redacted(text) for text in _task() if parsed([text])[0].key_or_group in swept]
+    name = folder_name(",".join(given) or str(job.job.num))
     storage = config.checkpoint.storage
     checkpoint = replace(config.checkpoint, storage=storage and f"{storage.rstrip('/')}/{name}")
     return replace(config, output_dir=str(Path(config.output_dir) / name), checkpoint=checkpoint)
+
+
+def folder_name(text: str) -> str:
+    """`text` as the name of one folder, and of no other text's: a digest stands for what a name cannot hold."""
+    plain = re.sub(r"[^\w.=,+-]+", "_", text)
+    if len(plain.encode()) < LONGEST_NAME and not re.search(r"[^\w.=,+\[\]-]", text):
+        return plain
+    short = plain.encode()[:LONGEST_NAME].decode(errors="ignore")
+    return f"{short}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:6]}"

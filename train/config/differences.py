@@ -9,10 +9,17 @@ from typing import Any
 from train.config.keys import GROUPS, Config, keys
 from train.config.marks import FREE, LOCAL, Mark
 from train.config.parts import TARGET, Part, marks
+from train.redact import redacted_all
+
+OURS = "train.strategies."
+"""Of these strategies each goes on from the state that any other has saved."""
 
 
 def to_dict(node: Any) -> Any:
-    """Config as plain containers, for YAML and JSON; the inverse of nothing, only for reading and comparing."""
+    """Config as plain containers, for YAML and JSON; URLs are stripped of their secrets (train/redact.py).
+
+    The inverse of nothing, only for reading and comparing.
+    """
     if isinstance(node, Part):
         return {TARGET: node.target, **to_dict(node.values), **to_dict(node.aside)}
     if is_dataclass(node) and not isinstance(node, type):
@@ -21,7 +28,7 @@ def to_dict(node: Any) -> Any:
         return node.name
     if isinstance(node, dict):
         return {str(key): to_dict(value) for key, value in node.items()}
-    return [to_dict(item) for item in node] if isinstance(node, (list, tuple)) else node
+    return [to_dict(item) for item in node] if isinstance(node, (list, tuple)) else redacted_all(node)
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -50,7 +57,11 @@ def comparable(config: Config) -> dict[str, Any]:
 def differences(before: Any, now: Config) -> list[str]:
     """What makes `now` another run than `before`: one `key: old -> new` a difference."""
     free = marked(now, FREE)
-    old, new = _without(flatten(before), free), _without(flatten(now), free)
+    old, new = flatten(before), flatten(now)
+    chosen = [str(each.get(f"strategy.{TARGET}", "")) for each in (old, new)]
+    if chosen[0] != chosen[1] and all(target.startswith(OURS) for target in chosen):
+        free.add("strategy")
+    old, new = _without(old, free), _without(new, free)
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     return [f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}" for key in changed]
 

@@ -3,51 +3,131 @@
 from __future__ import annotations
 
 import re
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
+from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from train.config.command_line import divided, readable
 from train.config.differences import to_dict
-from train.config.keys import GROUPS, Config, keys
+from train.config.keys import GROUPS, SEVERAL, Config, keys
 from train.config.options import options, values
 from train.config.parts import TARGET
 from train.errors import ConfigError, nearest, one_line
+from train.origin import located
 
 
-def explain(error: Exception) -> ConfigError:
-    """Say what Hydra or OmegaConf found in one line, with the nearest valid name."""
+def explain(error: Exception, overrides: Sequence[str] | None = None) -> ConfigError:
+    """Say what Hydra, OmegaConf or a YAML reader found in one line, with the nearest valid name.
+
+    overrides: those that were composed; none: those of sys.argv.
+    """
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text = str(error)
+    if said := _of_file(error) or _of_option(text) or _of_choice(error, divided(overrides or sys.argv[1:])[0]):
+        return ConfigError(said)
     if match := re.search(r"Could not (?:override|delete from config) '([^']+)'", text):
         return unknown_key(match[1])
     if match := re.search(r"An item is already at '([^']+)'.*?prefix: '([^']+)'", text, re.S):
         return ConfigError(f"{match[1]} is there already: write {match[2]}, without +")
-    if match := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
+    if match := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text):
         group, option = match[1], match[2]
         there = options(group)
         if not there:
             return ConfigError(f"{group}={option}: there is no config group {group}; {nearest(group, GROUPS)}")
         own = f", or {group}._target_=your.Own" if group in GROUPS else ""
         return ConfigError(f"{group}={option} is unknown; {nearest(option, there)}{own}")
-    if match := re.search(r"Could not override '([^']+)'\. No match in the defaults list", text):
-        return unknown_key(match[1])
+    if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*?)'\s*1\.", text, re.S):
+        return ConfigError(
+            f"{match[1]}={match[2]} has several values: write {match[1]}=[{match[2]}] for a list, {match[1]}=\"'{match[2]}'\" "
+            "for one text with a comma, or add -m for a run with each"
+        )
     if key := getattr(cause, "full_key", None):
         reason = one_line(cause).split(" full_key:")[0]
         if "Interpolation" in type(cause).__name__ or "nterpolation" in reason:
             return ConfigError(f"{key}: {reason}")
+        if whole := re.search(r"Value '(-?\d+)\.0' of type 'float' could not be converted to Integer", reason):
+            return ConfigError(f"{key}: {reason}; write {key}={whole[1]}")
         return ConfigError(f"{key}: {reason}; see `python -m train --help` for its type")
     if (
         override := getattr(error, "override", None)
-        or (re.findall(r"Error parsing override '(.*)'", text) or [None])[0]
+        or (re.findall(r"Error parsing override '(.*)'", text, re.S) or [None])[0]
     ):
         return ConfigError(
             f"cannot read the override {override!r}: write key=value, with quotes around a value that has = or blanks in it: key=\"'a=b'\""
         )
-    return ConfigError(f"{one_line(error)}: write overrides as key=value")
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return ConfigError(one_line(error))
+    return ConfigError(f"the config cannot be composed: {located(error)}")
+
+
+def _of_file(error: Exception) -> str | None:
+    """What is wrong with a YAML file, and in which line, if the error is of one."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        where = f"{mark.name}:{mark.line + 1}" if mark else "a YAML file"
+        return f"{where}: {' '.join(str(error.problem or error.context).split())}: mend the YAML"
+    if isinstance(error, (yaml.YAMLError, UnicodeDecodeError)):
+        return f"{_read_there(error)} is not a text in UTF-8 ({one_line(error)[:100]}): save it as one"
+    if isinstance(error, OSError) and error.strerror:
+        return f"cannot read {error.filename or 'a file of the config'}: {error.strerror}; mend that"
+    text = one_line(error)
+    if match := re.search(r"In '([^']+)': \w+ raised while composing config: (.*?) full_key: (\S+)", text):
+        file, reason, key = match.groups()
+        own = ": begin the file with `# @package _global_`" if file.startswith(f"{key}/") else ""
+        return f"{file}.yaml: {key}: {reason}{own}"
+    if match := re.search(r"Invalid loaded object type: (\w+)", text):
+        return f"{_read_there(error)} holds a {match[1]}: write key: value into it"
+    return None
+
+
+def _read_there(error: Exception) -> str:
+    """The file that Hydra was reading when the error was raised."""
+    paths = [frame.f_locals.get("full_path") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((str(path) for path in paths if path), "a YAML file")
+
+
+def _of_option(text: str) -> str | None:
+    """What is wrong with the value of an option, if the error is of one."""
+    yours = "give the folder that holds your model/, data/ or experiment/ with their yaml files"
+    if match := re.search(r"Additional config directory '(.+)' not found", text, re.S):
+        return f"--config-dir {match[1]}: {_missing(match[1])}; {yours}"
+    if match := re.search(r"Primary config directory not found.*?'(.+)'", text, re.S):
+        return f"--config-path {match[1]}: {_missing(match[1])}; leave it out, or use --config-dir: {yours}"
+    if match := re.search(r"Cannot find primary config '([^']+)'", text):
+        return f"--config-name {match[1]}: there is no {match[1]}.yaml; leave it out, or {yours} by --config-dir"
+    if match := re.search(r"The (--\S+) flag can only be used .*", text):
+        return one_line(Exception(text))
+    return None
+
+
+def _missing(folder: str) -> str:
+    return "that is no folder" if Path(folder).exists() else "there is no such folder"
+
+
+def _of_choice(error: Exception, overrides: Sequence[str]) -> str | None:
+    """Which override chooses an option by something that is no name, if one does."""
+    for each in readable(overrides):
+        key, value = each.key_or_group, each.value()
+        names = value if isinstance(value, list) else [value]
+        if key not in (*GROUPS, "loggers", "callbacks", "experiment") or each.is_delete() or each.is_sweep_override():
+            continue
+        if isinstance(value, dict) and f"'{key}'" in str(error):
+            return f"{each.input_line}: {key} takes a name; write your own as {key}._target_=your.Own +{key}.key=value"
+        if not isinstance(value, dict) and not all(isinstance(name, str) for name in names):
+            return f"{each.input_line}: {key} is chosen by name; valid: {', '.join(options(key))}"
+    return None
 
 
 def unknown_key(key: str) -> ConfigError:
     parent, _, last = key.rpartition(".")
+    if parent.partition(".")[0] in ("own", *SEVERAL):
+        return ConfigError(f"{key} is not there yet: write +{key}=...")
     names = known_keys(parent)
     own = f"; for a parameter of your own class write +{key}=..." if parent in GROUPS else ""
     if theirs := [f"{parent}={each}" for each in options(parent) if last in values(parent, each)] if own else []:

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from train.config.marks import FREE, LOCAL, Ge, Gt
+from train.config.marks import FREE, LOCAL, Ge, Gt, Le
 
 # Enum members are what a user types, so their names are the words of the field.
 Precision = Enum("Precision", ["fp32", "bf16", "fp16"])
@@ -22,6 +22,9 @@ Device = Enum("Device", ["auto", "cpu", "cuda"])
 Progress = Enum("Progress", ["auto", "bar", "plain", "none"])
 NonFinite = Enum("NonFinite", ["stop", "skip"])
 BadSample = Enum("BadSample", ["stop", "skip"])
+
+LONGEST_S = 10**9
+"""Of a timeout: what the system's clocks and waits can hold."""
 
 GROUPS = ("data", "model", "objective", "optimizer", "scheduler", "strategy")
 """What is chosen by name from conf/, or built by import path."""
@@ -58,8 +61,8 @@ class Loader:
 @dataclass
 class Dist:
     backend: Backend = key(Backend.auto, "`gloo` or `nccl`; `auto`: by device", FREE)
-    timeout_s: float = key(300.0, "a rank that has stood still for so long is ended", Gt(0), FREE)
-    start_timeout_s: float = key(60.0, "by then all ranks must have arrived", Gt(0), FREE)
+    timeout_s: float = key(300.0, "a rank that has stood still for so long is ended", Gt(0), Le(LONGEST_S), FREE)
+    start_timeout_s: float = key(60.0, "by then all ranks must have arrived", Gt(0), Le(LONGEST_S), FREE)
     shared_memory: bool = key(True, "CPU ranks of one host add up gradients in memory; else by gloo", FREE)
     init_method: str = key(
         "env://",
@@ -109,6 +112,9 @@ class Eval:
         Ge(1),
         FREE,
     )
+    sanity_batches: int = key(
+        2, "evaluation batches tried before a run's first step, without a trace; 0: none", Ge(0), FREE
+    )
     max_samples: int | None = key(None, "the first so many test samples are measured; none: all", Ge(1), FREE)
 
 
@@ -118,7 +124,7 @@ class Config:
 
     name: str = key("run", "the run's name", FREE)
     output_dir: str = key("runs/${name}", "one run, one folder", FREE)
-    seed: int = key(0, "of the weights, the order of samples and all that is random", Ge(0))
+    seed: int = key(0, "of the weights, the order of samples and all that is random", Ge(0), Le(2**64 - 1))
     epochs: int = key(10, "passes over the training data", Ge(1), FREE)
     max_steps: int | None = key(None, "optimizer steps; where given, in place of `epochs`", Ge(1), FREE)
     batch_size: int = key(64, "samples per optimizer step over the whole world, whatever its size", Ge(1))
@@ -132,7 +138,7 @@ class Config:
     )
     precision: Precision = key(Precision.fp32, "`bf16`, or `fp16` with loss scaling")
     device: Device = key(Device.auto, "`cpu`, `cuda`; `auto`: GPUs where there are any", FREE)
-    gpus: list[int] | None = key(None, "`[0,2]` gives local rank 1 device 2; none: all", FREE, LOCAL)
+    gpus: Any = key(None, "`[0,2]` gives local rank 1 device 2, `0` is `[0]`; none: all", FREE, LOCAL)
     compile: bool = key(False, "torch.compile the model", FREE)
     channels_last: bool | None = key(None, "memory layout of images; none: by device and precision", FREE)
     grad_clip: float | None = key(None, "the most that the L2 norm of the global gradient may be", Gt(0))

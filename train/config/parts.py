@@ -16,8 +16,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from train.config.marks import FREE, LOCAL, out_of_range
-from train.errors import ConfigError, located, nearest
+from train.config.marks import FREE, LOCAL, not_finite, out_of_range
+from train.errors import ConfigError, nearest
+from train.origin import located
 
 TARGET = "_target_"
 # torchvision's datasets, and most people's, name the folder on the node so: it may differ and move.
@@ -39,12 +40,12 @@ class Part:
     @classmethod
     def of(cls, key: str, node: dict[str, Any], aside: Sequence[str] = ()) -> Part:
         """From a config's `{_target_: ..., ...}`. Raises ConfigError if it names nothing."""
+        if not isinstance(node, dict):
+            raise ConfigError(f"{key}={node} is no part: write {key}.{TARGET}=your.Own, and its values beside it")
         values = {str(name): value for name, value in node.items() if name not in aside}
         target = values.pop(TARGET, None)
         if not isinstance(target, str):
-            raise ConfigError(
-                f"{key} names no part: give {key}={TARGET.strip('_')} by name, or {key}.{TARGET}=your.Own"
-            )
+            raise ConfigError(f"{key}.{TARGET}={target} names no part: give {key} by name, or {key}.{TARGET}=your.Own")
         return cls(key, target, values, {name: node[name] for name in aside if node.get(name)})
 
 
@@ -165,7 +166,8 @@ def checked_values(part: Part) -> dict[str, Any]:
 
 def _checked(part: Part, name: str, value: Any, hint: Any) -> Any:
     key = f"{part.key}.{name}"
-    if problem := out_of_range(key, value, _marks(hint)):
+    is_own = part.target.startswith("train.") or part.key in ("optimizer", "scheduler")
+    if problem := out_of_range(key, value, _marks(hint)) or not_finite(key, value, may_be_infinite=not is_own):
         raise ConfigError(problem)
     if hint is None or (isinstance(value, dict) and TARGET in value):
         return value

@@ -13,8 +13,9 @@ from torch.utils.data import Dataset, default_collate
 from train.data.generators import kept_generators, seed_generators
 from train.data.parts import split
 from train.data.stream import Stream
-from train.errors import DataError, located, one_line, say
-from train.plan import Keys, MicroBatch, sample_keys
+from train.errors import DataError, one_line, say
+from train.origin import defined, described, located
+from train.plan import Indices, Keys, MicroBatch, mix, sample_keys
 
 UNREADABLE = (ValueError, KeyError, IndexError, EOFError)
 """What a data set raises for what it finds; other errors are its code's, or the machine's."""
@@ -55,24 +56,37 @@ class Fetch(Dataset[Any]):
         """(inputs, targets, count) of one micro-batch. Raises DataError."""
         self._epoch = micro_batch.epoch
         keys = sample_keys(seed=self.seed, epoch=micro_batch.epoch, indices=micro_batch.indices)
-        inputs, targets = split(self._batch(micro_batch.indices.tolist(), keys), self.adapter)
+        if self.is_keyed:
+            batch = self.dataset.__getitems__(micro_batch.indices.tolist(), keys)
+            inputs, targets = split(batch, None, source=self.dataset)
+            return inputs, targets, micro_batch.count
+        with kept_generators():
+            inputs, targets = self._drawn(micro_batch.indices, keys)
         return inputs, targets, micro_batch.count
 
-    def _batch(self, indices: list[int], keys: Keys) -> Any:
+    def _drawn(self, indices: Indices, keys: Keys) -> tuple[Any, Any]:
+        """What a user's functions draw at random depends on the samples' keys, too; on the first one's, for a whole batch."""
+        own = int(mix(keys[:1])[0])
         if self._is_read_whole:
-            return self.dataset.__getitems__(indices, keys)
-        with kept_generators():
-            samples = [self._sample(index, key) for index, key in zip(indices, keys.tolist(), strict=True)]
-        return self._collated(samples)
+            batch = self.dataset.__getitems__(indices.tolist(), keys)
+        else:
+            samples = [self._sample(index, key) for index, key in zip(indices.tolist(), keys.tolist(), strict=True)]
+            if self.collate:
+                seed_generators(own)
+            batch = self._collated(samples)
+        if self.adapter:
+            seed_generators(own)
+        return split(batch, self.adapter, source=self.dataset)
 
     def _collated(self, samples: list[Any]) -> Any:
         try:
             return (self.collate or default_collate)(samples)
-        except (TypeError, RuntimeError) as error:
+        except Exception as error:
             if self.collate:
                 raise
             raise DataError(
-                f"samples do not make a batch ({one_line(error)[:160]}): say how they do with loader.collate_fn=package.module.function"
+                f"samples do not make a batch{defined(self.dataset, '__getitem__', '__iter__')}: the first is {described(samples[0])} "
+                f"({one_line(error)[:160]}): {remedy(self.dataset, samples[0])}"
             ) from error
 
     def sample(self, index: int) -> Any:
@@ -100,11 +114,14 @@ class Fetch(Dataset[Any]):
             batch = self.dataset.__getitems__([index], np.array([key], dtype=np.uint64))
             return pytree.tree_map(lambda part: part[0], batch)
         if isinstance(self.dataset, Stream):
-            self.dataset.seek(self._epoch, index)
-            seed_generators(key)
+            self.dataset.seek(self._epoch, index, seed=self._seed)
             return self.dataset.take()
         seed_generators(key)
         return self.dataset[index]
+
+    def _seed(self, index: int) -> None:
+        """Seed the global generators for sample `index` of the epoch."""
+        seed_generators(int(sample_keys(seed=self.seed, epoch=self._epoch, indices=np.array([index]))[0]))
 
     def _tolerate(self, index: int, error: Exception) -> None:
         reason = " ".join(str(error).split())[:200]
@@ -115,6 +132,15 @@ class Fetch(Dataset[Any]):
             raise DataError(
                 f"{len(self.bad)} samples cannot be read, more than loader.max_bad_samples={self.max_bad}: the last is {index}: {reason}"
             ) from error
+
+
+def remedy(dataset: Any, sample: Any) -> str:
+    """What to write where samples of `dataset` like this one make no batch."""
+    if not any("PIL" in described(leaf) for leaf in pytree.tree_leaves(sample)):
+        return "say how they do with loader.collate_fn=package.module.function"
+    if "transform" in inspect.signature(type(dataset)).parameters:
+        return "write +data.transform._target_=torchvision.transforms.ToTensor"
+    return "make a tensor of a picture there, with torchvision.transforms.functional.to_tensor(picture)"
 
 
 def takes_keys(dataset: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -11,11 +13,12 @@ from torch.utils.data import IterableDataset
 
 from train.config.keys import Config
 from train.config.parts import build, checked_values, locate, signature
-from train.data.fetch import Fetch
+from train.data.fetch import Fetch, remedy
 from train.data.fingerprint import fingerprint
 from train.data.stream import Stream
 from train.dist.world import World
 from train.errors import DataError
+from train.origin import defined, described
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,13 @@ class Data:
             return tuple(shape)
         sample = Fetch(self.train, seed=0).sample(0)
         first = pytree.tree_leaves(sample[0] if isinstance(sample, (tuple, list)) else sample)
-        return tuple(torch.as_tensor(first[0]).shape) if first else ()
+        try:
+            return tuple(torch.as_tensor(first[0]).shape) if first else ()
+        except (TypeError, ValueError, RuntimeError) as error:
+            where = defined(self.train, "__getitem__", "__iter__")
+            raise DataError(
+                f"a sample's input is {described(first[0])}{where}, of which no tensor can be made: {remedy(self.train, sample)}"
+            ) from error
 
 
 def load(config: Config, world: World) -> Data:
@@ -77,8 +86,27 @@ def _splits(config: Config, world: World) -> tuple[Any, Any | None]:
 
 
 def _by_position(dataset: Any) -> Any:
+    if not isinstance(dataset, IterableDataset):
+        for name, arguments in (("__len__", "self"), ("__getitem__", "self, index")):
+            if not hasattr(dataset, name):
+                raise DataError(
+                    f"{described(dataset)} is no data set, for it has no {name}{defined(dataset)}: write `def {name}({arguments})`"
+                )
     return Stream(dataset) if isinstance(dataset, IterableDataset) else dataset
 
 
 def _num_classes(dataset: Any) -> int | None:
-    return getattr(dataset, "num_classes", None) or (len(dataset.classes) if hasattr(dataset, "classes") else None)
+    """As `num_classes` says, else the length of `classes`. Raises DataError: they are no number, or no list."""
+    number, classes = getattr(dataset, "num_classes", None), getattr(dataset, "classes", None)
+    if number:
+        if isinstance(number, Integral):
+            return int(number)
+        said, remedy = f"num_classes is {described(number)}", "write self.num_classes = ..., a whole number"
+    elif classes is None or isinstance(classes, Sized):
+        return len(classes) if classes is not None else None
+    else:
+        said = f"classes is {classes if isinstance(classes, Integral) else described(classes)}, and a list of names is expected"
+        remedy = (
+            f"write self.num_classes = {classes if isinstance(classes, Integral) else '...'}, or self.classes = [...]"
+        )
+    raise DataError(f"the data set's {said}{defined(dataset)}: {remedy}")

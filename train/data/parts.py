@@ -6,16 +6,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from train.errors import DataError
+from train.origin import defined, described
 
 TARGETS = ("labels", "label", "targets", "target")
 
 
-def split(batch: Any, adapter: Callable[[Any], Any] | None) -> tuple[Any, Any]:
+def split(batch: Any, adapter: Callable[[Any], Any] | None, *, source: Any = None) -> tuple[Any, Any]:
     """(inputs, targets) of a collated batch.
 
     A pair is taken as it is. Of a dict the targets are its entry `labels`, `label`, `targets` or `target`, or all of it
     where it has none, and the inputs are all of it: a model whose forward has a parameter `labels` gets them, too.
     Whatever else a batch is, the `adapter` (loader.batch) has to give the pair.
+
+    source: the data set, for the error.
 
     Raises:
         DataError: it is not a pair, and nobody says what is what.
@@ -23,18 +26,21 @@ def split(batch: Any, adapter: Callable[[Any], Any] | None) -> tuple[Any, Any]:
     if adapter:
         given = adapter(batch)
         if not isinstance(given, (tuple, list)) or len(given) != 2:
-            raise DataError(f"loader.batch must give a pair (inputs, targets), and gives {_name(given)}")
+            raise DataError(
+                f"loader.batch must give a pair (inputs, targets), and gives {_name(given)}{defined(adapter)}: "
+                "write `return inputs, targets`"
+            )
         return given[0], given[1]
     if isinstance(batch, Mapping):
         found = [name for name in TARGETS if name in batch]
         return batch, batch[found[0]] if found else batch
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise DataError(
-            f"a sample must be a pair (input, target) or a dict, and the data gives {_name(batch)}: "
+            f"a sample must be a pair (input, target) or a dict, and the data gives {_name(batch)}{defined(source, '__getitem__', '__iter__')}: "
             "say what is what with loader.batch=package.module.function, which turns a batch into (inputs, targets)"
         )
     return batch[0], batch[1]
 
 
 def _name(value: Any) -> str:
-    return f"{len(value)} parts" if isinstance(value, (tuple, list)) else type(value).__name__
+    return f"{len(value)} parts" if isinstance(value, (tuple, list)) else described(value)

@@ -7,6 +7,7 @@ Source: https://github.com/webdataset/webdataset#the-webdataset-format
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -102,20 +103,35 @@ def index(folder: Path, *, write: bool = False) -> list[Sample]:
     shards = sorted(folder.glob("*.tar"))
     if not shards:
         raise DataError(f"there is no *.tar in {folder}: put shards into train/ and val/, or set data.root")
-    sizes = {shard.name: shard.stat().st_size for shard in shards}
+    stamps = {shard.name: [(stat := shard.stat()).st_size, stat.st_mtime_ns] for shard in shards}
     kept = folder / INDEX
-    if kept.exists():
-        found = json.loads(kept.read_text())
-        if found["sizes"] == sizes:
-            return [
-                (shard, {ending: (at, size) for ending, (at, size) in files.items()})
-                for shard, files in found["samples"]
-            ]
+    if (found := _kept(kept, stamps)) is not None:
+        return found
     samples = [sample for shard in shards for sample in _read(shard)]
     if write and os.access(folder, os.W_OK):
-        text = json.dumps({"sizes": sizes, "samples": samples})
+        text = json.dumps({"shards": stamps, "digest": _digest(samples), "samples": samples})
         replace_file(kept, lambda draft: draft.write_text(text))
     return samples
+
+
+def _kept(path: Path, stamps: dict[str, list[int]]) -> list[Sample] | None:
+    """The samples of the index at `path`; None if it is damaged, or of other shards than those with these sizes and times.
+
+    A tar file is padded to 10 KiB, so other samples may make a file of the same size.
+    """
+    try:
+        found = json.loads(path.read_text())
+        if found["shards"] != stamps or found["digest"] != _digest(found["samples"]):
+            return None
+        return [
+            (shard, {ending: (at, size) for ending, (at, size) in files.items()}) for shard, files in found["samples"]
+        ]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _digest(samples: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(samples).encode()).hexdigest()
 
 
 def _read(shard: Path) -> list[Sample]:

@@ -8,7 +8,7 @@ with an index (shards.py).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from train.data.fingerprint import LOOKED_AT, hash_of, look
@@ -45,12 +45,19 @@ class Stream:
     def __len__(self) -> int:
         return self._length
 
-    def seek(self, epoch: int, index: int) -> None:
-        """Go to sample `index` of `epoch`, forward where it lies ahead. Raises DataError: the stream ends before it."""
+    def seek(self, epoch: int, index: int, *, seed: Callable[[int], None] = lambda _: None) -> None:
+        """Go to sample `index` of `epoch`, forward where it lies ahead. Raises DataError: the stream ends before it.
+
+        seed: called with each sample's index before it is read, those that are passed over too: a stream that shuffles
+            draws there what comes later.
+        """
         if self._samples is None or epoch != self._epoch or index < self._position:
+            seed(0)
             self._begin(epoch)
         while self._position < index:
+            seed(self._position)
             self.take()
+        seed(index)
 
     def take(self) -> Any:
         """The next sample. Raises DataError: there is none."""

@@ -37,7 +37,7 @@ from train.config.differences import comparable
 from train.config.keys import Config
 from train.dist.board import Lobby
 from train.dist.network import STOP_S, Abandoned, Stopped, Unheard, attend, connect
-from train.dist.place import Place, launcher
+from train.dist.place import Place, agents_compare_clocks, launcher
 from train.dist.shared_file import SharedFile
 from train.errors import MusterError, of_code, say
 
@@ -299,7 +299,8 @@ def difference(
 def tell_of_clocks(hellos: dict[int, dict[str, Any]], skews: dict[int, float]) -> None:
     rank = max(skews, key=lambda rank: abs(skews[rank]))
     if abs(skews[rank]) > CLOCKS_APART_S:
+        risk = ": torchrun compares them to tell who is alive, and may drop nodes or wait for them at the end"
         say(
-            f"muster: the clocks of {hellos[rank]['host']} and {hellos[0]['host']} are {abs(skews[rank]):.0f} s apart: torchrun compares them "
-            "to tell who is alive, and may drop nodes or wait for them at the end; synchronize them (NTP)"
+            f"muster: the clocks of {hellos[rank]['host']} and {hellos[0]['host']} are {abs(skews[rank]):.0f} s apart"
+            f"{risk if agents_compare_clocks() else ''}; synchronize them (NTP)"
         )

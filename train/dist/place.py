@@ -15,6 +15,10 @@ from train.errors import ConfigError
 
 NODES = "MUSTER_NNODES"
 """How `python -m train.launch node` says to its ranks how many nodes (N or MIN:MAX) there are to be."""
+STEADY = "MUSTER_STEADY_AGENT"
+"""Set by train/launch/torchrun.py, which imports nothing of the kit."""
+JOB = "MUSTER_JOB"
+"""How it says which job they are parts of: the same on all nodes, and when the job is started again."""
 
 
 @dataclass(frozen=True)
@@ -79,19 +83,35 @@ def launcher() -> str:
 
 def has_ended(agent: str) -> bool:
     """Whether the process that `launcher` named so is gone for certain; of another host's nothing is known."""
+    return (seen := _seen(agent)) is not None and not seen
+
+
+def is_at_work(agent: str) -> bool:
+    """Whether the process that `launcher` named so is there for certain, and not stopped (SIGSTOP)."""
+    return _seen(agent) not in (None, "", "T", "t")
+
+
+def _seen(agent: str) -> str | None:
+    """The state of the process that `launcher` named so; empty if it is gone, None if that cannot be seen from here."""
     host, pid, began, namespace = (agent.split(":") + [""] * 4)[:4]
-    if host != socket.gethostname() or not namespace or namespace != _pid_namespace() or not pid.isdigit():
-        return False
-    return _began(int(pid)) != began
+    if host != socket.gethostname() or not namespace or namespace != _pid_namespace() or not pid.isdecimal():
+        return None
+    state, since = _state(int(pid))
+    return state if since == began else ""
 
 
 def _began(pid: int) -> str:
-    """In clock ticks since boot; empty if there is no such process, or it is a zombie. See proc_pid_stat(5)."""
+    """In clock ticks since boot; empty if there is no such process, or it is a zombie."""
+    return _state(pid)[1]
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """A process's state (R, S, T...) and when it began; empty if it is gone, or a zombie. See proc_pid_stat(5)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
+        return "", ""
+    return ("", "") if fields[0] == "Z" else (fields[0], fields[19])
 
 
 def _pid_namespace() -> str:
@@ -108,9 +128,51 @@ def asked_for(local_world_size: int) -> int | None:
     return int(match[1]) * local_world_size if match else None
 
 
+def agents_compare_clocks() -> bool:
+    """Whether they tell by their clocks who is alive: torchrun's do, train/launch/torchrun.py's do not."""
+    return STEADY not in os.environ
+
+
 def job() -> str:
     """The scheduler's name of the job, which it keeps when it requeues it; empty if there is none."""
     return f"slurm:{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+
+
+def record_name() -> str:
+    """The launcher's name in what a rank leaves behind, by which `train.launch` knows its own: see `Attempt.launcher`."""
+    return os.environ.get(JOB) or job() or launcher()
+
+
+def job_name() -> str:
+    """The job that this process is a part of, the same on all of its nodes and over its restarts; empty if unknown.
+
+    `python -m train.launch` says it. Else it is torchrun's rendezvous id, where one was given: agents of one id are
+    parts of one job.
+    """
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return os.environ.get(JOB) or ("" if run in ("", "none") else f"torchrun:{run}")
+
+
+def rendezvous_at() -> str:
+    """The endpoint where torchrun's agents meet, as given to this one; empty if that cannot be seen."""
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0") if "RANK" in os.environ else []
+    except OSError:
+        words = []
+    if not any(re.search(r"(^|/)torchrun(\.py)?$|^torch\.distributed\.run$", word) for word in words):
+        return ""
+    found = os.environ.get("PET_RDZV_ENDPOINT", "")
+    for word, following in zip(words, words[1:], strict=False):
+        if match := re.fullmatch(r"--rdzv[-_]endpoint(?:=(.*))?", word):
+            found = following if match[1] is None else match[1]
+    is_local = re.match(r"(localhost|127\.|\[?::1|$)", found)
+    return f"{found} on {socket.gethostname()}" if is_local else found
+
+
+def restarts_left() -> bool:
+    """Whether torchrun's agent starts its ranks again if they fail now."""
+    most, so_far = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return most.isdigit() and so_far.isdigit() and int(most) > int(so_far)
 
 
 def _number(name: str, default: int) -> int:

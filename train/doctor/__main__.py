@@ -21,12 +21,14 @@ from train.doctor.lint import lint
 from train.doctor.show import show, write
 from train.doctor.visit import examine
 from train.errors import MusterError
+from train.faults import output
 from train.faults.exit import tell
 
 FAILED = 1
 
 
 def main() -> None:
+    output.endure()
     parser = argparse.ArgumentParser(prog="python -m train.doctor", description=__doc__)
     parser.add_argument("--expect", type=int, metavar="RANKS", help="how many ranks there should be")
     parser.add_argument("--quick", action="store_true", help="leave out what measures speed")

@@ -11,7 +11,8 @@ from typing import Any
 from train.dist.world import World
 from train.doctor import checks
 from train.doctor.base import Check, Finding, Visit, whereabouts
-from train.errors import located
+from train.origin import located
+from train.redact import redacted_all
 
 
 def all_checks() -> list[Check]:
@@ -52,4 +53,4 @@ def examine(world: World, visit: Visit) -> list[dict[str, Any]]:
                 "ranks": ranks,
             }
         )
-    return results
+    return list(redacted_all(results))

@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
-from train.errors import MusterError, final, one_line, say
+from train.errors import final, say
+from train.faults import output
+from train.redact import redacted
 
 POLL_S = 0.1
 STUCK_S = 30.0  # longer than any read_timeout in a --rdzv-conf of ours
@@ -26,10 +27,10 @@ def die_with_it() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def tell(error: BaseException) -> None:
-    """Give torchrun the reason for its own report, through the file that it names for that."""
+def tell(text: str) -> None:
+    """Give torchrun the reason for its own report, which ends with it, through the file that it names for that."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        text = one_line(error) if isinstance(error, MusterError) else traceback.format_exc()
+        text = redacted(text)
         message = {
             "message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
         }
@@ -95,4 +96,5 @@ def _state(pid: int) -> tuple[str, int]:
 
 
 if __name__ == "__main__":
+    output.endure()
     main()

@@ -11,23 +11,40 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from train.errors import CrashLoop, MusterError, RankLost, environment_error, one_line, say
+from train.dist.place import restarts_left
+from train.errors import (
+    CrashLoop,
+    Held,
+    MusterError,
+    Preempted,
+    RankLost,
+    environment_error,
+    final,
+    one_line,
+    say,
+    traceback_of,
+)
 from train.faults import agent, attempts
 from train.faults.attempts import Attempt
 from train.faults.heartbeat import BEAT_S, Heartbeat
 from train.faults.lease import Lease, newest_claim
+from train.origin import kind_and_message, located, place
+from train.redact import redacted
 
 if TYPE_CHECKING:
     from train.dist.world import World
+    from train.faults.preemption import Preemption
 
 FIRST_CAUSE_WAIT_S = 1.0  # a rank that fails by itself says so at once; one that was killed says nothing
 SILENCE_S = 0.3  # and beats no more
 REPORT_S = 5.0
+OF_A_START = ("token", "idle_attempts", "times_held")
 
 
 class HasStep(Protocol):
@@ -37,8 +54,8 @@ class HasStep(Protocol):
 class Exit:
     """The end of this process's attempt. It is told how far the attempt has come, and so whom an error concerns."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, *, max_idle_attempts: int | None = None, preemption: Preemption | None = None):
+        self.folder, self.max_idle_attempts, self.preemption = folder, max_idle_attempts, preemption
         self.world: World | None = None
         self.heartbeat: Heartbeat | None = None
         self.lease: Lease | None = None
@@ -50,6 +67,16 @@ class Exit:
     def step(self) -> int | None:
         return self.progress.step if self.progress else None
 
+    def is_told(self) -> bool:
+        """Whether this rank was told to stop."""
+        return bool(self.preemption and self.preemption.signalled)
+
+    def regroup(self, other: str) -> None:
+        """Have all ranks save and leave, for torchrun to start them again together with `other`."""
+        say(f"muster: {other} of this job waits for the run: all ranks save their place and start again together")
+        if self.preemption:
+            self.preemption.signalled = True
+
     def because(self, error: BaseException) -> int:
         """Report `error` once for all ranks, write outcome.json, and give the exit code.
 
@@ -58,7 +85,7 @@ class Exit:
         self._leaving.acquire()
         lost = self._is_lost(error)
         error = _put_into_words(error)
-        agent.tell(error)
+        agent.tell(in_words(error))
         if lost or isinstance(error, RankLost):
             agent.end_if_stuck()
         code = error.exit_code if isinstance(error, MusterError) else 1
@@ -70,7 +97,11 @@ class Exit:
             code = self._with_others(self.world, error, code, lost=lost)
         self._report()
         if self.lease:  # also where a thread ends the process and nothing is unwound
-            self.lease.let_go()
+            ends = code in final() or (code == Preempted.exit_code and self.is_told())
+            if restarts_left() and not ends:
+                self.lease.leave_to_restart()
+            else:
+                self.lease.let_go()
         return self._quit(code)
 
     def _report(self) -> None:
@@ -93,7 +124,14 @@ class Exit:
         from train.dist.network import Abandoned, Unheard
 
         alone = isinstance(error, (Unheard, Abandoned)) or not isinstance(error, MusterError)
-        if alone or os.environ.get("RANK", "0") == "0":
+        is_first = os.environ.get("RANK", "0") == "0"
+        record = self._record(error, code, lost=False)
+        if is_first and not isinstance(error, MusterError) and self.max_idle_attempts is not None:
+            own = uuid.uuid4().hex[:8]
+            error, code = self._counted(error, code, record, own)
+            with contextlib.suppress(MusterError, OSError):
+                self._refuse(record, own)
+        if alone or is_first:
             tell(error)
         return code
 
@@ -101,25 +139,62 @@ class Exit:
         if lost:
             first = self._first_cause(world, error)
             if isinstance(first, dict):
+                agent.tell(f"rank {first['rank']} failed first: {first['error']}")
                 self._write(first)
                 return int(first["exit_code"])
             error = first
         told = attempts.last(self.folder)
         if isinstance(error, RankLost) and told.attempt == world.attempt and told.outcome != attempts.RUNNING:
+            agent.tell(f"rank {told.rank} failed first: {told.error}")
             return told.exit_code or 1  # the first cause, from a rank that is gone
-        record = self._record(world, error, code, lost=lost)
-        if record["failure"] and told.attempt == world.attempt and told.failure_before == record["failure"]:
-            again = CrashLoop(
-                f"{record['error']}: the same error at the same place as in the attempt before; mend it, and run the same command again"
-            )
-            traceback.print_exception(error)
-            error, code = again, again.exit_code
-            record |= {"outcome": again.outcome, "exit_code": code, "error": one_line(again)}
+        record = self._record(error, code, lost=lost)
+        error, code = self._counted(error, code, record, world.attempt)
         won, first_said = world.board.claim_failure(record)
-        if won:
-            tell(error)
-        self._write(first_said, first=won)
+        if won and isinstance(error, MusterError):
+            tell(error)  # before a write that may hang
+        kept = self._write(first_said, first=won)
+        if won and not isinstance(error, MusterError):
+            tell(error, kept)
+            agent.tell(_and_where(error, kept))
+        if first_said["rank"] != world.rank:
+            agent.tell(f"rank {first_said['rank']} failed first: {first_said['error']}")
         return int(first_said["exit_code"]) if isinstance(error, MusterError) else code
+
+    def _counted(
+        self, error: BaseException, code: int, record: dict[str, Any], attempt: str
+    ) -> tuple[BaseException, int]:
+        """`error` and `code`, or a crash loop in their place, which is then put into `record`, too.
+
+        A failure of an attempt that has the run is counted by the next one (Folder); of one that never had it, here.
+        """
+        told, again = attempts.last(self.folder), None
+        failed_before = told.failure_before
+        if told.attempt != attempt or not told.token:
+            before = attempts.start_before(self.folder, attempt)
+            failed_before = before.failure
+            count = 0 if before.outcome == CrashLoop.outcome else before.idle_attempts
+            record |= {"token": before.token, "idle_attempts": count, "times_held": before.times_held}
+            if isinstance(error, Held):
+                record["times_held"] += 1
+            elif self._is_failed_start(error, code):
+                record["idle_attempts"] = count + 1
+                if count >= (self.max_idle_attempts or 0):
+                    again = f"{count + 1} attempts in a row failed before training could begin"
+        if record["failure"] and failed_before == record["failure"]:
+            again = "the same error at the same place as in the attempt before"
+        if not again:
+            return error, code
+        known = isinstance(error, MusterError)
+        where = f" ({place(error)})" if not known and place(error) else ""
+        what = one_line(error) if known else ": ".join(kind_and_message(error))
+        loop = CrashLoop(f"{what}: {again}{where}; mend it, and run the same command again")
+        record |= {"outcome": loop.outcome, "exit_code": loop.exit_code, "error": one_line(loop)}
+        return loop, loop.exit_code
+
+    def _is_failed_start(self, error: BaseException, code: int) -> bool:
+        """Not if the launcher ended this rank: it does so with all ranks when a node joins."""
+        ended = code == Preempted.exit_code or (isinstance(error, RankLost) and self.is_told())
+        return self.max_idle_attempts is not None and code not in final() and not ended
 
     def _is_lost(self, error: BaseException) -> bool:
         """Whether torch's own words say that another rank is gone: then the cause is to be heard from others."""
@@ -143,22 +218,23 @@ class Exit:
             f"rank {world.rank} on {socket.gethostname()} lost contact with another rank, which gave no reason: {one_line(error)[:300]}"
         )
 
-    def _record(self, world: World, error: BaseException, code: int, *, lost: bool) -> dict[str, Any]:
+    def _record(self, error: BaseException, code: int, *, lost: bool) -> dict[str, Any]:
         known = isinstance(error, MusterError)
         whose = error if isinstance(error, RankLost) and error.rank is not None else None
         return {
             "outcome": error.outcome if isinstance(error, MusterError) else "failed",
             "exit_code": code,
             "step": self.step,
-            "rank": whose.rank if whose else world.rank,
+            "rank": whose.rank if whose else self.world.rank if self.world else 0,
             "failed_host": whose.host if whose else socket.gethostname(),
-            "error": one_line(error) if known else f"{type(error).__name__}: {one_line(error)}",
-            "traceback": traceback.format_exc() if lost or not known else None,
+            "error": in_words(error),
+            "traceback": redacted(traceback.format_exc()) if lost or not known or error.__cause__ else None,
             "failure": None if lost or known else _digest(f"{self.step} {traceback.format_exc()}"),
         }
 
-    def _write(self, record: dict[str, Any], *, first: bool = False) -> None:
-        """Into outcome.json if the run is this attempt's; a command that was refused leaves the run's record alone.
+    def _write(self, record: dict[str, Any], *, first: bool = False) -> Path | None:
+        """Into outcome.json if the run is this attempt's; a command that was refused leaves the run's record alone. Where
+        the record lies now, if this rank has written it.
 
         The rank that said it first writes it, and so does the one that holds the run: it may be gone before the other
         has written, and its report reads what is there.
@@ -168,12 +244,18 @@ class Exit:
             now = attempts.last(self.folder)
             if now.attempt != self.world.attempt:
                 if first:
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    own = self.world.attempt
-                    is_held = newest_claim(self.folder)[1].get("attempt", own) != own
-                    attempts.refuse(self.folder, Attempt.of({**record, "attempt": own}), beside=is_held)
+                    return self._refuse(record, self.world.attempt)
             elif self.lease.is_held() if self.lease else first:
-                attempts.write(self.folder, replace(now, **record))
+                known = {key: value for key, value in record.items() if key not in OF_A_START}
+                attempts.write(self.folder, replace(now, **known, cause=None))  # that was of an earlier attempt's error
+                return self.folder / attempts.OUTCOME
+        return None
+
+    def _refuse(self, record: dict[str, Any], attempt: str) -> Path:
+        """Put on record how a start ended that never had the run. Where it lies now."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        is_held = newest_claim(self.folder)[1].get("attempt", attempt) != attempt
+        return attempts.refuse(self.folder, Attempt.of({**record, "attempt": attempt}), beside=is_held)
 
     def _quit(self, code: int) -> int:
         """Leave without waiting for ranks that may be gone: destroying a broken group can block."""
@@ -197,9 +279,20 @@ def _put_into_words(error: BaseException) -> BaseException:
     return environment_error(error) or error if isinstance(error, Exception) else error
 
 
-def tell(error: BaseException) -> None:
-    """One line for what a person can act on; the traceback for what is a defect."""
+def tell(error: BaseException, kept: Path | None = None) -> None:
+    """One line. `kept`: where the traceback of what is no MusterError lies; it is printed before the line if nowhere."""
     if isinstance(error, MusterError):
-        say(f"muster: {error.outcome.replace('_', ' ')}: {one_line(error)}")
-    else:
-        traceback.print_exception(error)
+        return say(f"muster: {error.outcome.replace('_', ' ')}: {in_words(error)}")
+    if not kept:
+        say(traceback_of(error))
+    say(f"muster: failed: {_and_where(error, kept)}")
+
+
+def _and_where(error: BaseException, kept: Path | None) -> str:
+    more = f"; mend it, and run the same command again. The whole traceback is in {kept}" if kept else ""
+    return f"{in_words(error)}{more}"
+
+
+def in_words(error: BaseException) -> str:
+    """The message of an error that a person can act on; of another what was raised and where."""
+    return one_line(error) if isinstance(error, MusterError) else located(error)

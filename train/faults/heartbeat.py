@@ -36,6 +36,7 @@ BEAT_S = 0.1
 BEATS_PER_S = 2000.0  # of all ranks together
 GRACE_S = 2.0  # for the rank that hangs to say so itself
 LAST_WORDS_S = 30.0
+ABANDONED_S = 4.0  # longer than a rank that lives is silent
 
 
 def period_s(size: int, timeout_s: float) -> float:
@@ -94,6 +95,11 @@ class Heartbeat:
         if self.eye.first_silent_s > seconds:
             return RankLost(f"{self.eye.first_name} {told}", rank=0, host=self.eye.first_host)
         return silence(self.eye.outlook, seconds, told=told, me=self.world.rank)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """On rank 0: whether it stands still, and waits for a rank or a store that gives no sign of life."""
+        return self.phases.age_s > ABANDONED_S and self.silence(ABANDONED_S) is not None
 
     def _store_lost(self, told: str) -> RankLost:
         address = os.environ.get("MASTER_ADDR", "this host")

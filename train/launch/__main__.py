@@ -15,15 +15,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from train.errors import ConfigError, nearest, one_line, say
-from train.faults import attempts
+from train.errors import ConfigError, Held, nearest, one_line, say
+from train.faults import attempts, output
 from train.launch import execute, slurm
 from train.launch.check import check, check_apart
-from train.launch.spec import Dynamic, command, environment, printed, this_torchrun
+from train.launch.spec import Dynamic, Spec, command, environment, printed, steady_torchrun, this_torchrun
 from train.launch.substrate import find, here
 from train.launch.verdict import SLURM, decide, identity
 
@@ -40,10 +41,22 @@ def node(given: Sequence[str]) -> int:
         code, folder = check_apart(overrides)
         if code:
             return code
-    verdict = execute.run(spec, overrides, policy=kind.policy, folder=folder).verdict
+    for left in reversed(range(kind.policy.again + 1)):
+        began = time.time()
+        end = execute.run(spec, overrides, policy=kind.policy, folder=folder)
+        if end.signals or end.verdict.code == 0 or not left or not was_held(spec, overrides, since=began):
+            break
+        say(f"muster: held by another part of this job: this node starts its agent again ({left} times at most)")
+    verdict = end.verdict
     if verdict.line:
         say(f"muster: {folder}: {verdict.line}")
     return verdict.code
+
+
+def was_held(spec: Spec, overrides: Sequence[str], *, since: float) -> bool:
+    """Whether ranks of this job have found their run held by another part of it, and gave up."""
+    record = attempts.newest(check_apart(overrides)[1], launcher=spec.job_name)
+    return record.get("exit_code") == Held.exit_code and float(record.get("time", 0.0)) > since
 
 
 def line(given: Sequence[str]) -> int:
@@ -72,8 +85,8 @@ def doctor(given: Sequence[str]) -> int:
     most = str(spec.nnodes).rpartition(":")[2]
     if str(spec.nproc).isdigit() and not any(word.startswith("--expect") for word in words):
         words = ["--expect", str(int(most) * int(spec.nproc)), *words]
-    line = command(spec, words, torchrun=this_torchrun(), module="train.doctor")
-    say(printed(spec, line), sys.stdout)
+    say(printed(spec, command(spec, words, torchrun=this_torchrun(), module="train.doctor")), sys.stdout)
+    line = command(spec, words, torchrun=steady_torchrun(), module="train.doctor")
     return subprocess.run(line, env={**os.environ, **environment(spec)}, check=False).returncode
 
 
@@ -91,7 +104,7 @@ def plan(given: Sequence[str]) -> int:
     code, folder = check_apart(given)
     if code:
         return code
-    before = json.dumps(identity(attempts.newest(folder)))
+    before = json.dumps(identity(attempts.newest(folder, launcher=slurm.job_id(os.environ))))
     answer = {"job": job, "folder": str(folder), "before": before, "srun_flags": flags}
     exported = [f"export {text}" for text in slurm.assignments(slurm.srun_environment(os.environ)).splitlines()]
     say("\n".join([slurm.assignments(answer), *exported]), sys.stdout)
@@ -103,7 +116,7 @@ def verdict(given: Sequence[str]) -> int:
     if len(given) not in (3, 4):
         raise ConfigError(f"verdict got {len(given)} arguments; valid: FOLDER BEFORE CODE [told]")
     folder, before, code, *told = given
-    after = attempts.newest(Path(folder))
+    after = attempts.newest(Path(folder), launcher=slurm.job_id(os.environ))
     end = decide(json.loads(before), after, int(code), told=any(told), policy=SLURM)
     answer = {"code": str(end.code), "requeue": str(int(end.requeue)), "line": f"{folder}: {end.line}"}
     say(slurm.assignments(answer), sys.stdout)
@@ -137,4 +150,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    output.endure()
     sys.exit(main(sys.argv[1:]))

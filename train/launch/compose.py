@@ -30,6 +30,7 @@ def spec(env: Mapping[str, str], *, address: Callable[[], str] = own_address) ->
         local_addr=address(),
         grace_s=whole(env, "GRACE_S"),
         threads=whole(env, "OMP_NUM_THREADS", default=1, least=1),
+        job=f"compose:{env.get('PROJECT', '')}/{text(env, 'RUN')}",
     )
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from train.config.compose import compose
+from train.dist.place import JOB
 from train.errors import MusterError
-from train.faults import attempts
+from train.faults import attempts, output
 from train.launch.spec import Dynamic, Spec
 from train.launch.verdict import identity
 
@@ -51,7 +52,8 @@ def plan_of(overrides: list[str]) -> dict[str, Any]:
         folder = Path(compose(overrides).output_dir).resolve()
     except MusterError as error:
         return {"refused": [error.exit_code, str(error)]}
-    return {"folder": str(folder), "before": identity(attempts.newest(folder))}
+    own = os.environ[JOB]
+    return {"folder": str(folder), "launcher": own, "before": identity(attempts.newest(folder, launcher=own))}
 
 
 def run(spec: Spec, line: list[str], folder: Path) -> int:
@@ -100,4 +102,5 @@ def first(failures: dict[int, Any], folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    output.endure()
     sys.exit(main(sys.argv[1:]))

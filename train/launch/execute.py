@@ -14,15 +14,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from train.dist.place import NODES
+from train.dist.place import JOB, NODES
 from train.errors import say
 from train.faults import attempts
-from train.launch.spec import MARGIN_S, Spec, command, environment, printed, this_torchrun
+from train.launch.spec import MARGIN_S, Spec, command, environment, printed, steady_torchrun, this_torchrun
 from train.launch.verdict import Policy, Verdict, decide
 
 LAST_WORDS_S = MARGIN_S - 2
 POLL_S = 0.2
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+NO_HANGUP = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT"}
+"""For torchrun: a terminal that is closed (SIGHUP) ends nothing."""
 LIBC = ctypes.CDLL(None)
 
 
@@ -58,22 +60,24 @@ class End:
 
 def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folder: Path | None = None) -> End:
     """Start the agent, wait for it, and judge its end by what was written in `folder`, if that is known."""
-    before = attempts.newest(folder) if folder else {}
     signals = Signals(policy)
     for number in (signal.SIGTERM, signal.SIGINT, *NOTICES):  # a terminal sends SIGINT to the agent too
         signal.signal(number, signals.on)
+    before = attempts.newest(folder, launcher=spec.job_name) if folder else {}
     code = _run_agent(spec, overrides, signals)
     told = bool(signals.came)
-    after = _settled(folder, told=told) if folder else {}
+    after = _settled(folder, spec.job_name, told=told) if folder else {}
     if not policy.judges or folder is None:
         return End(Verdict(code, False, ""), tuple(signals.came), after)
     return End(decide(before, after, code, told=told, policy=policy), tuple(signals.came), after)
 
 
 def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals) -> int:
-    line = command(spec, overrides, torchrun=this_torchrun())
-    say(printed(spec, line), sys.stdout)
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", NODES: spec.nnodes, **environment(spec)}
+    say(printed(spec, command(spec, overrides, torchrun=this_torchrun())), sys.stdout)
+    line = command(spec, overrides, torchrun=steady_torchrun())
+    env = {**NO_HANGUP, **os.environ, "PYTHONUNBUFFERED": "1", NODES: spec.nnodes, **environment(spec)}
+    if spec.job_name:
+        env[JOB] = spec.job_name
     signals.agent = subprocess.Popen(line, env=env, preexec_fn=_as_child)
     signals.pass_on()  # one that came before there was an agent
     code = signals.agent.wait()
@@ -88,9 +92,11 @@ def _as_child() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _settled(folder: Path, *, told: bool) -> dict[str, Any]:
+def _settled(folder: Path, launcher: str, *, told: bool) -> dict[str, Any]:
     """How it ended. Another node may stop a little later than this one, and still have to write it."""
     deadline = time.monotonic() + (LAST_WORDS_S if told else 0)
-    while (record := attempts.newest(folder)).get("outcome") == attempts.RUNNING and time.monotonic() < deadline:
+    while (record := attempts.newest(folder, launcher=launcher)).get("outcome") == attempts.RUNNING:
+        if time.monotonic() > deadline:
+            break
         time.sleep(POLL_S)
     return record

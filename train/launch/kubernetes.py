@@ -23,7 +23,7 @@ def pytorchjob(env: Mapping[str, str]) -> Spec:
         timings=TIMINGS,
     )
     restarts = whole(env, "PET_MAX_RESTARTS", default=MAX_RESTARTS)
-    return _pod(env, text(env, "PET_NNODES"), text(env, "PET_NPROC_PER_NODE"), restarts, rendezvous)
+    return _pod(env, text(env, "PET_NNODES"), text(env, "PET_NPROC_PER_NODE"), restarts, rendezvous, head=host)
 
 
 def trainjob(env: Mapping[str, str]) -> Spec:
@@ -33,7 +33,9 @@ def trainjob(env: Mapping[str, str]) -> Spec:
         master_port=whole(env, "PET_MASTER_PORT", default=PORT, least=1),
         node_rank=whole(env, "PET_NODE_RANK"),
     )
-    return _pod(env, text(env, "PET_NNODES"), text(env, "PET_NPROC_PER_NODE"), 0, rendezvous)
+    return _pod(
+        env, text(env, "PET_NNODES"), text(env, "PET_NPROC_PER_NODE"), 0, rendezvous, head=rendezvous.master_addr
+    )
 
 
 def indexed_job(env: Mapping[str, str]) -> Spec:
@@ -41,10 +43,12 @@ def indexed_job(env: Mapping[str, str]) -> Spec:
     head = text(env, "HEAD")
     is_host = whole(env, "JOB_COMPLETION_INDEX") == 0
     rendezvous = Dynamic(endpoint=f"{head}:{PORT}", id=head, is_host=is_host, timings=TIMINGS)
-    return _pod(env, f"1:{whole(env, 'NNODES', least=1)}", text(env, "NPROC"), MAX_RESTARTS, rendezvous)
+    return _pod(env, f"1:{whole(env, 'NNODES', least=1)}", text(env, "NPROC"), MAX_RESTARTS, rendezvous, head=head)
 
 
-def _pod(env: Mapping[str, str], nnodes: str, nproc: str, max_restarts: int, rendezvous: Dynamic | Static) -> Spec:
+def _pod(
+    env: Mapping[str, str], nnodes: str, nproc: str, max_restarts: int, rendezvous: Dynamic | Static, *, head: str
+) -> Spec:
     return Spec(
         nnodes=nnodes,
         nproc=nproc,
@@ -53,4 +57,5 @@ def _pod(env: Mapping[str, str], nnodes: str, nproc: str, max_restarts: int, ren
         local_addr=text(env, "POD_IP"),
         grace_s=whole(env, "GRACE_S"),
         threads=whole(env, "OMP_NUM_THREADS", default=1, least=1),
+        job=f"kubernetes:{head}",  # by name: pods of a job that was deleted and applied anew may still be ending
     )

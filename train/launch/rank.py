@@ -8,16 +8,16 @@ import pickle
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
-from train.errors import ConfigError, MusterError, final, one_line
-from train.faults import agent
+from train.errors import ConfigError, MusterError, final, one_line, say, traceback_of
+from train.faults import agent, output
 
 
 def main(given: list[str]) -> None:
     """Call the function, and leave its value or its error in FOLDER."""
+    output.endure()
     agent.die_with_it()
     folder, rank = Path(given[0]), int(os.environ["RANK"])
     failed = folder / f"failed-{rank}"
@@ -26,7 +26,7 @@ def main(given: list[str]) -> None:
         value = packed(call(folder))
     except Exception as error:
         if not isinstance(error, MusterError):
-            traceback.print_exc()
+            say(traceback_of(error))
         kind = "" if isinstance(error, MusterError) else f"{type(error).__name__}: "
         code = error.exit_code if isinstance(error, MusterError) else 1
         said = {"time": time.monotonic(), "rank": rank, "exit_code": code, "message": f"{kind}{one_line(error)}"}

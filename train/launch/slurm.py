@@ -29,7 +29,13 @@ def spec(env: Mapping[str, str], *, nproc: int | None = None) -> Spec:
         local_addr=text(env, "SLURMD_NODENAME"),
         grace_s=whole(env, "GRACE_S", default=GRACE_S),
         threads=whole(env, "OMP_NUM_THREADS", default=-(-cpus // nproc), least=1),
+        job=job_id(env),
     )
+
+
+def job_id(env: Mapping[str, str]) -> str:
+    """As `place.job` has it; empty outside of a job."""
+    return f"slurm:{env['SLURM_JOB_ID']}" if env.get("SLURM_JOB_ID") else ""
 
 
 def port(job: int) -> int:

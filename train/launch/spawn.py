@@ -22,7 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from train.errors import ConfigError, MusterError, Preempted, final, of_code, one_line
+from train.dist.place import JOB
+from train.errors import ConfigError, Held, MusterError, Preempted, final, of_code, one_line
 from train.faults import attempts
 from train.launch import loopback
 from train.launch.spec import Spec, environment
@@ -109,7 +110,7 @@ def _run_agent(spec: Spec, folder: Path) -> tuple[int, list[int]]:
     with _passing_on() as signals:
         agent = subprocess.Popen(
             line,
-            env={**os.environ, **own, **environment(spec)},
+            env={**os.environ, **own, JOB: spec.job_name, **environment(spec)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if shown_here else None,
             stderr=subprocess.STDOUT if shown_here else None,
@@ -129,8 +130,9 @@ def _run_agent(spec: Spec, folder: Path) -> tuple[int, list[int]]:
 def _echo(agent: subprocess.Popen[bytes]) -> None:
     with agent.stdout or contextlib.nullcontext(()) as lines:
         for line in lines:
-            sys.stdout.write(line.decode(errors="replace"))
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # nobody looks any more: the agent must not wait for a pipe that is full
+                sys.stdout.write(line.decode(errors="replace"))
+                sys.stdout.flush()
 
 
 def _end(agent: subprocess.Popen[bytes], grace_s: int) -> None:
@@ -201,7 +203,7 @@ class End:
             self._raise_if_told("nothing was begun: launch it again")
             self._raise_if_failed()
         folder = Path(plan["folder"])
-        after = attempts.newest(folder)
+        after = attempts.newest(folder, launcher=plan["launcher"])
         verdict = decide(plan["before"], after, self.code, told=bool(self.came), policy=Policy())
         self._raise_if_told(f"{folder}: {verdict.line or 'done'}: launch it again to resume")
         if verdict.code == 0:
@@ -236,4 +238,4 @@ class End:
 
 def _error(code: int, message: str) -> MusterError:
     """As a rank with this exit code has raised it; 1 may be anything."""
-    return of_code(code, message) if code in (*final(), Preempted.exit_code) else MusterError(message)
+    return of_code(code, message) if code in (*final(), Held.exit_code, Preempted.exit_code) else MusterError(message)

@@ -92,6 +92,12 @@ class Spec:
     """Seconds from SIGTERM to SIGKILL on this substrate."""
     threads: int
     """Of OpenMP, for each process."""
+    job: str = ""
+    """The job's name, the same on all its nodes and when it is started again; empty: the rendezvous id will do."""
+
+    @property
+    def job_name(self) -> str:
+        return self.job or (f"torchrun:{self.rendezvous.id}" if isinstance(self.rendezvous, Dynamic) else "")
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\d+(:\d+)?", self.nnodes) or not re.fullmatch(r"\d+|auto|cpu|gpu", self.nproc):
@@ -143,7 +149,17 @@ def printed(spec: Spec, line: Sequence[str]) -> str:
 
 def this_torchrun() -> list[str]:
     """torchrun of this Python: by its short name where a shell would find the same, else so that any shell finds it."""
-    found = shutil.which("torchrun")
-    if found and Path(found).parent == Path(sys.executable).parent:
+    return ["torchrun"] if _beside_python() else [sys.executable, "-m", "torch.distributed.run"]
+
+
+def steady_torchrun() -> list[str]:
+    """The same, as torchrun.py has it; a script of a site's own by the name torchrun is left as it is."""
+    found = _beside_python()
+    if found and b"from torch.distributed.run import main" not in found.read_bytes():
         return ["torchrun"]
-    return [sys.executable, "-m", "torch.distributed.run"]
+    return [sys.executable, "-P", str(Path(__file__).with_name("torchrun.py"))]
+
+
+def _beside_python() -> Path | None:
+    found = shutil.which("torchrun")
+    return Path(found) if found and Path(found).parent == Path(sys.executable).parent else None

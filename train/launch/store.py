@@ -29,6 +29,7 @@ def main(given: Sequence[str]) -> None:
     """Serve until SIGTERM, or until a run has ended or a file was written, and `--linger` seconds have passed."""
     parser = argparse.ArgumentParser(prog="python -m train.launch store", description=__doc__)
     parser.add_argument("--port", type=int, default=STORE_PORT)
+    parser.add_argument("--host", default="", help="listen at this address alone: the store authenticates nobody")
     parser.add_argument("--until-end-of", type=Path, metavar="OUTPUT_DIR", help="leave when this run has ended")
     parser.add_argument("--until-written", type=Path, metavar="FILE", help="leave when this file has been written")
     parser.add_argument(
@@ -42,7 +43,15 @@ def main(given: Sequence[str]) -> None:
 
     from torch.distributed import TCPStore
 
-    store = TCPStore("0.0.0.0", arguments.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    listener = socket.create_server((arguments.host, arguments.port))  # torch's own listens on all interfaces
+    store = TCPStore(
+        arguments.host or "0.0.0.0",
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=30),
+        master_listen_fd=listener.detach(),
+    )
     print(f"rendezvous store on {socket.gethostname()}:{store.port}", flush=True)
     started, since, last = time.time(), time.monotonic(), None
     while not stop.wait(POLL_S):

@@ -1,17 +1,58 @@
-"""metrics.jsonl: one JSON object a line, the record that all else is made of."""
+"""metrics.jsonl: one JSON object a line, the record that all else is made of.
+
+A line that a kill has cut short, or whose entries a disk or a hand has made of another type, is as if missing.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from train.errors import say, storage_error
 from train.files import replace_file
 from train.loggers.base import Logger
 
 NAME = "metrics.jsonl"
+Whole = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Line(BaseModel):
+    """What every line of its kind has; there may be more in it."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class Values(Line):
+    """Numbers; null stands for what is not finite."""
+
+    __pydantic_extra__: dict[str, float | None] = Field(init=False)
+    kind: str
+    step: Whole
+    epoch: Whole
+
+
+class Train(Values):
+    loss: float | None
+    lr: float | None
+    grad_norm: float | None
+    samples: Whole
+    samples_per_s: float | None
+
+
+class Event(Line):
+    event: str
+    time: float = 0.0
+    step: Whole = 0
+    world_size: Whole = 0
+    total_steps: Whole = 0
+
+
+KINDS: dict[str, type[BaseModel]] = {"train": Train, "eval": Values, "event": Event}
 
 
 class Jsonl(Logger):
@@ -61,18 +102,21 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
 def truncate(path: Path, step: int) -> None:
     """Drop the `train` and `eval` lines after `step`, which will be made again, and a line cut short by a kill."""
     if path.exists():
-        kept = [line for line in read(path) if line["kind"] == "event" or line["step"] <= step]
+        kept = [line for line in read(path) if line["kind"] not in ("train", "eval") or line["step"] <= step]
         replace_file(path, lambda draft: draft.write_text("".join(json.dumps(line) + "\n" for line in kept)))
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """All lines of a metrics.jsonl that are whole."""
+def read(path: Path, kinds: Mapping[str, type[BaseModel]] = KINDS) -> list[dict[str, Any]]:
+    """All lines of a metrics.jsonl, or of a file like it whose lines are of other `kinds`, that are as they were written."""
     lines = []
-    for text in path.read_text().splitlines() if path.exists() else []:
+    for text in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue  # a writer was killed in the middle of it
+            line = json.loads(text)
+            if kind := kinds.get(line["kind"]):
+                kind.model_validate(line)
+        except (ValidationError, ValueError, TypeError, KeyError, RecursionError):
+            continue
+        lines.append(line)
     return lines
 
 

@@ -12,9 +12,11 @@ from typing import Any
 from train.config.keys import Config
 from train.config.parts import build
 from train.errors import MusterError, one_line, say
+from train.faults import output
 from train.loggers.base import Logger
 from train.loggers.console import console
 from train.loggers.jsonl import NAME, Jsonl, read
+from train.redact import redacted_all
 from train.timing.clock import Times
 from train.timing.record import Timing
 
@@ -25,6 +27,11 @@ class Metrics:
     def __init__(self, loggers: list[Logger], *, samples: int, windows: Timing | None = None):
         self._loggers, self._since, self._windows = loggers, (samples, time.perf_counter()), windows
         self._lock = threading.Lock()  # the checkpoint writer reports from its own thread
+        self._output_lost = ""
+
+    def begin(self) -> None:
+        """Training begins: the time before does not count into its speed."""
+        self._since = (self._since[0], time.perf_counter())
 
     def train(
         self, *, step: int, epoch: int, loss: float, lr: float, grad_norm: float, samples: int, more: dict[str, float]
@@ -44,7 +51,7 @@ class Metrics:
 
     def event(self, event: str, **details: Any) -> None:
         """One `event` record: start, resume, checkpoint, preempted, restart, straggler, done and their kin."""
-        self._log("event", event=event, time=round(time.time(), 3), **details)
+        self._log("event", event=event, time=round(time.time(), 3), **redacted_all(details))
 
     def timing(self, step: int, ranks: list[Times]) -> None:
         """Where each rank's time went up to `step`; an event if one keeps the others waiting."""
@@ -73,6 +80,9 @@ class Metrics:
         with self._lock:
             for logger in [*self._loggers]:
                 self._surely(logger, partial(logger.log, {"kind": kind, **fields}))
+        if not self._output_lost and (why := output.lost()):
+            self._output_lost = why
+            self.event("note", text=f"{why}: what is printed is dropped, and the run goes on")
 
     def _surely(self, logger: Logger, act: Callable[[], Any]) -> None:
         """A logger that fails never fails the run."""

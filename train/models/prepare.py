@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from train.errors import ConfigError, nearest
 from train.patterns import matches
@@ -24,6 +25,12 @@ def prepared(
         ConfigError: weights and model differ in other names or in shapes, or a pattern of `freeze` fits nothing.
     """
     model = build()
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(
+                f"the model's {name} has no size before the first batch (a lazy layer), and is to be laid out over ranks before: "
+                "give the layer its sizes; a model's parameter input_shape gets that of a sample"
+            )
     if weights is not None:
         take(model, weights, ignore)
     names = dict(model.named_parameters())

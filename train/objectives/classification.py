@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from train.errors import ConfigError, DataError
+from train.origin import described
+
+NO_LABELS = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.bool,
+)
 
 
 class Classification:
@@ -19,29 +32,39 @@ class Classification:
         self.label_smoothing = label_smoothing
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if outputs.dim() != 2:
+        if isinstance(outputs, Tensor) and outputs.dim() != 2:
             raise ConfigError(
                 f"objective=classification takes logits [B, classes], and the model gives {outputs.dim()} dimensions: try objective=language_modeling"
             )
         try:
             return F.cross_entropy(outputs.float(), targets, label_smoothing=self.label_smoothing)
-        except (IndexError, RuntimeError, ValueError) as error:
-            raise labels_that_do_not_fit(outputs, targets, error) from error
+        except (IndexError, RuntimeError, ValueError, TypeError) as error:
+            raise labels_that_do_not_fit("classification", outputs, targets, error) from error
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         loss = F.cross_entropy(outputs.float(), targets, reduction="sum")
         return {"loss": loss, "accuracy": (outputs.argmax(-1) == targets).sum()}
 
 
-def labels_that_do_not_fit(outputs: Tensor, targets: Any, error: Exception) -> Exception:
-    """Why `targets` are no labels for `[B, classes]` outputs; `error` itself if they are."""
-    if not isinstance(targets, Tensor) or targets.shape != outputs.shape[:1] or targets.is_floating_point():
-        given = f"{list(targets.shape)} {targets.dtype}" if isinstance(targets, Tensor) else type(targets).__name__
-        return DataError(f"objective=classification takes labels [{len(outputs)}] int64, and the data gives {given}")
-    wrong = targets[(targets < 0) | (targets >= outputs.shape[1])].tolist()
-    if wrong:
-        return DataError(
-            f"the data has label {wrong[0]}, and the model gives {outputs.shape[1]} classes, 0 to {outputs.shape[1] - 1}: "
+def labels_that_do_not_fit(objective: str, outputs: Any, targets: Any, error: Exception) -> Exception:
+    """Why `targets` are no labels for `[..., classes]` outputs; `error` itself if they are."""
+    if not isinstance(outputs, Tensor) or outputs.dim() < 2:
+        return error
+    *shape, classes = outputs.shape
+    found = None
+    if not isinstance(targets, Tensor) or [*targets.shape] != shape or targets.dtype in NO_LABELS:
+        remedy = "write .long() where the data set makes them" if _is_only_type(targets, shape) else "mend the labels"
+        given = f"{list(targets.shape)} {targets.dtype}" if isinstance(targets, Tensor) else described(targets)
+        found = DataError(f"objective={objective} takes labels {shape} int64, and the data gives {given}: {remedy}")
+    elif wrong := targets[(targets < 0) | (targets >= classes)].tolist():
+        found = DataError(
+            f"the data has label {wrong[0]}, and the model gives {classes} classes, 0 to {classes - 1}: "
             "mend the labels, or say num_classes in the data set or the model"
         )
-    return error
+    if found:
+        found.of_data = True
+    return found or error
+
+
+def _is_only_type(targets: Any, shape: list[int]) -> bool:
+    return isinstance(targets, Tensor) and [*targets.shape] == shape

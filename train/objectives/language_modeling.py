@@ -6,17 +6,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from train.errors import ConfigError
+from train.objectives.classification import labels_that_do_not_fit
 
 
 class LanguageModeling:
     """Cross-entropy of `[B, T, classes]` logits and `[B, T] int64` next tokens, per token."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if outputs.dim() != 3:
+        if isinstance(outputs, Tensor) and outputs.dim() != 3:
             raise ConfigError(
                 f"objective=language_modeling takes logits [B, T, classes], and the model gives {outputs.dim()} dimensions: try objective=classification"
             )
-        return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
+        try:
+            return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
+        except (IndexError, RuntimeError, ValueError, TypeError) as error:
+            raise labels_that_do_not_fit("language_modeling", outputs, targets, error) from error
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         right = (outputs.argmax(-1) == targets).float().mean(-1).sum()

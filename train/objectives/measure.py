@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from train.dist.world import World
 from train.errors import ConfigError
+from train.objectives.by_slice import BySlice, by_slice
+from train.objectives.lists import fill_lists
+from train.objectives.loss import loss_of, measured
+from train.origin import defined, described, name_of
 
 OF = "/of"
 """What the name of a sum's own count ends with; a sum without one is over samples."""
 LESS_IS_BETTER = ("loss", "error", "perplexity")
 
 
-def sums(objective: Any, outputs: Any, targets: Any, count: int) -> dict[str, Tensor]:
+def sums(
+    objective: Any, outputs: Any, targets: Any, count: int, *, model: Any, loss: Tensor | None = None
+) -> dict[str, Tensor]:
     """The objective's metrics summed over the micro-batch of `count` samples; of a bare loss function, the loss.
 
     A metric may be a pair (sum, count) where it is a mean of something else than samples: tokens, pixels.
+
+    loss: what the objective has given for it already; one that keeps a state is not to see a batch twice.
     """
     if not hasattr(objective, "metrics"):
-        return {"loss": objective(outputs, targets) * count}
-    found: dict[str, Tensor] = {}
-    for name, value in objective.metrics(outputs, targets).items():
-        if isinstance(value, tuple):
+        known = loss_of(objective, outputs, targets, model=model, trains=False) if loss is None else loss
+        return {"loss": known * count}
+    found: dict[str, Any] = {}
+    for name, value in measured(objective, outputs, targets, model=model).items():
+        if isinstance(value, tuple) and len(value) == 2:
             found[name], found[f"{name}{OF}"] = value
         else:
             found[name] = value
+    wrong = {name: value for name, value in found.items() if not isinstance(value, Tensor) or value.numel() != 1}
+    for name, value in wrong.items():
+        raise ConfigError(
+            f"{name_of(objective)}.metrics gives {described(value)} for {name.removesuffix(OF)}{defined(objective, 'metrics')}: "
+            "give the sum over the samples, a tensor [], or a pair (sum, count) of them"
+        )
     return found
 
 
@@ -53,15 +71,29 @@ class Measures:
     by name.
     """
 
-    def __init__(self, named: Mapping[str, Any]):
-        self.named = dict(named)
+    def __init__(self, named: Mapping[str, Any], *, sliced: bool = False):
+        self.named = {name: by_slice(metric) if sliced else metric for name, metric in named.items()}
 
-    def update(self, outputs: Any, targets: Any) -> None:
+    def update(self, outputs: Any, targets: Any, *, slice: int) -> None:
+        """Take the outputs for a micro-batch of a slice of the global batch."""
         for metric in self.named.values():
-            metric.update(outputs, targets)
+            if isinstance(metric, BySlice):
+                metric.update(outputs, targets, slice=slice)
+            else:
+                metric.update(outputs, targets)
 
-    def compute(self) -> dict[str, float]:
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, copies are updated and computed."""
+        kept, self.named = self.named, {name: _copy(metric) for name, metric in self.named.items()}
+        try:
+            yield
+        finally:
+            self.named = kept
+
+    def compute(self, world: World) -> dict[str, float]:
         """All values since the last time, by name. Raises ConfigError: one is no number."""
+        fill_lists(self.named, world)
         found: dict[str, float] = {}
         for name, metric in self.named.items():
             value = metric.compute()
@@ -80,6 +112,14 @@ class Measures:
         """Forget what was measured in an evaluation that was given up."""
         for metric in self.named.values():
             metric.reset()
+
+
+def _copy(metric: Any) -> Any:
+    """A copy; itself where it has none: `compute` resets it."""
+    try:
+        return copy.deepcopy(metric)
+    except Exception:
+        return metric
 
 
 def value_of(metric: str, values: Mapping[str, float], *, key: str) -> float:

@@ -11,26 +11,22 @@ from torch import nn
 
 from train.config.keys import Precision
 from train.config.parts import Part, build, locate, signature
-from train.dist.pieces import in_pieces
-from train.errors import ConfigError, nearest
+from train.errors import ConfigError, nearest, one_line
+from train.optim import fused
 from train.patterns import matches
 
-FUSED = ("torch.optim.SGD", "torch.optim.Adam", "torch.optim.AdamW")
-FUSED_IN_PIECES = ("torch.optim.Adam", "torch.optim.AdamW")
 MATCH = "match"
+NEEDED = ("param_groups", "state", "step", "zero_grad", "load_state_dict")
 Named = tuple[str, nn.Parameter]
 
 
 def build_optimizer(
     part: Part, named: Iterable[Named], *, precision: Precision, elsewhere: Sequence[str] = ()
 ) -> torch.optim.Optimizer:
-    """The configured optimizer over (name, parameter) pairs, in its fused form where torch has one for CPU and CUDA alike.
+    """The configured optimizer over (name, parameter) pairs, fused where it fits (fused.py).
 
     `optimizer.groups` divides them; an optimizer, or a function that makes one, whose signature has `named_parameters`
     gets the pairs themselves.
-
-    Not fused under fp16: the loss scaler lets a fused SGD skip its first step, and its momentum is uninitialised after that.
-    Nor SGD on parameters in pieces: torch knows no such operation on a DTensor.
 
     `elsewhere` are the names of the model's parameters that only other ranks have.
 
@@ -40,14 +36,19 @@ def build_optimizer(
     trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trainable:
         raise ConfigError("the model has no trainable parameter: nothing to optimise")
-    names = FUSED_IN_PIECES if any(in_pieces(parameter) for _, parameter in trainable) else FUSED
-    options = {"fused": True} if part.target in names and precision is not Precision.fp16 else {}
-    if "named_parameters" in signature(locate(part)):
-        if part.aside:
-            raise ConfigError(f"optimizer.groups: {part.target} takes named_parameters and groups them itself")
-        optimizer: Any = build(part, named_parameters=trainable)
-    else:
-        optimizer = build(part, divided(part, trainable, elsewhere), **options)
+    takes_names = "named_parameters" in signature(locate(part))
+    if takes_names and part.aside:
+        raise ConfigError(f"optimizer.groups: {part.target} takes named_parameters and groups them itself")
+    given: list[Any] = [] if takes_names else [divided(part, trainable, elsewhere)]
+    try:
+        optimizer: Any = build(part, *given, **({"named_parameters": trainable} if takes_names else {}))
+    except RuntimeError as error:  # torch's own for fused and foreach
+        raise ConfigError(f"optimizer: {part.target} refuses what it was given: {one_line(error)[:300]}") from error
+    if lacking := [name for name in NEEDED if not hasattr(optimizer, name)]:
+        raise ConfigError(
+            f"optimizer._target_={part.target} gives {type(optimizer).__name__}, which has no {lacking[0]}: "
+            "give a torch.optim.Optimizer, or what makes one"
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure and closure.default is closure.empty:
         raise ConfigError(
@@ -55,7 +56,9 @@ def build_optimizer(
             "use another, or a strategy of your own"
         )
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
+        if group.get("lr") is not None:  # some have none, or find their own
+            group.setdefault("initial_lr", group["lr"])
+    fused.choose(optimizer, part, precision=precision)
     return optimizer  # type: ignore[no-any-return]
 
 

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 from train.errors import MusterError, say, storage_error
+from train.faults import output
 from train.loggers import jsonl
+from train.origin import located
 from train.report.history import History
 from train.report.page import NAME, write_page
 
@@ -40,6 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         say(f"muster: {storage_error('make the report:', error)}")
         return 5
+    except Exception as error:  # records that do not fit each other
+        say(
+            f"muster: cannot make the report: the records of {', '.join(map(str, folders))} do not fit: {located(error)}"
+        )
+        return 5
     return 0
 
 
@@ -52,4 +59,5 @@ def of(run: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
+    output.endure()
     sys.exit(main())

@@ -16,6 +16,7 @@ from train.config.keys import Log
 from train.faults import attempts
 from train.loggers import jsonl
 from train.plan import Plan
+from train.redact import redacted_all
 from train.timing import record as timing
 
 Line = dict[str, Any]
@@ -57,13 +58,12 @@ class History:
     @classmethod
     def of(cls, folder: Path) -> History:
         """Read `folder`. Raises OSError."""
-        config = folder / "config.yaml"
         return cls(
             folder=folder,
-            lines=[line for line in jsonl.read(folder / jsonl.NAME) if "kind" in line],
-            timings=[line for line in jsonl.read(folder / timing.NAME) if "kind" in line],
+            lines=jsonl.read(folder / jsonl.NAME),
+            timings=jsonl.read(folder / timing.NAME, timing.KINDS),
             outcome=attempts.read(folder),
-            config=yaml.safe_load(config.read_text()) or {} if config.exists() else {},
+            config=redacted_all(_config(folder / "config.yaml")),
         )
 
     @property
@@ -223,6 +223,14 @@ class History:
         if wrong or twice:
             return False, f"{seen}; step {(wrong + twice)[0]} does not fit the plan of {size:,} samples an epoch"
         return True, f"{seen}, as planned, each once{made_again}"
+
+
+def _config(path: Path) -> Line:
+    try:
+        found = yaml.safe_load(path.read_bytes()) if path.exists() else {}
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 UNTOLD = {"name", "output_dir", *(f"log.{name}" for name in Log.__dataclass_fields__)}

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from train.checkpoint.records import read_best
 from train.files import replace_file
 from train.loggers.console import several
 from train.report import figures
@@ -186,11 +187,8 @@ def _environment(history: History) -> dict[str, Any]:
 
 
 def _best(history: History) -> dict[str, Any]:
-    try:
-        found = json.loads((history.folder / "best.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return {found.get("metric", ""): f"{found.get('value'):.6g} at step {found.get('step')}, {found.get('path')}"}
+    best = read_best(history.folder)
+    return {best.metric: f"{best.value:.6g} at step {best.step}, {best.path}"} if best else {}
 
 
 def _when(history: History) -> str:

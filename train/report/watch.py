@@ -13,9 +13,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from train.faults import attempts
+from train.faults import attempts, output
 from train.loggers.console import describe, several
 from train.loggers.jsonl import NAME
+from train.origin import located
 from train.report.figures import duration
 from train.report.history import History
 from train.timing import record as timing
@@ -29,20 +30,29 @@ STYLES = {"done": "green", "running": "blue", "preempted": "yellow", "failed": "
 
 
 def watch(folders: Sequence[Path], *, once: bool = False) -> int:
-    """Show them until all are done, or until Ctrl-C."""
+    """Show them until all are done, nobody reads it any more, or Ctrl-C."""
     console = Console()
     if once:
-        console.print(Group(*(shown(folder, console.width) for folder in folders)))
+        console.print(Group(*(_surely_shown(folder, console.width) for folder in folders)))
         return 0
     try:
         with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
             while True:
-                live.update(Group(*(shown(folder, console.width) for folder in folders)), refresh=True)
-                if all(attempts.read(folder).get("outcome") == attempts.DONE for folder in folders):
+                live.update(Group(*(_surely_shown(folder, console.width) for folder in folders)), refresh=True)
+                if not output.has_reader() or all(
+                    attempts.read(folder).get("outcome") == attempts.DONE for folder in folders
+                ):
                     return 0
                 time.sleep(EVERY_S)
     except KeyboardInterrupt:
         return 0
+
+
+def _surely_shown(folder: Path, width: int) -> Group:
+    try:
+        return shown(folder, width)
+    except Exception as error:  # records that do not fit each other, or the folder is gone
+        return Group(Text.assemble((str(folder), "bold"), f"  cannot be read: {located(error)}"))
 
 
 def shown(folder: Path, width: int, *, now: float | None = None) -> Group:

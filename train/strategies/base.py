@@ -3,7 +3,8 @@
 A strategy is built from its config group alone and says, before any process group exists, what it cannot do. Then it
 builds the model, lays it out over the ranks and makes the optimizer; it carries out one optimizer step on this rank's
 micro-batches and measures a micro-batch of evaluation. Its state is flat: names that every rank spells
-alike (`model/<parameter>`, `optimizer/<parameter>/<value>`, `optimizer/groups`, `scaler`), each with what this rank
+alike (`model/<parameter>`, `optimizer/<parameter>/<value>`, `optimizer/groups`, `scaler`,
+`buffers/<name>` of what no state dict has), each with what this rank
 owns or replicates of it, and names that begin with
 `own_prefix`, which are this rank's alone. Who writes what, and how a layout
 is read by another, is the checkpoint's business.
@@ -12,7 +13,7 @@ is read by another, is the checkpoint's business.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from train.dist.layout import DATA, Layout
 from train.dist.world import World
 from train.errors import ConfigError
 from train.objectives.measure import Measures
+from train.strategies.honours import honoured
 
 BuildOptimizer = Callable[..., torch.optim.Optimizer]
 """(pairs of name and parameter, elsewhere=names that only other ranks have) -> optimizer"""
@@ -88,8 +90,8 @@ class Strategy(ABC):
     """Carries out the training of one model across `world`, which it has from `build` on."""
 
     world: World
-    takes_slices: ClassVar[bool] = False
-    """Whether it can compute a step as `virtual_world_size` ranks would."""
+    honours: ClassVar[Collection[str]] = frozenset()
+    """The keys of the config, of those in honours.MADE_BY, that it honours; any other that is given is refused."""
 
     @property
     def caveat(self) -> str:
@@ -176,6 +178,7 @@ class Strategy(ABC):
         """The finished model's state dict by unwrapped names, the same ones in the same order on every rank. Collective.
 
         What lies in pieces is a DTensor, or a function that makes it whole on rank 0 at least; that is collective, too.
+        A module's extra state is a plain value.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -187,7 +190,7 @@ def check_slices(config: Config, strategy: Strategy, world_size: int) -> None:
     if not (slices := config.virtual_world_size):
         return
     said = f"virtual_world_size={slices}"
-    if not strategy.takes_slices:
+    if "virtual_world_size" not in honoured(type(strategy)):
         raise ConfigError(f"{said} is for strategy=ddp and strategy=single: give one of them, or leave it out")
     if slices < world_size:
         raise ConfigError(f"{said} is less than the world size {world_size}: give {world_size} or more, or start fewer")

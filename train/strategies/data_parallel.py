@@ -26,6 +26,8 @@ LOGICAL_DEVICES = 2
 class DataParallel(Stepping):
     """torch.nn.DataParallel over the GPUs of one process; on the CPU the same steps over logical devices."""
 
+    honours = frozenset({*Stepping.honours, "channels_last"})
+
     def __init__(self, *, devices: Annotated[int | None, Ge(1), FREE], gpus: Annotated[list[int] | None, FREE, LOCAL]):
         self.devices, self.gpus = devices, gpus
 

@@ -29,7 +29,7 @@ class Ddp(ConfiguredReplicas):
     powersgd_rank: Annotated[int, Ge(1)]
     powersgd_warm_up_steps: Annotated[int, Ge(2)]
 
-    takes_slices = True
+    honours = frozenset({*ConfiguredReplicas.honours, "virtual_world_size"})
 
     def __post_init__(self) -> None:
         self.powersgd: PowerSgd | None = None

@@ -31,6 +31,7 @@ from train.strategies.base import Recipe, SavedTensor, StepResult
 from train.strategies.common.gradient import total_norm
 from train.strategies.common.optimizer_step import OptimizerStep, build_model
 from train.strategies.common.server import SERVER, Answer, Gradient, Served, Server, serve, served
+from train.strategies.common.state import refuse_extra_state
 
 GROUPS = "optimizer/groups"
 
@@ -150,6 +151,7 @@ class DdpRpc(Served):
     """
 
     name = "ddp_rpc"
+    honours = Served.honours
 
     def __init__(self, *, remote: str, asynchronous: bool):
         self.remote, self.asynchronous = remote, asynchronous
@@ -173,6 +175,7 @@ class DdpRpc(Served):
         self.world, self.trainers = world, range(1, world.size)
         self.warmed_up = len(self.trainers) < 3  # see Ddp.step
         whole = build_model(recipe, world.device if world.rank != SERVER else torch.device("cpu"))
+        refuse_extra_state(whole, "ddp_rpc")
         self.plain = {name: value.to("meta") for name, value in whole.state_dict().items()}
         self.order = [name for name, _ in whole.named_parameters()]
         kept = find(whole, self.remote)
@@ -180,7 +183,12 @@ class DdpRpc(Served):
         calls.start(world)
         if world.rank == SERVER:
             self.optimizer_step = OptimizerStep(
-                recipe, world=world, layout=Layout({DATA: 1}), model=alone(kept, self.remote), trainers=group
+                recipe,
+                world=world,
+                layout=Layout({DATA: 1}),
+                model=alone(kept, self.remote),
+                trainers=group,
+                has_loss=False,
             )
             self.table = Table(kept, self.optimizer_step, trainers=self.trainers)
             serve(self.table, self.trainers)
@@ -253,9 +261,9 @@ class DdpRpc(Served):
 
     def _train(self, step: int, batches: list[Batch]) -> StepResult:
         stepping = self.optimizer_step
-        self.model.train()
+        stepping.set_training(True)
         stepping.optimizer.zero_grad()
-        before = stepping.buffers.copy() if stepping.leaves_out else {}
+        before = stepping.buffers.copy() if stepping.leaves_out else []
         with dist_autograd.context() as context:
             loss = stepping.backward(step, batches)
             self.stand_in.backward(context, 1 / len(self.trainers))  # DDP has averaged the others

@@ -15,16 +15,20 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from train.config.keys import Config, Device, Precision
 from train.config.marks import FREE
+from train.data.loader import Batch
 from train.dist.world import World
 from train.errors import ConfigError
 from train.strategies.base import Recipe
+from train.strategies.common.broadcast import begin_alike
+from train.strategies.common.gradient import refuse_sparse
+from train.strategies.common.lockstep import END, Lockstep
 from train.strategies.common.optimizer_step import OptimizerStep, Stepping
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -41,6 +45,8 @@ class Fsdp(Stepping):
         activation_checkpointing: keep no activation within a unit, and compute them again in backward.
         cpu_offload: slices, gradients and the optimizer live in the host's memory; CUDA only.
     """
+
+    honours = frozenset({*Stepping.honours, "compile"})
 
     units: Sequence[str] | None
     param_dtype: Literal["bf16"] | None
@@ -64,9 +70,12 @@ class Fsdp(Stepping):
 
     def build(self, recipe: Recipe, world: World) -> None:
         self.world, self.model = world, recipe.build_model()  # on the host: no device ever holds the whole
+        begin_alike(self.model)
+        refuse_sparse(self.model, "a strategy that shards")
         units = named_units(self.model, self.units) if self.units else units_of(self.model)
         if self.param_dtype and any(isinstance(module, _BatchNorm) for module in self.model.modules()):
             raise ConfigError("strategy.param_dtype=bf16 does not go with batch norm: use precision=bf16 in its place")
+        self._refuse_model(units)
         layout = self.layout(world.size)
         options: dict[str, Any] = {
             "mesh": layout.mesh(world.device.type),
@@ -84,7 +93,35 @@ class Fsdp(Stepping):
             fully_shard(unit, mp_policy=policy, **options)
         whole = replace(policy, output_dtype=torch.float32) if self.param_dtype else policy  # what the loss is made of
         self.sharded = fully_shard(self.model, mp_policy=whole, **options)
-        self.optimizer_step = OptimizerStep(recipe, world=world, layout=layout, model=self.model, no_sync=self._no_sync)
+        shards = [*layout.sizes.values()][-1]
+        lockstep = Lockstep(self.model, units, world, shards=shards) if world.size > 1 else None
+        self.optimizer_step = ShardedStep(
+            recipe, world=world, layout=layout, model=self.model, no_sync=self._no_sync, lockstep=lockstep
+        )
+
+    def _refuse_model(self, units: Sequence[nn.Module]) -> None:
+        """Raise ConfigError for a model that torch cannot cut, or that would train as another."""
+        name = type(self).__name__.lower()
+        for unit in units if self.activation_checkpointing else ():
+            if any(isinstance(module, _BatchNorm) for module in unit.modules()):
+                raise ConfigError(
+                    "strategy.activation_checkpointing=true computes batch norm twice, and counts its statistics twice: "
+                    "use false, or name units without batch norm in strategy.units"
+                )
+        for parameter_name, parameter in self.model.named_parameters():
+            if not parameter.dim():
+                raise ConfigError(
+                    f"strategy={name} cannot cut {parameter_name}, which is a scalar: give it shape [1], or use strategy=ddp"
+                )
+        seen: set[nn.Parameter] = set()
+        for unit in (*units, self.model):
+            mine = {p for p in unit.parameters() if p not in seen and p.requires_grad}
+            seen |= mine
+            if len(kinds := {str(p.dtype).removeprefix("torch.") for p in mine}) > 1:
+                raise ConfigError(
+                    f"strategy={name} gathers the parameters of a unit together, and {type(unit).__name__} has {' and '.join(sorted(kinds))}: "
+                    "give them one type, name units of one type each in strategy.units, or use strategy=ddp"
+                )
 
     @contextlib.contextmanager
     def _no_sync(self) -> Iterator[None]:
@@ -93,6 +130,28 @@ class Fsdp(Stepping):
             yield
         finally:
             self.sharded.set_requires_gradient_sync(True)
+
+
+class ShardedStep(OptimizerStep):
+    """Of units that gather and reduce, to which all ranks come in one order; without a `lockstep` a plain one."""
+
+    def __init__(self, *args: Any, lockstep: Lockstep | None, **options: Any):
+        super().__init__(*args, **options)
+        self._lockstep = lockstep
+
+    def backward(self, step: int, batches: list[Batch]) -> Tensor:
+        if self._lockstep:
+            self._lockstep.begin()
+        loss = super().backward(step, batches)
+        if self._lockstep:
+            self._lockstep.reduced()
+        return loss
+
+    def evaluate(self, batch: Batch) -> dict[str, Tensor]:
+        measured = super().evaluate(batch)
+        if self._lockstep:
+            self._lockstep.agree(END)
+        return measured
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:

@@ -161,6 +161,7 @@ class LocalSgd(Replicas):
 
     step_class = LocalStep
     optimizer_step: LocalStep
+    honours = Replicas.honours
 
     def __init__(
         self,

@@ -27,6 +27,8 @@ from train.strategies.common.replicas import Replicas
 class ModelParallel(Replicas):
     """Two devices a process: with n processes on a machine, `gpus` number i and n + i are those of local rank i."""
 
+    honours = Replicas.honours - {"compile"}
+
     def __init__(self, *, split: list[str], gpus: Annotated[list[int] | None, FREE, LOCAL]):
         self.split, self.gpus = split, gpus
 

@@ -25,8 +25,10 @@ from train.dist.layout import DATA, Layout
 from train.dist.world import World
 from train.errors import ConfigError
 from train.strategies.base import Recipe, SavedTensor, StepResult, own_prefix
+from train.strategies.common.broadcast import begin_alike
 from train.strategies.common.optimizer_step import OptimizerStep, build_model
 from train.strategies.common.server import SERVER, Answer, Served, Server, serve, served
+from train.strategies.common.state import refuse_extra_state
 
 
 class ParameterServer(Served):
@@ -36,6 +38,7 @@ class ParameterServer(Served):
     """
 
     name = "parameter_server"
+    honours = Served.honours
 
     def __init__(self, *, gradients_per_update: Annotated[int | None, Ge(1)]):
         self.gradients_per_update = gradients_per_update
@@ -71,6 +74,8 @@ class ParameterServer(Served):
                 "asynchronous updates: a gradient may be of older parameters, and no run gives the same weights again"
             )
         self.model = build_model(recipe, world.device if world.rank != SERVER else torch.device("cpu"))
+        refuse_extra_state(self.model, "parameter_server")
+        begin_alike(self.model, by=torch.device("cpu"))  # what is not trained, too, which the server never sends
         group: Any = dist.new_subgroups_by_enumeration([[SERVER], [*range(1, world.size)]])[0]
         # Shares of the global mean, which the server adds up: there is nothing to average.
         one = Layout({DATA: 1})
@@ -97,8 +102,8 @@ class ParameterServer(Served):
 
     def _train(self, step: int, batches: list[Batch]) -> StepResult:
         stepping = self.optimizer_step
-        self.model.train()
-        before = stepping.buffers.copy() if stepping.leaves_out else {}
+        stepping.set_training(True)
+        before = stepping.buffers.copy() if stepping.leaves_out else []
         loss = stepping.backward(step, batches)
         stepping.buffers.forget()
         answer: Answer = self._ask("push", self.world.rank, step, [host(p.grad) for p in stepping.parameters])
@@ -155,12 +160,17 @@ class ParameterServer(Served):
 
     def _share_buffers(self) -> None:
         """Give the server the trainers' buffers. Collective."""
-        shared = self.optimizer_step.buffers.own if self.server else self.optimizer_step.buffers.shared()
-        for buffer in shared.values():
-            raw = buffer.cpu().flatten().view(torch.uint8)  # gloo does not know every type
-            dist.broadcast(raw, SERVER + 1)
-            if self.server:
-                buffer.copy_(raw.view(buffer.dtype).view(buffer.shape))
+        shared = {} if self.server else self.optimizer_step.buffers.shared()
+        facts = [
+            (name, list(buffer.shape), str(buffer.dtype).removeprefix("torch.")) for name, buffer in shared.items()
+        ]
+        for name, size, dtype in self.world.broadcast(facts, source=SERVER + 1):
+            here = shared.get(name)
+            value = torch.empty(size, dtype=getattr(torch, dtype)) if here is None else here.cpu().contiguous()
+            dist.broadcast(value.flatten().view(torch.uint8), SERVER + 1)  # gloo does not know every type
+            shared[name] = value
+        if self.server:
+            self.optimizer_step.buffers.put(shared)
 
 
 def host(tensor: Tensor | None) -> Tensor | None:

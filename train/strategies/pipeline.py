@@ -24,13 +24,15 @@ from train.data.loader import Batch
 from train.dist.layout import DATA, Layout
 from train.dist.world import World
 from train.errors import ConfigError
+from train.objectives.loss import loss_of
 from train.objectives.measure import sums
 from train.strategies.base import Recipe, SavedTensor
-from train.strategies.common.broadcast import broadcast
+from train.strategies.common.broadcast import begin_alike
 from train.strategies.common.combinations import refuse
 from train.strategies.common.cut import Stages, move, subset
-from train.strategies.common.gradient import average, total_norm
+from train.strategies.common.gradient import average, complete, total_norm
 from train.strategies.common.optimizer_step import OptimizerStep, Stepping
+from train.strategies.common.state import refuse_extra_state
 
 STAGES = "stages"
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -45,6 +47,8 @@ class Pipeline(Stepping):
         num_micro_batches: in a step, at least; None: four for each stage. `micro_batch_size` may ask for more.
         split: names of the layers with which the second and later stages begin; None: cut evenly by parameters.
     """
+
+    honours = frozenset({*Stepping.honours} - {"log.train_metrics"})
 
     def __init__(
         self,
@@ -86,7 +90,8 @@ class Pipeline(Stepping):
         self.world, layout = world, self.layout(world.size)
         mesh = layout.mesh(world.device.type)
         model = recipe.build_model()  # on the host: no device ever holds the whole
-        broadcast(model.state_dict().values())
+        refuse_extra_state(model, "pipeline")
+        begin_alike(model)
         stages = Stages(model, number=self.number, split=self.split)
         self.part = Part(model, stages, line=mesh[STAGES].get_group(), data=mesh[DATA].get_group(), device=world.device)
         self.optimizer_step = PipelineStep(
@@ -122,7 +127,13 @@ class PipelineStep(OptimizerStep):
         self, recipe: Recipe, *, world: World, layout: Layout, part: Part, schedule: str, num_micro_batches: int
     ):
         super().__init__(
-            recipe, world=world, layout=layout, model=part.module, trainers=part.data, elsewhere=part.elsewhere
+            recipe,
+            world=world,
+            layout=layout,
+            model=part.module,
+            trainers=part.data,
+            has_loss=part.has_last,
+            elsewhere=part.elsewhere,
         )
         self._part, self._schedule, self._num_micro_batches = part, schedule, num_micro_batches
         self._schedules: dict[Any, Any] = {}
@@ -143,10 +154,10 @@ class PipelineStep(OptimizerStep):
         self._run(
             self._flow, loss=self._loss, losses=losses, target=torch.arange(self._flow.number), return_outputs=False
         )
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        used = complete(self._part.trained, self.world, names=self._part.names)
         if self._part.data.size() > 1:
-            average(gradients, group=self._part.data)
-        self._part.add_tied()
+            average((p.grad for p in self.parameters if p.grad is not None), group=self._part.data)
+        self._part.add_tied(used)
         if not self._part.has_last:
             return torch.zeros((), device=self.world.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / self._shards
@@ -159,16 +170,16 @@ class PipelineStep(OptimizerStep):
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
         """Metrics of one micro-batch, summed over its samples, on the last stage. Collective."""
-        self.model.eval()
+        self.set_training(False)
         flow = Flow.of([batch], number=self._part.line.size(), stages=self._part.line.size())
         with self.buffers.in_use(), torch.no_grad():
             outputs = self._run(flow)
         if not self._part.has_last:
             return {}
         outputs = pytree.tree_map(lambda t: t[: flow.samples], outputs)
-        measured = sums(self.recipe.objective, outputs, flow.targets, flow.samples)
+        measured = sums(self.recipe.objective, outputs, flow.targets, flow.samples, model=self.model)
         if batch.count:
-            self.recipe.measures.update(outputs, flow.targets)
+            self.recipe.measures.update(outputs, flow.targets, slice=batch.slice)
         return {name: value * bool(batch.count) for name, value in measured.items()}
 
     def state(self) -> dict[str, Any]:
@@ -205,7 +216,8 @@ class PipelineStep(OptimizerStep):
         some = max(count, 1)
         targets = pytree.tree_map(lambda t: t[min(first, flow.samples - 1) :][:some], flow.targets)
         with self._autocast():
-            loss = self.recipe.objective(pytree.tree_map(lambda t: t[:some], outputs), targets)
+            outputs = pytree.tree_map(lambda t: t[:some], outputs)
+            loss = loss_of(self.recipe.objective, outputs, targets, model=self.model)
         share: Tensor = loss * (count / flow.total * self._shards)
         return share
 
@@ -248,11 +260,14 @@ class Part:
             name: facts.size for name, facts in self.whole.items() if name not in self.module.state_dict()
         }
         self.counted = [p for p, ranks in holders.items() if ranks[0] == at]
-        self._tied = [
-            (p if at in ranks else torch.empty_like(p, device="meta"), at in ranks)
-            for p, ranks in holders.items()
-            if len(ranks) > 1 and p.requires_grad
-        ]
+        trained = {name: p for p, name in first_name.items() if p.requires_grad}
+        self.names = list(trained)
+        self.trained = {name: p for name, p in trained.items() if at in holders[p]}
+        self._tied = {
+            name: p if at in holders[p] else torch.empty_like(p, device="meta")
+            for name, p in trained.items()
+            if len(holders[p]) > 1
+        }
 
     @property
     def has_first(self) -> bool:
@@ -262,14 +277,19 @@ class Part:
     def has_last(self) -> bool:
         return self.number - 1 in self.stages
 
-    def add_tied(self) -> None:
-        """Of parameters that several ranks of the pipeline have, give each the sum of their gradients. Collective."""
-        for parameter, mine in self._tied:
-            gradient = parameter.grad if mine else None
+    def add_tied(self, used: set[str]) -> None:
+        """Of parameters that several ranks of the pipeline have, give each the sum of their gradients. Collective.
+
+        used: the names of the parameters that have a gradient on any rank.
+        """
+        for name, parameter in self._tied.items():
+            if name not in used:
+                continue
+            gradient = parameter.grad if name in self.trained else None
             if gradient is None:
                 gradient = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.device)
             dist.all_reduce(gradient, group=self.line)
-            if mine:
+            if name in self.trained:
                 parameter.grad = gradient
 
 

@@ -10,7 +10,7 @@ from train.strategies.common.replicas import Replicas
 class Single(Replicas):
     """Train in one process."""
 
-    takes_slices = True
+    honours = frozenset({*Replicas.honours, "virtual_world_size"})
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)

@@ -25,11 +25,12 @@ from train.dist.layout import DATA, Layout
 from train.dist.world import World
 from train.errors import ConfigError, nearest
 from train.strategies.base import Recipe, StepResult
-from train.strategies.common.broadcast import broadcast
+from train.strategies.common.broadcast import begin_alike
 from train.strategies.common.combinations import refuse
-from train.strategies.common.gradient import average
+from train.strategies.common.gradient import average, complete
+from train.strategies.common.lockstep import Lockstep
 from train.strategies.common.optimizer_step import OptimizerStep, Stepping
-from train.strategies.fsdp import units_of
+from train.strategies.fsdp import ShardedStep, units_of
 
 TENSOR = "tensor"
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -46,6 +47,8 @@ class TensorParallel(Stepping):
     Args:
         plan: pattern of a layer's name -> colwise or rowwise; None: the model's own `tensor_parallel_plan`.
     """
+
+    honours = Stepping.honours
 
     def __init__(
         self,
@@ -71,16 +74,17 @@ class TensorParallel(Stepping):
         if world.size == 1:
             self.optimizer_step = OptimizerStep(recipe, world=world, layout=layout, model=self.model)
             return
-        broadcast(self.model.state_dict().values())
+        begin_alike(self.model)
         self.mesh = layout.mesh(world.device.type)
         self.generators_are_shared = self.tensor == 1
         parallelize_module(self.model, self.mesh[TENSOR], {name: STYLES[style]() for name, style in styles.items()})
         data = self.mesh[DATA] if layout.sizes[DATA] > 1 else None
+        lockstep = None
         if data and self.fully_sharded:
-            _shard(self.model, data)
+            lockstep = Lockstep(self.model, _shard(self.model, data), world, shards=layout.sizes[DATA])
         average_over = None if self.fully_sharded else data
         self.optimizer_step = TensorStep(
-            recipe, world=world, layout=layout, model=self.model, average_over=average_over
+            recipe, world=world, layout=layout, model=self.model, average_over=average_over, lockstep=lockstep
         )
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
@@ -111,20 +115,29 @@ class TensorParallel(Stepping):
         (torch.cuda.set_rng_state if cuda else torch.set_rng_state)(state.cpu())
 
 
-class TensorStep(OptimizerStep):
+class TensorStep(ShardedStep):
     """Averages gradients once, after the last backward pass: DDP takes no DTensor for a parameter."""
 
     def __init__(
-        self, recipe: Recipe, *, world: World, layout: Layout, model: nn.Module, average_over: DeviceMesh | None
+        self,
+        recipe: Recipe,
+        *,
+        world: World,
+        layout: Layout,
+        model: nn.Module,
+        average_over: DeviceMesh | None,
+        lockstep: Lockstep | None,
     ):
-        super().__init__(recipe, world=world, layout=layout, model=model)
+        super().__init__(recipe, world=world, layout=layout, model=model, lockstep=lockstep)
         self._average_over = average_over
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         for group in self.optimizer.param_groups:  # one kernel over all takes no list of DTensors and plain tensors
             group.update({key: False for key in ("fused", "foreach") if key in group})
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
         loss = super().backward(step, batches)
         if self._average_over:
+            complete(self._trained, self.world, names=[*self._trained])
             average((p.grad for p in self.parameters if p.grad is not None), group=self._average_over.get_group())
         return loss
 
@@ -171,8 +184,9 @@ def _check_divisible(name: str, style: str, modules: dict[str, nn.Module], ranks
         )
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Parameters, gradients and optimizer values in pieces over `mesh`, gathered block by block."""
-    for unit in units_of(model):
+def _shard(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+    """Parameters, gradients and optimizer values in pieces over `mesh`, gathered block by block; the blocks."""
+    units = units_of(model)
+    for unit in (*units, model):
         fully_shard(unit, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    return units

@@ -54,7 +54,8 @@ class DividedOptimizer(ZeroRedundancyOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what `state_dict` has of this rank's part; torch's own would leave fused steps on the host."""
         parameters, own = [parameter for group in self.param_groups for parameter in group["params"]], self.own()
-        kept = {index: values for index, values in state_dict["state"].items() if parameters[index] in own}
+        state = state_dict["state"]  # by index, and by names what is kept for no parameter
+        kept = {key: value for key, value in state.items() if isinstance(key, str) or parameters[key] in own}
         torch.optim.Optimizer.load_state_dict(self, {**state_dict, "state": kept})
         self.optim.state = self.state
 

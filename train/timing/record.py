@@ -20,11 +20,44 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from train.errors import say, storage_error
+from train.redact import redacted
 from train.timing.clock import Times
 from train.timing.straggler import Late, Stragglers
 
 NAME = "timing.jsonl"
+
+
+class Line(BaseModel):
+    """Entries that every line has."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    time: float
+    step: int
+
+
+class Attempt(Line):
+    began: float
+    hosts: list[str]
+    host_of_rank: list[int]
+    environment: dict[str, Any]
+
+
+class End(Line):
+    first: int
+    seconds: float
+    evaluation: float
+    checkpoint: float
+
+
+class Window(End):
+    data: list[float]
+    wait: list[float]
+
+
+KINDS: dict[str, type[BaseModel]] = {"attempt": Attempt, "window": Window, "end": End}
 WINDOW_S = 0.5
 RANKS_PER_S = 32  # a line has two numbers for each rank: of large worlds there is one more seldom
 
@@ -112,7 +145,7 @@ def environment() -> dict[str, Any]:
 
     on_cuda = torch.cuda.is_available()
     return {
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(map(redacted, sys.argv)),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_cuda else None,

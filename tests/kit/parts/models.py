@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -171,3 +172,146 @@ class Normed(nn.Sequential):
 
     def __init__(self, input_shape, num_classes):
         super().__init__(nn.Flatten(), nn.Linear(64, num_classes), nn.BatchNorm1d(num_classes))
+
+
+class Routed(nn.Module):
+    """Four experts of which each sample takes one: ranks use different ones, and in a step some are used by none.
+
+    layout: `modules`: experts are layers; `parameters`: rows of the block's own, as scales.
+    """
+
+    def __init__(self, num_classes, width=16, layout="modules"):
+        super().__init__()
+        self.stem, self.mid = nn.Linear(64, width), nn.Linear(width, width)
+        self.block = Experts(width, layout)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, x):
+        return self.head(self.block(self.mid(self.stem(x.flatten(1)).relu())))
+
+
+class Experts(nn.Module):
+    def __init__(self, width, layout="modules"):
+        super().__init__()
+        if layout == "modules":
+            self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        else:
+            self.experts = nn.ParameterList(nn.Parameter(torch.full((width,), 1 + n / 4)) for n in range(4))
+
+    def forward(self, x):
+        route, out = (x.detach().sum(1) * 1000).floor().long() % 4, torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = (route == number).nonzero()[:, 0]
+            if len(mine):
+                part = expert(x[mine]) if isinstance(expert, nn.Module) else x[mine] * expert
+                out = out.index_add(0, mine, part.tanh())
+        return x + out
+
+
+class RoutedStages(nn.Sequential):
+    """The same for a pipeline."""
+
+    def __init__(self, num_classes, width=16):
+        super().__init__(
+            nn.Flatten(), nn.Linear(64, width), Experts(width), nn.Linear(width, width), Experts(width), nn.Linear(width, num_classes)
+        )  # fmt: skip
+
+
+class Depth(nn.Module):
+    """Stochastic depth: a block is left out in some steps, on one rank alone or on all."""
+
+    def __init__(self, num_classes, alone=True, width=16):
+        super().__init__()
+        self.stem, self.head, self.calls, self.alone = nn.Linear(64, width), nn.Linear(width, num_classes), 0, alone
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        x = self.stem(x.flatten(1))
+        self.calls += self.training
+        for number, block in enumerate(self.blocks):
+            left_out = self.calls % 3 == number and not (self.alone and os.environ["RANK"] == "0")
+            x = x if left_out and self.training else x + block(x).tanh()
+        return self.head(x)
+
+
+class Chancy(nn.Module):
+    """Draws what it begins with from outside of the seeded generators: parameters, one that is not trained, buffers."""
+
+    def __init__(self, num_classes, width=16):
+        super().__init__()
+        self.stem, self.mid, self.head = nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, num_classes)
+        own = torch.Generator()
+        own.seed()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=own))
+        drawn = torch.from_numpy(np.random.default_rng().standard_normal(width)).float()
+        self.fixed = nn.Parameter(drawn, requires_grad=False)
+        self.register_buffer("kept", torch.tensor([*os.urandom(width)]) / 255)
+        self.register_buffer("lost", torch.tensor([*os.urandom(width)]) / 255, persistent=False)
+        named = [*self.named_parameters(), *self.named_buffers()]
+        Chancy.drawn = {name: value.tolist() for name, value in named}
+
+    def forward(self, x):
+        return self.head(self.mid((self.stem(x.flatten(1)) + self.fixed).relu() * self.kept + self.lost))
+
+
+class ChancyStages(Chancy):
+    """The same for a pipeline, which cuts between what is called."""
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.head(self.mid(self.stem(x).relu() * self.kept + self.lost + self.fixed))
+
+
+class Odd(nn.Module):
+    """What torch cannot cut into pieces, or knows no size of."""
+
+    def __init__(self, num_classes, kind):
+        super().__init__()
+        self.head = nn.LazyLinear(num_classes) if kind == "lazy" else nn.Linear(64, num_classes)
+        self.scale = nn.Parameter(
+            torch.ones(() if kind == "scalar" else 1, dtype=torch.float64 if kind == "mixed" else None)
+        )
+
+    def forward(self, x):
+        return self.head(x.flatten(1)) * self.scale.float()
+
+
+class Sparse(nn.Module):
+    """A table whose gradients are sparse."""
+
+    def __init__(self, num_classes: int, sparse: bool = True):
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(300, 16, mode="sum", sparse=sparse), nn.Linear(16, num_classes)
+
+    def forward(self, x):
+        words = (x.flatten(1) * 5).long().clamp(0, 19) + 20 * (torch.arange(64) % 15)
+        return self.head(torch.tanh(self.table(words)))
+
+
+class Complex(nn.Module):
+    """A layer of complex numbers."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.waves = nn.Parameter(torch.randn(64, 16, dtype=torch.cfloat) * 0.1)
+        self.head = nn.Linear(16, num_classes)
+
+    def forward(self, x):
+        return self.head((x.flatten(1).to(torch.cfloat) @ self.waves).abs())
+
+
+class LateGradient(nn.Module):
+    """A layer that has its first gradient in a later step."""
+
+    def __init__(self, num_classes: int, after: int = 4):
+        super().__init__()
+        self.head, self.late = nn.Linear(64, num_classes), nn.Linear(num_classes, num_classes)
+        self.after = after
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls += self.training
+        y = self.head(x.flatten(1))
+        return y + self.late(y) if self.calls > self.after else y

@@ -49,9 +49,9 @@ class Folder(Backend):
 
     def delete(self, name: str) -> None:
         path = self.folder / name
-        shutil.rmtree(path, ignore_errors=True)
-        if path.is_file():
+        if path.is_symlink() or path.is_file():  # of a link, what it leads to is not ours
             path.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
 
     def publish(self, draft: str, name: str, manifest: bytes) -> None:
         if (self.folder / name).exists():

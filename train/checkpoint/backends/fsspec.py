@@ -9,6 +9,7 @@ from typing import Any
 
 from train.checkpoint.backends.base import MANIFEST, Backend, Unsure
 from train.errors import ConfigError
+from train.redact import without
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
@@ -32,11 +33,12 @@ class ObjectStore(Backend):
         except (ImportError, ValueError) as error:
             package = PACKAGES.get(url.split("://")[0])
             hint = f"pip install {package}" if package else "see fsspec.available_protocols() for the schemes"
-            raise ConfigError(f"checkpoint.storage={url}: {error}; {hint}") from error
+            raise ConfigError(f"checkpoint.storage={url}: {without(str(error), url)}; {hint}") from error
 
     def prepare(self) -> None:
-        """Nothing to make, but a store that cannot be reached is to be noticed now."""
+        """A file system needs its folder; a store that cannot be reached is to be noticed now."""
         self.list()
+        self.fs.makedirs(self.base, exist_ok=True)
 
     def put(self, name: str) -> contextlib.AbstractContextManager[Any]:
         self.fs.makedirs(self._key(name).rpartition("/")[0], exist_ok=True)

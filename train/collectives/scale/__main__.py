@@ -13,6 +13,7 @@ from train.collectives.scale.options import WORLD_SIZES, parse
 from train.collectives.scale.show import Prediction, draw, show
 from train.collectives.scale.strategies import STRATEGIES
 from train.errors import MusterError, say
+from train.faults import output
 from train.faults.exit import tell
 
 
@@ -44,4 +45,5 @@ def leave(prediction: Prediction, job: Job, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    output.endure()
     sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,18 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def begin_alike(model: nn.Module, *, by: torch.device | None = None) -> None:
+    """Give every rank the parameters and buffers of rank 0, however each rank has drawn its own. Collective.
+
+    To be called before a model is divided: pieces of models that differ are not a model.
+
+    by: the device to send from, where ranks have the model on different ones.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        broadcast((*model.parameters(), *model.buffers()), by=by)
 
 
 def broadcast(

@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 
 from train.data.parts import TARGETS
-from train.errors import ConfigError
+from train.errors import ConfigError, MusterError
+from train.origin import defined
+from train.strategies.common.refused import why_refused
 
 
 class Call:
@@ -21,7 +23,7 @@ class Call:
     """
 
     def __init__(self, model: nn.Module):
-        self._model = type(model).__name__
+        self.model = model
         parameters = inspect.signature(model.forward).parameters.values()
         by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -30,12 +32,23 @@ class Call:
         self._any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def __call__(self, forward: Callable[..., Any], inputs: Any) -> Any:
-        """What `forward` gives for `inputs`. Raises ConfigError: a dict has what the model does not take."""
+        """What `forward` gives for `inputs`. Raises ConfigError: the model does not take them."""
+        args, kwargs = self._arguments(inputs)
+        try:
+            return forward(*args, **kwargs)
+        except MusterError:
+            raise
+        except Exception as error:
+            if refused := why_refused(error, self.model, args, kwargs):
+                raise refused from error
+            raise
+
+    def _arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(inputs, Mapping) and (self._any_name or self._names & inputs.keys()):
-            return forward(**self._by_name(inputs))
+            return (), self._by_name(inputs)
         if isinstance(inputs, (tuple, list)) and len(self._needed) > 1 and len(inputs) <= self._most:
-            return forward(*inputs)
-        return forward(inputs)
+            return tuple(inputs), {}
+        return (inputs,), {}
 
     def _by_name(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         unknown = [] if self._any_name else [name for name in inputs if name not in self._names and name not in TARGETS]
@@ -43,7 +56,7 @@ class Call:
         if unknown or missing:
             what = f"has no parameter {unknown[0]}" if unknown else f"needs {missing[0]}"
             raise ConfigError(
-                f"{self._model}.forward {what}, and a batch has {', '.join(inputs)}: "
+                f"{type(self.model).__name__}.forward {what}, and a batch has {', '.join(inputs)}{defined(self.model, 'forward')}: "
                 "say what the model gets with loader.batch=package.module.function"
             )
         return {name: value for name, value in inputs.items() if self._any_name or name in self._names}

@@ -1,15 +1,45 @@
-"""Mean over ranks, norm and clipping of gradients, some of which may lie in pieces."""
+"""Mean over ranks, norm and clipping of gradients, some of which may lie in pieces or be missing on some ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from train.dist.pieces import in_pieces, own_piece
+from train.dist.world import World
+from train.errors import ConfigError
+
+
+def complete(parameters: Mapping[str, Tensor], world: World, *, names: Sequence[str]) -> set[str]:
+    """Give each parameter that has a gradient on any rank one on this rank, zeros where it had none. Collective.
+
+    Ranks may use different parameters in a step (routing, stochastic depth), and what they reduce has to be the same
+    list on all of them. A parameter without a gradient anywhere keeps none: the optimizer leaves it alone.
+
+    Args:
+        parameters: those of this rank by name.
+        world: all ranks, those of other parts of the model included.
+        names: of the parameters of all ranks, in an order that all ranks have.
+
+    Returns:
+        The names of the parameters that have a gradient.
+    """
+    mine = {name for name, parameter in parameters.items() if parameter.grad is not None}
+    used = used_anywhere(mine, world, names=names)
+    for name, parameter in parameters.items():
+        if name in used and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return used
+
+
+def used_anywhere(used: Set[str], world: World, *, names: Sequence[str]) -> set[str]:
+    """Which of `names`, in an order that all ranks have, any rank has `used`. Collective."""
+    counts = world.sum([float(name in used) for name in names])
+    return {name for name, count in zip(names, counts, strict=True) if count}
 
 
 def average(gradients: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
@@ -23,6 +53,19 @@ def average(gradients: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
         parts = torch.split(flat / group.size(), [gradient.numel() for gradient in alike])
         for gradient, part in zip(alike, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
+
+
+def sparse_in(model: nn.Module) -> str | None:
+    """The first layer, by name, that gives sparse gradients: an Embedding(sparse=True)."""
+    return next((name for name, module in model.named_modules() if getattr(module, "sparse", None) is True), None)
+
+
+def refuse_sparse(model: nn.Module, said: str) -> None:
+    """Raises ConfigError where `said`, a choice of the config, cannot work with the model's sparse gradients."""
+    if name := sparse_in(model):
+        raise ConfigError(
+            f"{name} gives sparse gradients, which {said} does not take: use sparse=False, or strategy=ddp or single"
+        )
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:

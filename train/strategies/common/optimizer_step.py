@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,11 @@ from train.config.keys import NonFinite, Precision
 from train.data.generators import kept_generators
 from train.data.loader import Batch
 from train.dist.layout import Layout
+from train.dist.pieces import in_pieces
 from train.dist.waiting import Waiting
 from train.dist.world import World
+from train.errors import ConfigError
+from train.objectives.loss import loss_of
 from train.objectives.measure import sums
 from train.strategies.base import Recipe, SavedTensor, StepResult, Strategy, own_prefix
 from train.strategies.common import state as flat
@@ -23,6 +27,8 @@ from train.strategies.common.buffers import Buffers
 from train.strategies.common.call import Call
 from train.strategies.common.gradient import clip, total_norm
 
+BUFFERS = "buffers/"
+"""What the names of buffers begin with that are in no state dict of the model's."""
 AUTOCAST = {Precision.fp32: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 
 
@@ -43,6 +49,7 @@ class OptimizerStep:
         forward: what training calls instead of the model, where something wraps it.
         no_sync: the context of every backward pass but a step's last.
         trainers: the ranks whose buffers are one model's; all if not given.
+        has_loss: whether this rank computes the loss, and so has the objective's state.
         elsewhere: name -> size of the entries of the whole model's state that only other ranks have.
     """
 
@@ -56,14 +63,17 @@ class OptimizerStep:
         forward: Callable[..., Any] | None = None,
         no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         trainers: ProcessGroup | None = None,
+        has_loss: bool = True,
         elsewhere: Mapping[str, torch.Size] | None = None,
     ):
         self.recipe, self.world, self.model, self.no_sync = recipe, world, model, no_sync
         self.forward, self._call, self._elsewhere = forward or model, Call(model), elsewhere or {}
         self._shards, self._speaks = layout.shard(world.rank)[1], layout.speaks(world.rank)
-        self.buffers = Buffers(model, world, group=trainers)
+        self._objective = recipe.objective if has_loss and isinstance(recipe.objective, nn.Module) else None
+        self.buffers = Buffers(model, world, objective=self._objective, group=trainers)
         self.optimizer = recipe.build_optimizer(model.named_parameters(), elsewhere=tuple(self._elsewhere))
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._built = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
+        self._seen = False
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=recipe.precision is Precision.fp16)
         self.waiting = Waiting(world, self.parameters)
         self.lr = 0.0
@@ -71,15 +81,22 @@ class OptimizerStep:
         self._own = f"{own_prefix(world.rank)}buffers/"
         self.leaves_out = recipe.on_nonfinite is NonFinite.skip or self.scaler.is_enabled()
 
+    @property
+    def parameters(self) -> list[Any]:
+        """The optimizer's."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def step(self, step: int, batches: list[Batch]) -> StepResult:
         """One optimizer step of global step `step`. Collective."""
-        self.model.train()
+        self.set_training(True)
         self.optimizer.zero_grad()  # only here: the norm of the last step's gradient may have been asked for
         self._measured = {}
-        before = self.buffers.copy() if self.leaves_out else {}
+        before = self.buffers.copy() if self.leaves_out else []
         self.waiting.begin()
         loss = self.backward(step, batches)
         self.waiting.end()
+        if not self._seen:
+            self.see_parameters()
         self.buffers.forget()
         self.scaler.unscale_(self.optimizer)  # clipping is defined on the true gradient
         clips = self.recipe.grad_clip is not None
@@ -110,16 +127,12 @@ class OptimizerStep:
 
     def warm_up(self, batches: list[Batch]) -> None:
         """One forward and backward whose gradient is thrown away, and which leaves no other trace. Collective."""
-        cuda = self.world.device.type == "cuda"
-        on_device = torch.cuda.get_rng_state() if cuda else None
         before = self.buffers.copy()
-        self.model.train()
-        with kept_generators():
+        self.set_training(True)
+        with kept_generators(on_device=True):
             self.backward(0, batches[-1:])
         self.optimizer.zero_grad()
         self.buffers.put_back(before)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device)
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
         """Accumulate the gradient of the global batch's mean loss; give back this rank's share of that loss, []."""
@@ -135,29 +148,29 @@ class OptimizerStep:
         with contextlib.nullcontext() if last else self.no_sync():
             with self._autocast():
                 outputs = self._call(self.forward, batch.inputs)
-                loss = self.recipe.objective(outputs, batch.targets)
+                loss = loss_of(self.recipe.objective, outputs, batch.targets, model=self.model)
             if self.recipe.train_metrics:
-                self._measure(outputs, batch)
+                self._measure(outputs, batch, loss.detach())
             # A mean over ranks may follow, and ranks hold unequal shares: weigh by the true count.
             share = loss if batch.count == batch.total else loss * (batch.count / batch.total)
-            self.scaler.scale(share if times == 1 else share * times).backward()
+            self.scaler.scale(share if times == 1 else share * times).backward()  # type: ignore[no-untyped-call]
         detached: Tensor = share.detach()
         return detached
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
         """Metrics of one micro-batch, summed over its samples. Collective."""
-        self.model.eval()
+        self.set_training(False)
         with self.buffers.in_use(), torch.no_grad(), self._autocast():
             outputs = self._call(self.model, batch.inputs)
-            measured = sums(self.recipe.objective, outputs, batch.targets, batch.count)
+            measured = sums(self.recipe.objective, outputs, batch.targets, batch.count, model=self.model)
         if batch.count and self._speaks:
-            self.recipe.measures.update(outputs, batch.targets)
+            self.recipe.measures.update(outputs, batch.targets, slice=batch.slice)
         return {name: value * bool(batch.count and self._speaks) for name, value in measured.items()}
 
-    def _measure(self, outputs: Any, batch: Batch) -> None:
+    def _measure(self, outputs: Any, batch: Batch, loss: Tensor) -> None:
         """Add a training micro-batch's metrics to the step's."""
         with torch.no_grad():
-            found = sums(self.recipe.objective, outputs, batch.targets, batch.count)
+            found = sums(self.recipe.objective, outputs, batch.targets, batch.count, model=self.model, loss=loss)
         for name, value in found.items() if batch.count and self._speaks else ():
             key = f"{batch.slice:08d}/{name}" if self.recipe.slices else name
             self._measured[key] = self._measured.get(key, 0) + value.detach().double()
@@ -168,22 +181,29 @@ class OptimizerStep:
         return self.world.lowest(not finite) is None
 
     def weights(self) -> dict[str, Any]:
-        """The model's state dict with the buffers that all ranks share. Collective."""
+        """The model's state dict with the buffers that all ranks share. Collective. Raises ConfigError."""
+        self.see_parameters()
         weights, shared = self.model.state_dict(), self.buffers.shared()
+        flat.check_plain(weights)
         return {name: shared.get(name, value) for name, value in weights.items()}
 
     def state(self) -> dict[str, Any]:
-        """What a resume at any world size needs, under flat names, and this rank's own buffers. Collective."""
-        model, optimizer = flat.of_model(self.weights()), flat.of_optimizer(self.optimizer, self.model)
-        own = {f"{self._own}{name}": buffer for name, buffer in self.buffers.own.items()}
-        return {**model, **optimizer, "scaler": self.scaler.state_dict(), **own}
+        """What a resume at any world size needs, under flat names, and where the ranks' buffers differ this rank's own.
+        Collective.
+        """
+        weights, shared = self.weights(), self.buffers.shared()
+        model, optimizer = flat.of_model(weights), flat.of_optimizer(self.optimizer, self.model)
+        beside = {f"{BUFFERS}{name}": buffer for name, buffer in shared.items() if name not in weights}
+        own = {} if self.buffers.agree else {f"{self._own}{name}": each for name, each in self.buffers.own.items()}
+        return {**model, **optimizer, "scaler": self.scaler.state_dict(), **beside, **own}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """What to read the `saved` tensors into; this rank's own buffers beside those that all share. Raises ConfigError."""
-        own = {f"{self._own}{name}": buffer for name, buffer in self.buffers.copy().items()}
+        self.buffers.make_room(saved, prefix=flat.MODEL)
         return {
             **flat.targets(self.model, self.optimizer, saved, elsewhere=self._elsewhere),
-            **{name: own[name] for name in own.keys() & saved.keys()},
+            **self.buffers.targets(saved, prefix=BUFFERS),
+            **self.buffers.targets(saved, prefix=self._own),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -193,9 +213,34 @@ class OptimizerStep:
         )
         if state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
-        own = {name: value for name, value in state.items() if name.startswith(self._own)}
-        self.buffers.put_back({name.removeprefix(self._own): value for name, value in own.items()})
+        for prefix in (BUFFERS, self._own):
+            here = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            self.buffers.put(here)
         self.buffers.forget()
+
+    def set_training(self, mode: bool) -> None:
+        """Put the model, and an objective that is a module, into training or evaluation mode."""
+        self.model.train(mode)
+        if self._objective is not None:
+            self._objective.train(mode)
+
+    def see_parameters(self) -> None:
+        """Raises ConfigError: the model trains with parameters that the optimizer has not."""
+        self._seen = True
+        for name, parameter in self.model.named_parameters():
+            built, trained = self._built.get(name, (None, False))
+            if in_pieces(parameter) or in_pieces(built):  # who divides them puts one in place of another
+                continue
+            if built is not parameter:
+                raise ConfigError(
+                    f"the model has put another parameter in the place of {name} since it was built, and the optimizer trains "
+                    f"the one before: change its values in place, with torch.no_grad(): {name}.copy_(...)"
+                )
+            if parameter.requires_grad and not trained:
+                raise ConfigError(
+                    f"{name} requires a gradient now and did not when the optimizer was built, which does not train it: let it "
+                    "require one from the start, and set its group's lr or its gradient to zero until then"
+                )
 
     def _must_skip(self, norm: Tensor) -> bool:
         """The norm is of the reduced gradient, so every rank decides alike without asking.
@@ -208,8 +253,10 @@ class OptimizerStep:
     def _set_lr(self, step: int) -> None:
         factor = self.recipe.schedule(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-        self.lr = float(self.optimizer.param_groups[0]["lr"])
+            if "initial_lr" in group:  # an optimizer may have no rate
+                group["lr"] = group["initial_lr"] * factor
+        rate = self.optimizer.param_groups[0].get("lr")
+        self.lr = math.nan if rate is None else float(rate)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = AUTOCAST[self.recipe.precision]
@@ -220,6 +267,9 @@ class Stepping(Strategy):
     """A strategy whose step is an OptimizerStep: it has to build one, as `optimizer_step`."""
 
     optimizer_step: OptimizerStep
+    honours: ClassVar[Collection[str]] = frozenset(
+        {"grad_clip", "precision", "on_nonfinite", "log.train_metrics", "scheduler", "metrics"}
+    )
 
     @property
     def lr(self) -> float:

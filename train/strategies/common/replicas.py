@@ -22,6 +22,7 @@ from train.dist.world import World
 from train.errors import ConfigError
 from train.strategies.base import Recipe, StepResult
 from train.strategies.common.eager import answered_for_dynamo
+from train.strategies.common.gradient import refuse_sparse, sparse_in
 from train.strategies.common.optimizer_step import OptimizerStep, Stepping, build_model
 from train.strategies.common.slices import SlicedStep
 
@@ -30,6 +31,7 @@ class Replicas(Stepping):
     """DDP over all ranks; with one rank, plain training."""
 
     step_class: type[OptimizerStep] = OptimizerStep
+    honours = frozenset({*Stepping.honours, "compile", "channels_last"})
 
     def build(self, recipe: Recipe, world: World) -> None:
         self.world, self.model = world, self.place(build_model(recipe, world.device))
@@ -46,6 +48,7 @@ class Replicas(Stepping):
         world = self.world
         parts: dict[str, Any] = {"world": world, "layout": self.layout(world.size), "model": self.model}
         if recipe.slices:
+            refuse_sparse(self.model, f"virtual_world_size={recipe.slices}")
             self.warmed_up = True
             self.optimizer_step = SlicedStep(recipe, slices=recipe.slices, **parts)
             return
@@ -96,8 +99,8 @@ class Replicas(Stepping):
         return ddp
 
     def choose_reduction(self, ddp: DistributedDataParallel) -> None:
-        """Where ranks have memory in common, gradients are added up there."""
-        if self.world.memory:
+        """Where ranks have memory in common, gradients are added up there; sparse ones by gloo."""
+        if self.world.memory and not sparse_in(self.model):
             ddp.register_comm_hook(Overlap(self.world.memory), lambda overlap, bucket: overlap(bucket))
 
     def ddp_options(self) -> Mapping[str, Any]:

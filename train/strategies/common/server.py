@@ -163,6 +163,7 @@ class Served(Stepping):
     """A strategy of which rank 0 serves and takes no samples, and the others train."""
 
     name: ClassVar[str]
+    honours = frozenset({*Stepping.honours, "channels_last"} - {"log.train_metrics"})
 
     def layout(self, world_size: int) -> Layout:
         """Of the trainers."""

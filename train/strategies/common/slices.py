@@ -6,92 +6,137 @@ through; what it gives (gradient, buffers, its share of the loss) is added up by
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from train.data.generators import seed_generators
+from train.data.generators import key_of, seed_generators
 from train.data.loader import Batch
 from train.dist.reduction import TreeSum
+from train.errors import ConfigError
 from train.plan import leaves_of
 from train.strategies.base import Recipe
-from train.strategies.common.broadcast import broadcast
+from train.strategies.common.broadcast import begin_alike, broadcast
+from train.strategies.common.buffers import differs, from_float64, in_float64, is_averaged
 from train.strategies.common.optimizer_step import OptimizerStep
+
+BATCHES = "num_batches_tracked"
+"""How often batch norm's running averages have moved: once a step, as they are averaged over the slices."""
 
 
 class SlicedStep(OptimizerStep):
     """An OptimizerStep on a plain replica. Every rank ends a step with the same bits.
 
     What is summed is flat, one vector for each type: gradients, buffers, how many slices gave a parameter a gradient,
-    the loss, and how many slices had samples.
+    how many changed a buffer, the loss, and how many slices had samples. A buffer that no slice changed is left alone. One
+    in floating point is averaged, in float64; one of integers is a count, to which the slices' changes are added; of one
+    of truth values an element changes where it does in any slice.
     """
 
     def __init__(self, recipe: Recipe, *, slices: int, **parts: Any):
         super().__init__(recipe, **parts)
         self.slices = slices
-        self._floating = [name for name, buffer in self.buffers.own.items() if buffer.is_floating_point()]
-        self._whole = [name for name in self.buffers.own if name not in self._floating]
+        self.buffers.agree = True
+        begin_alike(self.model)
         if self.world.size > 1:
-            broadcast((*self.model.parameters(), *self.model.buffers()))
+            broadcast(self.buffers.own.values())  # those of the objective, too
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
         """Leave the global batch's gradient in the parameters; its loss on rank 0, and zero elsewhere, []. Collective."""
-        world, start = self.world, self.buffers.copy()
+        world, kept = self.world, self.buffers.copy()
+        start = {name: buffer.clone() for name, buffer in self.buffers.own.items()}
         by_slice = {number: list(micro) for number, micro in groupby(batches, key=lambda batch: batch.slice)}
         trees: list[TreeSum] = []
-        ends: dict[str, Tensor] = start
         for number in leaves_of(world.rank, world.size, self.slices):
-            self.buffers.put_back(start)
-            flat = self._slice(step, number, by_slice.get(number, []))
-            if number in by_slice:
-                ends = {name: self.buffers.own[name].clone() for name in self._whole}
+            flat = self._slice(step, number, by_slice.get(number, []), start)
+            self.buffers.put_back(kept)
             trees = trees or [
                 TreeSum(self.slices, rank=world.rank, world_size=world.size, memory=world.memory) for _ in flat
             ]
             for tree, vector in zip(trees, flat, strict=True):
                 tree.add(number, vector)
-        return self._take([tree.total() for tree in trees], ends)
+        return self._take([tree.total() for tree in trees], start)
 
-    def _slice(self, step: int, number: int, batches: list[Batch]) -> list[Tensor]:
+    def update(self, step: int, norm: Tensor | None) -> bool:
+        """As OptimizerStep's; an optimizer that draws random numbers draws the same ones on every rank."""
+        _seed(self.recipe.seed, step, self.slices)
+        return super().update(step, norm)
+
+    def _slice(self, step: int, number: int, batches: list[Batch], start: Mapping[str, Tensor]) -> list[Tensor]:
         """Everything that is summed, of one slice."""
         _seed(self.recipe.seed, step, number)
         shares = [self._share(batch, last=batch is batches[-1]) for batch in batches]
         loss = torch.stack(shares).sum() if shares else torch.zeros((), device=self.world.device)
-        gradients = [p.grad for p in self.parameters]
-        used = [float(gradient is not None) for gradient in gradients]
+        parameters, ends = self.parameters, self.buffers.own
+        self._see_sizes(start, ends)
+        used = [float(parameter.grad is not None) for parameter in parameters]
         count = torch.tensor([*used, float(bool(batches))], device=self.world.device)
-        values = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        buffers = [self.buffers.own[name] * bool(batches) for name in self._floating]
-        for parameter in self.parameters:
+        values = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        for parameter in parameters:
             parameter.grad = None
-        return list(_pack([*values, *buffers, count, loss.float().reshape(1)], multiple=self.world.size).values())
+        buffers = [_given(name, start[name], end, number if batches else None) for name, end in ends.items()]
+        changed = [differs(start[name], end).any().float().reshape(1) for name, end in ends.items()]
+        everything = [*values, *buffers, count, *changed, loss.float().reshape(1)]
+        return list(_pack(everything, multiple=self.world.size).values())
 
-    def _take(self, totals: list[Tensor], ends: dict[str, Tensor]) -> Tensor:
+    def _take(self, totals: list[Tensor], start: Mapping[str, Tensor]) -> Tensor:
         """Give everybody the sums."""
-        device = self.world.device
-        likes = [*self.parameters, *(self.buffers.own[name] for name in self._floating)]
-        more = [torch.empty(len(self.parameters) + 1, device=device), torch.empty(1, device=device)]
-        *summed, count, loss = _unpack(totals, [*likes, *more])
-        for parameter, gradient, given in zip(self.parameters, summed, count.tolist(), strict=False):
-            parameter.grad = gradient.view_as(parameter) if given else None  # the optimizer leaves alone what had none
-        averages = [value / count[-1] for value in summed[len(self.parameters) :]]
-        self.buffers.put_back(dict(zip(self._floating, averages, strict=True)))
-        self.buffers.put_back({name: ends[name] for name in self._whole})
-        if self.world.size > 1:
-            broadcast(self.buffers.own[name] for name in self._whole)
+        parameters, device = self.parameters, self.world.device
+        given = [_given(name, value, value, None) for name, value in start.items()]
+        more = [torch.empty(size, device=device) for size in (len(parameters) + 1 + len(start), 1)]
+        *summed, count, loss = _unpack(totals, [*parameters, *given, *more])
+        counts = count.tolist()
+        for parameter, gradient, used in zip(parameters, summed, counts, strict=False):
+            parameter.grad = gradient.view_as(parameter) if used else None  # the optimizer leaves alone what had none
+        changed = zip(start.items(), summed[len(parameters) :], counts[len(parameters) + 1 :], strict=True)
+        with_samples = counts[len(parameters)]
+        self.buffers.put(
+            {name: _taken(value, total, with_samples) for (name, value), total, slices in changed if slices}
+        )
         return loss[0] if self.world.is_first else torch.zeros_like(loss[0])
+
+    def _see_sizes(self, start: Mapping[str, Tensor], ends: Mapping[str, Tensor]) -> None:
+        """Raises ConfigError: a buffer has become another in this slice, and none can be made of it with the others'."""
+        if start.keys() == ends.keys() and all(_alike(start[name], end) for name, end in ends.items()):
+            return
+        for name in sorted({*start, *ends}):
+            before, after = (
+                f"{list(of[name].shape)} {of[name].dtype}" if name in of else "none" for of in (start, ends)
+            )
+            if before != after:
+                raise ConfigError(
+                    f"virtual_world_size={self.slices}: the buffer {name} was {before} and is {after} after a forward pass, so "
+                    "the slices' cannot be put together: give it its size and type in the constructor"
+                )
+
+
+def _alike(start: Tensor, end: Tensor) -> bool:
+    return start.shape == end.shape and start.dtype == end.dtype
+
+
+def _given(name: str, start: Tensor, end: Tensor, slice_number: int | None) -> Tensor:
+    """What a slice adds to the sum for a buffer: zeros from one without samples, whose number is None."""
+    if is_averaged(end):
+        return in_float64(end) if slice_number is not None else torch.zeros_like(in_float64(end))
+    if end.dtype is torch.bool:
+        return (start ^ end).long()
+    counts = slice_number == 0 or name.rpartition(".")[2] != BATCHES
+    return (end.long() - start.long()) * counts
+
+
+def _taken(start: Tensor, total: Tensor, with_samples: float) -> Tensor:
+    """A buffer after the step, of its value before it and the sum of what the slices have given."""
+    if is_averaged(start):
+        return from_float64(total / with_samples, start)
+    return start ^ (total > 0) if start.dtype is torch.bool else (start.long() + total).to(start.dtype)
 
 
 def _seed(seed: int, step: int, number: int) -> None:
     """All that a slice draws at random is its own."""
-    key = int.from_bytes(hashlib.sha256(f"{seed}/{step}/{number}".encode()).digest()[:7])
-    seed_generators(key)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed(key)
+    seed_generators(key_of(seed, step, number), on_device=True)
 
 
 def _pack(tensors: Iterable[Tensor], *, multiple: int) -> dict[torch.dtype, Tensor]:

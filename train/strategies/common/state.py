@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from train.errors import ConfigError
 from train.strategies.base import SavedTensor
 
+MODEL = "model/"
+GROUPS, OTHERS = "optimizer/groups", "optimizer/others"
 ALWAYS_CONFIGURED = {"lr", "initial_lr", "fused", "foreach"}
 
 
@@ -19,16 +24,56 @@ def of_model(weights: Mapping[str, Any]) -> dict[str, Any]:
     return {f"model/{name}": value for name, value in weights.items()}
 
 
+def check_plain(weights: Mapping[str, Any]) -> None:
+    """Raises ConfigError: what a module gives as its extra state would be saved and never be read."""
+    for name, value in weights.items():
+        if isinstance(value, Tensor) or callable(value):
+            continue
+        blob = io.BytesIO()
+        try:
+            torch.save(value, blob)
+            torch.load(io.BytesIO(blob.getvalue()), weights_only=True)
+        except Exception:
+            raise ConfigError(
+                f"{name.removesuffix('_extra_state')}get_extra_state gives a {type(value).__name__} that torch.load reads with "
+                "weights_only=False alone: give tensors, numbers and texts, in lists and dicts"
+            ) from None
+
+
+def refuse_extra_state(model: nn.Module, strategy: str) -> None:
+    """Raises ConfigError for a model with state beside its tensors, where no rank has all of the model."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"strategy={strategy} carries tensors from rank to rank, and {name} is a {type(value).__name__} "
+                "(get_extra_state): keep it in a buffer, or use strategy=ddp"
+            )
+
+
 def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """`optimizer/<parameter>/<value>`, and the groups' options with their parameters by name."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    """`optimizer/<parameter>/<value>`, and the groups' options with their parameters by name.
+
+    What the optimizer keeps for no parameter, under names of its own, is one plain value.
+
+    Raises:
+        ConfigError: it keeps something that has no name.
+    """
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     flat: dict[str, Any] = {
         f"optimizer/{names[parameter]}/{key}": value
         for parameter, values in optimizer.state.items()
+        if parameter in names
         for key, value in values.items()
     }
+    if others := {key: value for key, value in optimizer.state.items() if key not in names}:
+        if strange := next((key for key in others if not isinstance(key, str)), None):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps state by {type(strange).__name__}, which no checkpoint can name: "
+                "keep it by parameter or by a name"
+            )
+        flat[OTHERS] = {key: [value, _device(value)] for key, value in others.items()}
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    return {**flat, "optimizer/groups": groups}
+    return {**flat, GROUPS: groups}
 
 
 def targets(
@@ -80,12 +125,31 @@ def load(
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     try:
         model.load_state_dict({name[6:]: value for name, value in state.items() if name.startswith("model/")})
-        optimizer.load_state_dict(_nested(state, model, optimizer, elsewhere))
+        nested = _nested(state, model, optimizer, elsewhere)
+        optimizer.load_state_dict(nested)
+        _keep_types(optimizer, nested["state"])
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"the checkpoint does not fit this model and optimizer: {error}") from error
     decides = configured | ALWAYS_CONFIGURED
     for group, before in zip(optimizer.param_groups, options, strict=True):
         group.update({key: value for key, value in before.items() if key in decides or key not in group})
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, saved: Mapping[int | str, Any]) -> None:
+    """Give values the types that they were saved in: torch casts them to their parameter's."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in saved.items():
+        if isinstance(index, str):  # kept for no parameter, and so never cast
+            continue
+        loaded = optimizer.state.get(parameters[index], {})
+        for name, value in values.items():
+            if isinstance(value, Tensor) and name in loaded and loaded[name].dtype != value.dtype:
+                loaded[name] = value.detach().to(loaded[name].device)
+
+
+def _device(value: Any) -> str:
+    """The type of device of the tensors in a value; `cpu` where there are none."""
+    return next((leaf.device.type for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), "cpu")
 
 
 def _empty(facts: SavedTensor, like: Tensor) -> Tensor:
@@ -101,15 +165,18 @@ def _nested(
     """The optimizer's state dict by index, as torch numbers it: through all groups in their order."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    groups = state["optimizer/groups"]
+    groups = state[GROUPS]
     groups = [{**group, "params": [name for name in group["params"] if name not in elsewhere]} for group in groups]
     saved = [name for group in groups for name in group["params"]]
     if sorted(saved) != sorted(order):
         raise ValueError(f"its optimizer had {len(saved)} parameters, or others, and this one has {len(order)}")
     index = {name: number for number, name in enumerate(order)}
-    values: dict[int, dict[str, Any]] = {}
+    values: dict[int | str, Any] = {}
+    for key, (value, device) in state.get(OTHERS, {}).items():
+        near = next(model.parameters()).device if device != "cpu" else torch.device("cpu")
+        values[key] = tree_map_only(Tensor, partial(torch.Tensor.to, device=near), value)
     for key, value in state.items():
-        if key.startswith("optimizer/") and key != "optimizer/groups":
+        if key.startswith("optimizer/") and key not in (GROUPS, OTHERS):
             name, _, what = key.removeprefix("optimizer/").rpartition("/")
             values.setdefault(index[name], {})[what] = value
     return {

@@ -1,0 +1,19 @@
+"""On PYTHONPATH: the wall clock of this Python, and of those that it starts, is `CLOCK_MOVED` seconds off."""
+
+import datetime
+import os
+import time
+
+seconds = float(os.environ["CLOCK_MOVED"])
+true_time = time.time
+
+
+class Moved(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return super().now(tz) + datetime.timedelta(seconds=seconds)
+
+
+Moved.__module__, Moved.__qualname__ = "datetime", "datetime"  # for pickle
+datetime.datetime = Moved
+time.time = lambda: true_time() + seconds

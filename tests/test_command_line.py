@@ -1,0 +1,207 @@
+"""What is typed is what is meant: values arrive as they were given, and what cannot be is one line, at once."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.override_parser.types import Quote, QuotedString
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from kit.job import ROOT, environment, free_port, run
+from kit.warm import run as start
+
+from train.config.compose import compose, folder_name
+from train.config.differences import to_dict
+
+OWN = ["optimizer._target_=torch.optim.Adam", "model._target_=kit.parts.models.Stateful"]
+HOSTILE = [
+    "/x/model.pt", "runs/data.v2", "model.", "++model.x=1", "data.root=/x", "a=b,c", "it's", 'say "x"', "~optimizer.lr", "a\\b\\",
+    "[1,2]", "{a:1}", " blanks ", "key::value", "null", "1e3", "--config-dir", "-m", "optimizer.lr=3", "#x", "$HOME", "(x)", "ü",
+]  # fmt: skip
+
+
+def quoted(text: str) -> str:
+    return QuotedString(text, Quote.single).with_quotes()
+
+
+@given(
+    st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=1).filter(lambda text: "${" not in text)
+)
+@settings(max_examples=6, deadline=None)
+@example("/x/model.pt")
+@example("a.data.optimizer.model.v2")
+def test_a_value_is_what_was_given_also_beside_parts_by_import_path(text):
+    given = [f"init_from={quoted(text)}", f"+own.x={quoted(text)}", f"+optimizer.foreach={quoted(text)}"]
+    config = compose(["optimizer._target_=builtins.dict", *given])
+    assert (config.init_from, config.own["x"]) == (text, text)
+    assert to_dict(config.optimizer) == {"_target_": "builtins.dict", "foreach": text}
+
+
+def test_hostile_values_arrive_unchanged():
+    """Each for a key of the kit's in turn, beside parts by import path."""
+    given = [f"+own.value{number}={quoted(text)}" for number, text in enumerate(HOSTILE)]
+    config = compose([*OWN, *given, "output_dir=runs/data.v2"])
+    assert [*config.own.values()] == HOSTILE and config.output_dir == "runs/data.v2"
+    assert to_dict(config.optimizer) == {"_target_": "torch.optim.Adam"}
+    whole = compose(["++optimizer={_target_:torch.optim.Adam,eps:0.1}"])
+    assert to_dict(whole.optimizer) == {"_target_": "torch.optim.Adam", "eps": 0.1}
+
+
+def test_a_run_writes_where_it_was_told_to(tmp_path):
+    first = run(tmp_path / "data.v1" / "model.first", *OWN[1:], "max_steps=1", cwd=tmp_path)
+    target = str(tmp_path / "data.v2" / "it's model.x, 'y' = z")
+    line = [*OWN, f"init_from={first.folder}/model.pt", "max_steps=1", f"output_dir={quoted(target)}"]
+    code, out = start([*line, "log.report=false"], [environment()], cwd=tmp_path, timeout_s=60)
+    assert code == 0, out
+    assert Path(target, "model.pt").exists() and sorted(path.name for path in tmp_path.iterdir()) == [
+        "data.v1",
+        "data.v2",
+    ]
+    config = yaml.safe_load(Path(target, "config.yaml").read_text())
+    assert config["init_from"] == f"{first.folder}/model.pt" and config["output_dir"] == target
+
+
+def test_what_is_taken_away_stays_away_beside_a_part_by_import_path():
+    """`~key` of the option that was replaced, and of what a yaml or the line gives."""
+    given = ["optimizer._target_=torch.optim.Adam", "~optimizer.momentum", "+optimizer.eps=0.1", "++optimizer.lr=0.5"]
+    assert compose([*given, "~optimizer.eps"]).optimizer.values == {"lr": 0.5}
+
+
+def test_an_interpolation_in_an_override_is_resolved_once(tmp_path):
+    line = [*OWN, "+own.place='a b, c'", f"output_dir='{tmp_path}/${{own.place}}'", "max_steps=1", "log.report=false"]
+    code, out = start(line, [environment()], cwd=tmp_path, timeout_s=60)
+    assert code == 0 and (tmp_path / "a b, c/model.pt").exists(), out
+
+
+def test_jobs_of_a_sweep_never_share_a_folder():
+    texts = ["init_from=/a/b", "init_from=/a_b", "init_from=/a?b", "x=" + "y" * 300, "x=" + "y" * 301]
+    assert len({folder_name(text) for text in texts}) == len(texts)
+    assert all(len(folder_name(text).encode()) < 256 and "/" not in folder_name(text) for text in texts)
+    assert folder_name("optimizer.lr=0.1,model.hidden=[7]") == "optimizer.lr=0.1,model.hidden=_7_"
+
+
+def conf(folder: Path) -> Path:
+    """A user's yaml files with what can be wrong in them."""
+    place = folder / "conf/experiment"
+    place.mkdir(parents=True)
+    for name, text in {
+        "bad": "# @package _global_\nname: [1\nb: {\n",
+        "twice": "# @package _global_\nseed: 1\nseed: 2\n",
+        "tab": "# @package _global_\nown:\n\tx: 1\n",
+        "tag": "# @package _global_\nname: !!python/object:os.system {}\n",
+        "text": "only words",
+        "list": "# @package _global_\nseed: [1, 2]\n",
+        "placed": "seed: 1\n",
+    }.items():
+        (place / f"{name}.yaml").write_text(text)
+    (place / "bytes.yaml").write_bytes(b"\xff\xfe\x00bad")
+    (folder / "file").write_text("")
+    return folder / "conf"
+
+
+MISTAKES = {
+    "--gpus 0 2": "--gpus is no option: write gpus=[0,2], without dashes",
+    "--gpus 1": "write gpus=1, without",
+    "-lr 0.1": "write lr=0.1",
+    "gpus=0,2": "write gpus=[0,2]",
+    "gpus=[]": "names no device",
+    "gpus=[-1]": "names no device",
+    "gpus=true": "names no device",
+    "gpus=[1,1]": "twice",
+    "seed=18446744073709551616": "at most 18446744073709551615",
+    "seed=-1": "at least 0",
+    "seed=inf": "Integer",
+    "seed=[1,2]": "Integer",
+    "epochs=1e3": "write epochs=1000",
+    "batch_size=1e3": "write batch_size=1000",
+    "batch_size=1.5": "Integer",
+    "optimizer.lr=nan": "optimizer.lr=nan is not a finite number",
+    "optimizer.lr=inf": "not a finite number",
+    "optimizer.lr=[0.1]": "optimizer.lr=[0.1]",
+    "optimizer=adamw optimizer.betas=[nan,0.9]": "optimizer.betas=nan",
+    "grad_clip=nan": "grad_clip=nan",
+    "grad_clip=inf": "not a finite number",
+    "dist.timeout_s=nan": "dist.timeout_s=nan",
+    "dist.timeout_s=inf": "at most 1000000000",
+    "dist.start_timeout_s=1e300": "at most 1000000000",
+    "strategy.bucket_cap_mb=inf": "not a finite number",
+    "name=": "name is empty",
+    "name=[a]": "name: ",
+    "name=null": "name: ",
+    "model=[1,2]": "model is chosen by name",
+    "optimizer=3": "optimizer is chosen by name",
+    "loggers=[1]": "loggers is chosen by name",
+    "model={width:3}": "model takes a name",
+    "+loggers.x=3": "loggers.x=3 is no part",
+    "own.x=3": "write +own.x=",
+    "~model": "model is not chosen",
+    "name=${nowhere}": "nowhere",
+    "output_dir=${oc.env:MUSTER_NOWHERE}": "MUSTER_NOWHERE",
+    "--config-dir": "expected one argument",
+    "--config-dir missing": "there is no such folder",
+    "--config-dir file": "that is no folder",
+    "--config-name nope": "there is no nope.yaml",
+    "--cfg nope": "invalid choice",
+    "--config-dir conf +experiment=bad": "bad.yaml:3: expected ',' or ']'",
+    "--config-dir conf +experiment=twice": "twice.yaml:3: found duplicate key seed",
+    "--config-dir conf +experiment=tab": "tab.yaml:3: ",
+    "--config-dir conf +experiment=tag": "tag.yaml:2: ",
+    "--config-dir conf +experiment=bytes": "bytes.yaml is not a text in UTF-8",
+    "--config-dir conf +experiment=text": "experiment/text.yaml: ",
+    "--config-dir conf +experiment=list": "experiment/list.yaml: seed: ",
+    "--config-dir conf +experiment=placed": "begin the file with `# @package _global_`",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_one_true_line(tmp_path, line):
+    conf(tmp_path)
+    code, out = start(line.split(), [environment()], cwd=tmp_path, timeout_s=60)
+    assert code == 2 and len(out.splitlines()) == 1 and MISTAKES[line] in out, out
+    assert out.startswith("muster: config error: ") and not (tmp_path / "runs").exists()
+
+
+def test_it_is_one_line_for_all_ranks(tmp_path):
+    """Also where the mistake leaves no config to read how the ranks meet."""
+    conf(tmp_path)
+    for line in (["--config-dir", "conf", "+experiment=bad"], ["optimizer.lr=nan"], ["--gpus", "0", "2"]):
+        place = {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        ranks = [environment(RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in (0, 1)]
+        code, out = start(line, ranks, cwd=tmp_path, timeout_s=60)
+        said = [text for text in out.splitlines() if text.startswith("muster: ")]
+        assert code == 2 and len(said) == 1 and "Traceback" not in out, out
+
+
+def test_what_can_simply_work_does(tmp_path):
+    run(tmp_path / "a", "gpus=0", "device=cpu", f"seed={2**64 - 1}", "max_steps=1", "eval.every_steps=off")
+    storage = f"checkpoint.storage=file://{tmp_path}/new/folder"
+    result = run(tmp_path / "b", storage, "max_steps=1", "eval.every_steps=off")
+    assert (tmp_path / "new/folder/step-00000001/manifest.json").exists(), result.out
+    assert yaml.safe_load((tmp_path / "a/config.yaml").read_text())["gpus"] == [0]
+
+
+def test_muster_refuses_a_tool_that_there_is_not(tmp_path):
+    """`muster run` is a module of the kit and no tool: it would end with 0 and have done nothing."""
+    import subprocess
+
+    line = [sys.executable, "-m", "muster", "run", "max_steps=1"]
+    done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "'run'" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_submit_keeps_values_and_refuses_in_a_line(tmp_path):
+    sys.path.insert(0, str(ROOT / "slurm"))
+    from submit import expand, quoted
+
+    from train.config.command_line import parsed
+    from train.errors import ConfigError
+
+    assert [parsed([f"x={quoted(text)}"])[0].value() for text in HOSTILE] == HOSTILE
+    with pytest.raises(ConfigError, match="cannot read the override 'x=a=b'"):
+        expand(["x=a=b"])

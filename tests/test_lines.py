@@ -1,0 +1,101 @@
+"""What a `train` line shows: the mean over all samples since the last line, exact over a resume; and what an evaluation leaves."""
+
+import json
+import shutil
+
+import pytest
+from kit.job import run
+
+# 1437 samples in batches of 64 leave 29 for the last step of an epoch; lines and checkpoints do not coincide.
+LINE = (
+    "model.hidden=[16]",
+    "max_steps=30",
+    "eval.every_steps=off",
+    "log.train_metrics=true",
+    "checkpoint.every_steps=7",
+)
+SEVEN, EVERY = "log.every_steps=7", "log.every_steps=1"
+METRIC = "+metrics.curve._target_=torchmetrics.AUROC", "+metrics.curve.task=multiclass", "+metrics.curve.num_classes=10"
+
+
+def numbers(result):
+    return {each["step"]: (each["loss"], each["accuracy"]) for each in result.lines("train")}
+
+
+def weighted(single, steps):
+    """Means over the samples of these steps, of a run that has a line for each."""
+    lines = [each for each in single.lines("train") if each["step"] in steps]
+    before = {each["step"]: each["samples"] for each in single.lines("train")}
+    counts = [each["samples"] - before.get(each["step"] - 1, 0) for each in lines]
+    return tuple(
+        sum(count * each[name] for count, each in zip(counts, lines, strict=True)) / sum(counts)
+        for name in ("loss", "accuracy")
+    )
+
+
+def back_to(folder, step):
+    """As if the run had been killed after its checkpoint of this step."""
+    kept = folder / f"checkpoints/step-{step:08d}"
+    for path in (folder / "checkpoints").glob("step-*"):
+        if path.name > kept.name:
+            shutil.rmtree(path)
+    outcome = json.loads((folder / "outcome.json").read_text())
+    outcome |= {"outcome": "preempted", "checkpoint": {"step": step, "path": str(kept)}}
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+
+
+@pytest.fixture(scope="module")
+def every(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("every") / "run", *LINE, EVERY)
+
+
+def test_a_line_is_the_mean_over_all_samples_since_the_last(tmp_path, every):
+    found = numbers(run(tmp_path / "run", *LINE, SEVEN))
+    assert [*found] == [7, 14, 21, 28, 30]
+    for step, values in found.items():
+        steps = range(29, 31) if step == 30 else range(step - 6, step + 1)
+        assert values == pytest.approx(weighted(every, steps), rel=1e-9)
+
+
+@pytest.mark.parametrize("slices", [(), ("virtual_world_size=3",)])
+def test_lines_after_a_resume_are_those_of_an_undisturbed_run(tmp_path, slices):
+    line = (*LINE, *slices, SEVEN, "checkpoint.every_steps=10", "checkpoint.keep=9")
+    whole = numbers(run(tmp_path / "run", *line, ranks=2))
+    back_to(tmp_path / "run", 10)
+    resumed = run(tmp_path / "run", *line, ranks=3 if slices else 2)
+    assert resumed.events("resume")[-1]["step"] == 10
+    assert numbers(resumed) == whole
+
+
+def test_two_evaluation_batches_are_tried_first_and_leave_no_trace(tmp_path):
+    line = (
+        "model._target_=kit.parts.models.Stateful",
+        "max_steps=12",
+        "eval.every_steps=5",
+        *METRIC,
+        "callbacks=[ema]",
+    )
+    tried, not_tried = (run(tmp_path / str(n), *line, f"eval.sanity_batches={n}", ranks=2) for n in (2, 0))
+    assert tried.sha256 == not_tried.sha256 and tried.losses == not_tried.losses
+    same = [[{**each} for each in result.lines("eval")] for result in (tried, not_tried)]
+    assert same[0] == same[1]
+
+
+def test_what_cannot_be_evaluated_is_found_before_the_first_step(tmp_path):
+    for mistake in (("checkpoint.best=acc",), ("callbacks=[early_stopping]", "callbacks.early_stopping.metric=acc")):
+        refused = run(tmp_path / mistake[0].split("=")[0], "max_steps=40", *mistake, ok=False)
+        assert refused.code == 2 and "accuracy, loss" in refused.said[-1], refused.out
+        assert not refused.lines("train")
+
+
+def test_a_metric_with_lists_on_ranks_without_samples(tmp_path):
+    line = ("max_steps=4", "eval.max_samples=2", "+metrics.rows._target_=kit.parts.metrics.Rows")
+    alone, three = (run(tmp_path / str(ranks), *line, ranks=ranks).lines("eval")[-1] for ranks in (1, 3))
+    assert three["rows"] == alone["rows"]
+
+
+def test_a_run_that_is_further_than_it_is_to_go(tmp_path):
+    run(tmp_path / "run", "max_steps=9", "eval.every_steps=3")
+    back_to(tmp_path / "run", 9)
+    again = run(tmp_path / "run", "log.progress=plain", "max_steps=6")
+    assert "/6" not in again.out and "6 steps are asked for and 9 are done" in again.out, again.out

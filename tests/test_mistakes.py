@@ -1,0 +1,158 @@
+"""A user's mistake in a part of their own is one line with the place in their code, and nothing comes after it."""
+
+import re
+from pathlib import Path
+
+import pytest
+from kit.job import run
+from torch._utils import KeyErrorMessage
+
+from train.origin import described, kind_and_message
+
+SOURCE = Path(__file__).parent / "kit/parts/mistakes.py"
+OWN = "kit.parts.mistakes"
+BASE = ("batch_size=8", "max_steps=3", f"data._target_={OWN}.Data", f"model._target_={OWN}.Net")
+
+
+def model(name):
+    return f"model._target_={OWN}.{name}"
+
+
+def data(name):
+    return f"data._target_={OWN}.{name}"
+
+
+def loss(name):
+    return f"objective._target_={OWN}.{name}"
+
+
+# The mark of the line to be named -> overrides, exit code, what the line says beside the place.
+MISTAKES = {
+    "forgotten return": ([model("NoReturn")], 2, "NoReturn.forward gives None", "write `return"),
+    "tuple": ([model("Tuple")], 2, "a tuple of (a Tensor [8, 3] float32, a Tensor [8, 4] float32)", "objective._target_="),
+    "hugging face": ([model("HuggingFace")], 2, "gives a SimpleNamespace", "write objective=model_loss"),
+    "cut off": ([model("Detached")], 2, "a Tensor [8, 3] float32 without a gradient", "leave out detach()"),
+    "wrong shape": (
+        [model("Narrow")],
+        2,
+        "layer = Linear(in_features=10, out_features=3, bias=True) got a Tensor [8, 4] float32",
+        "write in_features=4",
+    ),
+    "no picture": ([model("Convolving")], 2, "0 = Conv2d(3, 4, ", "mend that line, or the shape of what the data gives"),
+    "one input of two": ([model("Several")], 2, "takes (x, mask)", "loader.batch="),
+    "raises in forward": ([model("Raising")], 1, "ValueError: no such thing", "outcome.json"),
+    "raises in the constructor": ([model("Unbuilt")], 1, "AttributeError", "outcome.json"),
+    "vector": ([loss("vector")], 2, "gives a Tensor [8] float32 for a loss", "write `return loss.mean()`"),
+    "none": ([loss("none")], 2, "gives None for a loss", "write `return"),
+    "number": ([loss("number")], 2, "gives a float for a loss", "without .item()"),
+    "raises in the loss": ([loss("raising")], 1, "IndexError", "outcome.json"),
+    "sums by name": ([loss("Bare")], 2, "Bare.metrics gives a Tensor [] float32", "write `return {name: sum"),
+    "dict": ([data("Dicts")], 2, "a dict of points [8, 4] float32, label [8] int64", "loader.batch="),
+    "float64": ([data("Doubles")], 2, "a Tensor [8, 4] float64", "write .float()"),
+    "labels out of range": ([data("Beyond")], 3, "label 3, and the model gives 3 classes, 0 to 2", "num_classes"),
+    "float labels": ([data("FloatLabels")], 3, "labels [8] int64, and the data gives [8] torch.float32", "write .long()"),
+    "classes": ([data("Counted")], 3, "classes is 3", "write self.num_classes = 3"),
+    "no length": ([data("NoLength")], 3, "no __len__", "write `def __len__(self)`"),
+    "unreadable": ([data("Unreadable")], 3, "ValueError: no such sample", "loader.on_bad_sample=skip"),
+    "raises in the data set": ([data("Misspelt")], 1, "has no attribute 'points'", "outcome.json"),
+    "raises in a transform": ([data("Transformed")], 1, "TypeError: unsupported operand", "outcome.json"),
+    "pictures": (
+        [data("Pictures")],
+        3,
+        "a tuple of (a PIL Image, a Tensor [] int64)",
+        "write +data.transform._target_=torchvision.transforms.ToTensor",
+    ),
+    "ragged": ([data("Ragged")], 3, "a Tensor [1] float32", "loader.collate_fn="),
+    "raises in collate_fn": ([f"loader.collate_fn={OWN}.collate"], 1, "TypeError: list indices", "outcome.json"),
+    "raises in the adapter": ([f"loader.batch={OWN}.adapter"], 1, "TypeError: list indices", "outcome.json"),
+    "raises in a callback": ([f"+callbacks.a._target_={OWN}.Hook"], 1, "no_such_thing", "outcome.json"),
+    "raises in a metric": ([f"+metrics.a._target_={OWN}.Metric"], 1, "has no attribute 'total'", "outcome.json"),
+}  # fmt: skip
+
+
+def place(mark):
+    lines = SOURCE.read_text().splitlines()
+    [number] = [at for at, line in enumerate(lines, 1) if line.endswith(f"# here: {mark}")]
+    return f"mistakes.py:{number}"
+
+
+def check(result, mark, *, code, said=1):
+    """`said`: of the lines of the kit; the last one, and nothing after it, names the place and what to do."""
+    _, expected, given, remedy = MISTAKES[mark]
+    assert result.code == code, result.out
+    assert len(result.said) == said, result.out
+    for text in (place(mark), given, remedy):
+        assert text in result.said[-1], f"{text} is not in: {result.said[-1]}"
+    assert result.outcome["exit_code"] == expected
+    if expected == 1:
+        assert Path(re.search(r"traceback is in (\S+)", result.said[-1])[1]) == result.folder / "outcome.json"
+        assert "Traceback (most recent call last)" in result.outcome["traceback"]
+        assert f'{SOURCE.name}", line {place(mark).partition(":")[2]}, in' in result.outcome["traceback"]
+
+
+@pytest.mark.parametrize("mark", MISTAKES)
+def test_a_mistake_is_one_line_with_its_place(tmp_path, mark):
+    overrides, code, *_ = MISTAKES[mark]
+    result = run(tmp_path / "run", *BASE, *overrides, ok=False)
+    check(result, mark, code=code)
+    assert "Traceback" not in result.out and 'File "' not in result.out
+    assert result.out.splitlines()[-1] == result.said[-1], "something comes after it"
+
+
+def test_a_worker_of_the_loader_is_no_other_case(tmp_path):
+    result = run(tmp_path / "run", *BASE, data("Misspelt"), "loader.num_workers=1", ok=False)
+    check(result, "raises in the data set", code=1)
+    assert "Traceback" not in result.out and "DataLoader worker" not in result.said[0]
+
+
+def test_a_picture_is_named_also_where_the_model_asks_for_the_shape(tmp_path):
+    given = (data("Pictures"), "model._target_=train.models.mlp.Mlp", "+model.hidden=[8]")
+    result = run(tmp_path / "run", *BASE, *given, ok=False)
+    assert result.code == 3 and len(result.said) == 1 and "a PIL Image" in result.said[0], result.out
+    assert place("pictures") in result.said[0] and "torchvision.transforms.ToTensor" in result.said[0]
+
+
+@pytest.mark.parametrize("mark", ["forgotten return", "wrong shape", "labels out of range", "raises in forward"])
+def test_on_two_ranks_the_one_cause_stands_last(tmp_path, mark):
+    """torchrun's own report comes after every failure: what it ends with is the cause."""
+    overrides, *_ = MISTAKES[mark]
+    result = run(tmp_path / "run", *BASE, *overrides, ranks=2, ok=False)
+    assert len(result.said) == 1 and place(mark) in result.said[0], result.out
+    assert result.out.count("Traceback (most recent call last)") == 1, "of torchrun itself"
+    *_, last, border = result.out.splitlines()
+    assert last.lstrip().startswith("traceback : ") and place(mark) in last and set(border) == {"="}, result.out
+
+
+def test_the_rank_that_failed_is_the_root_cause(tmp_path):
+    """Rank 0 has lost it, and torchrun's report would begin with whoever wrote first."""
+    given = (model("Raising"), "+model.rank=1", "+model.at=2")
+    result = run(tmp_path / "run", *BASE, *given, ranks=2, ok=False)
+    assert len(result.said) == 1 and result.outcome["rank"] == 1, result.out
+    assert place("raises in forward") in result.out.splitlines()[-2], result.out
+    assert "ValueError: no such thing" in result.out.splitlines()[-2]
+
+
+def test_an_error_is_recorded_without_the_cause_of_an_attempt_before(tmp_path):
+    run(tmp_path / "run", *BASE, model("Raising"), "+model.at=2", ok=False)
+    second = (model("Raising"), "+model.at=2", f"+callbacks.a._target_={OWN}.Hook", "checkpoint.accept_changes=true")
+    result = run(tmp_path / "run", *BASE, *second, ok=False)
+    assert "no_such_thing" in result.outcome["error"] and result.code == 1, result.out
+    assert "no such thing" not in str(result.outcome.get("cause", "")), result.outcome
+
+
+def test_a_mistake_that_comes_again_is_not_restarted_for_ever(tmp_path):
+    result = run(tmp_path / "run", *BASE, model("Raising"), ranks=1, torchrun=("--max-restarts=9",), ok=False)
+    assert result.outcome["exit_code"] == 7 and len(result.events("start")) == 2, result.out
+    assert place("raises in forward") in result.said[-1] and "the same error at the same place" in result.said[-1]
+
+
+def test_values_are_described_in_a_few_words():
+    assert described(None) == "None"
+    assert described([1, "a"]) == "a list of (an int, a str)"
+    assert described({str(n): n for n in range(9)}).endswith("3 int, ...")
+    assert described((None,) * 9) == "a tuple of (None, None, None, None, ...)"
+
+
+def test_the_message_of_a_worker_s_error_is_the_first_one():
+    text = 'Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File "a.py", line 3, in f\n    x["b"]\nKeyError: \'b\'\n'
+    assert kind_and_message(KeyError(KeyErrorMessage(text))) == ("KeyError", "'b'")

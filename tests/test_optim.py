@@ -1,0 +1,109 @@
+"""Optimizers, schedules and averages: their own rates and state, fused steps where they fit, and what a resume begins from."""
+
+import pytest
+import torch
+from kit.job import run
+
+MODELS, OWN = "model._target_=kit.parts.models.", "optimizer._target_=kit.parts.optimizers."
+ONE_CYCLE = ("scheduler._target_=torch.optim.lr_scheduler.OneCycleLR", "+scheduler.max_lr=0.01")
+SHORT = ("max_steps=8", "eval.every_steps=off")
+
+
+def cut(folder, *line, ranks=None):
+    """The same run once whole, and once resumed after five of eight steps."""
+    whole = run(folder / "whole", *line, *SHORT, ranks=ranks)
+    run(folder / "cut", *line, *SHORT, "max_steps=5", ranks=ranks)
+    resumed = run(folder / "cut", *line, *SHORT, ranks=ranks)
+    assert resumed.events("resume")[-1]["step"] == 5
+    return whole, resumed
+
+
+def expected_rates(adam_lr, steps):
+    """What OneCycleLR does to the rate of an optimizer, stepped by hand."""
+    optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=adam_lr)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step() if len(rates) < steps else None
+    return rates
+
+
+@pytest.mark.parametrize("optimizer", [("optimizer._target_=torch.optim.Adam",), (f"{OWN}own_rate",)])
+def test_a_schedule_of_torchs_starts_from_the_optimizers_own_rate(tmp_path, optimizer):
+    result = run(tmp_path / "run", *optimizer, *ONE_CYCLE, *SHORT)
+    assert [line["lr"] for line in result.lines("train")] == pytest.approx(expected_rates(1e-3, 8))
+
+
+def test_an_optimizer_may_have_no_rate_and_state_of_no_parameter(tmp_path):
+    whole, resumed = cut(tmp_path, f"{OWN}NoRate")
+    assert resumed.sha256 == whole.sha256 and resumed.losses == whole.losses
+    assert {line["lr"] for line in whole.lines("train")} == {None}
+
+
+def test_the_divided_state_of_such_an_optimizer(tmp_path):
+    whole, resumed = cut(tmp_path, f"{OWN}NoRate", "strategy=zero", ranks=2)
+    assert resumed.sha256 == whole.sha256
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ((f"{OWN}NoRate", "scheduler=cosine"), "NoRate has none: use scheduler=constant"),
+        ((f"{OWN}NoRate", *ONE_CYCLE), "NoRate has no learning rate"),
+        ((f"{OWN}nothing",), "gives NoneType, which has no param_groups"),
+        (("optimizer.lr=0", *ONE_CYCLE), "a learning rate of 0"),
+        (("+optimizer.foreach=true", "+optimizer.fused=true"), "cannot be `True` together"),
+        (("+optimizer.fused=true", "precision=fp16"), "does not go with precision=fp16"),
+        ((f"{MODELS}Complex", "+optimizer.fused=true"), "floating-point parameters"),
+        ((f"{MODELS}Sparse", "optimizer=adamw"), "takes no sparse gradients"),
+        ((f"{MODELS}Sparse", "strategy=fsdp"), "table gives sparse gradients"),
+        ((f"{MODELS}Sparse", "virtual_world_size=2"), "table gives sparse gradients"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, line, says):
+    result = run(tmp_path / "run", *line, *SHORT, ok=False)
+    assert result.code == 2 and len(result.said) == 1 and says in result.said[0], result.out
+    assert "Traceback" not in result.out
+
+
+@pytest.mark.parametrize(
+    "model, more, ranks",
+    [
+        ("Sparse", ("optimizer.momentum=0",), None),
+        ("Sparse", ("grad_clip=1", "optimizer.weight_decay=0.1"), 2),
+        ("Sparse", ("+optimizer.fused=true",), None),
+        ("Complex", (), 2),
+        ("LateGradient", ("strategy.find_unused_parameters=true",), 2),
+    ],
+)
+def test_a_step_is_fused_only_where_that_fits(tmp_path, model, more, ranks):
+    """The numbers are those of the step that is never fused, and a resume is exact."""
+    whole, resumed = cut(tmp_path, f"{MODELS}{model}", *more, ranks=ranks)
+    assert resumed.sha256 == whole.sha256
+    plain = [each for each in more if "fused" not in each]
+    expected = run(tmp_path / "plain", f"{MODELS}{model}", *plain, *SHORT, "+optimizer.foreach=false", ranks=ranks)
+    assert whole.losses == pytest.approx(expected.losses, rel=1e-5)
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(whole.weights[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_sparse_and_dense_gradients_train_alike(tmp_path):
+    sparse, dense = (run(tmp_path / str(is_sparse), f"{MODELS}Sparse", f"+model.sparse={is_sparse}", *SHORT) for is_sparse in (True, False))  # fmt: skip
+    assert sparse.losses == pytest.approx(dense.losses, rel=1e-5)
+
+
+def test_a_choice_of_ones_own_is_respected(tmp_path):
+    run(tmp_path / "run", "+optimizer.foreach=true", "optimizer=adamw", *SHORT)
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_an_average_that_is_added_at_a_resume_begins_from_the_restored_weights(tmp_path, ranks):
+    run(tmp_path / "run", *SHORT, "max_steps=7", ranks=ranks)
+    before = torch.load(tmp_path / "run/model.pt", weights_only=True)
+    ema = ("callbacks=[ema]", "callbacks.ema.decay=0.5")
+    averaged = run(tmp_path / "run", *SHORT, *ema, ranks=ranks).weights
+    after = run(tmp_path / "plain", *SHORT, ranks=ranks).weights
+    for name, weight in after.items():
+        torch.testing.assert_close(averaged[name], (before[name] + weight) / 2)

@@ -1,0 +1,95 @@
+"""Training never ends because nobody looks at what it prints any more."""
+
+import json
+import os
+import pty
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+from kit.job import QUIET, ROOT, Result, environment, free_port
+from kit.until import until
+
+SMALL = (*QUIET, "model.hidden=[4]", "max_steps=30", "checkpoint.every_steps=10", "batch_size=64")
+PYTHON = shlex.quote(sys.executable)
+LAUNCHED = {
+    "python": f"{PYTHON} -m train",
+    "torchrun": f"{PYTHON} -m torch.distributed.run --standalone --nproc-per-node=2 -m train",
+    "node": f"{PYTHON} -m train.launch node",
+}
+ENDS = {
+    "reader goes away": "{line} 2>&1 | head -n 1; exit ${{PIPESTATUS[0]}}",
+    "closed": "{line} >&- 2>&- <&-",
+    "full disk": "{line} >/dev/full 2>&1",
+}
+
+
+def shell(line, cwd, **env):
+    return subprocess.run(
+        ["bash", "-c", line], cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=120
+    )
+
+
+def pod():
+    """What a PyTorchJob's operator writes into the environment of its one pod."""
+    where = {"PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "HOSTNAME": "127", "POD_IP": "127.0.0.1"}
+    return {**where, "PET_NNODES": "1", "PET_NPROC_PER_NODE": "1", "GRACE_S": "30"}
+
+
+def ended_well(folder, *, printed=True):
+    result = Result(0, "", folder, 0)
+    assert result.outcome["outcome"] == "done" and result.outcome["exit_code"] == 0
+    assert [line["step"] for line in result.lines("train")] == [*range(1, 31)] and (folder / "model.pt").exists()
+    said = [line["text"] for line in result.events("note") if "is dropped, and the run goes on" in line["text"]]
+    assert len(said) == printed, said
+    assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("launched", "end", "more"),
+    [
+        ("python", "reader goes away", "loader.num_workers=1"),
+        ("python", "closed", "log.progress=plain"),
+        ("python", "full disk", "log.progress=bar"),
+        ("torchrun", "reader goes away", "log.progress=plain"),
+        ("torchrun", "closed", "log.progress=bar"),
+        ("node", "reader goes away", "log.progress=plain"),
+        ("node", "closed", "log.progress=plain"),
+    ],
+)
+def test_a_run_that_nobody_listens_to_goes_on_to_its_end(tmp_path, launched, end, more):
+    """It ended with exit code 0 after two lines, and with 1 before the first step."""
+    line = f"{LAUNCHED[launched]} {' '.join(map(shlex.quote, SMALL))} output_dir={tmp_path}/run {more}"
+    done = shell(ENDS[end].format(line=line), tmp_path, **(pod() if launched == "node" else {}))
+    assert done.returncode == 0, done.stdout + done.stderr
+    ended_well(tmp_path / "run")
+
+
+def test_a_terminal_that_is_closed_ends_nothing(tmp_path):
+    """SIGHUP to all that run in it, and EIO for whatever is written to it."""
+    head, terminal = pty.openpty()
+    line = [sys.executable, "-m", "train", *SMALL, f"output_dir={tmp_path}/run", "+callbacks.pace._target_=kit.parts.callbacks.Pace", "+callbacks.pace.step_s=0.1"]  # fmt: skip
+    take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", take, *line],
+        stdin=terminal, stdout=terminal, stderr=terminal, env=environment(), cwd=tmp_path, start_new_session=True,
+    )  # fmt: skip
+    os.close(terminal)
+    until(lambda: b"step" in os.read(head, 10_000), "progress bar", timeout_s=60)
+    os.close(head)
+    assert process.wait(120) == 0
+    ended_well(tmp_path / "run")
+
+
+def test_tools_whose_reader_goes_away_end_quietly(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text(
+        json.dumps({"kind": "event", "event": "start", "time": time.time(), "step": 0, "total_steps": 9}) + "\n"
+    )
+    for tool in ("report --watch run", f"doctor --lint {ROOT}/slurm {ROOT}/k8s", "launch --help"):
+        done = shell(f"{PYTHON} -m train.{tool} | true; exit ${{PIPESTATUS[0]}}", tmp_path)
+        assert done.returncode == 0 and not done.stderr, f"{tool}: {done.stderr}"
+    done = shell(f"{PYTHON} -m train --help | true; exit ${{PIPESTATUS[0]}}", tmp_path)
+    assert done.returncode == 0 and not done.stderr, done.stderr

@@ -1,0 +1,111 @@
+"""The command line: options and overrides, as Hydra's own parsers read them. No text of an override is searched."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from train.errors import ConfigError
+
+FLAGS = (
+    "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--shell-completion",
+    "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info",
+)  # fmt: skip
+"""Hydra's own."""
+SHORT = ("-h", "-c", "-p", "-r", "-m", "-sc", "-cp", "-cn", "-cd", "-i")
+TAKE_A_VALUE = {
+    "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
+    "--experimental-rerun",
+}  # fmt: skip
+
+
+def arranged(words: Sequence[str]) -> list[str]:
+    """The same command line with the overrides in one piece, as Hydra takes them.
+
+    Raises:
+        ConfigError: a word is no option of Hydra's, or an option lacks its value.
+    """
+    overrides, options = divided(words)
+    if wrong := _unknown_option(words):
+        raise wrong
+    if any(not text.strip() for text in overrides):
+        raise ConfigError("an empty word stands among the overrides: leave it out, or write key=value")
+    line = [*overrides, *options]
+    parser = get_args_parser()
+    parser.error = _refuse
+    parser.parse_args(line)
+    return line
+
+
+def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(overrides, options with their values), wherever they stand."""
+    overrides: list[str] = []
+    options: list[str] = []
+    for place, word in enumerate(words):
+        (options if word.startswith("-") or _is_value(words, place) else overrides).append(word)
+    return overrides, options
+
+
+def _is_value(words: Sequence[str], place: int) -> bool:
+    return place > 0 and words[place - 1] in TAKE_A_VALUE
+
+
+def parsed(texts: Iterable[str]) -> list[Override]:
+    """Overrides as Hydra parses them, each with its text as `input_line`. Raises HydraException."""
+    found: list[Override] = OverridesParser.create().parse_overrides([*texts])
+    return found
+
+
+def readable(texts: Iterable[str]) -> list[Override]:
+    """Those of the overrides that can be parsed: what is wrong with the others is said elsewhere."""
+    found = []
+    for text in texts:
+        try:
+            found += parsed([text])
+        except HydraException:
+            continue
+    return found
+
+
+def given(key: str, default: Any) -> Any:
+    """The value of `key` in sys.argv, for where the config could not be composed."""
+    overrides = readable(divided(sys.argv[1:])[0])
+    return next((each.value() for each in reversed(overrides) if each.key_or_group == key), default)
+
+
+def swept_keys(words: Sequence[str]) -> set[str]:
+    """The keys that have several values in a command line with -m."""
+    return {each.key_or_group for each in readable(divided(words)[0]) if each.is_sweep_override()}
+
+
+def _unknown_option(words: Sequence[str]) -> ConfigError | None:
+    """What is wrong with a word that begins as an option and is none of Hydra's, if there is one."""
+    for place, word in enumerate(words):
+        name, _, value = word.partition("=")
+        is_known = any(flag.startswith(name) for flag in FLAGS) if word.startswith("--") else word.startswith(SHORT)
+        if not word.startswith("-") or is_known or _is_value(words, place):
+            continue
+        values = value.split(",") if value else _values(words[place + 1 :])
+        said = values[0] if len(values) == 1 else f"[{','.join(values)}]"
+        return ConfigError(f"{word} is no option: write {name.lstrip('-').replace('-', '_')}={said}, without dashes")
+    return None
+
+
+def _values(following: Sequence[str]) -> list[str]:
+    """The words up to the next override or option: `--gpus 0 2` has two."""
+    found: list[str] = []
+    for word in following:
+        if "=" in word or word.startswith("-"):
+            break
+        found.append(word)
+    return found or ["..."]
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"{message}; see `python -m train --help`")

@@ -1,0 +1,106 @@
+"""An objective as training calls it: what it gives is a loss, or an error says why it is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from train.errors import ConfigError, MusterError
+from train.origin import defined, described, is_raised_by_own, kind_and_message, name_of
+
+
+def loss_of(objective: Any, outputs: Any, targets: Any, *, model: Any, trains: bool = True) -> Tensor:
+    """The mean loss over a micro-batch, [] float; with a gradient if it `trains`.
+
+    Raises:
+        ConfigError: it is none, or model, objective and data do not fit together.
+    """
+    loss = explained(objective, objective, outputs, targets, model=model)
+    if isinstance(loss, Tensor) and loss.numel() == 1 and (loss.requires_grad or not trains):
+        return loss
+    raise _no_loss(loss, objective, outputs, model)
+
+
+def measured(objective: Any, outputs: Any, targets: Any, *, model: Any) -> Mapping[str, Any]:
+    """The objective's metrics as it gives them. Raises ConfigError as `loss_of` does."""
+    found = explained(objective.metrics, objective, outputs, targets, model=model)
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"{name_of(objective)}.metrics gives {described(found)}{defined(objective, 'metrics')}: write `return {{name: sum, ...}}`"
+        )
+    return found
+
+
+def explained(call: Callable[..., Any], objective: Any, outputs: Any, targets: Any, *, model: Any) -> Any:
+    """What `call`, the objective or a method of it, gives. Raises ConfigError where outputs or targets are not what it takes."""
+    try:
+        return call(outputs, targets)
+    except MusterError as error:
+        of_data = getattr(error, "of_data", False)
+        raise error if of_data else type(error)(f"{error}{_where(model)}") from error
+    except Exception as error:
+        if outputs is None:
+            raise _no_outputs(model) from error
+        if is_raised_by_own(error):
+            raise
+        if call is not objective:  # which says more of targets that do not fit
+            explained(objective, objective, outputs, targets, model=model)
+        raise _misfit(objective, outputs, targets, model, error) from error
+
+
+def _no_loss(loss: Any, objective: Any, outputs: Any, model: Any) -> ConfigError:
+    if outputs is None:
+        return _no_outputs(model)
+    where, remedy = defined(objective, "__call__", "forward"), "give one number: the mean loss over the samples"
+    if loss is None:
+        remedy = "write `return ...` as its last line"
+    elif isinstance(loss, Tensor) and loss.numel() != 1:
+        remedy = "write `return loss.mean()`"
+    elif isinstance(loss, (float, int)):
+        remedy = "write `return loss`, the tensor, without .item() or float()"
+    elif isinstance(loss, Tensor):
+        if isinstance(outputs, Tensor) and not outputs.requires_grad:
+            return ConfigError(
+                f"{name_of(model)}.forward gives {described(outputs)} without a gradient{_where(model)}: "
+                "leave out detach(), .data, no_grad and whatever else cuts its outputs off from the parameters"
+            )
+        remedy = "its gradient is cut off: leave out detach(), .data and no_grad, and use operations that have one"
+    return ConfigError(f"the objective {name_of(objective)} gives {described(loss)} for a loss{where}: {remedy}")
+
+
+def _no_outputs(model: Any) -> ConfigError:
+    return ConfigError(f"{name_of(model)}.forward gives None{_where(model)}: write `return ...` as its last line")
+
+
+def _misfit(objective: Any, outputs: Any, targets: Any, model: Any, error: Exception) -> Exception:
+    """An objective without lines of a user's own raised `error`: it got what it does not take."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return error
+    got = f"{name_of(model)}.forward gives {described(outputs)}{_where(model)}"
+    if isinstance(outputs, Tensor):
+        said = f"the objective {name_of(objective)} cannot compare it with targets that are {described(targets)}"
+        return ConfigError(
+            f"{got}, and {said} ({': '.join(kind_and_message(error))[:200]}): give them the shapes and types "
+            "that it takes, or another objective"
+        )
+    return ConfigError(
+        f"{got}, and the objective {name_of(objective)} takes one tensor, the logits: {_remedy(outputs)}"
+    )
+
+
+def _remedy(outputs: Any) -> str:
+    names = set(outputs) if isinstance(outputs, Mapping) else {*dir(outputs)}
+    if "loss" in names:
+        return "write objective=model_loss for the model's own loss"
+    if isinstance(outputs, (tuple, list)):
+        return "return the logits alone, or write objective._target_=package.module.function for a loss of your own"
+    name = "logits" if "logits" in names else "..."
+    named = f'["{name}"]' if isinstance(outputs, Mapping) else f".{name}"
+    return f"return its entry {named} alone, or write objective._target_=package.module.function for a loss of your own"
+
+
+def _where(model: Any) -> str:
+    return defined(model, "forward")

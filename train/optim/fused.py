@@ -1,0 +1,123 @@
+"""Fused optimizer steps: which groups of parameters take one, and what torch's kernels have to be spared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from train.config.keys import Precision
+from train.config.parts import Part
+from train.dist.pieces import in_pieces
+from train.errors import ConfigError
+
+SGD = "torch.optim.SGD"
+ADAM = ("torch.optim.Adam", "torch.optim.AdamW")
+DEVICES = ("cpu", "cuda")
+BUFFER = "momentum_buffer"
+
+
+def choose(optimizer: torch.optim.Optimizer, part: Part, *, precision: Precision) -> None:
+    """Fuse the step of each group that it fits, where torch has it for CPU and CUDA alike and the config says nothing else.
+
+    Raises:
+        ConfigError: a fused step is asked for that would compute something else.
+    """
+    if part.target not in (SGD, *ADAM):
+        return
+    ours = []
+    for group in optimizer.param_groups:
+        if group["fused"] and part.target == SGD and group["momentum"] and precision is Precision.fp16:
+            # The loss scaler lets it skip its first step, and its momentum is uninitialised after that.
+            raise ConfigError("optimizer.fused=true, with momentum, does not go with precision=fp16: leave it out")
+        if group["fused"] and not _is_plain(group):
+            raise ConfigError("optimizer.fused=true takes floating-point parameters on CPU or CUDA only: leave it out")
+        ours.append(_fits(group, part.target) and precision is not Precision.fp16)
+        if ours[-1]:
+            group["fused"] = True
+    guard = Guard(part.target, ours)
+    optimizer.register_step_pre_hook(guard.before)
+    optimizer.register_step_post_hook(guard.after)
+
+
+def _fits(group: dict[str, Any], target: str) -> bool:
+    """Whether a fused step is the same arithmetic for this group, and nobody has chosen otherwise."""
+    chosen = group["fused"] is not None or group["foreach"] is not None
+    if chosen or group["differentiable"] or group.get("capturable"):
+        return False
+    if target == SGD and ((group["momentum"] and group["dampening"]) or any(map(in_pieces, group["params"]))):
+        return False  # torch has no such operation on a DTensor; for dampening see Guard
+    return _is_plain(group)
+
+
+def _is_plain(group: dict[str, Any]) -> bool:
+    return all(p.is_floating_point() and p.device.type in DEVICES for p in group["params"])
+
+
+class Guard:
+    """Spares fused kernels gradients that they do not take, before and after each step.
+
+    What it does depends on the gradients and the state of this one step alone, so that a resume does the same.
+
+    Args:
+        ours: for each group whether it is fused by the kit's choice.
+    """
+
+    def __init__(self, target: str, ours: list[bool]):
+        self.target, self.ours = target, ours
+        self._spared: list[dict[str, Any]] = []
+
+    def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Bring sparse gradients into a form that the step takes; begin the momentum of those that had no gradient yet.
+
+        Raises:
+            ConfigError: the optimizer takes no sparse gradients, fused or not.
+        """
+        for group, chosen in zip(optimizer.param_groups, self.ours, strict=False):  # a model may add groups later
+            if sparse := [parameter for parameter, gradient in _given(group) if gradient.is_sparse]:
+                self._spare(group, sparse, chosen=chosen)
+            if group["fused"] and group.get("momentum"):
+                _begin_momentum(optimizer.state, group)
+
+    def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Fuse again what was spared; what a strategy has set to False stays so."""
+        while self._spared:
+            self._spared.pop()["fused"] = True
+
+    def _spare(self, group: dict[str, Any], sparse: list[nn.Parameter], *, chosen: bool) -> None:
+        """Sparse gradients stay sparse in plain SGD; momentum and weight decay are of all rows, and so are dense."""
+        if self.target in ADAM:
+            raise ConfigError(
+                f"{self.target} takes no sparse gradients, which Embedding(sparse=True) gives: "
+                "use sparse=False, optimizer=sgd or torch.optim.SparseAdam"
+            )
+        if chosen and not group["momentum"] and not group["weight_decay"]:
+            if group["fused"]:
+                self._spared.append(group)
+                group["fused"] = False
+            return
+        for parameter in sparse:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.to_dense()
+
+
+def _begin_momentum(state: Any, group: dict[str, Any]) -> None:
+    """Zeros for a parameter whose first gradient comes later than others': torch fills in all of a group or none.
+
+    A first step makes the gradient itself the momentum, and so does a later one that finds zeros, without dampening.
+    """
+    given = list(_given(group))
+    late = [(p, gradient) for p, gradient in given if state.get(p, {}).get(BUFFER) is None]
+    if late and len(late) < len(given):
+        if group["dampening"]:
+            raise ConfigError(
+                "optimizer.fused=true, with dampening, takes no parameter whose first gradient comes later: leave it out"
+            )
+        for parameter, gradient in late:
+            state[parameter][BUFFER] = torch.zeros_like(gradient)
+
+
+def _given(group: dict[str, Any]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    return ((parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None)

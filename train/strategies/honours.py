@@ -1,0 +1,90 @@
+"""Which of the kit's keys a strategy honours: one that was given and is not honoured is refused before any rank trains."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+from train.config.keys import Config, NonFinite, Precision
+from train.errors import ConfigError
+
+MADE_BY = {
+    "grad_clip": {"step"},
+    "precision": {"step"},
+    "on_nonfinite": {"step"},
+    "log.train_metrics": {"step"},
+    "virtual_world_size": {"build", "step"},
+    "compile": {"build"},
+    "channels_last": {"build"},
+    "scheduler": {"lr"},
+    "metrics": {"evaluate"},
+}
+"""Key -> the methods that honour it."""
+METHODS = set().union(*MADE_BY.values())
+CONSTANT = "train.optim.constant."
+
+
+def honoured(kind: type) -> frozenset[str]:
+    """The keys that the nearest class to say so declares as its `honours`.
+
+    A class below that one that replaces a method, and neither calls the method it replaces nor declares `honours`
+    itself, loses what that method makes true.
+    """
+    lost: set[str] = set()
+    for each in kind.__mro__:
+        if "honours" in vars(each):
+            return frozenset(vars(each)["honours"]) - lost
+        replaced = {name for name in METHODS & vars(each).keys() if not _extends(name, vars(each)[name])}
+        lost |= {key for key, methods in MADE_BY.items() if methods & replaced}
+    return frozenset()
+
+
+def check_honoured(config: Config, strategy: Any) -> None:
+    """Raise ConfigError for a key that was given and that `strategy` does not honour."""
+    kept = honoured(type(strategy))
+    for key, value in given(config).items():
+        if key not in kept:
+            name = type(strategy).__name__
+            raise ConfigError(
+                f"{key}={value} is not honoured by strategy {name}, which trains as if it were not there: leave it out, or, "
+                f'if its own {" and ".join(sorted(MADE_BY[key]))} does it, say honours = {{"{key}"}} in class {name}'
+            )
+
+
+def given(config: Config) -> dict[str, Any]:
+    """The keys of MADE_BY whose value asks for something, but virtual_world_size, which is checked by itself."""
+    asked = {
+        "grad_clip": config.grad_clip,
+        "precision": config.precision.name if config.precision is not Precision.fp32 else None,
+        "on_nonfinite": config.on_nonfinite.name if config.on_nonfinite is not NonFinite.stop else None,
+        "log.train_metrics": "true" if config.log.train_metrics else None,
+        "compile": "true" if config.compile else None,
+        "channels_last": "true" if config.channels_last else None,
+        "scheduler": None if config.scheduler.target.startswith(CONSTANT) else config.scheduler.target,
+        "metrics": "{" + ",".join(config.metrics) + "}" if config.metrics else None,
+    }
+    return {key: value for key, value in asked.items() if value is not None}
+
+
+def _extends(name: str, method: Any) -> bool:
+    """Whether a method of a subclass calls the one of the same name that it replaces."""
+    function: Any = method.fget if isinstance(method, property) else method
+    if not callable(function):
+        return False
+    function = inspect.unwrap(function)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == name and _is_super(node.value) for node in ast.walk(tree)
+    )
+
+
+def _is_super(node: ast.expr) -> bool:
+    """`super()`, or `self.optimizer_step`, which does all that a step is to do."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "super"
+    return isinstance(node, ast.Attribute) and node.attr == "optimizer_step"
