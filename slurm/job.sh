@@ -13,6 +13,13 @@ HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export HEAD
 eval "$prepare"
 
+# Shortly before the time limit Slurm sends USR1 to this script alone; a preemption or scancel sends TERM to everybody.
+# Either way the agents get SIGTERM, and the ranks stop at one step and save it. (srun itself must not be signalled: on
+# TERM it kills.) A signal that comes before srun has begun is kept: a shell without a trap would die of it.
+told='' srun=''
+trap 'told=told; [ -z "$srun" ] || scancel --signal=TERM "$job" || scancel --signal=TERM "$job" || true' USR1
+trap 'told=told' TERM
+
 # A wrong override ends the job here: exit code 2, in seconds, before any node starts, and without a requeue.
 plan=$("${here[@]}" python3 -m train.launch plan "$@")
 eval "$plan" # job, folder, before, srun_flags
@@ -36,21 +43,17 @@ if [ "$code" -ne 0 ] && [ "$SLURM_NODEID" -ne 0 ] && [ -n "${MIN_NODES:-}" ] && 
   fi
 fi
 exit "$code"'
-srun "${srun_flags[@]}" "${on_nodes[@]}" bash -c "$node" node "$prepare" "${there[@]}" python3 -m train.launch node "$@" &
-srun=$!
-
-# Shortly before the time limit Slurm sends USR1 to this script alone; a preemption or scancel sends TERM to everybody.
-# Either way the agents get SIGTERM, and the ranks stop at one step and save it. (srun itself must not be signalled: on
-# TERM it kills.)
-told=
-trap 'told=told; scancel --signal=TERM "$job" || scancel --signal=TERM "$job" || true' USR1
-trap 'told=told' TERM
-code=0
-wait "$srun" || code=$?
-while kill -0 "$srun" 2>/dev/null; do # a trap ends `wait` early
+code=143 # of a job that was told to stop before it began
+if [ -z "$told" ]; then
+  srun "${srun_flags[@]}" "${on_nodes[@]}" bash -c "$node" node "$prepare" "${there[@]}" python3 -m train.launch node "$@" &
+  srun=$!
   code=0
   wait "$srun" || code=$?
-done
+  while kill -0 "$srun" 2>/dev/null; do # a trap ends `wait` early
+    code=0
+    wait "$srun" || code=$?
+  done
+fi
 
 if [ "$code" -ne 0 ]; then
   requeue=0 line="nobody could be asked how the run in $folder ended"

@@ -14,6 +14,7 @@ import pytest
 from kit.docker import CACHE, CI, skip
 from kit.job import ROOT, Job, Result, environment, run
 from kit.ledger import RECORDED, assert_exact
+from kit.until import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 SLOW = (
@@ -246,6 +247,21 @@ def test_told_to_stop_before_anybody_trains(slurm, checkout, ledger):
     state = slurm.ended(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), logs(checkout)
     assert_exact(ledger, steps=30, batch_size=10)
+
+
+def test_told_to_stop_while_the_overrides_are_checked(slurm, checkout, ledger):
+    """USR1 before srun has begun: the batch script is alone with it, and lets no node start for nothing."""
+    (checkout / "slow_check.py").write_text(
+        "import os, pathlib, time\nfrom kit.parts.data import Numbered\nseen = pathlib.Path('checked')\n"
+        "if not seen.exists():\n    seen.touch()\n    time.sleep(6)\n\nclass Slow(Numbered):\n    pass\n"
+    )
+    job = slurm.sbatch(checkout, *SLOW, "data._target_=slow_check.Slow", "max_steps=10", LEDGER=str(ledger))
+    until(lambda: (checkout / "checked").exists(), "the check", timeout_s=60)
+    slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+    state = slurm.ended(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), logs(checkout)
+    assert "told to stop before a rank began to train" in logs(checkout)
+    assert_exact(ledger, steps=10, batch_size=10)
 
 
 @pytest.fixture(scope="session")
