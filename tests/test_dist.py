@@ -12,12 +12,13 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from kit.job import QUIET, command, environment, finish, free_port, start
+from kit.job import QUIET, by_hand, command, environment, finish, free_port, start
 from kit.ranks import on_ranks
 from kit.until import until
 from torch.distributed import TCPStore
 
 from train.dist.board import Board, Lobby
+from train.dist.listener import listener
 from train.dist.meeting import meet
 from train.dist.network import Stopped, check_descriptors
 from train.dist.place import Place
@@ -322,6 +323,41 @@ def takes_sigterm(pid):
 def listens(port):
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_the_store_of_rank_0_listens_at_the_masters_address_alone(tmp_path):
+    """It authenticates nobody: who may connect to this host by another address has no answer there."""
+    (place, _) = by_hand(2)
+    port = int(place["MASTER_PORT"])
+    first = start(tmp_path / "run", "max_steps=1", env=place, cold=True)
+    try:
+        until(lambda: listens(port), "store", timeout_s=60)
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
+        with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), timeout=5):
+            pass
+    finally:
+        first.terminate()
+        first.communicate()
+
+
+@pytest.mark.parametrize(
+    ("answers", "listens_at"),
+    [
+        (["127.0.0.1"], "127.0.0.1"),
+        (["127.0.1.1"], None),  # Debian's own name of a host: elsewhere it is another address
+        (["127.0.0.1", "192.0.2.7"], None),
+        (["192.0.2.7"], None),  # a service's, none of this host's
+    ],
+)
+def test_a_store_listens_at_one_address_only_where_all_clients_come_by_it(monkeypatch, answers, listens_at):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in answers]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    name = "127.0.0.1" if answers == ["127.0.0.1"] else "node-7"
+    at = listener(name, 0)
+    assert (at and at.getsockname()[0]) == listens_at
+    if at:
+        at.close()
 
 
 def test_both_told_to_stop_leave_without_waiting_for_the_third(tmp_path):

@@ -14,6 +14,7 @@ from datetime import timedelta
 from torch.distributed import Store, TCPStore
 
 from train.dist.board import CLIENTS
+from train.dist.listener import listener
 from train.dist.place import Place
 from train.dist.reach import address_of, own_address
 from train.errors import ConfigError, Preempted, RankLost
@@ -58,18 +59,21 @@ def connect(place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> 
 
     def open_store() -> None:
         try:
+            port = int(os.environ["MASTER_PORT"])
+            at = listener(host, port, is_one_node=place.is_one_node) if place.hosts_store else None
             # As env:// does, but without its wait for all clients: who is missing is for the meeting to say.
             store = TCPStore(
                 host,
-                int(os.environ["MASTER_PORT"]),
+                port,
                 world_size=place.world_size,
                 is_master=place.hosts_store,
                 timeout=timedelta(seconds=timeout_s),
                 wait_for_workers=False,
-                multi_tenant=True,
+                multi_tenant=at is None,
+                master_listen_fd=at.detach() if at else None,
             )
             found.append(store)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             reasons.append(str(error).splitlines()[0][:200])
 
     thread = threading.Thread(target=open_store, daemon=True)  # its timeout does not hold with a silent stranger
