@@ -23,6 +23,7 @@ from train.dist.place import Place
 from train.dist.world import World, start
 from train.plan import Plan
 from train.run import recipe, seed_all, set_numerics
+from train.settings import group_options
 from train.strategies.base import StepResult, Strategy
 
 WORKLOAD = (
@@ -37,7 +38,7 @@ class Steps:
 
     def __init__(self, *overrides: str, steps: int):
         config = compose([*overrides, f"max_steps={steps}", "log.progress=none"])
-        Steps.met = self.world = Steps.met or start(config, Place.from_env())
+        Steps.met = self.world = Steps.met or start(group_options(config), Place.from_env())
         set_numerics(config)
         data = load(config, self.world)
         plan = Plan(len(data.train), config.batch_size, config.seed)

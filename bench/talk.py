@@ -55,7 +55,7 @@ class Ranks:
 
     def __init__(self, size: int):
         def arrive(rank: int) -> Met:
-            return meet(Place(rank, size, rank, size), config=None, error=None, timeout_s=120.0)
+            return meet(Place(rank, size, rank, size), alike=None, error=None, timeout_s=120.0)
 
         met = at_once(arrive, size)
         self.met = [one.operations.total() for one in met]

@@ -295,11 +295,11 @@ def order_of_preparing(folder):
     import time
     from pathlib import Path
 
-    from train.config.keys import Config
+    from train.dist.options import GroupOptions
     from train.dist.place import Place
     from train.dist.world import start
 
-    world = start(Config(), Place.from_env())
+    world = start(GroupOptions(), Place.from_env())
     with world.local_first():
         if world.rank == 0:
             time.sleep(0.5)

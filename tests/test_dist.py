@@ -56,7 +56,7 @@ class Visitor(threading.Thread):
     def __init__(self, rank, size, **arguments):
         super().__init__(daemon=True)
         self.place = Place(rank, size, rank, size)
-        self.arguments = {"config": None, "error": None, "timeout_s": 20.0, **arguments}
+        self.arguments = {"alike": None, "error": None, "timeout_s": 20.0, **arguments}
         self.met = self.error = None
         self.start()
 
@@ -205,10 +205,10 @@ def test_all_ranks_go_on_to_the_furthest_and_stop_there(store):
 
 
 def collectives(sizes):
-    from train.config.keys import Config
+    from train.dist.options import GroupOptions
     from train.dist.world import start as start_world
 
-    world = start_world(Config(), Place.from_env())
+    world = start_world(GroupOptions(), Place.from_env())
     rank, told = world.rank, {}
     told["gather"] = world.gather({"rank": rank, "text": "é" * rank})
     told["broadcast"] = world.broadcast(rank, source=2)
@@ -240,12 +240,12 @@ def test_collectives_of_a_run():
 
 
 def prepared(folders):
-    from train.config.keys import Config
+    from train.dist.options import GroupOptions
     from train.dist.world import start as start_world
 
     rank = int(os.environ["RANK"])
     place = Place(rank, 4, local_rank=rank % 2, local_world_size=2, node_rank=rank // 2)  # two nodes of two
-    world = start_world(Config(), place)
+    world = start_world(GroupOptions(), place)
     with world.local_first(folders[rank // 2]) as goes_first:
         if goes_first:
             time.sleep(0.5)

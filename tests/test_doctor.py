@@ -7,7 +7,6 @@ import sys
 import pytest
 from kit.job import ROOT, environment, run
 
-from train.config.compose import compose
 from train.doctor.base import Visit
 from train.doctor.checks.gpus import told
 from train.doctor.lint import lint
@@ -44,7 +43,7 @@ def judged(name, *changes, visit=None):
         for rank, change in enumerate(changes)
     ]
     CHECKS[name].summary(ranks)
-    return CHECKS[name].judge(ranks, visit or Visit(compose([])))
+    return CHECKS[name].judge(ranks, visit or Visit("runs/run"))
 
 
 @pytest.mark.parametrize("name", GOOD)

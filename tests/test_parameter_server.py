@@ -122,13 +122,14 @@ def serve_on(steps):
 
     from train.config.parts import Part
     from train.data.loader import Batch
+    from train.dist.options import GroupOptions
     from train.dist.place import Place
     from train.dist.world import start
     from train.optim.build import build_optimizer
     from train.strategies.base import Recipe
     from train.strategies.parameter_server import ParameterServer
 
-    world = start(Config(), Place.from_env())
+    world = start(GroupOptions(), Place.from_env())
     optimizer = Part.of("optimizer", {"_target_": "torch.optim.SGD", "lr": 0.5})
     build = partial(build_optimizer, optimizer, precision=Precision.fp32)
     recipe = Recipe(

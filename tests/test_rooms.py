@@ -6,14 +6,21 @@ from pathlib import Path
 import pytest
 from kit.job import ROOT
 
-# config -> world -> data -> model -> strategy -> loop -> checkpoint, metrics; the left never imports the right.
+# The runtime, which knows no Hydra, no strategy and no model; then the trainer: config -> data -> model -> strategy ->
+# loop. The left never imports the right.
+RUNTIME = (
+    "redact", "errors", "origin", "imported", "flat", "files", "plan", "dist", "faults", "launch", "timing", "checkpoint",
+    "loggers", "report", "folder",
+)  # fmt: skip
 ORDER = (
-    "redact", "errors", "origin", "files", "patterns", "plan", "config", "dist", "data", "models", "objectives", "optim", "faults", "launch", "strategies", "timing",
-    "loop", "checkpoint", "loggers", "callbacks", "report", "doctor", "folder", "run", "evaluate", "__main__", "collectives",
+    *RUNTIME, "doctor", "patterns", "config", "data", "models", "objectives", "optim", "strategies", "window", "loop",
+    "callbacks", "changes", "settings", "outputs", "accepts", "run", "evaluate", "__main__", "collectives",
 )  # fmt: skip
 
 
 def room(path: Path) -> str:
+    if path == ROOT / "train/doctor/__main__.py":  # the trainer's, which asks the runtime's doctor
+        return "__main__"
     return path.relative_to(ROOT / "train").parts[0].removesuffix(".py")
 
 

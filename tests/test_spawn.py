@@ -294,7 +294,7 @@ class Visitor(threading.Thread):
 
     def run(self):
         try:
-            self.met = meet(self.place, config=None, error=None, timeout_s=self.timeout_s)
+            self.met = meet(self.place, alike=None, error=None, timeout_s=self.timeout_s)
         except MusterError as error:
             self.error = error
 

@@ -33,7 +33,7 @@ from train.plan import Plan
 from train.run import beat, join, recipe, set_numerics
 from train.strategies.base import Strategy
 from train.timing.clock import Clock
-from train.timing.window import Window
+from train.window import Window
 
 
 class Print(Logger):

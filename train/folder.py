@@ -6,28 +6,26 @@ import contextlib
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from train.checkpoint.owner import Owner
-from train.checkpoint.resume import find_checkpoint, storage_of
-from train.checkpoint.storage import SEEN_WITHIN_S, Saved
-from train.config.differences import differences, to_dict
-from train.config.keys import Config
-from train.config.parts import locate, signature
+from train.checkpoint.resume import find_checkpoint
+from train.checkpoint.storage import SEEN_WITHIN_S, Saved, Storage
 from train.dist.place import asked_for, record_name
 from train.dist.world import World
-from train.errors import ConfigError, CrashLoop, DataError, MusterError, StorageError, say, storage_error
+from train.errors import CrashLoop, MusterError, StorageError, say, storage_error
 from train.faults import attempts, lease
 from train.faults.attempts import Attempt
 from train.faults.exit import Exit
 from train.faults.lease import Lease
 from train.files import replace_file
 from train.loggers.jsonl import last_step
+
+Refusal = Callable[[Saved], MusterError | None]
+"""What forbids to resume from a checkpoint, if anything does."""
 
 SEE_AGAIN_S = 0.1
 OF_A_RUN = (
@@ -42,6 +40,31 @@ OF_A_RUN = (
     "best.json",
     "profile",
 )
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """One run: where it lies, and when another attempt at it makes no sense.
+
+    output_dir: its folder. config: the text of its config.yaml.
+    storage: a folder or URL for its checkpoints; None: `checkpoints/` in its folder.
+    resume: `auto`, `never` (start over at each launch), or a path or URL to start from.
+    timeout_s: seconds after which a rank that has stood still is ended.
+    max_idle_attempts, max_idle_preemptions: failures and clean stops in a row that come no further, before CrashLoop.
+    """
+
+    output_dir: Path
+    config: str = ""
+    storage: str | None = None
+    resume: str = "auto"
+    timeout_s: float = 300.0
+    max_idle_attempts: int = 3
+    max_idle_preemptions: int = 100
+
+    @property
+    def checkpoints(self) -> Storage:
+        """Where its checkpoints go."""
+        return Storage(self.storage or str(self.output_dir / "checkpoints"))
 
 
 @dataclass(frozen=True)
@@ -69,7 +92,7 @@ class Folder:
 
 
 @contextlib.contextmanager
-def open_folder(config: Config, world: World, leaving: Exit, *, fingerprint: str, total_steps: int) -> Iterator[Folder]:
+def open_folder(options: RunOptions, world: World, leaving: Exit, *, refusal: Refusal) -> Iterator[Folder]:
     """Claim the run's folder, choose what to resume from, and put on record that this attempt is at work. Collective.
 
     What refuses the command comes before anything of the run is changed. Rank 0 looks and chooses for all: two ranks
@@ -78,25 +101,25 @@ def open_folder(config: Config, world: World, leaving: Exit, *, fingerprint: str
     Raises:
         MusterError: it is another launch's, another run's, damaged beyond use, or cannot be written; see errors.py.
     """
-    path = Path(config.output_dir)
-    world.on_first(lambda: _claim(path, config, world, leaving))
+    path = options.output_dir
+    world.on_first(lambda: _claim(path, options, world, leaving))
     _see_claim(path, world, leaving.lease)
-    record, over = world.on_first(lambda: _before(path, config, world))
+    record, over = world.on_first(lambda: _before(path, options, world))
     before = Attempt.of(record)
-    look = partial(_resume_point, config, world, before, fingerprint=fingerprint, total_steps=total_steps)
+    look = partial(_resume_point, options, world, before, refusal=refusal)
     saved = None if over else look()
-    owner = owner_of(config, world)
+    owner = owner_of(options, world)
     if owner and world.on_first(lambda: _own(owner, before, saved)) and not over:
         saved = look()
-    is_done = world.on_first(lambda: _take_over(path, config, world, before, saved, leaving.lease, over=over))
+    is_done = world.on_first(lambda: _take_over(path, options, world, before, saved, leaving.lease, over=over))
     yield Folder(path, before, saved, is_done, leaving.lease, owner)
     if leaving.lease:  # after a failure it is let go once that is on record
         leaving.lease.let_go()
 
 
-def _claim(path: Path, config: Config, world: World, leaving: Exit) -> None:
+def _claim(path: Path, options: RunOptions, world: World, leaving: Exit) -> None:
     part = lease.Part.own()
-    wait_s = min(config.dist.timeout_s + lease.HELD_S, lease.WAIT_S)
+    wait_s = min(options.timeout_s + lease.HELD_S, lease.WAIT_S)
     after = lease.look(path, world.agents, part, wait_s=wait_s, stopping=leaving.is_told)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -126,27 +149,27 @@ def _see_claim(path: Path, world: World, held: Lease | None) -> None:
     world.together(None if seen else StorageError(told))
 
 
-def _before(path: Path, config: Config, world: World) -> tuple[dict[str, object], bool]:
+def _before(path: Path, options: RunOptions, world: World) -> tuple[dict[str, object], bool]:
     """The record of the attempt before, and whether this launch is to start over."""
     record = attempts.read(path)
-    over = config.checkpoint.resume == "never" and not Attempt.of(record).is_same_launch(world.agents)
+    over = options.resume == "never" and not Attempt.of(record).is_same_launch(world.agents)
     return ({} if over else record), over
 
 
-def _resume_point(config: Config, world: World, before: Attempt, *, fingerprint: str, total_steps: int) -> Saved | None:
+def _resume_point(options: RunOptions, world: World, before: Attempt, *, refusal: Refusal) -> Saved | None:
     """The checkpoint to resume from, if there is one. Collective. Raises MusterError if there is, and it may not be used."""
-    saved, bad = find_checkpoint(config, world, before.checkpoint)
+    saved, bad = find_checkpoint(options.checkpoints, options.resume, world, before.checkpoint)
     for line in bad if world.is_first else []:
         say(f"muster: quarantined a bad checkpoint: {line}")
-    world.together(refuse_changes(config, saved, fingerprint=fingerprint, total_steps=total_steps))
+    world.together(refusal(saved) if saved else None)
     return saved
 
 
-def owner_of(config: Config, world: World) -> Owner | None:
+def owner_of(options: RunOptions, world: World) -> Owner | None:
     """Who may commit where `checkpoint.storage` says; a run's own folder has its lease."""
-    if not config.checkpoint.storage:
+    if not options.storage:
         return None
-    return Owner(storage_of(config), folder=Path(config.output_dir), attempt=world.attempt, agents=world.agents)
+    return Owner(options.checkpoints, folder=options.output_dir, attempt=world.attempt, agents=world.agents)
 
 
 def _own(owner: Owner, before: Attempt, saved: Saved | None) -> bool:
@@ -155,42 +178,20 @@ def _own(owner: Owner, before: Attempt, saved: Saved | None) -> bool:
     return max(owner.storage.steps(), default=-1) > (saved.step if saved else -1)
 
 
-def refuse_changes(config: Config, saved: Saved | None, *, fingerprint: str, total_steps: int) -> MusterError | None:
-    """What forbids to resume from `saved` with this config and this data, if anything does."""
-    if saved is None or config.checkpoint.accept_changes:
-        return None
-    if changed := differences(saved.manifest.get("config", {}), config):
-        return ConfigError(
-            f"{config.checkpoint.storage or config.output_dir} holds another run: {'; '.join(changed[:5])}{'; ...' if len(changed) > 5 else ''}. "
-            f"Give another {'checkpoint.storage' if config.checkpoint.storage else 'name or output_dir'}, resume all the same with checkpoint.accept_changes=true, or start over with checkpoint.resume=never"
-        )
-    if saved.manifest.get("fingerprint") != fingerprint:
-        return DataError(
-            f"the training data has changed since {saved.path} was written (fingerprint {saved.manifest.get('fingerprint')}, "
-            f"now {fingerprint}): restore it, or resume all the same with checkpoint.accept_changes=true"
-        )
-    threads = saved.manifest.get("threads")
-    if config.virtual_world_size and threads and threads != torch.get_num_threads():
-        return ConfigError(
-            f"{saved.path} was trained with {threads} threads a rank, and this is {torch.get_num_threads()}: with virtual_world_size the "
-            f"weights would differ. Set OMP_NUM_THREADS={threads}, or resume all the same with checkpoint.accept_changes=true"
-        )
-    planned = saved.manifest.get("total_steps")
-    if planned != total_steps and "total_steps" in signature(locate(config.scheduler)):
-        return ConfigError(
-            f"the learning rate of {config.scheduler.target} depends on the length of the run, which was {planned} steps and now is "
-            f"{total_steps}: it would jump. Give max_steps={planned}, or resume all the same with checkpoint.accept_changes=true"
-        )
-    return None
-
-
 def _take_over(
-    path: Path, config: Config, world: World, before: Attempt, saved: Saved | None, held: Lease | None, *, over: bool
+    path: Path,
+    options: RunOptions,
+    world: World,
+    before: Attempt,
+    saved: Saved | None,
+    held: Lease | None,
+    *,
+    over: bool,
 ) -> bool:
     """From here on the run is this attempt's. Says whether it had finished. Raises CrashLoop, StorageError."""
     if over:
-        _set_aside(path, config)
-    storage_of(config).clear()
+        _set_aside(path, options)
+    options.checkpoints.clear()
     furthest = max(saved.step if saved else 0, last_step(path), before.step or 0)
     failures, stops = before.idle(furthest)
     cause = before.error or before.cause
@@ -200,21 +201,21 @@ def _take_over(
         furthest=furthest, idle_attempts=failures, idle_preemptions=stops, cause=cause, failure_before=before.failure,
     )  # fmt: skip
     attempts.write(path, now)
-    if failures > config.max_idle_attempts:
+    if failures > options.max_idle_attempts:
         raise CrashLoop(
             f"{failures} attempts in a row came no further than step {furthest}, the last one {before.outcome}: "
             f"{cause or 'killed'}. Mend the cause and run the same command again"
         )
-    if stops > config.max_idle_preemptions:
+    if stops > options.max_idle_preemptions:
         raise CrashLoop(
             f"{stops} times in a row the run was told to stop before it came further than step {furthest}: give it more "
             "time, raise max_idle_preemptions, and run the same command again"
         )
-    _write_config(path, config)
+    replace_file(path / "config.yaml", lambda draft: draft.write_text(options.config))
     return before.outcome == attempts.DONE and (path / "model.pt").exists()
 
 
-def _set_aside(path: Path, config: Config) -> None:
+def _set_aside(path: Path, options: RunOptions) -> None:
     """Move an earlier run in this folder to `previous-N`: starting over loses nothing."""
     there = [path / name for name in OF_A_RUN if (path / name).exists()]
     if there:
@@ -226,16 +227,9 @@ def _set_aside(path: Path, config: Config) -> None:
                 each.rename(aside / each.name)
         except OSError as error:
             raise storage_error("set the earlier run aside:", error) from error
-    if config.checkpoint.storage:
-        storage_of(config).start_over()
-    storage_of(config).prepare()
-
-
-def _write_config(path: Path, config: Config) -> None:
-    from omegaconf import OmegaConf
-
-    text = OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
-    replace_file(path / "config.yaml", lambda draft: draft.write_text(text))
+    if options.storage:
+        options.checkpoints.start_over()
+    options.checkpoints.prepare()
 
 
 def note_end(folder: Folder, *, step: int, total_steps: int) -> None:

@@ -24,7 +24,7 @@ from train.objectives.measure import Measures, is_better, means, value_of
 from train.plan import Plan
 from train.strategies.base import StepResult, Strategy
 from train.timing.clock import Clock, Times, gathered, spread
-from train.timing.window import Window
+from train.window import Window
 
 EVAL_BATCH = 256
 

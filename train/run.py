@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from train.callbacks.all import Callbacks
+from train.changes import refuse_changes
 from train.checkpoint import manager as checkpoint
 from train.checkpoint.download import local_copy
 from train.checkpoint.manager import Checkpoints
-from train.checkpoint.resume import storage_of
 from train.checkpoint.weights import read_weights, write_weights
 from train.config.command_line import given
 from train.config.differences import to_dict
@@ -40,7 +40,7 @@ from train.faults.exit import Exit
 from train.faults.heartbeat import Heartbeat
 from train.faults.preemption import Preemption
 from train.folder import Folder, note_end, open_folder
-from train.loggers.metrics import Metrics, open_loggers
+from train.loggers.metrics import Metrics
 from train.loop import Progress, Run, train
 from train.models.prepare import prepared
 from train.objectives.build import build_objective
@@ -48,14 +48,16 @@ from train.objectives.measure import Measures
 from train.optim.build import Named, build_optimizer, grouped_options
 from train.optim.schedule import adapt, build_schedule
 from train.origin import defined
+from train.outputs import open_loggers
 from train.plan import Plan
 from train.report.page import write_report
+from train.settings import group_options, run_options, visit_of
 from train.strategies.base import Recipe, Strategy, check_slices
 from train.strategies.common.eager import stay_eager
 from train.strategies.honours import check_honoured
 from train.timing.clock import Clock
 from train.timing.record import Timing, environment
-from train.timing.window import Window
+from train.window import Window
 
 SETTLE_S = 10.0
 
@@ -105,9 +107,9 @@ def join(config: Config | ConfigError, preemption: Preemption) -> tuple[World, S
         check_honoured(config, strategy)
     except ConfigError as error:
         timeout_s = Dist().start_timeout_s if isinstance(config, ConfigError) else config.dist.start_timeout_s
-        meet(place, config=None, error=error, timeout_s=timeout_s, stopping=lambda: preemption.signalled)
+        meet(place, alike=None, error=error, timeout_s=timeout_s, stopping=lambda: preemption.signalled)
         raise
-    return start(config, place, stopping=lambda: preemption.signalled), strategy
+    return start(group_options(config), place, stopping=lambda: preemption.signalled), strategy
 
 
 def find_place(config: Config | ConfigError) -> Place:
@@ -130,11 +132,10 @@ def beat(config: Config, world: World, leaving: Exit) -> Heartbeat:
 
 def consult(config: Config, world: World) -> None:
     """Have the doctor look at what takes no time. Collective. Raises ConfigError: training cannot work so."""
-    from train.doctor.base import Visit
     from train.doctor.show import wrong
     from train.doctor.visit import examine
 
-    failed, warned = wrong(examine(world, Visit(config, quick=True)))
+    failed, warned = wrong(examine(world, visit_of(config, quick=True)))
     for line in warned:
         say(f"muster: doctor: {line}")
     world.together(ConfigError(f"the doctor: {'; '.join(failed)}") if failed else None)
@@ -152,7 +153,9 @@ def open_run(
     batch_size, drop_last = min(config.batch_size, len(data.train)), config.loader.drop_last
     plan = Plan(len(data.train), batch_size, config.seed, shuffle=data.shuffles, drop_last=drop_last)
     total_steps = config.max_steps or config.epochs * plan.steps_per_epoch
-    with open_folder(config, world, leaving, fingerprint=data.fingerprint, total_steps=total_steps) as folder:
+    options = run_options(config)
+    refusal = partial(refuse_changes, config, fingerprint=data.fingerprint, total_steps=total_steps)
+    with open_folder(options, world, leaving, refusal=refusal) as folder:
         callbacks, measures = (
             Callbacks.of(config, data),
             Measures(
@@ -175,7 +178,7 @@ def open_run(
         windows = record_times(config, world, step=progress.step)
         metrics = Metrics(loggers, samples=plan.samples_before(progress.step), windows=windows)
         checkpoints = Checkpoints(
-            storage_of(config),
+            options.checkpoints,
             folder=folder.path,
             world=world,
             keep=config.checkpoint.keep,

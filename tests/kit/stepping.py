@@ -16,6 +16,7 @@ from train.dist.world import World
 from train.dist.world import start as start_world
 from train.plan import Plan
 from train.run import recipe, set_numerics
+from train.settings import group_options
 from train.strategies.base import SavedTensor, StepResult, Strategy
 
 STEPS = 100
@@ -66,4 +67,4 @@ def load_state(strategy: Strategy, state: dict[str, Any]) -> None:
 
 def world() -> World:
     """This process's world, on a group of its own."""
-    return start_world(compose([]), Place.from_env())
+    return start_world(group_options(compose([])), Place.from_env())

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from train.callbacks.base import Callback
 from train.callbacks.stream import Position
+from train.checkpoint.trained import SavedTensor
 from train.config.keys import Config
 from train.config.parts import build
 from train.data.load import Data
 from train.data.stream import Stream
 from train.errors import ConfigError
-from train.strategies.base import SavedTensor, Strategy
+from train.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from train.loop import Run

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from train.strategies.base import SavedTensor, Strategy
+from train.checkpoint.trained import SavedTensor
+from train.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from train.loop import Run

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from train.callbacks.base import Callback
+from train.checkpoint.trained import SavedTensor
 from train.config.marks import Ge
 from train.dist.pieces import own_piece
 from train.errors import ConfigError
-from train.strategies.base import SavedTensor, Strategy
+from train.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from train.loop import Run

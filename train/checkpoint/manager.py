@@ -11,10 +11,10 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch.distributed import DistError
 from train.checkpoint.records import BEST, INDEX
 from train.checkpoint.state import Share, Shares, file_of, read, saved_tensors
 from train.checkpoint.storage import Files, Lost, Saved, Storage, Unclear, name, place_of
+from train.checkpoint.trained import Resumable, Trained, own_prefix
 from train.checkpoint.weights import unreadable
 from train.dist.world import World
 from train.errors import Damaged, MusterError, NoValidCheckpoint, StorageError, say, traceback_of
@@ -30,7 +31,6 @@ from train.faults import attempts
 from train.faults.phase import LONG_S
 from train.files import replace_file
 from train.redact import without
-from train.strategies.base import SavedTensor, Strategy, own_prefix
 
 FAILURES_ALLOWED = 3
 OTHERS_S = 30.0
@@ -62,7 +62,7 @@ class Checkpoints:
         """Copy what this rank writes of `state` and write it in the background. Waits for the save before. Collective.
 
         Args:
-            state: what this rank owns or replicates; see Strategy.state.
+            state: what this rank owns or replicates; see strategies/base.py.
             position: goes into the manifest; has at least `step`.
 
         Raises:
@@ -245,22 +245,15 @@ def verify(storage: Storage, step: int, world: World) -> Saved:
     return Saved(storage, found)
 
 
-class Resumable(Protocol):
-    """What has a state beside the strategy's (callbacks/all.py, timing/window.py)."""
-
-    def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]: ...
-    def load(self, state: Mapping[str, Any]) -> None: ...
-
-
-def restore(saved: Saved, strategy: Strategy, *beside: Resumable) -> None:
-    """Bring `strategy`, all that is `beside` it and the random number generators where they were. Each rank reads what it
+def restore(saved: Saved, trained: Trained, *beside: Resumable) -> None:
+    """Bring `trained`, all that is `beside` it and the random number generators where they were. Each rank reads what it
     needs. Collective.
 
     Raises:
         ConfigError: the checkpoint is not one of this model and optimizer.
         StorageError: it cannot be read.
     """
-    world = strategy.world
+    world = trained.world
     index = saved.index()
     own = own_prefix(world.rank) if saved.manifest["world_size"] == world.size else None
     names = [
@@ -269,7 +262,7 @@ def restore(saved: Saved, strategy: Strategy, *beside: Resumable) -> None:
         if not name.startswith("rank-") or (own and name.startswith(own))
     ]
     tensors = saved_tensors(index, names)
-    failure, values, targets = None, dict[str, Any](), strategy.targets(tensors)
+    failure, values, targets = None, dict[str, Any](), trained.targets(tensors)
     for each in beside:
         targets |= each.targets(tensors)
     try:
@@ -285,7 +278,7 @@ def restore(saved: Saved, strategy: Strategy, *beside: Resumable) -> None:
     for each in beside:
         each.load(found)
     others = ("callbacks/", "loop/", f"{own_prefix(world.rank)}loop/")
-    strategy.load({name: value for name, value in found.items() if not name.startswith(others)})
+    trained.load({name: value for name, value in found.items() if not name.startswith(others)})
     if rng:
         set_rng_state(rng)
 

@@ -10,26 +10,25 @@ from typing import Any
 from train.checkpoint import storage
 from train.checkpoint.manager import newest, verify
 from train.checkpoint.storage import Saved, Storage
-from train.config.keys import Config
 from train.dist.world import World
 from train.errors import ConfigError, NoValidCheckpoint
 
 
-def storage_of(config: Config) -> Storage:
-    """Where the run's checkpoints go: `checkpoint.storage`, else `checkpoints/` in its folder."""
-    return Storage(config.checkpoint.storage or str(Path(config.output_dir, "checkpoints")))
+def find_checkpoint(
+    place: Storage, resume: str, world: World, noted: Mapping[str, Any] | None
+) -> tuple[Saved | None, list[str]]:
+    """The newest checkpoint in `place`, the run's own, else the one that `resume` names; and what was wrong with others. Collective.
 
-
-def find_checkpoint(config: Config, world: World, noted: Mapping[str, Any] | None) -> tuple[Saved | None, list[str]]:
-    """The run's own newest checkpoint, else the one that `checkpoint.resume` names; and what was wrong with others.
-
-    `noted` is the newest commit, {step, path}, as the attempt before has left word of it. Collective.
+    Args:
+        place: where the run's checkpoints go.
+        world: the ranks of this attempt.
+        resume: `auto`, `never`, or a path or URL to start from where the run has no checkpoint of its own.
+        noted: the newest commit, {step, path}, as the record of the attempt before has it.
 
     Raises:
         NoValidCheckpoint: there are or were some, and none is valid. Never a silent start from zero.
     """
     bad: list[str] = []
-    place = storage_of(config)
     world.on_first(place.prepare)
     own = newest(place, world, on_bad=bad.append)
     if own is None and noted:
@@ -37,7 +36,7 @@ def find_checkpoint(config: Config, world: World, noted: Mapping[str, Any] | Non
             f"step {noted['step']} was saved as {noted['path']}, and there is no checkpoint in {place.root}: "
             "restore it, give the checkpoint.storage of before, or start over with checkpoint.resume=never"
         )
-    named = config.checkpoint.resume.rstrip("/")
+    named = resume.rstrip("/")
     if own or named in ("auto", "never"):
         return own, bad
     return _named(named, world, bad), bad

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from train.checkpoint.trained import SavedTensor
 from train.dist.pieces import in_pieces, own_piece
 from train.dist.world import World
 from train.errors import StorageError
-from train.strategies.base import SavedTensor
 
 Index = dict[str, Any]
 """{"tensors": name -> {size, dtype, pieces: [{offsets, sizes, file, at}]}, "values": name -> {file, at}}; `at` in bytes."""

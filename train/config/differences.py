@@ -9,6 +9,7 @@ from typing import Any
 from train.config.keys import GROUPS, Config, keys
 from train.config.marks import FREE, LOCAL, Mark
 from train.config.parts import TARGET, Part, marks
+from train.flat import flatten
 from train.redact import redacted_all
 
 OURS = "train.strategies."
@@ -31,17 +32,6 @@ def to_dict(node: Any) -> Any:
     return [to_dict(item) for item in node] if isinstance(node, (list, tuple)) else redacted_all(node)
 
 
-def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` -> `{"a.b": 1}`."""
-    plain = to_dict(node)
-    if not isinstance(plain, dict):
-        return {prefix: plain}
-    flat: dict[str, Any] = {}
-    for key, value in plain.items():
-        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
-
-
 def marked(config: Config, mark: Mark) -> set[str]:
     """The full names of all keys, parts' included, that carry `mark`."""
     own = {each.name for each in keys(config) if mark in each.marks}
@@ -51,13 +41,13 @@ def marked(config: Config, mark: Mark) -> set[str]:
 
 def comparable(config: Config) -> dict[str, Any]:
     """What the ranks of one attempt must have in common, flat."""
-    return _without(flatten(config), marked(config, LOCAL))
+    return _without(flatten(to_dict(config)), marked(config, LOCAL))
 
 
 def differences(before: Any, now: Config) -> list[str]:
     """What makes `now` another run than `before`: one `key: old -> new` a difference."""
     free = marked(now, FREE)
-    old, new = flatten(before), flatten(now)
+    old, new = flatten(to_dict(before)), flatten(to_dict(now))
     chosen = [str(each.get(f"strategy.{TARGET}", "")) for each in (old, new)]
     if chosen[0] != chosen[1] and all(target.startswith(OURS) for target in chosen):
         free.add("strategy")

@@ -7,7 +7,6 @@ stand in the annotations (marks.py). Its values are those of its yaml under conf
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from pydantic.errors import PydanticUserError
 
 from train.config.marks import FREE, LOCAL, not_finite, out_of_range
 from train.errors import ConfigError, nearest
+from train.imported import imported
 from train.origin import located
 
 TARGET = "_target_"
@@ -112,41 +112,8 @@ def _built(key: str, value: Any) -> Any:
 
 
 def locate(part: Part) -> Any:
-    """Import the class or function that a part names.
-
-    Raises:
-        ConfigError: no such module or attribute; says which part of the path was not found.
-    """
-    said, module = f"{part.key}.{TARGET}={part.target}", part.target.rpartition(".")[0]
-    if not module:
-        raise ConfigError(f"{said} is not an import path: write it as package.module.Name")
-    words, found, depth = part.target.split("."), None, 0
-    for depth in range(len(words) - 1, 0, -1):  # the longest prefix that is a module; the rest are attributes
-        found = _module(".".join(words[:depth]), said)
-        if found is not None:
-            break
-    if found is None:
-        raise ConfigError(f"{said}: there is no module {words[0]}; install it, or run in the folder that holds it")
-    for attribute in words[depth:]:
-        if not hasattr(found, attribute):
-            names = [name for name in dir(found) if not name.startswith("_")]
-            raise ConfigError(f"{said}: no {attribute} there; {nearest(attribute, names)}")
-        found = getattr(found, attribute)
-    if not callable(found):
-        raise ConfigError(f"{said} is not a class or function")
-    return found
-
-
-def _module(path: str, said: str) -> Any:
-    """The module, or None if there is none of that name. Raises ConfigError if it cannot be imported."""
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
-            raise ConfigError(f"{said}: importing {path} failed: {error}; install what it needs") from error
-    except Exception as error:
-        raise ConfigError(f"{said}: importing {path} failed: {located(error)}; mend it") from error
-    return None
+    """The class or function that a part names. Raises ConfigError."""
+    return imported(part.target, said=f"{part.key}.{TARGET}={part.target}")
 
 
 def checked_values(part: Part) -> dict[str, Any]:

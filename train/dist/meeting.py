@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,6 @@ from typing import Any
 import torch
 from torch.distributed import DistError, HashStore, Store
 
-from train.config.differences import comparable
-from train.config.keys import Config
 from train.dist.board import Lobby
 from train.dist.network import STOP_S, Abandoned, Stopped, Unheard, attend, connect
 from train.dist.place import Place, agents_compare_clocks, launcher
@@ -62,7 +60,7 @@ class Met:
 def meet(
     place: Place,
     *,
-    config: Config | None,
+    alike: Mapping[str, Any] | None,
     error: MusterError | None,
     timeout_s: float,
     device: str = "",
@@ -71,6 +69,7 @@ def meet(
     """Find the other ranks, and hear whether all are there, alike and well. Collective.
 
     Args:
+        alike: the flat values that all ranks must have in common; None compares none.
         error: what keeps this rank from training; all ranks then end with it.
         stopping: whether this process was told to stop; then all that have come leave at once.
 
@@ -93,7 +92,7 @@ def meet(
         "torch": torch.__version__,
         "code": code_hash(),
         "device": device,
-        "config": digest(comparable(config)) if config else None,
+        "config": digest(alike) if alike is not None else None,
     }
     hello = {
         "rank": place.rank,
@@ -101,7 +100,7 @@ def meet(
         "agent": agent,
         "error": [error.exit_code, str(error)] if error else None,
     }
-    own = Own(place, facts, hello, comparable(config) if config else None)
+    own = Own(place, facts, hello, None if alike is None else dict(alike))
     try:
         if place.rank == 0:
             lobby = Lobby(store)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train.config.keys import Config
 from train.dist.board import Board
 from train.dist.device import choose_backend, choose_device
 from train.dist.meeting import meet
 from train.dist.network import check_descriptors, choose_interface
+from train.dist.options import GroupOptions
 from train.dist.place import Place
 from train.dist.reach import closed
 from train.dist.shared_file import SharedFile
@@ -197,7 +197,7 @@ class World:
                 self.shared.remove()
 
 
-def start(config: Config, place: Place, *, stopping: Callable[[], bool] = lambda: False) -> World:
+def start(options: GroupOptions, place: Place, *, stopping: Callable[[], bool] = lambda: False) -> World:
     """Meet the other ranks and form the process group. Collective.
 
     Raises:
@@ -205,27 +205,27 @@ def start(config: Config, place: Place, *, stopping: Callable[[], bool] = lambda
         Stopped: `stopping` on some rank before all had met.
         RankLost: a rank was lost while the group was formed.
     """
-    timeout_s = config.dist.start_timeout_s
+    timeout_s = options.start_timeout_s
     try:
-        device = choose_device(config, place)
-        backend = choose_backend(config, device)
+        device = choose_device(options, place)
+        backend = choose_backend(options, device)
         check_descriptors(place)
     except ConfigError as error:
-        meet(place, config=config, error=error, timeout_s=timeout_s, stopping=stopping)
+        meet(place, alike=options.alike, error=error, timeout_s=timeout_s, stopping=stopping)
         raise
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    met = meet(place, config=config, error=None, timeout_s=timeout_s, device=device.type, stopping=stopping)
+    met = meet(place, alike=options.alike, error=None, timeout_s=timeout_s, device=device.type, stopping=stopping)
     board = Board(met.store, attempt=met.attempt, rank=place.rank, size=place.world_size)
     board.operations.update(met.operations)
     board.post_beat("")  # from here on every rank's is there to be read
     if place.world_size > 1:
-        form_group(config, place, board, backend=backend, device=device)
+        form_group(options, place, board, backend=backend, device=device)
     world = World(place, device, met.attempt, board, met.agents, met.shared)
-    return replace(world, memory=share_memory(world)) if config.dist.shared_memory else world
+    return replace(world, memory=share_memory(world)) if options.shared_memory else world
 
 
-def form_group(config: Config, place: Place, board: Board, *, backend: str, device: torch.device) -> None:
+def form_group(options: GroupOptions, place: Place, board: Board, *, backend: str, device: torch.device) -> None:
     """Form torch's process group; afterwards its collectives wait for as long as the heartbeat lets them. Collective.
 
     Raises:
@@ -238,7 +238,7 @@ def form_group(config: Config, place: Place, board: Board, *, backend: str, devi
             store=board.group_store,
             rank=place.rank,
             world_size=place.world_size,
-            timeout=timedelta(seconds=config.dist.start_timeout_s),
+            timeout=timedelta(seconds=options.start_timeout_s),
             device_id=device if "nccl" in backend else None,
         )
     except RuntimeError as error:
@@ -247,10 +247,10 @@ def form_group(config: Config, place: Place, board: Board, *, backend: str, devi
         why = "" if place.is_one_node else closed(board)
         why = why or f"one was lost since, or the network between them is closed ({one_line(error)[:200]})"
         raise RankLost(
-            f"no process group within dist.start_timeout_s={config.dist.start_timeout_s:g}, though all ranks had met: {why}"
+            f"no process group within dist.start_timeout_s={options.start_timeout_s:g}, though all ranks had met: {why}"
         ) from error
     extend = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # its name before torch 2.15
-    extend(timedelta(seconds=LAST_RESORT_S + config.dist.timeout_s))
+    extend(timedelta(seconds=LAST_RESORT_S + options.timeout_s))
 
 
 def _bytes(text: bytes, length: int) -> torch.Tensor:

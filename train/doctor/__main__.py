@@ -16,13 +16,13 @@ from train.config.compose import compose
 from train.config.keys import Config
 from train.dist.place import Place
 from train.dist.world import start
-from train.doctor.base import Visit
 from train.doctor.lint import lint
 from train.doctor.show import show, write
 from train.doctor.visit import examine
 from train.errors import MusterError
 from train.faults import output
 from train.faults.exit import tell
+from train.settings import group_options, visit_of
 
 FAILED = 1
 
@@ -50,8 +50,8 @@ def main() -> None:
 def visited(config: Config, given: argparse.Namespace) -> int:
     """Let all ranks look, and rank 0 say what is wrong; 0, or 1 if training cannot work. Collective. Raises MusterError."""
     place = Place.from_env(config.dist.init_method)
-    world = start(config, place)
-    results = examine(world, Visit(config, expected=given.expect, quick=given.quick))
+    world = start(group_options(config), place)
+    results = examine(world, visit_of(config, expected=given.expect, quick=given.quick))
     fails = False
     if world.is_first:
         show(results, Console(soft_wrap=True))

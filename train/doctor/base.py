@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from train.config.keys import Config
 from train.dist.world import World
 
 Facts = Mapping[str, Any]
@@ -29,9 +28,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Visit:
-    """What the doctor was asked. expected: how many ranks there should be; None: as many as came. quick: no speed tests."""
+    """What the doctor was asked.
 
-    config: Config
+    output_dir: the folder that a run would write to. workers: of the loader, a rank.
+    expected: how many ranks there should be; None: as many as came. quick: no speed tests.
+    """
+
+    output_dir: str
+    workers: int = 0
     expected: int | None = None
     quick: bool = False
 

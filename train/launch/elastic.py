@@ -14,10 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from train.config.compose import compose
 from train.dist.place import JOB
-from train.errors import MusterError
 from train.faults import attempts, output
+from train.launch.check import answer
 from train.launch.spec import Dynamic, Spec
 from train.launch.verdict import identity
 
@@ -48,11 +47,10 @@ def end_with(parent: int) -> None:
 
 def plan_of(overrides: list[str]) -> dict[str, Any]:
     """Where the run lies and how its last attempt ended, or why there is none."""
-    try:
-        folder = Path(compose(overrides).output_dir).resolve()
-    except MusterError as error:
-        return {"refused": [error.exit_code, str(error)]}
-    own = os.environ[JOB]
+    found = answer(overrides)
+    if "refused" in found:
+        return found
+    folder, own = Path(found["folder"]), os.environ[JOB]
     return {"folder": str(folder), "launcher": own, "before": identity(attempts.newest(folder, launcher=own))}
 
 

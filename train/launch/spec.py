@@ -13,6 +13,8 @@ from pathlib import Path
 from train.errors import ConfigError
 from train.faults.agent import STUCK_S
 
+ACCEPTS = "train.accepts"
+"""The module that says whether the trainer would accept overrides."""
 UNSHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Or a surviving agent keeps the address of the group from a node that joins late or anew."""
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"

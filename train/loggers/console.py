@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from train.config.keys import Progress
 from train.errors import say
 from train.loggers.base import Logger
 
 
-def console(wanted: Progress, *, step: int, total_steps: int, restarts: int = 0) -> Logger:
-    """What `log.progress` asks for; `auto` is a bar in a terminal and lines in a log."""
-    if wanted is Progress.none:
+def console(wanted: str, *, step: int, total_steps: int, restarts: int = 0) -> Logger:
+    """The logger that `wanted` names: `bar`, `plain`, `none`; `auto` is a bar in a terminal and lines in a log."""
+    if wanted == "none":
         return Logger()
-    if wanted is Progress.bar or (wanted is Progress.auto and sys.stdout.isatty()):
+    if wanted == "bar" or (wanted == "auto" and sys.stdout.isatty()):
         return Bar(step=step, total_steps=total_steps, restarts=restarts)
     return Lines(total_steps)
 
@@ -36,13 +35,12 @@ class Bar(Logger):
     """
 
     def __init__(self, *, step: int, total_steps: int, restarts: int = 0):
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.total_steps, self.restarts, self.ranks = total_steps, restarts, ""
         done = TextColumn("step {task.completed:.0f}/{task.total:.0f}")
         left = (TimeRemainingColumn(compact=True), TextColumn("left"))
-        self.bar = RichProgress(
+        self.bar = Progress(
             done, BarColumn(bar_width=None), *left, TextColumn("{task.description}"), refresh_per_second=5
         )
         self.task = self.bar.add_task("", total=total_steps, completed=step)

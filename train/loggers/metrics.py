@@ -6,16 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from train.config.keys import Config
-from train.config.parts import build
-from train.errors import MusterError, one_line, say
+from train.errors import one_line, say
 from train.faults import output
 from train.loggers.base import Logger
-from train.loggers.console import console
-from train.loggers.jsonl import NAME, Jsonl, read
 from train.redact import redacted_all
 from train.timing.clock import Times
 from train.timing.record import Timing
@@ -91,21 +86,3 @@ class Metrics:
         except Exception as error:
             self._loggers = [other for other in self._loggers if other is not logger]
             say(f"muster: {type(logger).__name__} has failed, the run does without it: {one_line(error)[:200]}")
-
-
-def open_loggers(config: Config, *, step: int, total_steps: int) -> list[Logger]:
-    """What the config chooses, for the one rank that writes. Raises ConfigError, StorageError."""
-    folder = Path(config.output_dir)
-    chosen = {name: part for name, part in config.loggers.items() if config.log.tensorboard or name != "tensorboard"}
-    offered = {"folder": folder, "name": config.name, "step": step, "total_steps": total_steps}
-    own: list[Logger] = []
-    for name, part in chosen.items():
-        try:
-            own.append(build(part, **offered))
-        except MusterError:
-            raise
-        except Exception as error:
-            say(f"muster: loggers.{name} cannot begin, the run does without it: {one_line(error)[:200]}")
-    restarts = sum("world_size" in record for record in read(folder / NAME))  # one `start` or `resume` an attempt
-    shown = console(config.log.progress, step=step, total_steps=total_steps, restarts=restarts)
-    return [Jsonl(folder, step), shown, *own]

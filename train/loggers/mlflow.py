@@ -11,7 +11,7 @@ import yaml
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from train.config.differences import flatten
+from train.flat import flatten
 from train.loggers.base import Logger
 from train.loggers.tensorboard import scalars
 

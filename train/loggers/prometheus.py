@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from annotated_types import Ge
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from train.config.marks import Ge
 from train.loggers.base import Logger
 from train.loggers.tensorboard import COORDINATES
 from train.timing.clock import PARTS, Times

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from train.config.differences import flatten
+from train.flat import flatten
 from train.loggers.base import Logger
 
 COORDINATES = ("kind", "step", "epoch", "samples")

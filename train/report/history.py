@@ -11,9 +11,8 @@ from typing import Any
 
 import yaml
 
-from train.config.differences import flatten
-from train.config.keys import Log
 from train.faults import attempts
+from train.flat import flatten
 from train.loggers import jsonl
 from train.plan import Plan
 from train.redact import redacted_all
@@ -233,12 +232,12 @@ def _config(path: Path) -> Line:
     return found if isinstance(found, dict) else {}
 
 
-UNTOLD = {"name", "output_dir", *(f"log.{name}" for name in Log.__dataclass_fields__)}
+UNTOLD = ("name", "output_dir")
 
 
 def differing(histories: list[History]) -> dict[str, list[Any]]:
     """Keys whose values differ between runs, with the value of each; names and the like aside."""
     flats = [flatten(history.config) for history in histories]
-    names = dict.fromkeys(name for each in flats for name in each if name not in UNTOLD)
+    names = dict.fromkeys(name for each in flats for name in each if name not in UNTOLD and not name.startswith("log."))
     found = {name: [each.get(name) for each in flats] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}

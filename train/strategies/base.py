@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from train.checkpoint.trained import SavedTensor
 from train.config.keys import Config, NonFinite, Precision
 from train.data.loader import Batch
 from train.dist.layout import DATA, Layout
@@ -76,14 +77,6 @@ class StepResult:
     @property
     def grad_norm(self) -> Tensor:
         return self.norm() if callable(self.norm) else self.norm
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """The whole of a tensor in a checkpoint, however many pieces it lies in."""
-
-    size: torch.Size
-    dtype: torch.dtype
 
 
 class Strategy(ABC):
@@ -198,8 +191,3 @@ def check_slices(config: Config, strategy: Strategy, world_size: int) -> None:
         raise ConfigError(
             f"{said} and compile=true: compiled code differs with the order of shapes seen; leave one out"
         )
-
-
-def own_prefix(rank: int) -> str:
-    """What the names of a rank's own state begin with."""
-    return f"rank-{rank:05d}/"

@@ -21,13 +21,14 @@ from torch.distributed import rpc
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from train.checkpoint.trained import SavedTensor
 from train.config.keys import Config, NonFinite
 from train.data.loader import Batch, to
 from train.dist import rpc as calls
 from train.dist.layout import DATA, Layout
 from train.dist.world import World
 from train.errors import ConfigError, nearest
-from train.strategies.base import Recipe, SavedTensor, StepResult
+from train.strategies.base import Recipe, StepResult
 from train.strategies.common.gradient import total_norm
 from train.strategies.common.optimizer_step import OptimizerStep, build_model
 from train.strategies.common.server import SERVER, Answer, Gradient, Served, Server, serve, served

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
+from train.checkpoint.trained import SavedTensor, own_prefix
 from train.config.keys import Config, Precision
 from train.config.marks import Ge, Gt
 from train.data.loader import Batch
 from train.dist.world import World
 from train.errors import ConfigError
-from train.strategies.base import Recipe, SavedTensor, StepResult, Strategy, own_prefix
+from train.strategies.base import Recipe, StepResult, Strategy
 from train.strategies.common import state as flat
 from train.strategies.common.optimizer_step import OptimizerStep
 from train.strategies.common.replicas import Replicas

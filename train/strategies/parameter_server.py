@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import rpc
 
+from train.checkpoint.trained import SavedTensor, own_prefix
 from train.config.keys import Config, NonFinite
 from train.config.marks import Ge
 from train.data.loader import Batch
@@ -24,7 +25,7 @@ from train.dist import rpc as calls
 from train.dist.layout import DATA, Layout
 from train.dist.world import World
 from train.errors import ConfigError
-from train.strategies.base import Recipe, SavedTensor, StepResult, own_prefix
+from train.strategies.base import Recipe, StepResult
 from train.strategies.common.broadcast import begin_alike
 from train.strategies.common.optimizer_step import OptimizerStep, build_model
 from train.strategies.common.server import SERVER, Answer, Served, Server, serve, served

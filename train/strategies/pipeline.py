@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils import _pytree as pytree
 
+from train.checkpoint.trained import SavedTensor
 from train.config.keys import Config
 from train.config.marks import FREE, Ge
 from train.data.loader import Batch
@@ -26,7 +27,7 @@ from train.dist.world import World
 from train.errors import ConfigError
 from train.objectives.loss import loss_of
 from train.objectives.measure import sums
-from train.strategies.base import Recipe, SavedTensor
+from train.strategies.base import Recipe
 from train.strategies.common.broadcast import begin_alike
 from train.strategies.common.combinations import refuse
 from train.strategies.common.cut import Stages, move, subset

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from train.checkpoint.trained import SavedTensor
 from train.dist.world import World
-from train.strategies.base import BuildOptimizer, Recipe, SavedTensor
+from train.strategies.base import BuildOptimizer, Recipe
 from train.strategies.common.replicas import ConfiguredReplicas
 
 

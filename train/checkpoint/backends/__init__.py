@@ -7,7 +7,7 @@ from pathlib import Path
 from train.checkpoint.backends.base import Backend
 from train.checkpoint.backends.folder import Folder
 from train.checkpoint.backends.fsspec import ObjectStore
-from train.config.parts import Part, locate
+from train.imported import imported
 
 
 def at(place: str) -> Backend:
@@ -21,5 +21,5 @@ def at(place: str) -> Backend:
         return Folder(Path(place))
     if "." not in scheme:
         return ObjectStore(place)
-    backend: Backend = locate(Part("checkpoint.storage", scheme))(place)
+    backend: Backend = imported(scheme, said=f"checkpoint.storage={scheme}")(place)
     return backend

@@ -23,7 +23,7 @@ class Folder(Check):
     name = "folder"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
-        path = Path(visit.config.output_dir)
+        path = Path(visit.output_dir)
         here = next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())
         token = world.broadcast(f".muster-doctor-{uuid.uuid4().hex}")
         facts: dict[str, Any] = {"path": str(path), "at": str(here), "free": shutil.disk_usage(here).free / 1e9}

@@ -27,7 +27,7 @@ class Memory(Check):
             "shared": shutil.disk_usage(shared).free / GIB if shared.is_dir() else 0.0,
             "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
             "ranks": world.place.local_world_size,
-            "workers": visit.config.loader.num_workers,
+            "workers": visit.workers,
         }
 
     def judge(self, ranks: Sequence[Facts], visit: Visit) -> list[Finding]:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from train.checkpoint.trained import SavedTensor
 from train.dist.world import World
 from train.errors import ConfigError
-from train.strategies.base import SavedTensor
 from train.strategies.common.broadcast import broadcast
 
 OBJECTIVE = "objective/"

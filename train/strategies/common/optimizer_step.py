@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from train.checkpoint.trained import SavedTensor, own_prefix
 from train.config.keys import NonFinite, Precision
 from train.data.generators import kept_generators
 from train.data.loader import Batch
@@ -21,7 +22,7 @@ from train.dist.world import World
 from train.errors import ConfigError
 from train.objectives.loss import loss_of
 from train.objectives.measure import sums
-from train.strategies.base import Recipe, SavedTensor, StepResult, Strategy, own_prefix
+from train.strategies.base import Recipe, StepResult, Strategy
 from train.strategies.common import state as flat
 from train.strategies.common.buffers import Buffers
 from train.strategies.common.call import Call

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from train.checkpoint.trained import SavedTensor, own_prefix
 from train.dist.world import World
-from train.strategies.base import SavedTensor, own_prefix
 
 NEVER_BY_ZERO = 1e-8  # torch's default of 0 makes NaN of a layer whose gradient is zero
 

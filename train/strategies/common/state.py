@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from train.checkpoint.trained import SavedTensor
 from train.errors import ConfigError
-from train.strategies.base import SavedTensor
 
 MODEL = "model/"
 GROUPS, OTHERS = "optimizer/groups", "optimizer/others"

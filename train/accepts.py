@@ -1,0 +1,43 @@
+"""`python -m train.accepts [--json] [overrides]`: whether `python -m train` would accept them, and the run's folder.
+
+Exit code 0 and the folder, in full, on standard output; or 2, and the reason on standard error. With `--json` it is
+{"folder": ...} or {"refused": [exit code, reason]} on standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+from train.config.compose import run_each
+from train.config.keys import Config
+from train.errors import ConfigError, one_line, say
+from train.faults import output
+
+
+def main(given: list[str]) -> int:
+    """Check the overrides; the exit code. What a user's module prints goes to standard error."""
+    as_json = given[:1] == ["--json"]
+    sys.argv[1:] = given[as_json:]
+
+    def judge(config: Config | ConfigError) -> int:
+        if isinstance(config, ConfigError):
+            answer, code = json.dumps({"refused": [config.exit_code, str(config)]}), config.exit_code
+            if not as_json:
+                say(f"muster: config error: {one_line(config)}")
+        else:
+            folder, code = str(Path(config.output_dir).resolve()), 0
+            answer = json.dumps({"folder": folder}) if as_json else folder
+        if as_json or not code:
+            print(answer, file=sys.__stdout__, flush=True)
+        return code
+
+    with contextlib.redirect_stdout(sys.stderr):
+        return run_each(judge)
+
+
+if __name__ == "__main__":
+    output.endure()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,40 @@
+"""Whether a run may go on from a checkpoint with another config or other data."""
+
+from __future__ import annotations
+
+import torch
+
+from train.checkpoint.storage import Saved
+from train.config.differences import differences
+from train.config.keys import Config
+from train.config.parts import locate, signature
+from train.errors import ConfigError, DataError, MusterError
+
+
+def refuse_changes(config: Config, saved: Saved, *, fingerprint: str, total_steps: int) -> MusterError | None:
+    """What forbids to resume from `saved` with this config and this data, if anything does."""
+    if config.checkpoint.accept_changes:
+        return None
+    if changed := differences(saved.manifest.get("config", {}), config):
+        return ConfigError(
+            f"{config.checkpoint.storage or config.output_dir} holds another run: {'; '.join(changed[:5])}{'; ...' if len(changed) > 5 else ''}. "
+            f"Give another {'checkpoint.storage' if config.checkpoint.storage else 'name or output_dir'}, resume all the same with checkpoint.accept_changes=true, or start over with checkpoint.resume=never"
+        )
+    if saved.manifest.get("fingerprint") != fingerprint:
+        return DataError(
+            f"the training data has changed since {saved.path} was written (fingerprint {saved.manifest.get('fingerprint')}, "
+            f"now {fingerprint}): restore it, or resume all the same with checkpoint.accept_changes=true"
+        )
+    threads = saved.manifest.get("threads")
+    if config.virtual_world_size and threads and threads != torch.get_num_threads():
+        return ConfigError(
+            f"{saved.path} was trained with {threads} threads a rank, and this is {torch.get_num_threads()}: with virtual_world_size the "
+            f"weights would differ. Set OMP_NUM_THREADS={threads}, or resume all the same with checkpoint.accept_changes=true"
+        )
+    planned = saved.manifest.get("total_steps")
+    if planned != total_steps and "total_steps" in signature(locate(config.scheduler)):
+        return ConfigError(
+            f"the learning rate of {config.scheduler.target} depends on the length of the run, which was {planned} steps and now is "
+            f"{total_steps}: it would jump. Give max_steps={planned}, or resume all the same with checkpoint.accept_changes=true"
+        )
+    return None

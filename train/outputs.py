@@ -1,0 +1,30 @@
+"""The loggers that a config chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from train.config.keys import Config
+from train.config.parts import build
+from train.errors import MusterError, one_line, say
+from train.loggers.base import Logger
+from train.loggers.console import console
+from train.loggers.jsonl import NAME, Jsonl, read
+
+
+def open_loggers(config: Config, *, step: int, total_steps: int) -> list[Logger]:
+    """Build them, for the one rank that writes. Raises ConfigError, StorageError."""
+    folder = Path(config.output_dir)
+    chosen = {name: part for name, part in config.loggers.items() if config.log.tensorboard or name != "tensorboard"}
+    offered = {"folder": folder, "name": config.name, "step": step, "total_steps": total_steps}
+    own: list[Logger] = []
+    for name, part in chosen.items():
+        try:
+            own.append(build(part, **offered))
+        except MusterError:
+            raise
+        except Exception as error:
+            say(f"muster: loggers.{name} cannot begin, the run does without it: {one_line(error)[:200]}")
+    restarts = sum("world_size" in record for record in read(folder / NAME))  # one `start` or `resume` an attempt
+    shown = console(config.log.progress.name, step=step, total_steps=total_steps, restarts=restarts)
+    return [Jsonl(folder, step), shown, *own]

@@ -1,0 +1,44 @@
+"""The runtime's settings, as a run's config gives them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from train.config.differences import comparable, to_dict
+from train.config.keys import Config
+from train.dist.options import GroupOptions
+from train.doctor.base import Visit
+from train.folder import RunOptions
+
+
+def group_options(config: Config) -> GroupOptions:
+    """How its ranks form their process group."""
+    return GroupOptions(
+        device=config.device.name,
+        gpus=config.gpus,
+        backend=config.dist.backend.name,
+        timeout_s=config.dist.timeout_s,
+        start_timeout_s=config.dist.start_timeout_s,
+        shared_memory=config.dist.shared_memory,
+        alike=comparable(config),
+    )
+
+
+def run_options(config: Config) -> RunOptions:
+    """Where it lies and how it resumes."""
+    return RunOptions(
+        Path(config.output_dir),
+        config=OmegaConf.to_yaml(OmegaConf.create(to_dict(config))),
+        storage=config.checkpoint.storage,
+        resume=config.checkpoint.resume,
+        timeout_s=config.dist.timeout_s,
+        max_idle_attempts=config.max_idle_attempts,
+        max_idle_preemptions=config.max_idle_preemptions,
+    )
+
+
+def visit_of(config: Config, *, expected: int | None = None, quick: bool = False) -> Visit:
+    """What the doctor is asked for it."""
+    return Visit(config.output_dir, workers=config.loader.num_workers, expected=expected, quick=quick)
