@@ -99,3 +99,61 @@ def test_a_run_that_is_further_than_it_is_to_go(tmp_path):
     back_to(tmp_path / "run", 9)
     again = run(tmp_path / "run", "log.progress=plain", "max_steps=6")
     assert "/6" not in again.out and "6 steps are asked for and 9 are done" in again.out, again.out
+
+
+def test_metrics_that_a_resume_begins_or_ends_count_their_own_steps_alone(tmp_path):
+    line = (*LINE[:3], "checkpoint.every_steps=6", "checkpoint.keep=9", "max_steps=20", "log.every_steps=20")
+    run(tmp_path / "run", *line)
+    back_to(tmp_path / "run", 18)
+    on = run(tmp_path / "run", *line, "log.train_metrics=true")
+    single = run(tmp_path / "single", *LINE[:3], "max_steps=20", EVERY, "log.train_metrics=true")
+    assert on.lines("train")[-1]["accuracy"] == pytest.approx(weighted(single, (19, 20))[1], rel=1e-9)
+
+
+def test_two_averages_leave_training_as_it_is(tmp_path):
+    line = ("max_steps=12", "eval.every_steps=4", EVERY)
+    two = (
+        "callbacks=[ema]",
+        "callbacks.ema.decay=0.5",
+        "+callbacks.slow._target_=train.callbacks.ema.Ema",
+        "+callbacks.slow.decay=0.9",
+        "+callbacks.slow.every_steps=1",
+    )
+    assert run(tmp_path / "two", *line, *two).losses == run(tmp_path / "none", *line).losses
+
+
+def test_a_run_that_a_callback_has_stopped_is_finished(tmp_path):
+    stop = ("+callbacks.stop._target_=kit.parts.callbacks.StopAt", "+callbacks.stop.at=4", "eval.every_steps=off")
+    first = run(tmp_path / "run", "max_steps=9", *stop)
+    before = first.sha256
+    again = run(tmp_path / "run", "max_steps=9", *stop)
+    assert again.sha256 == before and again.events("done")[-1] | {"time": 0} == {
+        "kind": "event", "event": "done", "time": 0, "step": 4, "note": "finished already",
+    }  # fmt: skip
+    more = run(tmp_path / "run", "max_steps=12", "+callbacks.stop._target_=kit.parts.callbacks.StopAt", "+callbacks.stop.at=11", "eval.every_steps=off")  # fmt: skip
+    assert more.events("done")[-1]["step"] == 11
+
+
+def test_the_last_evaluation_of_a_run_that_goes_on(tmp_path):
+    """What was best then is kept as the best, and no step has two lines."""
+    line = ("optimizer.lr=0.001", "eval.every_steps=10", "checkpoint.best=accuracy", "checkpoint.keep=1")
+    run(tmp_path / "run", *line, "max_steps=21")
+    best = json.loads((tmp_path / "run/best.json").read_text())
+    assert best["step"] == 21
+    on = run(tmp_path / "run", *line, "max_steps=23", "checkpoint.every_steps=1", "eval.max_samples=1")
+    assert (tmp_path / "run/checkpoints/step-00000021").is_dir() or json.loads((tmp_path / "run/best.json").read_text())["value"] > best["value"]  # fmt: skip
+    assert [each["step"] for each in on.lines("eval")] == [10, 20, 23]
+
+
+def test_another_metric_to_watch_is_looked_for_anew(tmp_path):
+    line = (
+        "optimizer.lr=0.001",
+        "eval.every_steps=5",
+        "callbacks=[early_stopping]",
+        "callbacks.early_stopping.patience=1",
+    )
+    run(tmp_path / "run", *line, "max_steps=11", "callbacks.early_stopping.metric=accuracy", "checkpoint.best=accuracy")
+    on = run(tmp_path / "run", *line, "max_steps=20", "callbacks.early_stopping.metric=loss", "checkpoint.best=loss")
+    assert not on.events("stopped") and on.lines("train")[-1]["step"] == 20
+    best = json.loads((tmp_path / "run/best.json").read_text())
+    assert best["metric"] == "loss" and best["value"] == min(each["loss"] for each in on.lines("eval"))

@@ -237,7 +237,7 @@ def note_best(run: Run, values: dict[str, float]) -> None:
     if not (metric := run.config.checkpoint.best):
         return
     value, best = value_of(metric, values, key="checkpoint.best"), run.progress.best
-    if is_better(metric, value, best["value"] if best else math.nan):
+    if not best or is_better(metric, value, best["value"]):
         run.progress.best = {"metric": metric, "value": value, "step": run.step}
 
 
@@ -253,7 +253,7 @@ def log(run: Run, result: StepResult) -> None:
     is_due = run.clock.is_due(run.world.size)
     times = spread(run.clock.read(), rank=run.world.rank, size=run.world.size) if is_due else []
     losses, *everybody = run.world.sum([own_loss, *times])
-    loss, more = run.window.close(losses, measures=run.config.log.train_metrics)
+    loss, more = run.window.close(losses)
     if not math.isfinite(loss) and run.config.on_nonfinite is NonFinite.stop:
         raise diverged(run)
     run.metrics.train(
@@ -281,6 +281,7 @@ def save(run: Run) -> None:
         "samples": run.plan.samples_before(run.step),
         "evaluated": run.progress.evaluated,
         "best": run.progress.best,
+        "stopped": run.progress.stopped,
     }
     with run.clock.spending("checkpoint"):
         state = {**run.strategy.state(), **run.callbacks.state(), **run.window.state()}

@@ -12,7 +12,7 @@ from train.loggers.console import console
 from train.loggers.jsonl import NAME, Jsonl, read
 
 
-def open_loggers(config: Config, *, step: int, total_steps: int) -> list[Logger]:
+def open_loggers(config: Config, *, step: int, total_steps: int, evaluated: int | None = None) -> list[Logger]:
     """Build them, for the one rank that writes. Raises ConfigError, StorageError."""
     folder = Path(config.output_dir)
     chosen = {name: part for name, part in config.loggers.items() if config.log.tensorboard or name != "tensorboard"}
@@ -27,4 +27,4 @@ def open_loggers(config: Config, *, step: int, total_steps: int) -> list[Logger]
             say(f"muster: loggers.{name} cannot begin, the run does without it: {one_line(error)[:200]}")
     restarts = sum("world_size" in record for record in read(folder / NAME))  # one `start` or `resume` an attempt
     shown = console(config.log.progress.name, step=step, total_steps=total_steps, restarts=restarts)
-    return [Jsonl(folder, step), shown, *own]
+    return [Jsonl(folder, step, evaluated=evaluated), shown, *own]

@@ -24,6 +24,8 @@ from train.changes import refuse_changes
 from train.checkpoint import manager as checkpoint
 from train.checkpoint.download import local_copy
 from train.checkpoint.manager import Checkpoints
+from train.checkpoint.records import read_best
+from train.checkpoint.storage import Saved
 from train.checkpoint.weights import read_weights, write_weights
 from train.config.command_line import given
 from train.config.differences import to_dict
@@ -44,7 +46,7 @@ from train.loggers.metrics import Metrics
 from train.loop import Progress, Run, train
 from train.models.prepare import prepared
 from train.objectives.build import build_objective
-from train.objectives.measure import Measures
+from train.objectives.measure import Measures, is_better
 from train.optim.build import Named, build_optimizer, grouped_options
 from train.optim.schedule import adapt, build_schedule
 from train.origin import defined
@@ -168,13 +170,23 @@ def open_run(
         parts = recipe(config, data, plan, total_steps, world, measures=measures, weights=weights)
         strategy.build(parts, world)
         callbacks.on_build(strategy)
-        window = Window(world, slices=config.virtual_world_size)
+        window = Window(world, slices=config.virtual_world_size, measures=config.log.train_metrics)
         progress = restore(config, world, folder, strategy, callbacks, window)
         total_steps = max(total_steps, progress.step)  # which an attempt with a larger `max_steps` has come to
         leaving.progress = progress
         if world.is_first and config.log.report:
             leaving.report = partial(report, folder.path)
-        loggers = open_loggers(config, step=progress.step, total_steps=total_steps) if world.is_first else []
+        finished = folder.is_done and (progress.step >= total_steps or progress.stopped is not None)
+        loggers = (
+            open_loggers(
+                config,
+                step=progress.step,
+                total_steps=total_steps,
+                evaluated=None if finished or not progress.step else progress.evaluated,
+            )
+            if world.is_first
+            else []
+        )
         windows = record_times(config, world, step=progress.step)
         metrics = Metrics(loggers, samples=plan.samples_before(progress.step), windows=windows)
         checkpoints = Checkpoints(
@@ -212,7 +224,7 @@ def record_times(config: Config, world: World, *, step: int) -> Timing | None:
 
 def carry_out(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
     """Train to the end, unless that was done before. Collective. Raises MusterError as `train.loop.train` does."""
-    if folder.is_done and run.step >= run.total_steps:
+    if folder.is_done and run.is_over:
         run.metrics.event("done", step=run.step, note="finished already")
         if run.world.is_first:
             note_end(folder, step=run.step, total_steps=run.total_steps)
@@ -267,8 +279,36 @@ def restore(
     if saved is None:
         return Progress()
     checkpoint.restore(saved, strategy, callbacks, window)
-    best = saved.manifest.get("best")
-    return Progress(step=saved.step, evaluated=saved.manifest.get("evaluated", 0), best=best)
+    manifest = saved.manifest
+    return Progress(
+        step=saved.step,
+        evaluated=manifest.get("evaluated", saved.step),
+        best=world.on_first(partial(known_best, config, folder.path, saved)),
+        stopped=manifest.get("stopped") if ends_alike(config, manifest.get("config", {})) else None,
+    )
+
+
+def known_best(config: Config, folder: Path, saved: Saved) -> dict[str, Any] | None:
+    """The best evaluation up to `saved`, of which best.json knows also where it came after the last save."""
+    metric, best = config.checkpoint.best, saved.manifest.get("best")
+    if not metric:
+        return None
+    if best and best["metric"] != metric:
+        say(
+            f"muster: checkpoint.best={metric} was {best['metric']}: the best is looked for anew from step {saved.step}"
+        )
+        best = None
+    noted = read_best(folder)
+    if noted and noted.metric == metric and noted.step <= saved.step:
+        if not best or is_better(metric, noted.value, best["value"]):
+            best = {"metric": metric, "value": noted.value, "step": noted.step}
+    return best
+
+
+def ends_alike(config: Config, before: dict[str, Any]) -> bool:
+    """Whether what ends training is as in the config `before`: then a run that a callback has stopped stays stopped."""
+    now = to_dict(config)
+    return all(now[key] == before.get(key) for key in ("callbacks", "epochs", "max_steps"))
 
 
 def set_numerics(config: Config) -> None:

@@ -27,15 +27,16 @@ class Window:
 
     Args:
         slices: `virtual_world_size`, whose sums bear the number of their slice.
+        measures: whether steps give metrics, too; their samples are counted apart, as a resume may begin or end that.
     """
 
-    def __init__(self, world: World, *, slices: int | None):
-        self._world, self._slices = world, slices
+    def __init__(self, world: World, *, slices: int | None, measures: bool = False):
+        self._world, self._slices, self._measures = world, slices, measures
         self._begin()
 
     def _begin(self) -> None:
         self._sums: dict[str, Any] = {}
-        self._samples, self._made = 0, False
+        self._samples, self._measured, self._made = 0, 0, False
 
     def add(self, result: StepResult, *, samples: int) -> None:
         """Take in a step of so many samples. One that was left out does not count where others were made."""
@@ -45,6 +46,7 @@ class Window:
             self._begin()
             self._made = True
         self._samples += samples
+        self._measured += samples * self._measures
         loss = result.loss.detach().double() * samples  # exact: the loss is of 24 bits
         for name, value in {LOSS: loss, **{f"{MEASURED}{key}": one for key, one in result.metrics.items()}}.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
@@ -53,19 +55,19 @@ class Window:
         """This rank's share of the sum of losses. Waits for the device."""
         return float(self._sums.get(LOSS, 0.0))
 
-    def close(self, loss: float, *, measures: bool) -> tuple[float, dict[str, float]]:
+    def close(self, loss: float) -> tuple[float, dict[str, float]]:
         """The mean loss, of the sum over all ranks, and the means of what was measured; begins anew. Collective."""
         own = {name.removeprefix(MEASURED): float(value) for name, value in self._sums.items() if name != LOSS}
-        samples = self._samples
+        samples, measured = self._samples, self._measured
         self._begin()
-        more = means(self._world.sum_named(own), count=samples) if measures else {}
+        more = means(self._world.sum_named(own), count=measured) if self._measures else {}
         more.pop(LOSS, None)
         return loss / samples, more
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has of it. Collective."""
         own = {name: float(value) for name, value in self._sums.items()}
-        facts = {"samples": self._samples, "made": self._made}
+        facts = {"samples": self._samples, "measured": self._measured, "made": self._made}
         shared = {**facts, "sums": self._world.sum_named(own)}
         return {NAME: shared, f"{own_prefix(self._world.rank)}{NAME}": {**facts, "sums": own}}
 
@@ -78,6 +80,7 @@ class Window:
         own = state.get(f"{own_prefix(self._world.rank)}{NAME}")
         if found := own or state.get(NAME):
             self._samples, self._made = found["samples"], found["made"]
+            self._measured = found.get("measured", self._samples if self._measures else 0)
             sums = found["sums"] if own else {name: v for name, v in found["sums"].items() if self._takes(name)}
             self._sums = {
                 name: torch.tensor(value, dtype=torch.float64, device=self._world.device)

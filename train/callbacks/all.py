@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Callbacks:
-    """`named` callbacks, each called in turn; their states lie side by side under `callbacks/NAME/`."""
+    """`named` callbacks, each called in turn, and in reverse where an evaluation ends: what the last one did to the model is
+    undone first. Their states lie side by side under `callbacks/NAME/`."""
 
     def __init__(self, named: Mapping[str, Callback]):
         self.named = dict(named)
@@ -61,11 +62,11 @@ class Callbacks:
             callback.on_eval_begin(run)
 
     def on_eval_end(self, run: Run, values: dict[str, float]) -> None:
-        for callback in self.named.values():
+        for callback in reversed(self.named.values()):
             callback.on_eval_end(run, values)
 
     def on_checkpoint(self, run: Run) -> None:
-        for callback in self.named.values():
+        for callback in reversed(self.named.values()):
             callback.on_checkpoint(run)
 
     def on_end(self, run: Run) -> None:

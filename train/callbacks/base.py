@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Called on every rank alike, in the order of the config; what it raises ends the run. All may be collective.
+    """Called on every rank alike, in the order of the config, in reverse at the end of an evaluation; what it raises ends
+    the run. All may be collective.
 
     It reads `run.step`, `run.progress`, `run.config`, `run.world` and `run.strategy.parameters()`, and ends training
     early with `run.stop(reason)`. Whatever it has to remember for a resume is its `state`.

@@ -35,10 +35,11 @@ class EarlyStopping(Callback):
         self._decide(run)
 
     def state(self) -> dict[str, Any]:
-        return {"best": self._best, "waited": self._waited}
+        return {"metric": self.metric, "best": self._best, "waited": self._waited}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._best, self._waited = state["best"], state["waited"]
+        if state.get("metric", self.metric) == self.metric:  # values of another one say nothing of this
+            self._best, self._waited = state["best"], state["waited"]
 
     def _decide(self, run: Run) -> None:
         if self._waited >= self.patience:

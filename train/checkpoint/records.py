@@ -87,6 +87,7 @@ class Manifest(Record):
     samples: Whole = 0
     evaluated: Whole = 0
     best: Best | None = None
+    stopped: str | None = None
     fingerprint: str = ""
     total_steps: Whole = 0
     threads: Whole | None = None

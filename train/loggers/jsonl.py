@@ -64,9 +64,9 @@ class Jsonl(Logger):
         StorageError: the file cannot be opened.
     """
 
-    def __init__(self, folder: Path, step: int):
+    def __init__(self, folder: Path, step: int, *, evaluated: int | None = None):
         path = folder / NAME
-        truncate(path, step)
+        truncate(path, step, evaluated=evaluated)
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
@@ -99,10 +99,12 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def truncate(path: Path, step: int) -> None:
-    """Drop the `train` and `eval` lines after `step`, which will be made again, and a line cut short by a kill."""
+def truncate(path: Path, step: int, *, evaluated: int | None = None) -> None:
+    """Drop the `train` lines after `step` and the `eval` lines after `evaluated`, or `step`, which will be made again, and a
+    line cut short by a kill."""
     if path.exists():
-        kept = [line for line in read(path) if line["kind"] not in ("train", "eval") or line["step"] <= step]
+        newest = {"train": step, "eval": step if evaluated is None else evaluated}
+        kept = [line for line in read(path) if line["kind"] not in newest or line["step"] <= newest[line["kind"]]]
         replace_file(path, lambda draft: draft.write_text("".join(json.dumps(line) + "\n" for line in kept)))
 
 

@@ -13,3 +13,14 @@ class Pace(Callback):
 
     def on_step_end(self, run):
         time.sleep(self.step_s)
+
+
+class StopAt(Callback):
+    """Ends training at step `at`."""
+
+    def __init__(self, at: int):
+        self.at = at
+
+    def on_step_end(self, run):
+        if run.step == self.at:
+            run.stop("enough")
