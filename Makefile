@@ -14,7 +14,7 @@ else
 INSTALL = $(BIN)/pip install --disable-pip-version-check -c constraints.txt editables
 endif
 
-.PHONY: help train test test-docker test-slurm test-kubernetes lint format bench recovery soak docs clean
+.PHONY: help train quick test test-docker test-slurm test-kubernetes lint format bench recovery soak docs clean
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
@@ -28,6 +28,9 @@ ifeq ($(ARGS),)
 else
 	$(BIN)/python -m pytest -rs $(ARGS)
 endif
+
+quick: lint ## in two minutes: lint, every test that starts no process, and a dozen runs
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "unit or quick"
 
 # Side by side: most of their time is waiting. What has no Docker engine or no root is skipped, and says so.
 test-docker: $(VENV)/.test

@@ -19,6 +19,25 @@ from kit.kubernetes import Cluster
 from kit.slurm import SCRIPT, Slurm
 from kit.until import until
 
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system")
+is_unit = False
+
+
+def refuse_processes(event, _arguments):
+    assert not (is_unit and event in STARTS), f"a test marked unit starts no process, and this is {event}"
+
+
+sys.addaudithook(refuse_processes)
+
+
+@pytest.fixture(autouse=True)
+def no_process(request):
+    """Holds tests marked `unit` to it: `make quick` relies on it."""
+    global is_unit
+    is_unit = request.node.get_closest_marker("unit") is not None
+    yield
+    is_unit = False
+
 
 def pytest_configure(config):
     tempfile.gettempdir()  # pytest's own folders stay where a person looks for them

@@ -63,6 +63,7 @@ def test_of_launches_at_the_same_moment_one_trains_and_saves(tmp_path, share):
     assert ended[0].outcome["outcome"] == "done" and not list((tmp_path / "run").glob(".*"))
 
 
+@pytest.mark.unit
 def test_a_superseded_holder_cannot_commit_and_learns_of_it(tmp_path, monkeypatch):
     """As after a pause that outlasted the lease: the older token is worth nothing, and its holder is told."""
     lost = []
@@ -83,6 +84,7 @@ def test_a_superseded_holder_cannot_commit_and_learns_of_it(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("spoil", ["missing", "torn", "stale"])
+@pytest.mark.unit
 def test_what_cannot_be_told_is_no(tmp_path, spoil):
     """outcome.json missing, torn, or as another attempt left it: no commit."""
     held = claim(tmp_path, "a")
@@ -110,6 +112,7 @@ def test_a_holder_of_which_no_process_is_left_is_not_waited_for(tmp_path):
     assert time.monotonic() - began < 1
 
 
+@pytest.mark.unit
 def test_a_full_disk_gathers_no_drafts(tmp_path, monkeypatch):
     """The sign of life is written once a second: what a full disk cuts short must not stay."""
 
@@ -196,6 +199,7 @@ def test_a_refused_command_leaves_a_run_alone_that_has_only_just_claimed_the_fol
     held.let_go()
 
 
+@pytest.mark.unit
 def test_clean_stops_are_no_failures():
     """Four preemptions during start-up ended in exit code 7; they are counted by themselves, and far higher."""
     attempt = Attempt(outcome="preempted", furthest=10)

@@ -87,6 +87,7 @@ def test_killed_anywhere_in_the_protocol_there_is_a_valid_one(tmp_path, point):
     assert not [name for name in names(result.folder) if name.startswith(".")]
 
 
+@pytest.mark.quick
 def test_another_config_in_the_same_folder_is_refused(copy):
     result = run(copy, *SAVING, "optimizer.lr=0.5", "model.hidden=[16]", ranks=2, ok=False)
     assert len(result.said) == 1, result.out
@@ -132,6 +133,7 @@ def test_resume_never_sets_the_old_run_aside(copy):
     assert (copy / "previous-1/checkpoints/step-00000020/manifest.json").exists()
 
 
+@pytest.mark.quick
 def test_resume_from_a_path(trained, tmp_path):
     from_run = run(tmp_path / "a", *SAVING, "max_steps=22", f"checkpoint.resume={trained.folder}")
     assert from_run.events("resume")[0]["step"] == 20
@@ -141,6 +143,7 @@ def test_resume_from_a_path(trained, tmp_path):
     assert from_step.events("resume")[0]["step"] == 15
 
 
+@pytest.mark.quick
 def test_model_pt_is_the_plain_model(trained):
     from train.models.mlp import Mlp
 
@@ -167,6 +170,7 @@ def test_sigterm_saves_once_and_the_same_command_goes_on(tmp_path, ranks):
     assert all(torch.equal(weight, result.weights[name]) for name, weight in whole.weights.items())
 
 
+@pytest.mark.quick
 def test_metrics_have_no_step_twice_after_a_kill(tmp_path):
     slow = ("model=convnet", "batch_size=32", "max_steps=60", "checkpoint.every_steps=10")
     process = start(tmp_path / "run", *slow, *pace(0.2))

@@ -88,6 +88,7 @@ def test_ddp_sends_what_the_model_says(seen):
 
 
 @given(size=WORLD_SIZES, nbytes=st.integers(4, 2**40), more=st.integers(1, 2**40))
+@pytest.mark.unit
 def test_more_bytes_or_ranks_never_take_less_time(size, nbytes, more):
     network = Network(alpha_s=1e-5, beta_s=1e-9)
     for algorithm in ALGORITHMS:
@@ -98,6 +99,7 @@ def test_more_bytes_or_ranks_never_take_less_time(size, nbytes, more):
 
 
 @given(size=WORLD_SIZES, nbytes=st.integers(4, 2**40))
+@pytest.mark.unit
 def test_costs_stand_as_the_literature_has_them(size, nbytes):
     naive, tree, ring, halving = (each.cost(size, nbytes) for each in ALGORITHMS)
     bound = 2 * (size - 1) / size * nbytes  # of any all-reduce, on every rank
@@ -110,6 +112,7 @@ def test_costs_stand_as_the_literature_has_them(size, nbytes):
 
 
 @given(alpha=st.floats(1e-7, 1e-3), beta=st.floats(1e-12, 1e-8))
+@pytest.mark.unit
 def test_the_fit_finds_the_constants_again(alpha, beta):
     sizes = [4**power for power in range(5, 15)]
     found = fit(sizes, [alpha + beta * nbytes for nbytes in sizes])
@@ -117,6 +120,7 @@ def test_the_fit_finds_the_constants_again(alpha, beta):
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=9))
+@pytest.mark.unit
 def test_no_constant_of_the_fit_is_below_zero(seconds):
     found = fit([4**power for power in range(len(seconds))], seconds)
     assert found.alpha_s >= 0 and found.beta_s >= 0 and found.alpha_s + found.beta_s > 0
@@ -133,6 +137,7 @@ def test_no_constant_of_the_fit_is_below_zero(seconds):
         (["--speed"], "unrecognized arguments: --speed"),
     ],
 )
+@pytest.mark.unit
 def test_a_slip_of_the_keyboard_is_one_line_and_exit_2(arguments, said, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert main(arguments) == 2
@@ -140,12 +145,14 @@ def test_a_slip_of_the_keyboard_is_one_line_and_exit_2(arguments, said, capsys, 
     assert err.startswith("muster: config error: ") and said in err and err.count("\n") == 1
 
 
+@pytest.mark.unit
 def test_a_launcher_with_one_rank_is_refused(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert main([]) == 2 and "a world of 1 rank" in capsys.readouterr().err
 
 
+@pytest.mark.unit
 def test_which_world_sizes_are_measured():
     assert world_sizes(parse([]), 4) == [2, 3, 4]
     assert world_sizes(parse([]), 24) == [2, 3, 4, 8, 16, 24]

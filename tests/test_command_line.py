@@ -38,6 +38,7 @@ def test_a_value_is_what_was_given_also_beside_parts_by_import_path(text):
     assert to_dict(config.optimizer) == {"_target_": "builtins.dict", "foreach": text}
 
 
+@pytest.mark.unit
 def test_hostile_values_arrive_unchanged():
     """Each for a key of the kit's in turn, beside parts by import path."""
     given = [f"+own.value{number}={quoted(text)}" for number, text in enumerate(HOSTILE)]
@@ -62,6 +63,7 @@ def test_a_run_writes_where_it_was_told_to(tmp_path):
     assert config["init_from"] == f"{first.folder}/model.pt" and config["output_dir"] == target
 
 
+@pytest.mark.unit
 def test_what_is_taken_away_stays_away_beside_a_part_by_import_path():
     """`~key` of the option that was replaced, and of what a yaml or the line gives."""
     given = ["optimizer._target_=torch.optim.Adam", "~optimizer.momentum", "+optimizer.eps=0.1", "++optimizer.lr=0.5"]
@@ -74,6 +76,7 @@ def test_an_interpolation_in_an_override_is_resolved_once(tmp_path):
     assert code == 0 and (tmp_path / "a b, c/model.pt").exists(), out
 
 
+@pytest.mark.unit
 def test_jobs_of_a_sweep_never_share_a_folder():
     texts = ["init_from=/a/b", "init_from=/a_b", "init_from=/a?b", "x=" + "y" * 300, "x=" + "y" * 301]
     assert len({folder_name(text) for text in texts}) == len(texts)
@@ -195,6 +198,7 @@ def test_muster_refuses_a_tool_that_there_is_not(tmp_path):
     assert done.returncode == 2 and "'run'" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
+@pytest.mark.unit
 def test_submit_keeps_values_and_refuses_in_a_line(tmp_path):
     sys.path.insert(0, str(ROOT / "slurm"))
     from submit import expand, quoted

@@ -152,6 +152,7 @@ def test_help_lists_what_there_is():
         assert f"\n{key}:" in done.stdout
 
 
+@pytest.mark.unit
 def test_differences_name_what_matters():
     before = to_dict(compose([]))
     assert differences(before, compose(["seed=3", "epochs=20", "output_dir=elsewhere"])) == ["seed: 0 -> 3"]
@@ -159,6 +160,7 @@ def test_differences_name_what_matters():
     assert differences(before, compose(["model.hidden=[7]"])) == ["model.hidden: [512] -> [7]"]
 
 
+@pytest.mark.unit
 def test_the_readme_says_each_key_as_the_code_has_it():
     """`python -m train.config` prints the table."""
     assert markdown() in (ROOT / "README.md").read_text()

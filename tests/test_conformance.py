@@ -59,6 +59,7 @@ def left_behind(folder):
     return None
 
 
+@pytest.mark.unit
 def test_a_trainer_that_is_not_installed_is_left_out_and_said():
     absent = Trainer("X", ("no-such-package",), lambda *_: [], lambda _: [], lambda _: [])
     assert absent.versions() == {"no-such-package": None}
@@ -70,6 +71,7 @@ def test_an_unknown_fault_names_the_valid_ones():
     assert done.returncode == 2 and "flood is none of none, rank, all" in done.stderr
 
 
+@pytest.mark.unit
 def test_the_last_attempt_at_a_step_counts():
     lines = [
         line(0, [1]),

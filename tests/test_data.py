@@ -69,6 +69,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.unit
 def test_mnist_reads_idx(mnist):
     data = Mnist(train=True, root=str(mnist), augment=False)
     images, labels = data.__getitems__([0, 59])
@@ -79,12 +80,14 @@ def test_mnist_reads_idx(mnist):
     assert len(Mnist(train=False, root=str(mnist), augment=False)) == 20
 
 
+@pytest.mark.unit
 def test_cifar_reads_batches(cifar):
     data = Cifar10(train=True, root=str(cifar), augment=False)
     assert len(data) == 100 and data[0][0].shape == (3, 32, 32)
     assert len(Cifar10(train=False, root=str(cifar), augment=False)) == 20
 
 
+@pytest.mark.unit
 def test_a_cifar_batch_cannot_run_code(tmp_path):
     class Evil:
         def __reduce__(self):
@@ -97,6 +100,7 @@ def test_a_cifar_batch_cannot_run_code(tmp_path):
         read_cifar_batch(tmp_path / "data_batch_1")
 
 
+@pytest.mark.unit
 def test_image_folder(folder):
     data = ImageFolder(train=True, root=str(folder), image_size=16, augment=True)
     assert (len(data), data.num_classes, data[0][0].shape, data[11][1]) == (12, 2, (3, 16, 16), 1)
@@ -114,6 +118,7 @@ def test_text_defaults_to_the_standard_library():
     assert not set(test.starts) & set(data.starts)
 
 
+@pytest.mark.unit
 def test_synthetic_is_computed_by_index():
     data = Synthetic(train=True, num_samples=10**12, image_shape=[3, 4, 5], num_classes=7)
     images, labels = data.__getitems__([0, 10**12 - 1, 0])
@@ -128,6 +133,7 @@ def fetch(indices, epoch, *, dataset, order=None):
 
 
 @pytest.mark.parametrize("kind", ["whole batches", "one by one"])
+@pytest.mark.unit
 def test_augmentation_depends_on_sample_and_epoch_not_on_company(kind, folder):
     dataset = (
         Digits(train=True, augment=True)
@@ -143,6 +149,7 @@ def test_augmentation_depends_on_sample_and_epoch_not_on_company(kind, folder):
     assert any(not torch.equal(epochs[0], other) for other in epochs[1:])
 
 
+@pytest.mark.unit
 def test_fetching_leaves_the_generators_alone(folder):
     dataset = ImageFolder(train=True, root=str(folder), image_size=16, augment=True)
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
@@ -150,6 +157,7 @@ def test_fetching_leaves_the_generators_alone(folder):
     assert torch.equal(before[0], torch.get_rng_state()) and (before[1] == np.random.get_state()[1]).all()
 
 
+@pytest.mark.unit
 def test_shift_and_flip_moves_whole_images():
     image = torch.arange(2 * 9.0).view(1, 2, 3, 3).repeat(64, 1, 1, 1)
     moved = shift_and_flip(image, np.arange(64, dtype=np.uint64), shift=1, flip=True, fill=torch.zeros(1, 2, 1, 1))
@@ -175,6 +183,7 @@ class Pictured(torch.utils.data.Dataset):
         return torch.rand(3) + index, index % 2
 
 
+@pytest.mark.unit
 def test_a_subset_of_random_samples_is_keyed_by_sample_too():
     """torch's Subset has `__getitems__`, which draws for a whole batch: losses would depend on the world size."""
     subset = torch.utils.data.Subset(Pictured(), range(10, 30))
@@ -183,6 +192,7 @@ def test_a_subset_of_random_samples_is_keyed_by_sample_too():
     assert torch.equal(together, fetch([3, 4, 5], 0, dataset=subset))
 
 
+@pytest.mark.unit
 def test_a_whole_batch_with_a_bad_sample_is_read_one_by_one():
     class Whole(Pictured):
         def __getitems__(self, indices, keys=None):
@@ -196,6 +206,7 @@ def test_a_whole_batch_with_a_bad_sample_is_read_one_by_one():
         Fetch(Whole(), seed=1).__getitems__(micro)
 
 
+@pytest.mark.unit
 def test_indices_that_are_called_keys_are_no_keys():
     """As in Hugging Face's Dataset: it is read one by one, as any is that gives a list of samples."""
 
@@ -209,6 +220,7 @@ def test_indices_that_are_called_keys_are_no_keys():
     assert targets.tolist() == micro.indices.tolist() and inputs.shape == (4,) and count == 4
 
 
+@pytest.mark.unit
 def test_a_fingerprint_reads_something_of_the_data():
     """Two data sets of the same length are not the same; random transforms and the generators do not matter."""
     before = torch.get_rng_state()
@@ -264,6 +276,7 @@ def in_turn(dataset, **more):
     return batches(dataset, Plan(400, 4, seed=3), range(250), loader)
 
 
+@pytest.mark.unit
 def test_batches_that_depend_on_keys_alone_are_made_ahead_and_come_in_their_order():
     dataset, plan = Whole(), Plan(400, 4, seed=3)
     for step, (batch,) in enumerate(in_turn(dataset)):
@@ -273,6 +286,7 @@ def test_batches_that_depend_on_keys_alone_are_made_ahead_and_come_in_their_orde
     assert step == 249 == len(dataset.asked) - 1
 
 
+@pytest.mark.unit
 def test_a_failure_ahead_costs_no_step_before_it():
     plan = Plan(400, 4, seed=3)
     dataset, taken = Whole(fails=int(plan.batch(90)[2])), []
@@ -283,6 +297,7 @@ def test_a_failure_ahead_costs_no_step_before_it():
 
 
 @pytest.mark.parametrize("more", [{"adapter": lambda batch: batch}, {"max_bad": 3}, {}], ids=["own", "skips", "buffer"])
+@pytest.mark.unit
 def test_what_may_depend_on_when_it_is_asked_is_not_asked_ahead(more):
     dataset, plan = Whole(buffer=None if more else torch.empty(4, 1)), Plan(400, 4, seed=3)
     for step, (batch,) in enumerate(in_turn(dataset, **more)):

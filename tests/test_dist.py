@@ -87,6 +87,7 @@ def test_a_store_that_outlives_attempts_never_mixes_them(store):
     assert len(attempts) == 5
 
 
+@pytest.mark.unit
 def test_a_meeting_that_rank_0_left_is_gone_on_from(store):
     """Rank 1 has arrived where rank 0 then died without a verdict: the next rank 0 fetches it."""
     dead = Visitor(0, 3, timeout_s=60.0)  # waits for rank 2, as it did when it died
@@ -102,6 +103,7 @@ def test_a_meeting_that_rank_0_left_is_gone_on_from(store):
     assert dead.is_alive(), "and nobody believes in the dead one's meeting"
 
 
+@pytest.mark.unit
 def test_a_rank_that_arrived_and_died_is_replaced_by_its_successor(store, arrived):
     first = Visitor(0, 3)
     Visitor(1, 3)  # dies, say, and comes again
@@ -145,6 +147,7 @@ def boards(store, size):
     return [Board(store.clone(), attempt=attempt, rank=rank, size=size) for rank in range(size)]
 
 
+@pytest.mark.unit
 def test_the_first_failure_wins_and_knows_it(store):
     """Two ranks that accuse the same third one post the same words; still only one of them speaks."""
     first, second = boards(store, 2)
@@ -153,6 +156,7 @@ def test_the_first_failure_wins_and_knows_it(store):
     assert first.first_failure(0.1) == {"rank": 7}
 
 
+@pytest.mark.unit
 def test_no_key_is_left_per_save(store):
     ranks = boards(store, 3)
 
@@ -172,6 +176,7 @@ def test_no_key_is_left_per_save(store):
     assert store.num_keys() == before
 
 
+@pytest.mark.unit
 def test_a_save_that_a_rank_gave_up_fails_even_if_that_rank_is_ahead(store):
     first, second = boards(store, 2)
     first.post_part(1, {"files": {}})
@@ -288,6 +293,7 @@ def test_nodes_whose_data_differ_are_named(tmp_path, change):
     assert len(said) == 1 and "on rank 1 (" in said[0] and "data.root" in said[0], said
 
 
+@pytest.mark.unit
 def test_too_few_descriptors_for_the_world_are_said(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1024))
     check_descriptors(Place(1, 512, 1, 8))
@@ -295,6 +301,7 @@ def test_too_few_descriptors_for_the_world_are_said(monkeypatch):
         check_descriptors(Place(1, 1024, 1, 8))
 
 
+@pytest.mark.unit
 def test_errors_know_their_code_and_whether_a_retry_can_help():
     assert isinstance(of_code(3, "gone"), DataError) and str(of_code(3, "gone")) == "gone"
     assert isinstance(of_code(75, ""), Preempted) and type(of_code(99, "")) is MusterError
@@ -350,6 +357,7 @@ def test_the_store_of_rank_0_listens_at_the_masters_address_alone(tmp_path):
         (["192.0.2.7"], None),  # a service's, none of this host's
     ],
 )
+@pytest.mark.unit
 def test_a_store_listens_at_one_address_only_where_all_clients_come_by_it(monkeypatch, answers, listens_at):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in answers]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)

@@ -52,6 +52,7 @@ def test_every_line_runs_as_printed(page, checkout):
 
 
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.unit
 def test_every_block_says_what_it_is(page):
     """A command in a block of another kind would be run by nobody."""
     text = (ROOT / page).read_text()
@@ -63,6 +64,7 @@ def test_every_block_says_what_it_is(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.unit
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
         assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"

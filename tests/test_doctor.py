@@ -47,10 +47,12 @@ def judged(name, *changes, visit=None):
 
 
 @pytest.mark.parametrize("name", GOOD)
+@pytest.mark.unit
 def test_nothing_is_said_of_a_cluster_that_is_well(name):
     assert judged(name, {}, {}) == [] and judged(name, {}) == []
 
 
+@pytest.mark.unit
 def test_every_check_has_facts_here():
     assert CHECKS.keys() == GOOD.keys()
 
@@ -92,6 +94,7 @@ def test_every_check_has_facts_here():
         ("speed", [{}, {"gflops": 40.0}, {}], False, "rank 1 on host1 multiplies at 40 GFLOP/s, most at 100"),
     ],
 )  # fmt: skip
+@pytest.mark.unit
 def test_what_is_wrong_is_named_with_its_host_and_a_remedy(name, changes, fails, says):
     found = judged(name, *changes)
     assert [finding for finding in found if says in finding.what and finding.fails is fails and finding.remedy], found
@@ -105,6 +108,7 @@ def doctor(folder, *arguments, ranks=None, before=()):
     )  # fmt: skip
 
 
+@pytest.mark.unit
 def test_what_nvidia_smi_prints_is_understood():
     """Lines as the tool's own help describes them; a value that a device does not have is `[N/A]`."""
     text = "GPU-a, 570.86.10, 41, 0, Not Active\nGPU-b, 570.86.10, 88, [N/A], Active\n"
@@ -161,6 +165,7 @@ srun torchrun -m train
         (("srun torchrun", "export PET_NNODES=2\nsrun torchrun --nnodes=4"), 7, "wins over PET_NNODES"),
     ],
 )
+@pytest.mark.unit
 def test_mistakes_in_a_batch_script(tmp_path, change, line, says):
     (tmp_path / "job.sbatch").write_text(SBATCH)
     assert lint([tmp_path]) == []
@@ -192,6 +197,7 @@ spec:
         (("  trainer: {numNodes: 2}\n", "  runtimeRef: {name: torch}\n"), "without spec.trainer"),
     ],
 )
+@pytest.mark.unit
 def test_mistakes_in_a_manifest(tmp_path, change, says):
     (tmp_path / "job.yaml").write_text(MANIFEST)
     assert lint([tmp_path]) == []

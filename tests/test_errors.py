@@ -233,6 +233,7 @@ def test_lines_of_several_processes_stay_whole():
     assert len(lines) == 9000 and set(lines) == {"muster: " + "x" * 60}
 
 
+@pytest.mark.unit
 def test_a_node_whose_gpus_do_not_answer_is_named():
     """device=auto is the CPU there, and ranks of both kinds would wait for each other. (No front door without a GPU.)"""
     from train.dist.meeting import difference, judge

@@ -349,6 +349,7 @@ def test_a_worker_that_dies_while_a_failure_is_reported_does_not_end_the_report(
         signal.signal(signal.SIGCHLD, before)
 
 
+@pytest.mark.unit
 def test_a_workers_broken_pipe_waits_for_the_word_of_its_death():
     def fetched():
         yield 1

@@ -11,6 +11,8 @@ from train.faults.phase import FIRST_S, LONG_S, Phase, Phases
 from train.faults.survey import Echo, Survey
 from train.faults.verdict import NAMED, Outlook, fault, last, outlook, silence
 
+pytestmark = pytest.mark.unit
+
 
 def phase(number, *, waiting=False, age_s=10.0, limit_s=5.0, host="n1"):
     return Phase(1, number, f"step {number}", age_s, limit_s, waiting, "mine.py:3 (forward)", host)

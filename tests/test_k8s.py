@@ -88,6 +88,7 @@ def as_pods(template):
 @pytest.mark.parametrize(
     ("path", "document"), everything(), ids=lambda value: value if isinstance(value, str) else value["kind"]
 )
+@pytest.mark.unit
 def test_manifests_are_strictly_valid(path, document):
     check(document)
 
@@ -102,6 +103,7 @@ MUTATIONS = {
     ("path", "document"), everything(), ids=lambda value: value if isinstance(value, str) else value["kind"]
 )
 @pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.unit
 def test_the_validation_can_fail(path, document, mutation):
     spoiled = copy.deepcopy(document)
     MUTATIONS[mutation](spoiled["spec"])
@@ -109,6 +111,7 @@ def test_the_validation_can_fail(path, document, mutation):
         check(spoiled)
 
 
+@pytest.mark.unit
 def test_a_missing_field_is_found():
     job = documents(KINDS["pytorchjob"])[0]
     del job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["name"]
@@ -118,6 +121,7 @@ def test_a_missing_field_is_found():
         check({key: value for key, value in documents(KINDS["trainjob"])[1].items() if key != "spec"} | {"spec": {}})
 
 
+@pytest.mark.unit
 def test_apply_sees_what_kustomize_sees():
     """`kubectl apply -f k8s/` reads the folder's own files, which are those of the base."""
     assert sorted(path.name for path in K8S.glob("*.yaml")) == sorted(
@@ -223,6 +227,7 @@ def test_a_pod_ends_as_its_own_attempt_did(tmp_path, own_python, job, before, af
     assert subprocess.run(line, env=env, cwd=tmp_path, timeout=60).returncode == code
 
 
+@pytest.mark.unit
 def test_permanent_failures_are_those_of_the_code():
     job = next(document for document in documents(KINDS["indexed-job"]) if document["kind"] == "Job")
     runtime = documents(KINDS["trainjob"])[0]["spec"]["template"]["spec"]
@@ -245,6 +250,7 @@ def test_permanent_failures_are_those_of_the_code():
     assert [port["containerPort"] for port in container["ports"]] == [kubernetes.PORT]
 
 
+@pytest.mark.unit
 def test_the_operators_own_policy_reaches_torchrun():
     """minReplicas, maxReplicas and maxRestarts are PyTorchJob's to say; the manifest says nothing of the rendezvous."""
     elastic = documents(KINDS["pytorchjob"])[0]["spec"]["elasticPolicy"]

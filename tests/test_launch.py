@@ -98,11 +98,13 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("case", GOLDEN)
+@pytest.mark.unit
 def test_the_line_of_each_substrate(case):
     spec, expected = GOLDEN[case]
     assert printed(spec, command(spec, [])) == expected
 
 
+@pytest.mark.unit
 def test_the_printed_line_is_the_one_that_runs_whatever_the_overrides_hold():
     hostile = ["name=a b", "x='it''s'", 'y="$HOME"', "z=`id`;rm -rf /", "w=\\", "v=a\nb", "*"]
     spec = slurm.spec(SLURM)
@@ -128,12 +130,14 @@ def test_torchrun_accepts_every_line():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.unit
 def test_no_request_waits_longer_than_an_agent_that_hangs_is_given():
     assert all(timings.read_timeout < STUCK_S for timings in (Timings(), kubernetes.TIMINGS, compose.TIMINGS))
     with pytest.raises(AssertionError):
         Timings(read_timeout=30)
 
 
+@pytest.mark.unit
 def test_compose_splits_args_as_a_shell_does():
     assert compose.overrides({**COMPOSE, "ARGS": "model=mlp  'name=a b' x=\"y z\""}) == [
         "name=compose", "model=mlp", "name=a b", "x=y z",
@@ -146,12 +150,14 @@ def test_compose_splits_args_as_a_shell_does():
     ("env", "name"),
     [(SLURM, "Slurm"), (PYTORCHJOB, "PyTorchJob"), (TRAINJOB, "TrainJob"), (INDEXED, "Indexed Job"), (COMPOSE, "compose")],
 )  # fmt: skip
+@pytest.mark.unit
 def test_each_environment_is_recognised(env, name):
     """Also in a shell that has one of compose's short names by chance."""
     kind = find({"PATH": "/bin", "ARGS": "x", **env})
     assert kind and kind.name == name
 
 
+@pytest.mark.unit
 def test_what_is_missing_or_garbled_is_named():
     for make, env, said in (
         (slurm.spec, {**SLURM, "HEAD": ""}, "HEAD is not set"),
@@ -171,6 +177,7 @@ def test_what_is_missing_or_garbled_is_named():
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.unit
 def test_what_srun_is_told():
     assert slurm.srun_flags(SLURM) == ["--ntasks=4", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=120"]
     assert slurm.srun_flags({**SLURM, "MIN_NODES": "1"})[2:] == ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
@@ -180,6 +187,7 @@ def test_what_srun_is_told():
     assert {slurm.port(job) for job in (0, 19999, 20000, 10**7)} <= {*range(10000, 30000)}
 
 
+@pytest.mark.unit
 def test_apptainer_passes_on_whatever_the_launcher_reads():
     """Its container sees no variable of the job by itself."""
     read = {*re.findall(r'env(?:\[|, |\.get\()["\']([A-Z_]+)', Path(slurm.__file__).read_text())}
@@ -240,6 +248,7 @@ NEVER, TOLD = (
         (verdict.COMPOSE, record(5), 1, False, 5, False),
     ],
 )
+@pytest.mark.unit
 def test_verdicts(policy, after, agent, told, code, requeue):
     line = (TOLD if told else NEVER) if after in ({}, BEFORE) else f"{after['outcome']} (exit code "
     end = decide(BEFORE if after else {}, after, agent, told=told, policy=policy)
@@ -258,6 +267,7 @@ def test_a_verdict_is_of_the_launchers_own_record(tmp_path):
         assert done.returncode == 0 and done.stdout.startswith(said), done
 
 
+@pytest.mark.unit
 def test_each_substrate_names_its_job_the_same_on_every_node_and_over_restarts():
     others = {
         slurm.spec: (
@@ -276,6 +286,7 @@ def test_each_substrate_names_its_job_the_same_on_every_node_and_over_restarts()
     assert "COMPOSE_PROJECT_NAME" in services["node"]["environment"]["PROJECT"]
 
 
+@pytest.mark.unit
 def test_no_manifest_fails_the_job_where_another_try_helps():
     """Nor retries what is final."""
     found = {}
@@ -436,6 +447,7 @@ def test_no_rendezvous_setting_stands_outside_the_launch_policy():
     assert not found, "\n".join(found)
 
 
+@pytest.mark.unit
 def test_each_substrate_ends_its_agents_before_it_is_killed():
     """The grace time that a substrate gives is the one that its nodes are told of."""
     services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]

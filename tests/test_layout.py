@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from train.dist.layout import Layout
 from train.errors import ConfigError
 
+pytestmark = pytest.mark.unit
+
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
 def test_slices_cover_the_batch_and_one_rank_speaks_for_each(replicate, shard, tensor):

@@ -49,6 +49,7 @@ def every(tmp_path_factory):
     return run(tmp_path_factory.mktemp("every") / "run", *LINE, EVERY)
 
 
+@pytest.mark.quick
 def test_a_line_is_the_mean_over_all_samples_since_the_last(tmp_path, every):
     found = numbers(run(tmp_path / "run", *LINE, SEVEN))
     assert [*found] == [7, 14, 21, 28, 30]
@@ -81,6 +82,7 @@ def test_two_evaluation_batches_are_tried_first_and_leave_no_trace(tmp_path):
     assert same[0] == same[1]
 
 
+@pytest.mark.quick
 def test_what_cannot_be_evaluated_is_found_before_the_first_step(tmp_path):
     for mistake in (("checkpoint.best=acc",), ("callbacks=[early_stopping]", "callbacks.early_stopping.metric=acc")):
         refused = run(tmp_path / mistake[0].split("=")[0], "max_steps=40", *mistake, ok=False)

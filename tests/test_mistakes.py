@@ -146,6 +146,7 @@ def test_a_mistake_that_comes_again_is_not_restarted_for_ever(tmp_path):
     assert place("raises in forward") in result.said[-1] and "the same error at the same place" in result.said[-1]
 
 
+@pytest.mark.unit
 def test_values_are_described_in_a_few_words():
     assert described(None) == "None"
     assert described([1, "a"]) == "a list of (an int, a str)"
@@ -153,6 +154,7 @@ def test_values_are_described_in_a_few_words():
     assert described((None,) * 9) == "a tuple of (None, None, None, None, ...)"
 
 
+@pytest.mark.unit
 def test_the_message_of_a_worker_s_error_is_the_first_one():
     text = 'Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File "a.py", line 3, in f\n    x["b"]\nKeyError: \'b\'\n'
     assert kind_and_message(KeyError(KeyErrorMessage(text))) == ("KeyError", "'b'")

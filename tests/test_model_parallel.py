@@ -146,6 +146,7 @@ def test_what_cannot_be_built_is_one_line_from_all_ranks(tmp_path, lines):
         ([PIPELINE, "strategy.split=[a,b]"], 2, "there are 2: name 1 layers"),
     ],
 )  # fmt: skip
+@pytest.mark.unit
 def test_what_does_not_go_together_is_told_before_any_process_group(chosen, ranks, said):
     config = compose(chosen)
     with pytest.raises(ConfigError) as raised:
@@ -169,6 +170,7 @@ GPT = {"input_shape": [16], "num_classes": 32, "num_layers": 2, "num_heads": 2, 
         ({"head": "colwise"}, 2, "whose weight is that of embedding.token and head as well"),
     ],
 )
+@pytest.mark.unit
 def test_a_layer_that_cannot_be_divided_is_named(plan, ranks, said):
     with pytest.raises(ConfigError) as raised:
         divided_layers(Gpt(**GPT), plan, ranks=ranks)
@@ -219,6 +221,7 @@ def test_stages_in_turn_are_the_model(name, number):
     assert torch.equal(given[0], model(inputs)) and names == model.state_dict().keys()
 
 
+@pytest.mark.unit
 def test_a_model_that_cannot_be_cut_says_why():
     class Branching(nn.Sequential):
         def forward(self, x):
@@ -241,6 +244,7 @@ def test_a_model_that_cannot_be_cut_says_why():
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.data())
+@pytest.mark.unit
 def test_runs_are_as_even_as_can_be(sizes, data):
     from itertools import combinations
 
@@ -255,6 +259,7 @@ def test_runs_are_as_even_as_can_be(sizes, data):
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(1, 9), st.integers(1, 4))
+@pytest.mark.unit
 def test_micro_batches_are_equal_and_count_every_sample_once(sizes, number, stages):
     parts = torch.arange(sum(sizes)).split(sizes)
     flow = Flow.of([Batch(part.float(), part, len(part), 100) for part in parts], number=number, stages=stages)
@@ -263,6 +268,7 @@ def test_micro_batches_are_equal_and_count_every_sample_once(sizes, number, stag
     assert [int(x) for some in counted for x in some] == list(range(sum(sizes)))
 
 
+@pytest.mark.unit
 def test_a_rank_without_samples_weighs_nothing():
     flow = Flow.of([Batch(torch.ones(1, 2), torch.ones(1), 0, 5)], number=8, stages=2)
     assert flow.inputs.shape == (2, 2) and [flow.count(n) for n in range(flow.number)] == [0, 0]

@@ -52,6 +52,7 @@ def numbers(leaves, length=5):
 
 @given(leaves=st.integers(1, 40), data=st.data())
 @settings(max_examples=200, deadline=None)
+@pytest.mark.unit
 def test_the_sum_is_that_of_one_tree_however_its_leaves_are_divided(leaves, data):
     size = data.draw(st.integers(1, leaves))
     values, given_by_ranks, most = numbers(leaves), {}, 0
@@ -73,6 +74,7 @@ def test_the_sum_is_that_of_one_tree_however_its_leaves_are_divided(leaves, data
     count=st.integers(1, 60), slices=st.integers(1, 12), data=st.data(), micro=st.one_of(st.none(), st.integers(1, 9))
 )
 @settings(deadline=None)
+@pytest.mark.unit
 def test_the_cuts_are_the_same_at_every_world_size(count, slices, data, micro):
     size = data.draw(st.integers(1, slices))
     alone = Share(0, 1, micro, slices).cuts(count)
@@ -141,6 +143,7 @@ def test_nor_do_kills_and_resumes_at_other_world_sizes(tmp_path, alone):
     assert values(result) == values(alone)
 
 
+@pytest.mark.quick
 def test_what_it_cannot_do_is_said(tmp_path):
     for overrides, ranks, said in (
         (("virtual_world_size=1",), 2, "virtual_world_size=1 is less than the world size 2"),
@@ -151,6 +154,7 @@ def test_what_it_cannot_do_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted({*options("strategy")} - {"ddp", "single"}))
+@pytest.mark.unit
 def test_strategies_that_cannot_refuse_it(name):
     config = compose([f"strategy={name}", "virtual_world_size=8"])
     with pytest.raises(ConfigError, match="virtual_world_size=8 is for strategy=ddp and strategy=single"):

@@ -120,6 +120,7 @@ def test_shards_have_an_index_and_any_world_size_reads_the_same(tmp_path):
     assert torn.code == 3 and "val/000.tar" in torn.said[-1], torn.out
 
 
+@pytest.mark.unit
 def test_an_index_of_shards_that_does_not_fit_them_is_made_anew(tmp_path):
     """One offset that was changed, and shards of the same size with other samples: both gave other bytes without a word."""
     root = tmp_path / "shards"
@@ -185,6 +186,7 @@ def test_training_batches_are_measured_where_asked(tmp_path):
     assert all(0 <= line["accuracy"] <= 1 for line in lines) and lines[-1]["accuracy"] > lines[0]["accuracy"]
 
 
+@pytest.mark.unit
 def test_groups_of_parameters_have_values_of_their_own():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     groups = [{"match": "*.bias", "weight_decay": 0.0}, {"match": ["1"], "lr": 0.5}]

@@ -187,6 +187,7 @@ TABLE = {"remote": "embedding", "asynchronous": True}
         (TABLE, 3, {"compile": True}, "use compile=false"),
     ],
 )
+@pytest.mark.unit
 def test_what_does_not_go_together_is_refused(options, world_size, change, said):
     from train.strategies.ddp_rpc import DdpRpc
     from train.strategies.parameter_server import ParameterServer
@@ -202,6 +203,7 @@ def test_a_submodule_that_is_not_there_is_named(tmp_path):
     assert len(result.said) == 1 and "did you mean embedding?" in result.said[0], result.out
 
 
+@pytest.mark.unit
 def test_clicks_depend_on_the_sample_alone():
     from train.data.clicks import Clicks
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from train.plan import Permutation, Plan, Share, sample_keys
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 65_537])
 def test_permutation_is_a_bijection(size):

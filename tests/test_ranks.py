@@ -62,6 +62,7 @@ def test_epochs_are_whole_and_differ(ledgers):
     assert first != second
 
 
+@pytest.mark.quick
 def test_losses_agree_at_every_world_size(ledgers):
     """Uneven slices are weighted by their true count: a mean of means would be off by percents."""
     reference = ledgers[1][0].losses
@@ -95,6 +96,7 @@ def test_the_loss_is_printed_once_per_interval(ledgers):
 
 
 @pytest.mark.parametrize("ranks", [None, 2, 3])
+@pytest.mark.quick
 def test_a_resumed_run_ends_with_bit_identical_weights(tmp_path, ranks):
     """Model with dropout, batch norm, momentum and augmentation: every kind of state that a resume can lose."""
     overrides = (
@@ -113,6 +115,7 @@ def test_a_resumed_run_ends_with_bit_identical_weights(tmp_path, ranks):
         assert torch.equal(weight, parts.weights[name]), name
 
 
+@pytest.mark.quick
 def test_another_world_size_goes_on_with_the_same_samples(tmp_path):
     notes = tmp_path / "parts-ledger"
     notes.mkdir()
@@ -150,6 +153,7 @@ def test_weights_of_two_ranks_never_differ(tmp_path):
         assert len({line["digest"] for line in seen if line["step"] == step}) == 1
 
 
+@pytest.mark.quick
 def test_micro_batches_give_the_same_training(tmp_path):
     whole = run(tmp_path / "whole", "batch_size=50", "max_steps=8", ranks=2)
     micro = run(tmp_path / "micro", "batch_size=50", "max_steps=8", "micro_batch_size=7", ranks=2)
@@ -232,6 +236,7 @@ def test_any_working_folder_and_one_run_folder(tmp_path):
     assert result.outcome["outcome"] == "done" and result.outcome["exit_code"] == 0
 
 
+@pytest.mark.quick
 def test_a_finished_run_says_so_at_once(tmp_path):
     first = run(tmp_path / "run", "max_steps=5", ranks=2)
     again = run(tmp_path / "run", "max_steps=5", ranks=2)

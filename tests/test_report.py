@@ -64,6 +64,7 @@ class Seen(HTMLParser):
 # Where the time goes
 
 
+@pytest.mark.unit
 def test_a_clock_tells_waits_from_work(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -90,12 +91,14 @@ def test_a_clock_tells_waits_from_work(monkeypatch):
     assert clock.rest() == Times(), "reading begins anew"
 
 
+@pytest.mark.unit
 def test_a_sum_over_ranks_is_everybodys_times():
     times = [Times(1.0, 0.1, 0.2, 0.3, 0.4), Times(2.0, 0.5, 0.6, 0.7, 0.8), Times(3.0)]
     rows = [spread(each, rank=rank, size=3) for rank, each in enumerate(times)]
     assert gathered([sum(column) for column in zip(*rows, strict=True)]) == times
 
 
+@pytest.mark.unit
 def test_only_who_is_late_time_and_again_is_named():
     even = [Times(1.0, wait=0.5), Times(1.0, wait=0.5), Times(1.0, wait=0.45)]
     late = [Times(1.0, wait=0.6), Times(1.0, wait=0.1), Times(1.0, wait=0.6)]

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from kit.job import ROOT
 
+pytestmark = pytest.mark.unit
+
 # The runtime, which knows no Hydra, no strategy and no model; then the trainer: config -> data -> model -> strategy ->
 # loop. The left never imports the right.
 RUNTIME = (

@@ -33,6 +33,7 @@ LINE = ["--parameters=7e9", "--layers=32", "--hidden=4096", "--sequence=2048", "
 
 
 @given(ranks=RANKS)
+@pytest.mark.unit
 def test_bytes_are_the_textbook_s(ranks):
     share = (ranks - 1) / ranks * WORK.nbytes
     assert ddp(JOB, ranks).sent_bytes == pytest.approx(2 * share)
@@ -42,6 +43,7 @@ def test_bytes_are_the_textbook_s(ranks):
 
 
 @given(ranks=RANKS)
+@pytest.mark.unit
 def test_memory_falls_from_ddp_to_zero_to_fsdp(ranks):
     whole, sharded, least = (each(JOB, ranks).memory_bytes for each in (ddp, zero, fsdp))
     assert whole == 7e9 * 16 + 2 * 9e9
@@ -50,6 +52,7 @@ def test_memory_falls_from_ddp_to_zero_to_fsdp(ranks):
 
 
 @given(ranks=RANKS)
+@pytest.mark.unit
 def test_a_strategy_at_its_limit_is_a_simpler_one(ranks):
     base = ddp(JOB, ranks)
     assert local_sgd(replace(JOB, every=1), ranks) == base
@@ -59,6 +62,7 @@ def test_a_strategy_at_its_limit_is_a_simpler_one(ranks):
 
 
 @given(ranks=RANKS, name=st.sampled_from(sorted(STRATEGIES)))
+@pytest.mark.unit
 def test_more_ranks_send_no_less_and_no_faster(ranks, name):
     step, more = STRATEGIES[name](JOB, ranks), STRATEGIES[name](JOB, 2 * ranks)
     assert more.sent_bytes >= step.sent_bytes * (1 - 1e-9)
@@ -66,12 +70,14 @@ def test_more_ranks_send_no_less_and_no_faster(ranks, name):
 
 
 @given(stages=st.integers(1, 64), micro_batches=st.integers(1, 256))
+@pytest.mark.unit
 def test_the_bubble_is_the_pipeline_s(stages, micro_batches):
     job = replace(JOB, stages=stages, micro_batches=micro_batches)
     busy, step = ddp(job, 64).compute_s, pipeline(job, 64).compute_s
     assert 1 - busy / step == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
+@pytest.mark.unit
 def test_a_group_within_a_node_uses_the_node_s_network_and_one_beyond_it_does_not():
     slow = replace(JOB, machine=replace(JOB.machine, inner=OUTER))
     assert fsdp(JOB, 8).communication_s < fsdp(slow, 8).communication_s
@@ -79,6 +85,7 @@ def test_a_group_within_a_node_uses_the_node_s_network_and_one_beyond_it_does_no
     assert hybrid(JOB, 64).communication_s < hybrid(slow, 64).communication_s
 
 
+@pytest.mark.unit
 def test_log_rounds_save_latency_and_no_bytes():
     ring, recursive = ddp(JOB, 4096), ddp(replace(JOB, recursive=True), 4096)
     assert recursive.sent_bytes == ring.sent_bytes
@@ -152,6 +159,7 @@ def test_a_table_a_picture_and_the_numbers(tmp_path, capsys):
         (["--parameters=7e9"], "--layers"),
     ],
 )
+@pytest.mark.unit
 def test_what_is_missing_is_one_line_and_exit_2(arguments, said, capsys):
     assert main(arguments) == 2
     err = capsys.readouterr().err

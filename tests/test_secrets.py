@@ -159,6 +159,7 @@ def test_what_a_launcher_or_hydra_prints_has_no_secret(tmp_path):
     assert not any(secret in done.stdout + done.stderr for secret in SECRETS)
 
 
+@pytest.mark.unit
 def test_a_rotated_secret_is_not_another_run():
     signed = "init_from='https://b.example.org/m.pt?versionId={}&X-Amz-Date={}&X-Amz-Signature={}'"
     before = to_dict(compose([signed.format(1, "monday", "aa11")]))
@@ -188,11 +189,13 @@ def test_a_rotated_secret_is_not_another_run():
         )),
     ],
 )  # fmt: skip
+@pytest.mark.unit
 def test_what_is_shown_of_a_url_names_the_place(url, shown):
     assert redacted(url) == shown
     assert redacted_all({"a": [url, 3, None]}) == {"a": [shown, 3, None]}
 
 
+@pytest.mark.unit
 def test_a_library_may_quote_a_part():
     said = without("nonnumeric port: 'p@ss' of bob", "https://bob:p%40ss@host/x")
     assert "p@ss" not in said and "bob" not in said

@@ -90,6 +90,7 @@ def test_every_rank_holds_its_part_alone(steps):
         assert max(rank["optimizer"] for rank in each) < 1.3 * whole["optimizer"] / state, (name, each)
 
 
+@pytest.mark.unit
 def test_units_are_what_a_model_is_a_row_of():
     models = {"gpt": (16,), "mlp": (1, 8, 8), "resnet18": (3, 32, 32), "vit": (3, 32, 32)}
     counted = {}
@@ -100,6 +101,7 @@ def test_units_are_what_a_model_is_a_row_of():
     assert set(counted["mlp"]) == {"Linear"} and counted["vit"].count("EncoderBlock") == len(counted["vit"]) - 1
 
 
+@pytest.mark.unit
 def test_a_module_that_shares_a_parameter_is_no_unit():
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False))
     model[2].weight = model[0].weight
@@ -126,6 +128,7 @@ def test_a_module_that_shares_a_parameter_is_no_unit():
         ("strategy=hybrid strategy.cpu_offload=true device=cpu", "needs CUDA devices"),
     ],
 )
+@pytest.mark.unit
 def test_what_does_not_go_together_is_refused_at_once(line, said):
     config = compose(line.split())
     with pytest.raises(ConfigError, match=said):

@@ -85,6 +85,7 @@ def test_values_that_cannot_travel_are_named():
         launch(threading.Lock, nproc=1)
 
 
+@pytest.mark.unit
 def test_mistakes_are_refused_before_any_process(monkeypatch):
     for wrong in ("max_steps=2", ["-m", "optimizer.lr=1,2"], [2]):
         with pytest.raises(ConfigError, match="is not a list of overrides"):
@@ -311,6 +312,7 @@ def leave_behind(at):
 
 
 @pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.unit
 def test_files_of_a_killed_launch_lead_nobody_astray(tmp_path, first):
     at = tmp_path / "meet"
     leave_behind(at)
@@ -356,6 +358,7 @@ def test_two_launches_do_not_share_a_file(tmp_path):
         other.communicate("\n")
 
 
+@pytest.mark.unit
 def test_where_a_file_does_not_do_is_said(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

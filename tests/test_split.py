@@ -30,6 +30,7 @@ def test_what_flows_follows_the_layers_to_their_devices(split):
         assert outputs.device == FIRST and model.head.weight is model.embedding.token.weight
 
 
+@pytest.mark.unit
 def test_buffers_lie_where_their_layers_do():
     with FakeTensorMode():
         model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -46,11 +47,13 @@ def test_buffers_lie_where_their_layers_do():
         (["norm", "head"], r"embedding.token.weight and head.weight are one weight: put both layers on one device"),
     ],
 )
+@pytest.mark.unit
 def test_a_cut_that_cannot_be_is_refused(split, said):
     with pytest.raises(ConfigError, match=said):
         spread(Gpt(**GPT), split, first=torch.device("cpu"), second=torch.device("cpu"))
 
 
+@pytest.mark.unit
 def test_a_batch_is_scattered_and_gathered_whole():
     batch = {"image": torch.arange(21).view(7, 3), "length": torch.arange(7)}
     parts = scatter(batch, 3)
@@ -60,6 +63,7 @@ def test_a_batch_is_scattered_and_gathered_whole():
     assert len(scatter(torch.zeros(2, 3), 4)) == 2
 
 
+@pytest.mark.unit
 def test_a_replica_gives_its_gradient_back_and_keeps_its_buffers_to_itself():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     before = model[1].running_mean.clone()
@@ -81,12 +85,14 @@ def test_a_replica_gives_its_gradient_back_and_keeps_its_buffers_to_itself():
         (["strategy=local_sgd", "strategy.every_steps=0"], 2, "strategy.every_steps=0 is out of range"),
     ],
 )
+@pytest.mark.unit
 def test_what_does_not_go_together_is_refused_before_any_process_group(overrides, ranks, said):
     with pytest.raises(ConfigError, match=said):
         config = compose(overrides)
         build(config.strategy).check(config, ranks)
 
 
+@pytest.mark.unit
 def test_gpus_are_dealt_two_to_a_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)

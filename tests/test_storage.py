@@ -183,6 +183,7 @@ def test_a_cut_off_writer_cannot_commit_or_spoil(bucket):
     assert content(bucket, 7) == b"new" and bucket.steps() == [7] and newest(bucket).step == 7
 
 
+@pytest.mark.unit
 def test_a_checkpoint_runs_no_code(tmp_path):
     """Its plain values are all that is unpickled."""
     mark = tmp_path / "was-here"
@@ -333,6 +334,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path, request, ki
     assert newest(storage).manifest["attempt"] == "new" and content(storage, 5) == b"new" and len(storage.bad()) == 1
 
 
+@pytest.mark.unit
 def test_a_file_that_rank_0_does_not_see_is_no_part_of_a_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(protocol, "SEEN_WITHIN_S", 0.3)
     storage = Storage(str(tmp_path))
@@ -547,6 +549,7 @@ def test_what_cannot_be_read_just_now_is_not_bad(tmp_path, request, monkeypatch,
     assert storage.steps() == [2, 1] and storage.bad() == []
 
 
+@pytest.mark.unit
 def test_another_runs_checkpoints_are_only_read(tmp_path):
     storage = Storage(str(tmp_path))
     for step in (1, 2):

@@ -1,5 +1,6 @@
 """What a strategy keeps: the optimizer's own state, one value of every buffer, and no gradient that is not finite."""
 
+import pytest
 import torch
 from kit.job import run
 
@@ -37,6 +38,7 @@ def test_the_accuracy_that_is_reported_is_that_of_model_pt(tmp_path):
     assert abs(result.lines("eval")[-1]["accuracy"] - float(right)) < 1e-6
 
 
+@pytest.mark.quick
 def test_saving_and_evaluating_more_often_changes_no_weight(tmp_path):
     seldom = run(tmp_path / "seldom", *STATEFUL, "checkpoint.every_steps=1000", ranks=3)
     often = run(tmp_path / "often", *STATEFUL, "checkpoint.every_steps=3", "eval.every_steps=2", ranks=3)
