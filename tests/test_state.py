@@ -160,6 +160,40 @@ def test_the_state_of_a_loss_is_the_runs(tmp_path):
     assert run(tmp_path / "cut", *line, ranks=2).sha256 == alone.sha256
 
 
+# The optimizer's, by name
+
+
+LAYERS = ("model.hidden=[64,64]", "eval.every_steps=off", "checkpoint.accept_changes=true")
+ONE, TWO, REST = "{match:1.weight,weight_decay:0.0}", "{match:3.weight,weight_decay:0.0}", "{match:'*.bias'}"
+
+
+@pytest.mark.parametrize("strategy, ranks", [("single", None), ("zero", 2), ("fsdp", 2), ("pipeline", 2)])
+def test_an_optimizers_state_follows_the_names_into_groups_in_another_order_split_and_merged(tmp_path, strategy, ranks):
+    line = (*LAYERS, f"strategy={strategy}", "optimizer.momentum=0.9")
+    run(tmp_path / "first", *line, f"optimizer.groups=[{ONE},{TWO}]", "max_steps=4", ranks=ranks)
+    line = (*line, f"checkpoint.resume={tmp_path / 'first'}", "max_steps=6")
+    kept = run(tmp_path / "kept", *line, f"optimizer.groups=[{ONE},{TWO}]", ranks=ranks)
+    for name, groups in {"swapped": [TWO, ONE], "split": [REST, TWO, ONE], "merged": []}.items():
+        other = run(
+            tmp_path / name,
+            *line,
+            f"optimizer.groups=[{','.join(groups)}]" if groups else "optimizer.groups=null",
+            ranks=ranks,
+        )
+        assert other.losses == kept.losses, name
+        assert all(torch.equal(weight, other.weights[key]) for key, weight in kept.weights.items()), name
+
+
+def test_parameters_of_groups_that_differ_in_what_no_config_sets_do_not_become_one_group(tmp_path):
+    line = (*LAYERS, "optimizer._target_=torch.optim.Adagrad", "optimizer.lr=0.1")
+    run(tmp_path / "first", *line, "+optimizer.groups=[{match:1.weight,lr_decay:0.5}]", "max_steps=2")
+    line = (*line, f"checkpoint.resume={tmp_path / 'first'}", "max_steps=3")
+    refused = run(tmp_path / "none", *line, ok=False)
+    assert refused.code == 2 and len(refused.said) == 1, refused.out
+    assert "1.weight has lr_decay=0.5 and 1.bias has lr_decay=0" in refused.said[0]
+    run(tmp_path / "set", *line, "+optimizer.lr_decay=0.5")
+
+
 # What is refused, and what is no tensor
 
 

@@ -34,8 +34,6 @@ from train.strategies.common.optimizer_step import OptimizerStep, build_model
 from train.strategies.common.server import SERVER, Answer, Gradient, Served, Server, serve, served
 from train.strategies.common.state import refuse_extra_state
 
-GROUPS = "optimizer/groups"
-
 
 class Table(Server):
     """Keeps the remote submodule: looks up for trainers, and steps once the gradients of all of them are there."""
@@ -178,7 +176,7 @@ class DdpRpc(Served):
         whole = build_model(recipe, world.device if world.rank != SERVER else torch.device("cpu"))
         refuse_extra_state(whole, "ddp_rpc")
         self.plain = {name: value.to("meta") for name, value in whole.state_dict().items()}
-        self.order = [name for name, _ in whole.named_parameters()]
+        trained = [name for name, parameter in whole.named_parameters() if parameter.requires_grad]
         kept = find(whole, self.remote)
         group: Any = dist.new_subgroups_by_enumeration([[SERVER], [*self.trainers]])[0]
         calls.start(world)
@@ -200,6 +198,7 @@ class DdpRpc(Served):
         self.model = self.optimizer_step.model
         if len(self.optimizer_step.optimizer.param_groups) != 1:
             raise ConfigError("strategy=ddp_rpc takes an optimizer of one parameter group: use one, or strategy=ddp")
+        self.optimizer_step.everywhere = [trained]
         world.barrier()
         if not self.table:
             self.stand_in.table = rpc.remote(calls.name(SERVER), served, timeout=0)
@@ -222,11 +221,6 @@ class DdpRpc(Served):
         left_out = self.table is not None and self.table.left_out > 0
         return not self.asynchronous or not self.world.broadcast(left_out, source=SERVER)
 
-    def state(self) -> dict[str, Any]:
-        """Each part from whom it lives with, under the plain model's names."""
-        state = self.optimizer_step.state()
-        return {**state, GROUPS: [{**group, "params": self.order} for group in state[GROUPS]]}
-
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         targets, failure = dict[str, Tensor](), None
         try:
@@ -237,11 +231,12 @@ class DdpRpc(Served):
         return targets
 
     def load(self, state: dict[str, Any]) -> None:
-        mine = self._mine(state)
-        own = {name for name, _ in self.model.named_parameters()}
-        groups = [{**group, "params": [name for name in group["params"] if name in own]} for group in state[GROUPS]]
-        super().load({**mine, GROUPS: groups})
-        self.world.barrier()  # nobody may look up in a table that is still loading
+        failure = None
+        try:
+            super().load(self._mine(state))
+        except ConfigError as error:
+            failure = error
+        self.world.together(failure)  # nobody may look up in a table that is still loading
 
     def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
         held = self.optimizer_step.weights()

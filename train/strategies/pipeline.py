@@ -146,7 +146,7 @@ class PipelineStep(OptimizerStep):
                 "the optimizer has more groups of parameters for some stages than for others: strategy=pipeline takes as many for each"
             )
         theirs = [set().union(*names) for names in zip(*everyones, strict=True)]
-        self._groups = [[name for name in part.whole if name in names] for names in theirs]
+        self.everywhere = [[name for name in part.whole if name in names] for names in theirs]
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
         """Accumulate the gradient; give back this rank's share of the loss, which only the last stage knows."""
@@ -190,8 +190,7 @@ class PipelineStep(OptimizerStep):
                 raise ConfigError(
                     f"the optimizer keeps {name.rpartition('/')[2]} as {type(value).__name__}: strategy=pipeline saves tensors only"
                 )
-        groups = zip(self.optimizer.param_groups, self._groups, strict=True)
-        return {**state, "optimizer/groups": [{**group, "params": names} for group, names in groups]}
+        return state
 
     def _run(self, flow: Flow, *, loss: Callable[[Any, Tensor], Tensor] | None = None, **options: Any) -> Any:
         """Send the micro-batches through the stages; the outputs on the last one."""

@@ -54,6 +54,9 @@ class OptimizerStep:
         elsewhere: name -> size of the entries of the whole model's state that only other ranks have.
     """
 
+    everywhere: flat.Groups | None = None
+    """The optimizer's groups with the parameters that other ranks have; None: this rank has all."""
+
     def __init__(
         self,
         recipe: Recipe,
@@ -193,7 +196,8 @@ class OptimizerStep:
         Collective.
         """
         weights, shared = self.weights(), self.buffers.shared()
-        model, optimizer = flat.of_model(weights), flat.of_optimizer(self.optimizer, self.model)
+        model = flat.of_model(weights)
+        optimizer = flat.of_optimizer(self.optimizer, self.model, everywhere=self.everywhere)
         beside = {f"{BUFFERS}{name}": buffer for name, buffer in shared.items() if name not in weights}
         own = {} if self.buffers.agree else {f"{self._own}{name}": each for name, each in self.buffers.own.items()}
         return {**model, **optimizer, "scaler": self.scaler.state_dict(), **beside, **own}
@@ -210,7 +214,7 @@ class OptimizerStep:
     def load(self, state: Mapping[str, Any]) -> None:
         """Take up what `state` gave. Raises ConfigError if it does not fit."""
         flat.load(
-            self.model, self.optimizer, state, configured=self.recipe.optimizer_options, elsewhere=self._elsewhere
+            self.model, self.optimizer, state, configured=self.recipe.optimizer_options, everywhere=self.everywhere
         )
         if state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])

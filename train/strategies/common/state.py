@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from train.checkpoint.trained import SavedTensor
 from train.errors import ConfigError
 
 MODEL = "model/"
 GROUPS, OTHERS = "optimizer/groups", "optimizer/others"
-ALWAYS_CONFIGURED = {"lr", "initial_lr", "fused", "foreach"}
+ALWAYS_CONFIGURED = {"params", "param_names", "lr", "initial_lr", "fused", "foreach"}
+Groups = list[list[str]]
+"""The names of the parameters of each of an optimizer's groups."""
 
 
 def of_model(weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,10 +52,20 @@ def refuse_extra_state(model: nn.Module, strategy: str) -> None:
             )
 
 
-def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
+    """The names of the parameters of each of the optimizer's groups."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def of_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, *, everywhere: Groups | None = None
+) -> dict[str, Any]:
     """`optimizer/<parameter>/<value>`, and the groups' options with their parameters by name.
 
     What the optimizer keeps for no parameter, under names of its own, is one plain value.
+
+    everywhere: the groups of the whole model, where other ranks have some of its parameters.
 
     Raises:
         ConfigError: it keeps something that has no name.
@@ -72,8 +84,8 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str
                 "keep it by parameter or by a name"
             )
         flat[OTHERS] = {key: [value, _device(value)] for key, value in others.items()}
-    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    return {**flat, GROUPS: groups}
+    groups = zip(optimizer.param_groups, everywhere or groups_of(optimizer, model), strict=True)
+    return {**flat, GROUPS: [{**group, "params": params} for group, params in groups]}
 
 
 def targets(
@@ -115,22 +127,29 @@ def load(
     state: Mapping[str, Any],
     *,
     configured: frozenset[str],
-    elsewhere: Mapping[str, torch.Size],
+    everywhere: Groups | None = None,
 ) -> None:
-    """Take up a flat state. In the optimizer's groups the keys that are `configured` stay as the config has them.
+    """Take up a flat state, whose groups may be in another order, or others, than the optimizer's.
+
+    In the optimizer's groups the keys that are `configured` stay as the config has them. All others are those of the
+    saved groups that the parameters were in.
+
+    everywhere: the groups of the whole model, where other ranks have some of its parameters.
 
     Raises:
         ConfigError: it does not fit.
     """
+    decides = configured | ALWAYS_CONFIGURED
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     try:
         model.load_state_dict({name[6:]: value for name, value in state.items() if name.startswith("model/")})
-        nested = _nested(state, model, optimizer, elsewhere)
+        kept = _kept(state[GROUPS], everywhere or groups_of(optimizer, model), decides)
+        groups = [{**before, **saved} for before, saved in zip(options, kept, strict=True)]
+        nested = _nested(state, model, optimizer, groups)
         optimizer.load_state_dict(nested)
         _keep_types(optimizer, nested["state"])
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"the checkpoint does not fit this model and optimizer: {error}") from error
-    decides = configured | ALWAYS_CONFIGURED
     for group, before in zip(optimizer.param_groups, options, strict=True):
         group.update({key: value for key, value in before.items() if key in decides or key not in group})
 
@@ -159,18 +178,45 @@ def _empty(facts: SavedTensor, like: Tensor) -> Tensor:
     return torch.empty(facts.size, dtype=facts.dtype, device=like.device)
 
 
+def _kept(saved: list[dict[str, Any]], groups: Groups, decides: Set[str]) -> list[dict[str, Any]]:
+    """For each of `groups` what the saved groups of its parameters hold, but the keys that the config `decides`."""
+    group_of = {name: group for group in saved for name in group["params"]}
+    names = {name for group in groups for name in group}
+    if group_of.keys() != names:
+        raise ValueError(f"its optimizer had {len(group_of)} parameters, or others, and this one has {len(names)}")
+    return [_agreed({name: group_of[name] for name in group}, decides) for group in groups]
+
+
+def _agreed(group_of: Mapping[str, dict[str, Any]], decides: Set[str]) -> dict[str, Any]:
+    """What the saved groups of these parameters, which are one group now, have in common. Raises ConfigError: they differ."""
+    first_name, first = next(iter(group_of.items()), ("", {}))
+    for name, group in group_of.items():
+        for key in sorted((first.keys() | group.keys()) - decides):
+            if not _same(first.get(key), group.get(key)):
+                raise ConfigError(
+                    f"in the checkpoint {first_name} has {key}={first.get(key)} and {name} has {key}={group.get(key)}, "
+                    f"and now they are in one group: set optimizer.{key}, or give optimizer.groups that keep them apart"
+                )
+    return {key: value for key, value in first.items() if key not in decides}
+
+
+def _same(one: Any, other: Any) -> bool:
+    (ones, kind), (others, other_kind) = tree_flatten(one), tree_flatten(other)
+    return kind == other_kind and all(_equal(*pair) for pair in zip(ones, others, strict=True))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool((one == other.to(one.device)).all())
+    return type(one) is type(other) and bool(one == other)
+
+
 def _nested(
-    state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, elsewhere: Mapping[str, torch.Size]
+    state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The optimizer's state dict by index, as torch numbers it: through all groups in their order."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    groups = state[GROUPS]
-    groups = [{**group, "params": [name for name in group["params"] if name not in elsewhere]} for group in groups]
-    saved = [name for group in groups for name in group["params"]]
-    if sorted(saved) != sorted(order):
-        raise ValueError(f"its optimizer had {len(saved)} parameters, or others, and this one has {len(order)}")
-    index = {name: number for number, name in enumerate(order)}
+    """The optimizer's state dict by index, as torch numbers it: through all of the optimizer's `groups` in their order."""
+    params = groups_of(optimizer, model)
+    index = {name: number for number, name in enumerate(name for group in params for name in group)}
     values: dict[int | str, Any] = {}
     for key, (value, device) in state.get(OTHERS, {}).items():
         near = next(model.parameters()).device if device != "cpu" else torch.device("cpu")
@@ -178,8 +224,10 @@ def _nested(
     for key, value in state.items():
         if key.startswith("optimizer/") and key not in (GROUPS, OTHERS):
             name, _, what = key.removeprefix("optimizer/").rpartition("/")
-            values.setdefault(index[name], {})[what] = value
+            if name in index:  # else another rank's
+                values.setdefault(index[name], {})[what] = value
+    numbered = [[index[name] for name in group] for group in params]
     return {
         "state": values,
-        "param_groups": [{**group, "params": sorted(index[name] for name in group["params"])} for group in groups],
+        "param_groups": [{**group, "params": numbers} for group, numbers in zip(groups, numbered, strict=True)],
     }
