@@ -14,13 +14,15 @@ TENSOR = ("strategy=tensor_parallel", PLAN)
 STAGES = ("strategy=pipeline",)
 CHANCY, CHANCY_STAGES = "model._target_=kit.parts.models.Chancy", "model._target_=kit.parts.models.ChancyStages"
 ROUTED, ROUTED_STAGES = "model._target_=kit.parts.models.Routed", "model._target_=kit.parts.models.RoutedStages"
+DRAWN = "objective._target_=kit.parts.objectives.Drawn"
 DEPTH = "model._target_=kit.parts.models.Depth"
 SCALES = (ROUTED, "+model.layout=parameters")
 
 
 def begun(here, *overrides):
-    """How far the model that a strategy has built is from that of rank 0, in any rank's view or in model.pt."""
+    """How far the model and the objective of a strategy are from those of rank 0, in any rank's view or in model.pt."""
     from kit.parts.models import Chancy
+    from kit.parts.objectives import Drawn
     from kit.stepping import Trained
 
     strategy = Trained(here, *overrides).strategy
@@ -35,6 +37,9 @@ def begun(here, *overrides):
         whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
         if here.is_first:
             far = max(far, float((whole - drawn[name]).abs().max()))
+    objective, drawn = strategy.optimizer_step.recipe.objective, here.broadcast(Drawn.drawn)
+    for name, value in objective.state_dict().items():
+        far = max(far, float((value - torch.tensor(drawn[name])).abs().max()))
     strategy.close()
     return far
 
@@ -43,7 +48,7 @@ def begin(cases):
     from kit.stepping import world
 
     here = world()
-    far = {name: begun(here, *COMMON, *overrides) for name, overrides in cases.items()}
+    far = {name: begun(here, *COMMON, DRAWN, *overrides) for name, overrides in cases.items()}
     here.barrier()
     return far
 
@@ -65,7 +70,7 @@ THREE = {"parameter_server": (CHANCY, "strategy=parameter_server")}
 
 
 @pytest.mark.parametrize("ranks, cases", [(2, TWO), (3, THREE)], ids=["collectives", "server"])
-def test_all_ranks_begin_with_the_weights_of_rank_0_whatever_a_model_draws_them_from(ranks, cases):
+def test_all_ranks_begin_with_the_weights_and_the_objective_of_rank_0_whatever_they_are_drawn_from(ranks, cases):
     assert on_ranks(begin, ranks, cases) == [dict.fromkeys(cases, 0.0)] * ranks
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from train.callbacks.all import Callbacks
 from train.changes import refuse_changes
@@ -55,6 +55,7 @@ from train.plan import Plan
 from train.report.page import write_report
 from train.settings import group_options, run_options, visit_of
 from train.strategies.base import Recipe, Strategy, check_slices
+from train.strategies.common.broadcast import begin_alike
 from train.strategies.common.eager import stay_eager
 from train.strategies.honours import check_honoured
 from train.timing.clock import Clock
@@ -377,7 +378,7 @@ def recipe(
     measures: Measures | None = None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> Recipe:
-    """How to build the parts, for the strategy to do in its own order."""
+    """How to build the parts, for the strategy to do in its own order. Collective."""
     wanted = signature(locate(config.model))
     offered: dict[str, Any] = {"num_classes": data.num_classes} if data.num_classes else {}
     if "input_shape" in wanted:  # only then is a sample looked at
@@ -388,6 +389,10 @@ def recipe(
         total_steps=total_steps,
         steps_per_epoch=plan.steps_per_epoch,
     )
+
+    objective = build_objective(config.objective, device=world.device)
+    if isinstance(objective, nn.Module):
+        begin_alike(objective)
 
     def new_optimizer(named: Iterable[Named], **options: Any) -> torch.optim.Optimizer:
         optimizer = build_optimizer(config.optimizer, named, precision=config.precision, **options)
@@ -403,7 +408,7 @@ def recipe(
             freeze=config.freeze,
         ),
         build_optimizer=new_optimizer,
-        objective=build_objective(config.objective, device=world.device),
+        objective=objective,
         schedule=schedule,
         precision=config.precision,
         grad_clip=config.grad_clip,

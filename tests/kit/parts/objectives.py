@@ -2,6 +2,7 @@
 
 import time
 
+import torch
 from torch import nn
 
 from train.objectives.classification import Classification
@@ -12,6 +13,21 @@ class MeanSquares:
 
     def __call__(self, outputs, targets):
         return ((outputs - nn.functional.one_hot(targets, outputs.shape[1])) ** 2).mean()
+
+
+class Drawn(nn.Module):
+    """Weighs the classes by numbers from outside of the seeded generators: a buffer, and a parameter that nobody trains."""
+
+    def __init__(self):
+        super().__init__()
+        own = torch.Generator()
+        own.seed()
+        self.register_buffer("weight", torch.rand(10, generator=own) + 0.5)
+        self.scale = nn.Parameter(torch.rand(1, generator=own) + 0.5, requires_grad=False)
+        Drawn.drawn = {"weight": self.weight.tolist(), "scale": self.scale.tolist()}
+
+    def forward(self, outputs, targets):
+        return self.scale[0] * nn.functional.cross_entropy(outputs, targets, weight=self.weight)
 
 
 class SlowToMeasure(Classification):

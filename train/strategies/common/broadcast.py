@@ -1,4 +1,4 @@
-"""One rank's values for all: whatever a model draws as it is built, its replicas begin alike."""
+"""One rank's values for all: whatever a model or an objective draws as it is built, its replicas begin alike."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def begin_alike(model: nn.Module, *, by: torch.device | None = None) -> None:
+def begin_alike(module: nn.Module, *, by: torch.device | None = None) -> None:
     """Give every rank the parameters and buffers of rank 0, however each rank has drawn its own. Collective.
 
-    To be called before a model is divided: pieces of models that differ are not a model.
+    To be called before a module is divided: pieces of models that differ are not a model.
 
-    by: the device to send from, where ranks have the model on different ones.
+    by: the device to send from, where ranks have the module on different ones.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
-        broadcast((*model.parameters(), *model.buffers()), by=by)
+        broadcast((*module.parameters(), *module.buffers()), by=by)
 
 
 def broadcast(

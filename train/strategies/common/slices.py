@@ -19,7 +19,7 @@ from train.dist.reduction import TreeSum
 from train.errors import ConfigError
 from train.plan import leaves_of
 from train.strategies.base import Recipe
-from train.strategies.common.broadcast import begin_alike, broadcast
+from train.strategies.common.broadcast import begin_alike
 from train.strategies.common.buffers import differs, from_float64, in_float64, is_averaged
 from train.strategies.common.optimizer_step import OptimizerStep
 
@@ -41,8 +41,6 @@ class SlicedStep(OptimizerStep):
         self.slices = slices
         self.buffers.agree = True
         begin_alike(self.model)
-        if self.world.size > 1:
-            broadcast(self.buffers.own.values())  # those of the objective, too
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
         """Leave the global batch's gradient in the parameters; its loss on rank 0, and zero elsewhere, []. Collective."""
