@@ -63,6 +63,12 @@ MISTAKES = {
         "write +data.transform._target_=torchvision.transforms.ToTensor",
     ),
     "ragged": ([data("Ragged")], 3, "a Tensor [1] float32", "loader.collate_fn="),
+    "hole": ([data("Hole")], 3, " is None", "write `return"),
+    "missing file": ([data("Absent")], 3, "cannot read /nowhere/points.csv", "set +data.path to where"),
+    "missing file of a sample": ([data("AbsentLate")], 3, "FileNotFoundError", "loader.on_bad_sample=skip"),
+    "forgotten return in collate_fn": ([f"loader.collate_fn={OWN}.forgetful"], 3, "loader.collate_fn gives None", "write `return"),
+    "three parts of collate_fn": ([f"loader.collate_fn={OWN}.three"], 3, "loader.collate_fn gives 3 parts", "loader.batch="),
+    "float64 of collate_fn": ([f"loader.collate_fn={OWN}.doubles"], 2, "a Tensor [8, 4] float64", "write .float()"),
     "raises in collate_fn": ([f"loader.collate_fn={OWN}.collate"], 1, "TypeError: list indices", "outcome.json"),
     "raises in the adapter": ([f"loader.batch={OWN}.adapter"], 1, "TypeError: list indices", "outcome.json"),
     "raises in a callback": ([f"+callbacks.a._target_={OWN}.Hook"], 1, "no_such_thing", "outcome.json"),
@@ -97,6 +103,29 @@ def test_a_mistake_is_one_line_with_its_place(tmp_path, mark):
     check(result, mark, code=code)
     assert "Traceback" not in result.out and 'File "' not in result.out
     assert result.out.splitlines()[-1] == result.said[-1], "something comes after it"
+
+
+def test_what_is_never_evaluated_is_said(tmp_path):
+    result = run(tmp_path / "run", *BASE, data("Untested"))
+    notes = [event["text"] for event in result.events("note")]
+    assert len(notes) == 1 and "nothing is evaluated" in notes[0] and "no parameter train" in notes[0], result.out
+    assert not result.lines("eval")
+    empty = run(tmp_path / "empty", *BASE, data("EmptyTest"), ok=False)
+    assert empty.code == 3 and "no test samples" in empty.said[0] and "eval.every_steps=off" in empty.said[0], empty.out
+
+
+@pytest.mark.parametrize("never", [data("Untested"), "eval.every_steps=off"])
+@pytest.mark.parametrize("needs", ["checkpoint.best=accuracy", "callbacks=[early_stopping]"])
+def test_what_needs_an_evaluation_is_refused_where_none_comes(tmp_path, never, needs):
+    result = run(tmp_path / "run", *BASE, never, needs, ok=False)
+    assert result.code == 2 and len(result.said) == 1, result.out
+    for text in (needs.partition("=")[0], never.rpartition("=")[2], "evaluated"):
+        assert text in result.said[0]
+
+
+def test_a_batch_of_samples_left_out_by_collate_fn_is_no_mistake(tmp_path):
+    """Samples that are None are its affair."""
+    run(tmp_path / "run", *BASE, data("Hole"), f"loader.collate_fn={OWN}.leave_out", "eval.every_steps=off")
 
 
 def test_a_worker_of_the_loader_is_no_other_case(tmp_path):

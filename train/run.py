@@ -30,7 +30,7 @@ from train.checkpoint.weights import read_weights, write_weights
 from train.config.command_line import given
 from train.config.differences import to_dict
 from train.config.keys import Config, Dist
-from train.config.parts import build, locate, signature
+from train.config.parts import build, callable_of, locate, signature
 from train.data.load import Data
 from train.data.load import load as load_data
 from train.dist.meeting import meet
@@ -153,6 +153,7 @@ def open_run(
     if not config.compile:
         stay_eager()
     data = load_data(config, world)
+    refuse_unevaluated(config, data)
     batch_size, drop_last = min(config.batch_size, len(data.train)), config.loader.drop_last
     plan = Plan(len(data.train), batch_size, config.seed, shuffle=data.shuffles, drop_last=drop_last)
     total_steps = config.max_steps or config.epochs * plan.steps_per_epoch
@@ -217,6 +218,26 @@ def open_run(
             metrics.close(run.step, run.clock.rest())
 
 
+def refuse_unevaluated(config: Config, data: Data) -> None:
+    """Raise ConfigError where something needs evaluations and none is ever made."""
+    needs = [f"checkpoint.best={config.checkpoint.best}"] if config.checkpoint.best else []
+    needs += [part.key for part in config.callbacks.values() if getattr(locate(part), "needs_evaluations", False)]
+    if needs and (why := never_evaluated(config, data)):
+        raise ConfigError(f"{needs[0]} needs evaluations, and nothing is evaluated: {why}; or leave {needs[0]} out")
+
+
+def never_evaluated(config: Config, data: Data) -> str | None:
+    """Why no evaluation is ever made, and how it would be; None if there are some."""
+    if config.eval.every_steps == "off":
+        return "eval.every_steps=off says so: leave it out"
+    if data.test is None:
+        return (
+            f"data._target_={config.data.target} has no parameter train{defined(data.train)}: give its constructor one, "
+            "which gets True for the training split and False for the test split"
+        )
+    return None
+
+
 def record_times(config: Config, world: World, *, step: int) -> Timing | None:
     """What writes timing.jsonl, on rank 0. Collective."""
     hosts = world.gather(socket.gethostname())
@@ -236,10 +257,21 @@ def carry_out(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
         checkpoints.settle(SETTLE_S)
         raise
     except MusterError as error:
-        if error.of_data and (where := defined(run.data.train, "__getitem__", "__iter__")):
-            raise type(error)(f"{error}; samples come from {where.strip(' ()')}") from error
+        if error.of_data and (where := origin_of_samples(run)):
+            raise type(error)(f"{error}; samples come from {where}") from error
         raise
     finish(run, folder, checkpoints)
+
+
+def origin_of_samples(run: Run) -> str:
+    """The places in a user's own code where samples are made, collated and split; empty if none is a user's."""
+    loader = run.config.loader
+    own = {name: callable_of(f"loader.{name}", getattr(loader, name)) for name in ("collate_fn", "batch")}
+    through = [f"loader.{name}{where}" for name, each in own.items() if (where := defined(each, "__call__"))]
+    made = defined(run.data.train, "__getitem__", "__iter__").strip(" ()")
+    if not through:
+        return made
+    return f"{made or run.config.data.target} through {' and '.join(through)}"
 
 
 def finish(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
@@ -451,6 +483,8 @@ def announce(run: Run, folder: Folder, kinds: list[str]) -> None:
         run.metrics.event(
             "note", text=f"trains with {world.size} of the {meant} ranks that were asked for: others have not come"
         )
+    if run.data.test is None and (why := never_evaluated(run.config, run.data)):
+        run.metrics.event("note", text=f"nothing is evaluated: {why}")
     for text in mixed_kinds(kinds, folder.saved.manifest.get("computes_on") if folder.saved else None):
         run.metrics.event("note", text=text)
     if before.outcome not in ("none", attempts.DONE, attempts.PREEMPTED):

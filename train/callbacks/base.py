@@ -20,7 +20,11 @@ class Callback:
 
     It reads `run.step`, `run.progress`, `run.config`, `run.world` and `run.strategy.parameters()`, and ends training
     early with `run.stop(reason)`. Whatever it has to remember for a resume is its `state`.
+
+    needs_evaluations: whether it does nothing without them; a run that makes none is then refused.
     """
+
+    needs_evaluations = False
 
     def on_build(self, strategy: Strategy) -> None:
         """The model is there, and nothing has been restored yet."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback):
     """Stops after `patience` evaluations in a row without `metric` having become better by more than `min_delta`."""
 
+    needs_evaluations = True
+
     def __init__(self, *, metric: str, patience: Annotated[int, Ge(1)], min_delta: Annotated[float, Ge(0)]):
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self._best, self._waited = math.nan, 0

@@ -17,7 +17,9 @@ from train.errors import DataError, one_line, say
 from train.origin import defined, described, located
 from train.plan import Indices, Keys, MicroBatch, mix, sample_keys
 
-UNREADABLE = (ValueError, KeyError, IndexError, EOFError)
+UNREADABLE = (
+    ValueError, KeyError, IndexError, EOFError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError
+)  # fmt: skip
 """What a data set raises for what it finds; other errors are its code's, or the machine's."""
 
 
@@ -76,7 +78,7 @@ class Fetch(Dataset[Any]):
             batch = self._collated(samples)
         if self.adapter:
             seed_generators(own)
-        return split(batch, self.adapter, source=self.dataset)
+        return split(batch, self.adapter, source=self.dataset, collate=self.collate)
 
     def _collated(self, samples: list[Any]) -> Any:
         try:
@@ -84,8 +86,9 @@ class Fetch(Dataset[Any]):
         except Exception as error:
             if self.collate:
                 raise
+            said = list(dict.fromkeys(map(described, samples)))
             raise DataError(
-                f"samples do not make a batch{defined(self.dataset, '__getitem__', '__iter__')}: the first is {described(samples[0])} "
+                f"samples do not make a batch{defined(self.dataset, '__getitem__', '__iter__')}: the first is {' and another '.join(said[:2])} "
                 f"({one_line(error)[:160]}): {remedy(self.dataset, samples[0])}"
             ) from error
 
@@ -97,7 +100,13 @@ class Fetch(Dataset[Any]):
     def _sample(self, index: int, key: int) -> Any:
         while True:
             try:
-                return self._read(index, key)
+                sample = self._read(index, key)
+                if sample is None and not self.collate:  # which may leave such samples out
+                    raise DataError(
+                        f"sample {index} is None{defined(self.dataset, '__getitem__', '__iter__')}: write `return ...` for it, or leave "
+                        "such samples out with loader.on_bad_sample=skip"
+                    )
+                return sample
             except Exception as error:
                 if self.max_bad is None and isinstance(error, UNREADABLE):
                     raise DataError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
 from train.config.keys import Config
-from train.config.parts import build, checked_values, locate, signature
+from train.config.parts import Part, build, checked_values, locate, signature
 from train.data.fetch import Fetch, remedy
 from train.data.fingerprint import fingerprint
 from train.data.stream import Stream
 from train.dist.world import World
 from train.errors import DataError
-from train.origin import defined, described
+from train.origin import defined, described, is_own, place
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,29 @@ def load(config: Config, world: World) -> Data:
         failure = error
     except OSError as error:
         failure = DataError(
-            f"cannot read {error.filename or config.data.target}: {error.strerror or error}; set data.root to where the data is"
+            f"cannot read {error.filename or config.data.target}: {error.strerror or error}{_where(error)}; {_remedy(config.data, error)}"
         )
     world.together(failure)
     digest = fingerprint(train)
     world.same("training data: fingerprint", digest, remedy="give every node the same data, see data.root")
     return Data(train, test, _num_classes(train), digest)
+
+
+def _where(error: OSError) -> str:
+    where = place(error)
+    return f" ({where})" if where and is_own(where.file) else ""
+
+
+def _remedy(part: Part, error: OSError) -> str:
+    """Which parameter says where the data is: that whose value is or leads to the file, or `root`; if none does, the code."""
+    parameters = signature(locate(part))
+    values = {name: each.default for name, each in parameters.items()} | part.values
+    texts = {name: str(value) for name, value in values.items() if isinstance(value, str | Path) and str(value)}
+    found = [name for name, text in texts.items() if str(error.filename).startswith(text)]
+    name = next(iter(found), "root" if "root" in parameters else None)
+    if name is None:
+        return "mend that, or the path there"
+    return f"set {'' if name in part.values else '+'}{part.key}.{name} to where the data is"
 
 
 def _splits(config: Config, world: World) -> tuple[Any, Any | None]:
@@ -82,6 +100,8 @@ def _splits(config: Config, world: World) -> tuple[Any, Any | None]:
     test = _by_position(build(config.data, train=False)) if "train" in signature(target) else None
     if not len(train):
         raise DataError(f"{config.data.target} has no training samples")
+    if test is not None and not len(test) and config.eval.every_steps != "off":
+        raise DataError(f"{config.data.target} has no test samples: give it some, or write eval.every_steps=off")
     return train, test
 
 

@@ -11,18 +11,22 @@ from train.origin import defined, described
 TARGETS = ("labels", "label", "targets", "target")
 
 
-def split(batch: Any, adapter: Callable[[Any], Any] | None, *, source: Any = None) -> tuple[Any, Any]:
+def split(
+    batch: Any, adapter: Callable[[Any], Any] | None, *, source: Any = None, collate: Callable[[Any], Any] | None = None
+) -> tuple[Any, Any]:
     """(inputs, targets) of a collated batch.
 
     A pair is taken as it is. Of a dict the targets are its entry `labels`, `label`, `targets` or `target`, or all of it
     where it has none, and the inputs are all of it: a model whose forward has a parameter `labels` gets them, too.
     Whatever else a batch is, the `adapter` (loader.batch) has to give the pair.
 
-    source: the data set, for the error.
+    source, collate: the data set and the collate function of a user's own, for the error.
 
     Raises:
         DataError: it is not a pair, and nobody says what is what.
     """
+    if batch is None and collate:
+        raise DataError(f"loader.collate_fn gives None{defined(collate)}: write `return ...` as its last line")
     if adapter:
         given = adapter(batch)
         if not isinstance(given, (tuple, list)) or len(given) != 2:
@@ -35,8 +39,11 @@ def split(batch: Any, adapter: Callable[[Any], Any] | None, *, source: Any = Non
         found = [name for name in TARGETS if name in batch]
         return batch, batch[found[0]] if found else batch
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        given = f"the data gives {_name(batch)}{defined(source, '__getitem__', '__iter__')}"
+        if collate:
+            given = f"loader.collate_fn gives {_name(batch)}{defined(collate)}"
         raise DataError(
-            f"a sample must be a pair (input, target) or a dict, and the data gives {_name(batch)}{defined(source, '__getitem__', '__iter__')}: "
+            f"a {'batch' if collate else 'sample'} must be a pair (input, target) or a dict, and {given}: "
             "say what is what with loader.batch=package.module.function, which turns a batch into (inputs, targets)"
         )
     return batch[0], batch[1]

@@ -183,6 +183,53 @@ class Ragged(Data):
         return torch.ones(index + 1), self.y[index]
 
 
+class Untested(Data):
+    def __init__(self):
+        super().__init__()
+
+
+class EmptyTest(Data):
+    def __init__(self, train):
+        super().__init__()
+        self.train = train
+
+    def __len__(self):
+        return 30 if self.train else 0
+
+
+class Hole(Data):
+    def __getitem__(self, index):  # here: hole
+        return super().__getitem__(index) if index % 2 else None
+
+
+class Absent(Data):
+    def __init__(self, train=True, path="/nowhere/points.csv"):
+        super().__init__(train)
+        open(path)  # here: missing file
+
+
+class AbsentLate(Data):
+    def __getitem__(self, index):
+        return open(f"/nowhere/{index}.csv")  # here: missing file of a sample
+
+
+def forgetful(samples):  # here: forgotten return in collate_fn
+    torch.utils.data.default_collate(samples)
+
+
+def three(samples):  # here: three parts of collate_fn
+    return 1, 2, 3
+
+
+def doubles(samples):  # here: float64 of collate_fn
+    x, y = torch.utils.data.default_collate(samples)
+    return x.double(), y
+
+
+def leave_out(samples):
+    return torch.utils.data.default_collate([sample for sample in samples if sample is not None])
+
+
 def collate(samples):
     return samples["x"]  # here: raises in collate_fn
 
