@@ -56,3 +56,12 @@ def test_the_left_never_imports_the_right(path):
 
 def test_every_room_is_known():
     assert {room(path) for path in SOURCES} == set(ORDER)
+
+
+def test_no_two_public_classes_have_one_name():
+    places = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: found for name, found in places.items() if len(found) > 1}

@@ -68,7 +68,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
-class Folder:
+class RunFolder:
     """A run's folder that is this attempt's to write to.
 
     before: how the attempt before this one ended. saved: what to resume from. is_done: it had finished.
@@ -92,7 +92,7 @@ class Folder:
 
 
 @contextlib.contextmanager
-def open_folder(options: RunOptions, world: World, leaving: Exit, *, refusal: Refusal) -> Iterator[Folder]:
+def open_folder(options: RunOptions, world: World, leaving: Exit, *, refusal: Refusal) -> Iterator[RunFolder]:
     """Claim the run's folder, choose what to resume from, and put on record that this attempt is at work. Collective.
 
     What refuses the command comes before anything of the run is changed. Rank 0 looks and chooses for all: two ranks
@@ -112,13 +112,13 @@ def open_folder(options: RunOptions, world: World, leaving: Exit, *, refusal: Re
     if owner and world.on_first(lambda: _own(owner, before, saved)) and not over:
         saved = look()
     is_done = world.on_first(lambda: _take_over(path, options, world, before, saved, leaving.lease, over=over))
-    yield Folder(path, before, saved, is_done, leaving.lease, owner)
+    yield RunFolder(path, before, saved, is_done, leaving.lease, owner)
     if leaving.lease:  # after a failure it is let go once that is on record
         leaving.lease.let_go()
 
 
 def _claim(path: Path, options: RunOptions, world: World, leaving: Exit) -> None:
-    part = lease.Part.own()
+    part = lease.JobPart.own()
     wait_s = min(options.timeout_s + lease.HELD_S, lease.WAIT_S)
     after = lease.look(path, world.agents, part, wait_s=wait_s, stopping=leaving.is_told)
     try:
@@ -232,7 +232,7 @@ def _set_aside(path: Path, options: RunOptions) -> None:
     options.checkpoints.prepare()
 
 
-def note_end(folder: Folder, *, step: int, total_steps: int) -> None:
+def note_end(folder: RunFolder, *, step: int, total_steps: int) -> None:
     """On rank 0: put on record that the run is done. Raises StorageError."""
     now = attempts.last(folder.path)
     attempts.write(folder.path, replace(now, outcome=attempts.DONE, exit_code=0, step=step, total_steps=total_steps))

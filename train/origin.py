@@ -20,7 +20,7 @@ FROM_WORKER = "Original Traceback (most recent call last):"
 MOST_PARTS, MOST_CHARACTERS = 4, 300
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     file: str
     line: int
 
@@ -45,11 +45,11 @@ def kind_and_message(error: BaseException) -> tuple[str, str]:
     return kind, redacted(" ".join(text.split()))
 
 
-def place(error: BaseException) -> Place | None:
+def place(error: BaseException) -> SourceLine | None:
     """The innermost line of a user's own code under `error`; where there is none, the innermost line."""
     if FROM_WORKER in (text := str(error)):
         found = re.findall(r'^ *File "(.+)", line (\d+), in', text, flags=re.MULTILINE)
-        places = [Place(file, int(line)) for file, line in found]
+        places = [SourceLine(file, int(line)) for file, line in found]
     else:
         places = _places(error)
     return next((each for each in reversed(places) if is_own(each.file)), places[-1] if places else None)
@@ -76,10 +76,10 @@ def defined(part: Any, *methods: str) -> str:
     return defined(wrapped, *methods) if wrapped is not None and kind is not part else ""
 
 
-def _begins(function: Any) -> Place | None:
+def _begins(function: Any) -> SourceLine | None:
     try:
         function = inspect.unwrap(function)
-        return Place(inspect.getsourcefile(function) or "<frozen", inspect.getsourcelines(function)[1])
+        return SourceLine(inspect.getsourcefile(function) or "<frozen", inspect.getsourcelines(function)[1])
     except (TypeError, OSError):
         return None
 
@@ -99,9 +99,9 @@ def described(value: Any) -> str:
     return "None" if value is None else f"{_article(value)} {_short(value)}"
 
 
-def _places(error: BaseException) -> list[Place]:
+def _places(error: BaseException) -> list[SourceLine]:
     """From the kit's first line on: what called it has no part in the error."""
-    places = [Place(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    places = [SourceLine(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     first = next((number for number, each in enumerate(places) if _is_kit(each.file)), 0)
     return places[first:]
 

@@ -41,7 +41,7 @@ from train.faults import attempts
 from train.faults.exit import Exit
 from train.faults.heartbeat import Heartbeat
 from train.faults.preemption import Preemption
-from train.folder import Folder, note_end, open_folder
+from train.folder import RunFolder, note_end, open_folder
 from train.loggers.metrics import Metrics
 from train.loop import Progress, Run, train
 from train.models.prepare import prepared
@@ -147,7 +147,7 @@ def consult(config: Config, world: World) -> None:
 @contextlib.contextmanager
 def open_run(
     config: Config, world: World, strategy: Strategy, preemption: Preemption, heartbeat: Heartbeat, leaving: Exit
-) -> Iterator[tuple[Run, Folder, Checkpoints]]:
+) -> Iterator[tuple[Run, RunFolder, Checkpoints]]:
     """Everything that a run is made of, from where the newest checkpoint left it. Collective. Raises MusterError."""
     set_numerics(config)
     if not config.compile:
@@ -244,7 +244,7 @@ def record_times(config: Config, world: World, *, step: int) -> Timing | None:
     return Timing(Path(config.output_dir), hosts=hosts, attempt=world.attempt, step=step) if world.is_first else None
 
 
-def carry_out(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
+def carry_out(run: Run, folder: RunFolder, checkpoints: Checkpoints) -> None:
     """Train to the end, unless that was done before. Collective. Raises MusterError as `train.loop.train` does."""
     if folder.is_done and run.is_over:
         run.metrics.event("done", step=run.step, note="finished already")
@@ -274,7 +274,7 @@ def origin_of_samples(run: Run) -> str:
     return f"{made or run.config.data.target} through {' and '.join(through)}"
 
 
-def finish(run: Run, folder: Folder, checkpoints: Checkpoints) -> None:
+def finish(run: Run, folder: RunFolder, checkpoints: Checkpoints) -> None:
     """Write what a finished run leaves behind. Collective. Raises StorageError."""
     run.heartbeat.enter("finish", run.step)
     run.strategy.sync_parameters()
@@ -304,7 +304,7 @@ def report(path: Path) -> None:
 
 
 def restore(
-    config: Config, world: World, folder: Folder, strategy: Strategy, callbacks: Callbacks, window: Window
+    config: Config, world: World, folder: RunFolder, strategy: Strategy, callbacks: Callbacks, window: Window
 ) -> Progress:
     """Bring strategy, callbacks, sums of losses and generators where the checkpoint left them; from where this attempt trains. Collective."""
     saved = folder.saved
@@ -455,7 +455,7 @@ def recipe(
     )
 
 
-def announce(run: Run, folder: Folder, kinds: list[str]) -> None:
+def announce(run: Run, folder: RunFolder, kinds: list[str]) -> None:
     """Say in metrics.jsonl how this attempt begins, and to the user what it does not promise.
 
     kinds: of the processors that the ranks compute on, where one hash of the weights is asked for.

@@ -11,10 +11,10 @@ import re
 import time
 
 from kit.front import run
-from train.checkpoint.backends.folder import Folder
+from train.checkpoint.backends.folder import Directory
 from train.faults import attempts
 
-put, write = Folder.put, attempts.write
+put, write = Directory.put, attempts.write
 
 
 def slowly(self, name):
@@ -48,7 +48,7 @@ def nap(share):
 
 
 CHANCE = random.SystemRandom()  # Python's own generator is the run's, and saved with it
-Folder.put, attempts.write = slowly, write_slowly
+Directory.put, attempts.write = slowly, write_slowly
 OF_A_RUN = re.compile(r"outcome|refused|claim|alive|draft|step-|manifest|config\.yaml|metrics")
 if share := float(os.environ.get("SLOW_FILES", 0)):
     for name in ("replace", "link", "rename", "unlink", "mkdir", "scandir", "listdir"):

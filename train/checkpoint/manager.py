@@ -21,7 +21,7 @@ import torch
 from torch.distributed import DistError
 
 from train.checkpoint.records import BEST, INDEX
-from train.checkpoint.state import Share, Shares, file_of, read, saved_tensors
+from train.checkpoint.state import RankShare, Shares, file_of, read, saved_tensors
 from train.checkpoint.storage import Files, Lost, Saved, Storage, Unclear, name, place_of
 from train.checkpoint.trained import Resumable, Trained, own_prefix
 from train.checkpoint.weights import unreadable
@@ -95,7 +95,7 @@ class Checkpoints:
         if self._failures:
             raise self._failures[-1]
 
-    def _write(self, share: Share, position: dict[str, Any]) -> None:
+    def _write(self, share: RankShare, position: dict[str, Any]) -> None:
         step, number, started = int(position["step"]), self._saves, time.perf_counter()
         try:
             self.world.board.post_part(number, {"files": self._write_share(step, share)})
@@ -115,7 +115,7 @@ class Checkpoints:
             say(traceback_of(error))
             self._give_up(number, step, StorageError(f"cannot write checkpoint {name(step)}: {error!r}"))
 
-    def _write_share(self, step: int, share: Share) -> Files:
+    def _write_share(self, step: int, share: RankShare) -> Files:
         file, attempt = file_of(self.world.rank), self.world.attempt
         with self.storage.write(step, attempt, file) as stream:
             for piece in share.pieces():

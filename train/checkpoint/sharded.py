@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from train.checkpoint.state import Index, Piece, Plan, Read, dtype_of
+from train.checkpoint.state import Index, OwnPiece, Read, WritePlan, dtype_of
 
 
 class Sharded:
@@ -33,13 +33,13 @@ class Sharded:
         self._planner.set_up_planner(dict(state), is_coordinator=self._is_first)
         return self._planner.create_local_plan()
 
-    def joint(self, plans: list[SavePlan]) -> list[Plan]:
+    def joint(self, plans: list[SavePlan]) -> list[WritePlan]:
         return [_plan(plan) for plan in self._planner.create_global_plan(plans)[0]]
 
 
-def _plan(plan: SavePlan) -> Plan:
+def _plan(plan: SavePlan) -> WritePlan:
     pieces = [
-        Piece(
+        OwnPiece(
             item.index.fqn,
             tuple(item.tensor_data.size),
             item.tensor_data.properties.dtype,
@@ -49,7 +49,7 @@ def _plan(plan: SavePlan) -> Plan:
         for item in plan.items
         if item.tensor_data is not None
     ]
-    return Plan(pieces, [item.index.fqn for item in plan.items if item.tensor_data is None])
+    return WritePlan(pieces, [item.index.fqn for item in plan.items if item.tensor_data is None])
 
 
 def reads(index: Index, into: Mapping[str, Tensor]) -> Iterator[Read]:

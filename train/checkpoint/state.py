@@ -27,7 +27,7 @@ Index = dict[str, Any]
 """{"tensors": name -> {size, dtype, pieces: [{offsets, sizes, file, at}]}, "values": name -> {file, at}}; `at` in bytes."""
 
 
-class Piece(NamedTuple):
+class OwnPiece(NamedTuple):
     """What one rank writes of a tensor: of `size` the part of `sizes` that begins at `offsets`."""
 
     name: str
@@ -41,10 +41,10 @@ class Piece(NamedTuple):
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
-class Plan(NamedTuple):
+class WritePlan(NamedTuple):
     """What one rank writes: pieces of tensors, and plain values by name."""
 
-    pieces: list[Piece]
+    pieces: list[OwnPiece]
     values: list[str]
 
 
@@ -61,24 +61,24 @@ class Read(NamedTuple):
 class Replicated:
     """Divides a state that no rank has in pieces: of what several ranks have, one writes each entry."""
 
-    def local(self, state: Mapping[str, Any]) -> Plan:
+    def local(self, state: Mapping[str, Any]) -> WritePlan:
         """All that this rank has."""
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         pieces = [
-            Piece(name, tuple(each.shape), each.dtype, (0,) * each.dim(), tuple(each.shape))
+            OwnPiece(name, tuple(each.shape), each.dtype, (0,) * each.dim(), tuple(each.shape))
             for name, each in tensors.items()
         ]
-        return Plan(pieces, [name for name in state if name not in tensors])
+        return WritePlan(pieces, [name for name in state if name not in tensors])
 
-    def joint(self, plans: list[Plan]) -> list[Plan]:
+    def joint(self, plans: list[WritePlan]) -> list[WritePlan]:
         """What each rank is to write of all ranks' plans: every tensor falls to whoever has least to write so far."""
         owners: dict[str, list[int]] = {}
-        pieces: dict[str, Piece] = {}
+        pieces: dict[str, OwnPiece] = {}
         for rank, plan in enumerate(plans):
             pieces |= {piece.name: piece for piece in plan.pieces}
             for name in (*(piece.name for piece in plan.pieces), *plan.values):
                 owners.setdefault(name, []).append(rank)
-        divided, load = [Plan([], []) for _ in plans], [0] * len(plans)
+        divided, load = [WritePlan([], []) for _ in plans], [0] * len(plans)
         for name, ranks in owners.items():
             if piece := pieces.get(name):
                 rank = min(ranks, key=load.__getitem__)
@@ -90,7 +90,7 @@ class Replicated:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What this rank writes of one state, in host memory."""
 
     tensors: list[Tensor]
@@ -111,12 +111,12 @@ class Shares:
     def __init__(self, world: World):
         self._world = world
         self._structure: list[Any] | None = None
-        self._plan = Plan([], [])
+        self._plan = WritePlan([], [])
         self._copies: list[Tensor] = []
         self.index: Index = {}
         """Of the state last divided; on rank 0."""
 
-    def divide(self, state: Mapping[str, Any]) -> Share:
+    def divide(self, state: Mapping[str, Any]) -> RankShare:
         """What this rank has to write of `state`, copied: replicated parts are written by one rank each. Collective.
 
         The copies stay, and the next call writes over them: fresh memory takes several times as long as the copying.
@@ -126,7 +126,7 @@ class Shares:
             self._exchange(state)
             self._structure = structure
         self._copy([own_piece(state[piece.name]) for piece in self._plan.pieces])
-        return Share(self._copies, {name: host_copy(state[name]) for name in self._plan.values})
+        return RankShare(self._copies, {name: host_copy(state[name]) for name in self._plan.values})
 
     def _copy(self, tensors: list[Tensor]) -> None:
         """Into host memory, on CUDA page-locked, so that all of it travels at once."""
@@ -232,7 +232,7 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.bin"
 
 
-def _index(plans: list[Plan]) -> Index:
+def _index(plans: list[WritePlan]) -> Index:
     """Where everything will lie: tensors in the order of the plan, then plain values."""
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}

@@ -55,21 +55,21 @@ CLAIM = re.compile(r"\.claim-([0-9]{1,18})$")
 
 
 @dataclass(frozen=True)
-class Part:
+class JobPart:
     """Which job this process is a part of, and where its agents meet; empty where that is not known."""
 
     job: str = ""
     meets_at: str = ""
 
     @classmethod
-    def own(cls) -> Part:
+    def own(cls) -> JobPart:
         return cls(job_name(), rendezvous_at())
 
 
 def look(
     folder: Path,
     agents: list[str],
-    part: Part = Part(),
+    part: JobPart = JobPart(),
     *,
     wait_s: float = 0.0,
     stopping: Callable[[], bool] = lambda: False,
@@ -142,7 +142,7 @@ def _compare_clocks(moment: float, holder: dict[str, Any]) -> None:
         )
 
 
-def _ask(folder: Path, part: Part, holder: dict[str, Any]) -> Callable[[], None]:
+def _ask(folder: Path, part: JobPart, holder: dict[str, Any]) -> Callable[[], None]:
     """Ask a holder that torchrun can bring together with this part to make way. Gives back what takes the request back."""
     wanted = folder / ".wanted"
     if holder.get("meets_at") != part.meets_at:
@@ -199,7 +199,7 @@ class Lease:
         on_loss: Callable[[RankLost], object],
         on_request: Callable[[str], object] = lambda _: None,
         stands: Callable[[], bool] = lambda: False,
-        part: Part = Part(),
+        part: JobPart = JobPart(),
     ):
         self.folder, self.on_loss, self.token = folder, on_loss, after + 1
         self.on_request, self.stands, self.part = on_request, stands, part

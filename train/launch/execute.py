@@ -50,7 +50,7 @@ class Signals:
 
 
 @dataclass(frozen=True)
-class End:
+class AgentEnd:
     """What comes next, the signals that came, and the last record of outcome.json."""
 
     verdict: Verdict
@@ -58,7 +58,7 @@ class End:
     record: dict[str, Any]
 
 
-def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folder: Path | None = None) -> End:
+def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folder: Path | None = None) -> AgentEnd:
     """Start the agent, wait for it, and judge its end by what was written in `folder`, if that is known."""
     signals = Signals(policy)
     for number in (signal.SIGTERM, signal.SIGINT, *NOTICES):  # a terminal sends SIGINT to the agent too
@@ -68,8 +68,8 @@ def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folder: Path | 
     told = bool(signals.came)
     after = _settled(folder, spec.job_name, told=told) if folder else {}
     if not policy.judges or folder is None:
-        return End(Verdict(code, False, ""), tuple(signals.came), after)
-    return End(decide(before, after, code, told=told, policy=policy), tuple(signals.came), after)
+        return AgentEnd(Verdict(code, False, ""), tuple(signals.came), after)
+    return AgentEnd(decide(before, after, code, told=told, policy=policy), tuple(signals.came), after)
 
 
 def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals) -> int:

@@ -54,7 +54,7 @@ def launch(what: Sequence[str] | Callable[..., Any], *args: Any, nproc: int, max
         if overrides is None:
             (folder / "call").write_bytes(_packed(what, args))
         code, came = _run_agent(spec, folder)
-        end = End(folder, code, came)
+        end = SpawnEnd(folder, code, came)
         return end.values(nproc) if overrides is None else end.run()
 
 
@@ -181,7 +181,7 @@ def _passing_on() -> Iterator[_Signals]:
 
 
 @dataclass(frozen=True)
-class End:
+class SpawnEnd:
     """What the agent has left in `folder`, its exit code, and the signals that came to this process."""
 
     folder: Path

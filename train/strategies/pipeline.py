@@ -94,7 +94,9 @@ class Pipeline(Stepping):
         refuse_extra_state(model, "pipeline")
         begin_alike(model)
         stages = Stages(model, number=self.number, split=self.split)
-        self.part = Part(model, stages, line=mesh[STAGES].get_group(), data=mesh[DATA].get_group(), device=world.device)
+        self.part = OwnStages(
+            model, stages, line=mesh[STAGES].get_group(), data=mesh[DATA].get_group(), device=world.device
+        )
         self.optimizer_step = PipelineStep(
             recipe,
             world=world,
@@ -125,7 +127,7 @@ class PipelineStep(OptimizerStep):
     """An optimizer step whose micro-batches go through the stages in turn; gradients are averaged once, at the end."""
 
     def __init__(
-        self, recipe: Recipe, *, world: World, layout: Layout, part: Part, schedule: str, num_micro_batches: int
+        self, recipe: Recipe, *, world: World, layout: Layout, part: OwnStages, schedule: str, num_micro_batches: int
     ):
         super().__init__(
             recipe,
@@ -222,7 +224,7 @@ class PipelineStep(OptimizerStep):
         return share
 
 
-class Part:
+class OwnStages:
     """What this rank has of the model: some of its stages.
 
     Args:

@@ -30,7 +30,7 @@ from train.timing.straggler import Late, Stragglers
 NAME = "timing.jsonl"
 
 
-class Line(BaseModel):
+class TimingLine(BaseModel):
     """Entries that every line has."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -38,26 +38,26 @@ class Line(BaseModel):
     step: int
 
 
-class Attempt(Line):
+class AttemptLine(TimingLine):
     began: float
     hosts: list[str]
     host_of_rank: list[int]
     environment: dict[str, Any]
 
 
-class End(Line):
+class EndLine(TimingLine):
     first: int
     seconds: float
     evaluation: float
     checkpoint: float
 
 
-class Window(End):
+class WindowLine(EndLine):
     data: list[float]
     wait: list[float]
 
 
-KINDS: dict[str, type[BaseModel]] = {"attempt": Attempt, "window": Window, "end": End}
+KINDS: dict[str, type[BaseModel]] = {"attempt": AttemptLine, "window": WindowLine, "end": EndLine}
 WINDOW_S = 0.5
 RANKS_PER_S = 32  # a line has two numbers for each rank: of large worlds there is one more seldom
 

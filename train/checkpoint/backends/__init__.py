@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from train.checkpoint.backends.base import Backend
-from train.checkpoint.backends.folder import Folder
+from train.checkpoint.backends.folder import Directory
 from train.checkpoint.backends.fsspec import ObjectStore
 from train.imported import imported
 
@@ -18,7 +18,7 @@ def at(place: str) -> Backend:
     """
     scheme, found, _ = place.partition("://")
     if not found:
-        return Folder(Path(place))
+        return Directory(Path(place))
     if "." not in scheme:
         return ObjectStore(place)
     backend: Backend = imported(scheme, said=f"checkpoint.storage={scheme}")(place)

@@ -14,7 +14,7 @@ from train.checkpoint.backends.base import MANIFEST, Backend
 from train.files import create_file, sync_folder
 
 
-class Folder(Backend):
+class Directory(Backend):
     """`step-NNNNNNNN/` with the files of the ranks, the index and the manifest."""
 
     renames = True

@@ -27,7 +27,7 @@ from train.collectives.model import Network, fit
 from train.collectives.options import Parser
 from train.collectives.record import write_json
 from train.collectives.scale.job import Job, Machine, Workload
-from train.collectives.scale.strategies import Step, ddp
+from train.collectives.scale.strategies import CostedStep, ddp
 from train.collectives.start import become_torchrun
 from train.collectives.table import WIDTH
 from train.collectives.wire import written_bytes
@@ -48,7 +48,7 @@ class Checked:
     world_size: int
     seconds: float
     sent_bytes: float | None
-    model: Step
+    model: CostedStep
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from train.collectives.scale.strategies import Step
+from train.collectives.scale.strategies import CostedStep
 from train.collectives.table import WIDTH
 from train.files import replace_file
 
-Prediction = dict[str, dict[int, Step]]
+Prediction = dict[str, dict[int, CostedStep]]
 """By strategy, then by world size."""
 SHOWN = (8, 64, 512, 4096, 16384)
 MARKS = "osD^vP*X"
@@ -31,7 +31,7 @@ def show(prediction: Prediction) -> None:
         console.print(table(prediction, title, value))
 
 
-def table(prediction: Prediction, title: str, value: Callable[[Step], str]) -> Table:
+def table(prediction: Prediction, title: str, value: Callable[[CostedStep], str]) -> Table:
     """A row a strategy, a column a world size."""
     result = Table("ranks", *(f"{world_size:,}" for world_size in SHOWN), title=title, title_justify="left")
     for name, steps in prediction.items():
@@ -46,7 +46,7 @@ def draw(prediction: Prediction, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    panels: tuple[tuple[str, Callable[[Step], float]], ...] = (
+    panels: tuple[tuple[str, Callable[[CostedStep], float]], ...] = (
         ("seconds a step, nothing hidden", lambda step: step.seconds),
         ("GB of memory a rank", lambda step: step.memory_bytes / 1e9),
         ("GB that the busiest rank sends a step", lambda step: step.sent_bytes / 1e9),
@@ -73,7 +73,7 @@ def draw(prediction: Prediction, path: Path) -> None:
     plt.close(picture)
 
 
-def _seconds(step: Step) -> str:
+def _seconds(step: CostedStep) -> str:
     return f"{_figure(step.least_seconds)} - {_figure(step.seconds)}"
 
 

@@ -27,7 +27,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Step:
+class CostedStep:
     """One optimizer step. memory_bytes and sent_bytes are those of the rank that has most."""
 
     compute_s: float
@@ -46,7 +46,7 @@ class Step:
         return max(self.compute_s, self.communication_s)
 
 
-def ddp(job: Job, world_size: int) -> Step:
+def ddp(job: Job, world_size: int) -> CostedStep:
     """b F / S + all_reduce(n, W), in buckets; memory P (2 v + o) + b A.
 
     Assumes: every rank as fast as every other.
@@ -54,7 +54,7 @@ def ddp(job: Job, world_size: int) -> Step:
     return _step(job, all_reduce(job, job.workload.nbytes, world_size), state=_whole(job))
 
 
-def zero(job: Job, world_size: int) -> Step:
+def zero(job: Job, world_size: int) -> CostedStep:
     """ddp + gather(n, W) of the parameters that each rank has updated; memory P (2 v + o / W) + b A.
 
     Assumes: the broadcasts of all owners run side by side, and so move what one gather moves.
@@ -65,7 +65,7 @@ def zero(job: Job, world_size: int) -> Step:
     return _step(job, traffic, state=state)
 
 
-def fsdp(job: Job, world_size: int) -> Step:
+def fsdp(job: Job, world_size: int) -> CostedStep:
     """b F / S + 3 gather(n, W), a layer at a time: parameters twice, gradients once; memory P (2 v + o) / W + two layers + b A.
 
     Assumes: a layer's parameters are freed after its forward, the next layer's are fetched meanwhile, and no parameter has
@@ -74,7 +74,7 @@ def fsdp(job: Job, world_size: int) -> Step:
     return _step(job, _sharded(job, world_size), state=_whole(job) / world_size + _two_layers(job))
 
 
-def hybrid(job: Job, world_size: int) -> Step:
+def hybrid(job: Job, world_size: int) -> CostedStep:
     """fsdp within groups of N + all_reduce(n / N, W / N) between them; memory P (2 v + o) / N + two layers + b A.
 
     Assumes: the ranks of a group follow one another, so that a group of a node's size stays within the node.
@@ -84,7 +84,7 @@ def hybrid(job: Job, world_size: int) -> Step:
     return _step(job, _sharded(job, group) + between, state=_whole(job) / group + _two_layers(job))
 
 
-def tensor_parallel(job: Job, world_size: int) -> Step:
+def tensor_parallel(job: Job, world_size: int) -> CostedStep:
     """b F / S + 4 L all_reduce(b T h, T) + all_reduce(n / T, W / T); memory P (2 v + o) / T + b A.
 
     T ranks share b T samples, h bytes each between layers. Assumes: all of a layer is cut, none of it kept by all T ranks.
@@ -96,7 +96,7 @@ def tensor_parallel(job: Job, world_size: int) -> Step:
     return _step(job, within + between, state=_whole(job) / tensor)
 
 
-def pipeline(job: Job, world_size: int) -> Step:
+def pipeline(job: Job, world_size: int) -> CostedStep:
     """b F / S (1 + (p-1)/m) + 2 m messages of b p h / m + all_reduce(n / p, W / p); memory P (2 v + o) / p + min(p, m) b A / m.
 
     p stages share b p samples in m micro-batches: the bubble is (p-1)/(m+p-1) of the step. Assumes: 1F1B, stages alike.
@@ -112,7 +112,7 @@ def pipeline(job: Job, world_size: int) -> Step:
     return _step(job, traffic, state=_whole(job) / stages, slower=1 + (stages - 1) / pieces, alive=alive)
 
 
-def local_sgd(job: Job, world_size: int) -> Step:
+def local_sgd(job: Job, world_size: int) -> CostedStep:
     """b F / S + all_reduce(n, W) / H: parameters are averaged every H steps; memory as ddp, whose gradients stay at home.
 
     Assumes: that H steps apart train as well, which this does not know.
@@ -121,7 +121,7 @@ def local_sgd(job: Job, world_size: int) -> Step:
     return _step(job, Traffic(whole.seconds / job.every, whole.nbytes / job.every), state=_whole(job))
 
 
-def parameter_server(job: Job, world_size: int) -> Step:
+def parameter_server(job: Job, world_size: int) -> CostedStep:
     """b F / S + 2 (W-K) (alpha + n / K beta): each of K servers takes a gradient from each trainer and sends parameters back.
 
     Memory P (2 v + o) + b A; bytes are a server's. Assumes: synchronous, servers that add and update in no time.
@@ -133,7 +133,7 @@ def parameter_server(job: Job, world_size: int) -> Step:
     return _step(job, Traffic(seconds, max(trainers * share, job.workload.nbytes)), state=_whole(job))
 
 
-STRATEGIES: dict[str, Callable[[Job, int], Step]] = {
+STRATEGIES: dict[str, Callable[[Job, int], CostedStep]] = {
     each.__name__: each for each in (ddp, zero, fsdp, hybrid, tensor_parallel, pipeline, local_sgd, parameter_server)
 }
 
@@ -172,7 +172,7 @@ def _two_layers(job: Job) -> float:
     return 2 * job.workload.nbytes / job.workload.layers
 
 
-def _step(job: Job, traffic: Traffic, *, state: float, slower: float = 1.0, alive: float = 1.0) -> Step:
+def _step(job: Job, traffic: Traffic, *, state: float, slower: float = 1.0, alive: float = 1.0) -> CostedStep:
     work = job.workload
     compute_s = work.samples * work.flops / job.machine.flops_per_s * slower
-    return Step(compute_s, traffic.seconds, state + alive * work.samples * work.activation_bytes, traffic.nbytes)
+    return CostedStep(compute_s, traffic.seconds, state + alive * work.samples * work.activation_bytes, traffic.nbytes)

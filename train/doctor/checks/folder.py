@@ -19,7 +19,7 @@ LEAST_FREE_GB, LEAST_SPEED = 1.0, 20.0
 """GB, and MB/s at which a checkpoint would be written."""
 
 
-class Folder(Check):
+class OutputFolder(Check):
     name = "folder"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
