@@ -1,5 +1,7 @@
 """Optimizers, schedules and averages: their own rates and state, fused steps where they fit, and what a resume begins from."""
 
+import json
+
 import pytest
 import torch
 from kit.job import run
@@ -34,6 +36,84 @@ def expected_rates(adam_lr, steps):
 def test_a_schedule_of_torchs_starts_from_the_optimizers_own_rate(tmp_path, optimizer):
     result = run(tmp_path / "run", *optimizer, *ONE_CYCLE, *SHORT)
     assert [line["lr"] for line in result.lines("train")] == pytest.approx(expected_rates(1e-3, 8))
+
+
+TORCHS = "scheduler._target_=torch.optim.lr_scheduler."
+GROUPS = "optimizer.groups=[{match:'*.bias',weight_decay:0.0},{match:'1',lr:0.01}]"
+COSINE_FLOOR = (f"{TORCHS}CosineAnnealingLR", "+scheduler.T_max=6", "+scheduler.eta_min=0.0005")
+SEEN = ("+callbacks.groups._target_=kit.parts.callbacks.Groups",)
+
+
+def expected_groups(optimizer, scheduler, steps, **values):
+    """What a scheduler of torch's gives three such groups, stepped by hand."""
+    groups = [{"params": [torch.zeros(1, requires_grad=True)], **more} for more in ({}, {"lr": 0.01}, {})]
+    made = getattr(torch.optim, optimizer)(groups, lr=0.003)
+    schedule, found = getattr(torch.optim.lr_scheduler, scheduler)(made, **values), []
+    for _ in range(steps):
+        found.append(
+            [[each["lr"], list(each["betas"]) if "betas" in each else each["momentum"]] for each in made.param_groups]
+        )
+        made.step()
+        schedule.step()
+    return found
+
+
+def seen_groups(folder, rank=0):
+    return json.loads((folder / f"groups-{rank}.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "more, ranks",
+    [((), None), (("strategy=zero",), 2), (("strategy=fsdp",), 2), (("strategy=pipeline",), 2)],
+    ids=["one process", "zero", "fsdp", "pipeline"],
+)
+def test_a_schedule_of_torchs_gives_every_group_what_torch_gives_it(tmp_path, more, ranks):
+    line = ("optimizer=adamw", "optimizer.lr=0.003", GROUPS, "model.hidden=[16]", *SEEN, *more)
+    cycle = (f"{TORCHS}OneCycleLR", "+scheduler.max_lr=0.01", "+scheduler.total_steps=9")
+    run(tmp_path / "run", *line, *cycle, *SHORT, ranks=ranks)
+    expected = expected_groups("AdamW", "OneCycleLR", 8, max_lr=0.01, total_steps=9)
+    assert expected[0][0][1] == [0.95, 0.999] != expected[3][0][1]
+    for rank in range(ranks or 1):
+        assert [*seen_groups(tmp_path / "run", rank).values()] == expected
+
+
+def test_a_floor_of_torchs_schedule_is_that_of_every_group_and_a_resume_is_exact(tmp_path):
+    line = ("optimizer=adamw", "optimizer.lr=0.003", GROUPS, *COSINE_FLOOR, *SEEN)
+    whole, resumed = cut(tmp_path, *line)
+    expected = expected_groups("AdamW", "CosineAnnealingLR", 8, T_max=6, eta_min=0.0005)
+    assert [*seen_groups(tmp_path / "whole").values()] == expected
+    assert seen_groups(tmp_path / "cut") == {str(step): expected[step - 1] for step in (6, 7, 8)}
+    assert resumed.sha256 == whole.sha256
+
+
+def test_a_momentum_that_torchs_schedule_cycles_is_cycled_and_resumed(tmp_path):
+    """Also where the optimizer was built with none, and has a dampening that fused steps do not take."""
+    line = ("optimizer.momentum=0", "+optimizer.dampening=0.1", "optimizer.lr=0.003", GROUPS, *ONE_CYCLE[:1], *SEEN)
+    whole, resumed = cut(tmp_path, *line, "+scheduler.max_lr=0.01", "+scheduler.total_steps=9")
+    expected = expected_groups("SGD", "OneCycleLR", 8, max_lr=0.01, total_steps=9)
+    assert [*seen_groups(tmp_path / "whole").values()] == expected
+    assert resumed.sha256 == whole.sha256
+
+
+def test_an_optimizer_without_momentum_has_none_to_cycle(tmp_path):
+    adagrad = ("optimizer._target_=torch.optim.Adagrad", "optimizer.lr=0.01")
+    run(tmp_path / "run", *adagrad, *ONE_CYCLE, *SHORT)
+    refused = run(tmp_path / "no", *adagrad, *ONE_CYCLE, "+scheduler.cycle_momentum=true", *SHORT, ok=False)
+    assert refused.code == 2 and "cycle_momentum" in refused.said[0]
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ((*ONE_CYCLE, "+scheduler.total_steps=4"), "write scheduler.total_steps=8, or leave out total_steps"),
+        ((*ONE_CYCLE, "+scheduler.epochs=2", "+scheduler.steps_per_epoch=3"), "leave out epochs and steps_per_epoch"),
+        (("scheduler._target_=kit.parts.optimizers.FewRates",), "ends after 3 steps, and the run has 8"),
+    ],
+)
+def test_a_schedule_that_ends_before_the_run_is_refused_at_the_start(tmp_path, line, says):
+    result = run(tmp_path / "run", *line, *SHORT, ok=False)
+    assert result.code == 2 and len(result.said) == 1 and says in result.said[0], result.out
+    assert not result.folder.joinpath("metrics.jsonl").exists() or not result.lines("train")
 
 
 def test_an_optimizer_may_have_no_rate_and_state_of_no_parameter(tmp_path):

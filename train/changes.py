@@ -32,7 +32,8 @@ def refuse_changes(config: Config, saved: Saved, *, fingerprint: str, total_step
             f"weights would differ. Set OMP_NUM_THREADS={threads}, or resume all the same with checkpoint.accept_changes=true"
         )
     planned = saved.manifest.get("total_steps")
-    if planned != total_steps and "total_steps" in signature(locate(config.scheduler)):
+    fixed = "total_steps" in config.scheduler.values or {"epochs", "steps_per_epoch"} <= config.scheduler.values.keys()
+    if planned != total_steps and not fixed and "total_steps" in signature(locate(config.scheduler)):
         return ConfigError(
             f"the learning rate of {config.scheduler.target} depends on the length of the run, which was {planned} steps and now is "
             f"{total_steps}: it would jump. Give max_steps={planned}, or resume all the same with checkpoint.accept_changes=true"

@@ -427,9 +427,8 @@ def recipe(
         begin_alike(objective)
 
     def new_optimizer(named: Iterable[Named], **options: Any) -> torch.optim.Optimizer:
-        optimizer = build_optimizer(config.optimizer, named, precision=config.precision, **options)
-        adapt(schedule, optimizer, total_steps=total_steps)
-        return optimizer
+        based = partial(adapt, schedule, total_steps=total_steps)
+        return build_optimizer(config.optimizer, named, precision=config.precision, adapt=based, **options)
 
     return Recipe(
         build_model=partial(

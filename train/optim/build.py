@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,20 @@ Named = tuple[str, nn.Parameter]
 
 
 def build_optimizer(
-    part: Part, named: Iterable[Named], *, precision: Precision, elsewhere: Sequence[str] = ()
+    part: Part,
+    named: Iterable[Named],
+    *,
+    precision: Precision,
+    elsewhere: Sequence[str] = (),
+    adapt: Callable[[torch.optim.Optimizer], set[str]] = lambda _: set(),
 ) -> torch.optim.Optimizer:
     """The configured optimizer over (name, parameter) pairs, fused where it fits (fused.py).
 
     `optimizer.groups` divides them; an optimizer, or a function that makes one, whose signature has `named_parameters`
     gets the pairs themselves.
 
-    `elsewhere` are the names of the model's parameters that only other ranks have.
+    `elsewhere` are the names of the model's parameters that only other ranks have; `adapt` sees the optimizer as it was
+    built and says which options of its groups will change during training, beside their rates.
 
     Raises:
         ConfigError: there is nothing to train, a group matches nothing, or the optimizer cannot do its step so.
@@ -58,7 +64,7 @@ def build_optimizer(
     for group in optimizer.param_groups:
         if group.get("lr") is not None:  # some have none, or find their own
             group.setdefault("initial_lr", group["lr"])
-    fused.choose(optimizer, part, precision=precision)
+    fused.choose(optimizer, part, precision=precision, changing=adapt(optimizer))
     return optimizer  # type: ignore[no-any-return]
 
 

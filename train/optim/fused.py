@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -19,8 +19,12 @@ DEVICES = ("cpu", "cuda")
 BUFFER = "momentum_buffer"
 
 
-def choose(optimizer: torch.optim.Optimizer, part: Part, *, precision: Precision) -> None:
+def choose(
+    optimizer: torch.optim.Optimizer, part: Part, *, precision: Precision, changing: Collection[str] = ()
+) -> None:
     """Fuse the step of each group that it fits, where torch has it for CPU and CUDA alike and the config says nothing else.
+
+    changing: the groups' options that a schedule sets: a momentum of 0 will be another.
 
     Raises:
         ConfigError: a fused step is asked for that would compute something else.
@@ -29,12 +33,13 @@ def choose(optimizer: torch.optim.Optimizer, part: Part, *, precision: Precision
         return
     ours = []
     for group in optimizer.param_groups:
-        if group["fused"] and part.target == SGD and group["momentum"] and precision is Precision.fp16:
+        has_momentum = part.target == SGD and bool(group["momentum"] or "momentum" in changing)
+        if group["fused"] and has_momentum and precision is Precision.fp16:
             # The loss scaler lets it skip its first step, and its momentum is uninitialised after that.
             raise ConfigError("optimizer.fused=true, with momentum, does not go with precision=fp16: leave it out")
         if group["fused"] and not _is_plain(group):
             raise ConfigError("optimizer.fused=true takes floating-point parameters on CPU or CUDA only: leave it out")
-        ours.append(_fits(group, part.target) and precision is not Precision.fp16)
+        ours.append(_fits(group, part.target, has_momentum=has_momentum) and precision is not Precision.fp16)
         if ours[-1]:
             group["fused"] = True
     guard = Guard(part.target, ours)
@@ -42,12 +47,12 @@ def choose(optimizer: torch.optim.Optimizer, part: Part, *, precision: Precision
     optimizer.register_step_post_hook(guard.after)
 
 
-def _fits(group: dict[str, Any], target: str) -> bool:
+def _fits(group: dict[str, Any], target: str, *, has_momentum: bool) -> bool:
     """Whether a fused step is the same arithmetic for this group, and nobody has chosen otherwise."""
     chosen = group["fused"] is not None or group["foreach"] is not None
     if chosen or group["differentiable"] or group.get("capturable"):
         return False
-    if target == SGD and ((group["momentum"] and group["dampening"]) or any(map(in_pieces, group["params"]))):
+    if target == SGD and ((has_momentum and group["dampening"]) or any(map(in_pieces, group["params"]))):
         return False  # torch has no such operation on a DTensor; for dampening see Guard
     return _is_plain(group)
 

@@ -1,4 +1,4 @@
-"""The configured schedule: the factor on each group's base rate, a pure function of the step."""
+"""The configured schedule: what the optimizer's groups have at a step, a pure function of the step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from train.config.parts import Part, bound, build, locate
+from train.config.parts import Part, bound, build, locate, signature
 from train.errors import ConfigError
+from train.origin import located
+
+OWN = {"params", "lr", "initial_lr"}
+"""The keys of a group that are no options beside the rate."""
+KEPT = 256
+"""Steps that are remembered: gradients of an asynchronous trainer may be of steps before the newest."""
+REHEARSED = 10_000
+"""Steps that a scheduler takes before the run begins, some tenth of a second."""
 
 
 def build_schedule(part: Part, *, lr: float | None, total_steps: int, steps_per_epoch: int) -> Callable[[int], float]:
@@ -30,28 +38,45 @@ def build_schedule(part: Part, *, lr: float | None, total_steps: int, steps_per_
     return schedule
 
 
+def follow(schedule: Callable[[int], float], optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
+    """A function that gives the optimizer's groups what `schedule` has for a step; they are to be as they were built."""
+    if isinstance(schedule, TorchSchedule):
+        return schedule.over(optimizer).apply
+
+    def apply(step: int) -> None:
+        factor = schedule(step)
+        for group in optimizer.param_groups:
+            if "initial_lr" in group:  # an optimizer may have no rate
+                group["lr"] = group["initial_lr"] * factor
+
+    return apply
+
+
 def base_rate(optimizer: torch.optim.Optimizer) -> float | None:
     """The rate that the optimizer was built with; of groups with other rates that of the rest. None if it has no rate."""
     rates = [getattr(optimizer, "defaults", {}).get("lr"), *(group.get("lr") for group in optimizer.param_groups)]
     return next((float(rate) for rate in rates if rate is not None), None)
 
 
-def adapt(schedule: Callable[[int], float], optimizer: torch.optim.Optimizer, *, total_steps: int) -> None:
-    """Base `schedule` on the rate of the optimizer as it was built.
+def adapt(schedule: Callable[[int], float], optimizer: torch.optim.Optimizer, *, total_steps: int) -> set[str]:
+    """Base `schedule` on the optimizer as it was built; the options of its groups that it changes, beside their rates.
 
     Raises:
-        ConfigError: the optimizer has no rate, or one of zero, that the schedule could change.
+        ConfigError: the optimizer has no rate, or one of zero, that the schedule could change; or the schedule ends
+            before the run.
     """
     rate, kind = base_rate(optimizer), type(optimizer).__name__
     if isinstance(schedule, TorchSchedule):
         if not rate:
             has = "no learning rate" if rate is None else "a learning rate of 0"
             raise ConfigError(f"{schedule.said} sets learning rates, and {kind} has {has}: use scheduler=constant")
-        schedule.start_from(rate)
-    elif rate is None and any(schedule(step) != 1 for step in _looked_at(total_steps)):
+        schedule.lr = rate
+        return schedule.over(optimizer).rehearse()
+    if rate is None and any(schedule(step) != 1 for step in _looked_at(total_steps)):
         raise ConfigError(
             f"the scheduler changes the learning rate, and {kind} has none: use scheduler=constant without a warm-up"
         )
+    return set()
 
 
 def _looked_at(total_steps: int) -> list[int]:
@@ -60,28 +85,121 @@ def _looked_at(total_steps: int) -> list[int]:
 
 
 class TorchSchedule:
-    """What one of torch's schedulers makes of the base rate, stepped once an optimizer step.
+    """One of torch's schedulers. `total_steps` is filled in where it has such a parameter.
 
-    It runs on an optimizer of its own, from the run's first step however often the run is resumed; of what it cycles
-    only the learning rate is taken, not momentum. `total_steps` is filled in where it has such a parameter.
+    Called with a step it gives the factor on `lr` of an optimizer with one group; `over` an optimizer it gives every
+    group what torch's scheduler gives it.
     """
 
     def __init__(self, part: Part, *, lr: float, total_steps: int):
-        self._part, self._steps, self.said = part, total_steps, f"scheduler._target_={part.target}"
-        self.start_from(lr)
+        self.part, self.lr, self.total_steps = part, lr, total_steps
+        self.said = f"scheduler._target_={part.target}"
+        self._single: tuple[float, Replay] | None = None
 
-    def start_from(self, lr: float) -> None:
-        """Begin anew with this base rate: some schedulers set rates of their own, whatever the base. Raises ConfigError."""
-        self._base, self._factors = lr, list[float]()
-        self._optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr, momentum=0.9)
-        given = {"epochs", "total_steps"} & {*self._part.values}
-        offered: dict[str, Any] = {} if given else {"total_steps": self._steps}
-        self._scheduler = build(self._part, self._optimizer, **offered)
+    def over(self, optimizer: torch.optim.Optimizer) -> Replay:
+        """The scheduler on the groups of `optimizer`. Raises ConfigError: it does not take them, or its own values."""
+        return Replay(self.part, optimizer, lr=self.lr, total_steps=self.total_steps)
 
     def __call__(self, step: int) -> float:
-        while len(self._factors) <= step:
-            self._factors.append(float(self._optimizer.param_groups[0]["lr"]) / self._base)
-            if len(self._factors) < self._steps:  # some refuse to be stepped further
-                self._optimizer.step()
-                self._scheduler.step()
-        return self._factors[step]
+        if self._single is None or self._single[0] != self.lr:
+            one = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=self.lr, momentum=0.9)
+            self._single = self.lr, self.over(one)
+        return float(self._single[1].at(step)[0]["lr"]) / self.lr
+
+
+class Shadow(torch.optim.Optimizer):
+    """The groups of another optimizer as it was built, with nothing to train. `lr` is of groups that have no rate."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, lr: float):
+        groups = [
+            {
+                **{name: value for name, value in group.items() if name not in OWN},
+                "lr": float(group.get("initial_lr", lr)),
+                "params": [torch.zeros(1, requires_grad=True)],
+            }
+            for group in optimizer.param_groups
+        ]
+        options = {name: value for group in groups for name, value in group.items() if name not in OWN}
+        super().__init__(groups, {**options, **getattr(optimizer, "defaults", {})})  # a divided one's are empty
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Does nothing: a scheduler only asks whether it was called."""
+
+
+class Replay:
+    """A scheduler of torch's on a shadow of the optimizer, stepped from the run's first step however often it is resumed.
+
+    What it sets in a group beside the rate (momentum, betas) counts, too.
+    """
+
+    def __init__(self, part: Part, optimizer: torch.optim.Optimizer, *, lr: float, total_steps: int):
+        self._part, self._optimizer, self._steps = part, optimizer, total_steps
+        self._shadow = Shadow(optimizer, lr=lr)
+        self._built = [dict(group) for group in self._shadow.param_groups]
+        self._restart()
+
+    def at(self, step: int) -> list[dict[str, Any]]:
+        """For each group the rate and the options that the scheduler has at `step`. Raises ConfigError: it has ended before."""
+        if step not in self._values:
+            if step < self._done:
+                self._restart()
+            while self._done < min(step, self._steps - 1):  # some refuse to be stepped further
+                self._advance()
+        return self._values.get(step, self._values[self._done])
+
+    def apply(self, step: int) -> None:
+        """Set the optimizer's groups, but for those without a rate."""
+        for group, values in zip(self._optimizer.param_groups, self.at(step), strict=False):  # a model may add groups
+            rate = group.get("initial_lr")
+            if rate is not None:
+                group.update({name: value for name, value in values.items() if name in group})
+                if isinstance(rate, torch.Tensor):
+                    group["lr"] = torch.full_like(rate, values["lr"])
+
+    def rehearse(self) -> set[str]:
+        """Step ahead, and give back the options that the scheduler changes. Raises ConfigError: it ends before the run."""
+        ends = getattr(self._scheduler, "total_steps", None)  # of OneCycleLR: it refuses the step after the next
+        if isinstance(ends, int) and ends + 1 < self._steps:
+            raise self._too_short(ends)
+        self.at(min(self._steps, REHEARSED) - 1)
+        return set().union(*self._changed)
+
+    def _restart(self) -> None:
+        for group, before in zip(self._shadow.param_groups, self._built, strict=True):
+            group.clear()
+            group.update(before)
+        self._changed = [set[str]() for _ in self._built]
+        given = {"epochs", "total_steps"} & {*self._part.values}
+        offered: dict[str, Any] = {} if given else {"total_steps": self._steps}
+        if not {"momentum", "betas"} & self._shadow.defaults.keys():  # there is none to cycle
+            offered["cycle_momentum"] = False
+        self._scheduler = build(self._part, self._shadow, **offered)
+        self._done, self._values = 0, {0: self._read()}
+
+    def _advance(self) -> None:
+        self._shadow.step()
+        try:
+            self._scheduler.step()
+        except Exception as error:
+            raise self._too_short(self._done + 1, f" ({located(error)})") from error
+        self._done += 1
+        self._values[self._done] = self._read()
+        self._values.pop(self._done - KEPT, None)
+
+    def _read(self) -> list[dict[str, Any]]:
+        found = []
+        for group, before, changed in zip(self._shadow.param_groups, self._built, self._changed, strict=True):
+            changed |= {name for name in before.keys() - OWN if group[name] is not before[name]}
+            found.append({"lr": float(group["lr"]), **{name: group[name] for name in changed}})
+        return found
+
+    def _too_short(self, steps: int, reason: str = "") -> ConfigError:
+        """For a scheduler that can be stepped no further."""
+        said = f"{self._part.target} ends after {steps} steps, and the run has {self._steps}{reason}"
+        if "total_steps" not in signature(locate(self._part)):
+            return ConfigError(f"{said}: give max_steps={steps}, or another scheduler")
+        key = f"{self._part.key}.total_steps"
+        given = [name for name in ("total_steps", "epochs", "steps_per_epoch") if name in self._part.values]
+        return ConfigError(
+            f"{said}: write {key}={self._steps}, or leave out {' and '.join(given)} to have it filled in"
+        )

@@ -1,6 +1,8 @@
 """Callbacks that only tests need."""
 
+import json
 import time
+from pathlib import Path
 
 from train.callbacks.base import Callback
 
@@ -24,3 +26,17 @@ class StopAt(Callback):
     def on_step_end(self, run):
         if run.step == self.at:
             run.stop("enough")
+
+
+class Groups(Callback):
+    """Writes for each step what the optimizer's groups had: the rate, and momentum or betas."""
+
+    def on_start(self, run):
+        self.lines = {}
+
+    def on_step_end(self, run):
+        groups = run.strategy.optimizer_step.optimizer.param_groups
+        self.lines[run.step] = [[each["lr"], each.get("betas") or each["momentum"]] for each in groups]
+
+    def on_end(self, run):
+        Path(run.config.output_dir, f"groups-{run.world.rank}.json").write_text(json.dumps(self.lines))

@@ -41,3 +41,10 @@ def own_rate(params):
 
 def nothing(params):
     """Forgets to give back what it makes."""
+
+
+class FewRates(torch.optim.lr_scheduler.LRScheduler):
+    """Has the rates of three steps."""
+
+    def get_lr(self):
+        return [[0.1, 0.2, 0.3][self.last_epoch] for _ in self.optimizer.param_groups]

@@ -22,6 +22,7 @@ from train.dist.world import World
 from train.errors import ConfigError
 from train.objectives.loss import loss_of
 from train.objectives.measure import sums
+from train.optim.schedule import follow
 from train.strategies.base import Recipe, StepResult, Strategy
 from train.strategies.common import state as flat
 from train.strategies.common.buffers import Buffers
@@ -76,6 +77,7 @@ class OptimizerStep:
         self._objective = recipe.objective if has_loss and isinstance(recipe.objective, nn.Module) else None
         self.buffers = Buffers(model, world, objective=self._objective, group=trainers)
         self.optimizer = recipe.build_optimizer(model.named_parameters(), elsewhere=tuple(self._elsewhere))
+        self._follow_schedule = follow(recipe.schedule, self.optimizer)
         self._built = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
         self._seen = False
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=recipe.precision is Precision.fp16)
@@ -256,10 +258,7 @@ class OptimizerStep:
         return (self.leaves_out or not norm.is_cuda) and not bool(torch.isfinite(norm))
 
     def _set_lr(self, step: int) -> None:
-        factor = self.recipe.schedule(step)
-        for group in self.optimizer.param_groups:
-            if "initial_lr" in group:  # an optimizer may have no rate
-                group["lr"] = group["initial_lr"] * factor
+        self._follow_schedule(step)
         rate = self.optimizer.param_groups[0].get("lr")
         self.lr = math.nan if rate is None else float(rate)
 
