@@ -23,7 +23,7 @@ train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); AR
 
 test: $(VENV)/.test ## the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not docker and not slurm and not kubernetes and not kubeconfig"
+	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=40 -m "not docker and not slurm and not kubernetes and not kubeconfig"
 	$(MAKE) --jobs=3 --output-sync=target --no-print-directory test-kubernetes test-docker test-slurm
 else
 	$(BIN)/python -m pytest -rs $(ARGS)
