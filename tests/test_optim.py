@@ -6,6 +6,9 @@ import pytest
 import torch
 from kit.job import run
 
+from train.config.compose import compose
+from train.config.differences import differences, to_dict
+
 MODELS, OWN = "model._target_=kit.parts.models.", "optimizer._target_=kit.parts.optimizers."
 ONE_CYCLE = ("scheduler._target_=torch.optim.lr_scheduler.OneCycleLR", "+scheduler.max_lr=0.01")
 SHORT = ("max_steps=8", "eval.every_steps=off")
@@ -182,8 +185,48 @@ def test_a_choice_of_ones_own_is_respected(tmp_path):
 def test_an_average_that_is_added_at_a_resume_begins_from_the_restored_weights(tmp_path, ranks):
     run(tmp_path / "run", *SHORT, "max_steps=7", ranks=ranks)
     before = torch.load(tmp_path / "run/model.pt", weights_only=True)
-    ema = ("callbacks=[ema]", "callbacks.ema.decay=0.5")
+    ema = ("callbacks=[ema]", "callbacks.ema.decay=0.5", "callbacks.ema.warmup=false")
     averaged = run(tmp_path / "run", *SHORT, *ema, ranks=ranks).weights
     after = run(tmp_path / "plain", *SHORT, ranks=ranks).weights
     for name, weight in after.items():
         torch.testing.assert_close(averaged[name], (before[name] + weight) / 2)
+
+
+def test_the_decay_of_an_average_warms_up_also_across_a_resume(tmp_path):
+    weights = {steps: run(tmp_path / str(steps), *SHORT, f"max_steps={steps}").weights for steps in (6, 7, 8)}
+    run(tmp_path / "run", *SHORT, "max_steps=6")
+    run(tmp_path / "run", *SHORT, "max_steps=7", "callbacks=[ema]")
+    averaged = run(tmp_path / "run", *SHORT, "callbacks=[ema]").weights
+    for name, average in averaged.items():
+        first = 0.1 * weights[6][name] + 0.9 * weights[7][name]
+        torch.testing.assert_close(average, 2 / 11 * first + 9 / 11 * weights[8][name])
+
+
+def test_an_average_of_a_short_run_is_of_what_was_trained(tmp_path):
+    result = run(tmp_path / "run", "max_steps=40", "callbacks=[ema]")
+    plain = run(tmp_path / "plain", "max_steps=40")
+    assert result.losses == plain.losses
+    assert result.lines("eval")[-1]["loss"] < 2 * plain.lines("eval")[-1]["loss"]
+
+
+def test_an_average_that_was_saved_without_a_count_goes_on_without_a_warm_up(tmp_path):
+    before, after = (run(tmp_path / str(n), *SHORT, f"max_steps={n}").weights for n in (7, 8))
+    old = (
+        "+callbacks.ema._target_=kit.parts.callbacks.Uncounted",
+        "+callbacks.ema.decay=0.5",
+        "+callbacks.ema.every_steps=7",
+    )
+    run(tmp_path / "run", *SHORT, *old, "max_steps=7")
+    start = run(tmp_path / "run", *SHORT, *old, "max_steps=7").weights
+    now = ("callbacks=[ema]", "callbacks.ema.decay=0.5", "checkpoint.accept_changes=true")
+    averaged = run(tmp_path / "run", *SHORT, *now).weights
+    for name, weight in after.items():
+        assert not torch.equal(start[name], before[name])
+        torch.testing.assert_close(averaged[name], (start[name] + weight) / 2)
+
+
+def test_a_run_of_before_the_warm_up_is_the_same_run():
+    config = compose(["callbacks=[ema]"])
+    before = to_dict(config)
+    assert before["callbacks"]["ema"].pop("warmup") is True
+    assert differences(before, config) == []

@@ -1,7 +1,8 @@
 """An exponential moving average of the weights, which is what is evaluated and what `model.pt` holds in the end.
 
 Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; in its exponential form
-Tarvainen and Valpola, "Mean teachers are better role models", 2017.
+Tarvainen and Valpola, "Mean teachers are better role models", 2017. The warm-up of its decay:
+https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage (`num_updates`).
 """
 
 from __future__ import annotations
@@ -23,16 +24,24 @@ if TYPE_CHECKING:
     from train.loop import Run
 
 
+UPDATES = ".updates"
+"""In the state, beside the averages by their parameters' names, none of which begins with a dot."""
+
+
 class Ema(Callback):
     """`average = decay * average + (1 - decay) * weights` after every `every_steps` steps; buffers stay the model's own.
 
     Training goes on with the weights themselves, which the checkpoints hold beside the average.
+
+    warmup: the decay is min(decay, (1 + n) / (10 + n)) after n updates, so that a short run's average is of what was
+        trained and not of the weights that it began with.
     """
 
-    def __init__(self, *, decay: float, every_steps: Annotated[int, Ge(1)]):
+    def __init__(self, *, decay: float, every_steps: Annotated[int, Ge(1)], warmup: bool = False):
         if not 0 < decay < 1:
             raise ConfigError(f"callbacks.ema.decay={decay} is out of range: use a value between 0 and 1")
-        self.decay, self.every_steps = decay, every_steps
+        self.decay, self.every_steps, self.warmup = decay, every_steps, warmup
+        self._updates: int | None = 0
         self._in_use = False
         self._restored: set[str] = set()
 
@@ -48,7 +57,8 @@ class Ema(Callback):
     def on_step_end(self, run: Run) -> None:
         if run.step % self.every_steps == 0:
             averages, weights = (list(side) for side in zip(*self._pairs(), strict=True))
-            torch._foreach_lerp_(averages, weights, 1 - self.decay)
+            torch._foreach_lerp_(averages, weights, 1 - self._next_decay())
+            self._updates = None if self._updates is None else self._updates + 1
 
     def on_eval_begin(self, run: Run) -> None:
         self._use(True)
@@ -63,14 +73,19 @@ class Ema(Callback):
         self._use(True)
 
     def state(self) -> dict[str, Any]:
-        return dict(self._average)
+        return {**self._average, **({} if self._updates is None else {UPDATES: self._updates})}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         return {name: average for name, average in self._average.items() if name in saved}
 
     def load(self, state: dict[str, Any]) -> None:
-        """`targets` are the averages themselves."""
-        self._restored = {*state}
+        """`targets` are the averages themselves. One that was saved without a count goes on without a warm-up."""
+        self._restored, self._updates = {*state} - {UPDATES}, state.get(UPDATES)
+
+    def _next_decay(self) -> float:
+        if not self.warmup or self._updates is None:
+            return self.decay
+        return min(self.decay, (1 + self._updates) / (10 + self._updates))
 
     def _use(self, wanted: bool) -> None:
         """Let model and average change places."""

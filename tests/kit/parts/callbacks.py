@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from train.callbacks.base import Callback
+from train.callbacks.ema import UPDATES, Ema
 
 
 class Pace(Callback):
@@ -40,3 +41,10 @@ class Groups(Callback):
 
     def on_end(self, run):
         Path(run.config.output_dir, f"groups-{run.world.rank}.json").write_text(json.dumps(self.lines))
+
+
+class Uncounted(Ema):
+    """Saves its averages as earlier versions did."""
+
+    def state(self):
+        return {name: value for name, value in super().state().items() if name != UPDATES}
