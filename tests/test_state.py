@@ -131,6 +131,20 @@ def test_metrics_that_keep_a_state_have_the_same_digits_at_every_world_size(tmp_
     assert abs(plain.lines("eval")[0]["distance"] - alone.lines("eval")[0]["distance"]) < 1e-3
 
 
+@pytest.mark.parametrize("more, ranks", [((), 2), (V[:1], None), ((), None)], ids=["ranks", "slices", "one process"])
+def test_a_metric_that_does_not_add_up_its_states_is_refused_where_there_are_several(tmp_path, more, ranks):
+    metric = ("+metrics.right._target_=torchmetrics.classification.MulticlassAccuracy", "+metrics.right.num_classes=10")
+    flags = ("+metrics.right.average=micro", "+metrics.right.sync_on_compute=false")
+    line = ("model.hidden=[8]", *LINE, *metric, *flags, *more, "max_steps=1")
+    result = run(tmp_path / "run", *line, ranks=ranks, ok=False)
+    if not ranks and not more:
+        last = result.lines("eval")[-1]
+        assert result.code == 0 and last["right"] == pytest.approx(last["accuracy"])
+        return
+    assert result.outcome["outcome"] == "config_error", result.out
+    assert result.said and all("sync_on_compute=false" in line for line in result.said), result.out
+
+
 # What a resume at the same size needs
 
 

@@ -18,7 +18,7 @@ from train.config.command_line import readable
 from train.config.compose import of_run
 from train.config.keys import Config
 from train.config.options import values
-from train.config.parts import Part, build
+from train.config.parts import Part
 from train.data.load import load
 from train.dist.world import World
 from train.errors import ConfigError, MusterError, Preempted
@@ -28,7 +28,7 @@ from train.faults.preemption import Preemption
 from train.loggers.base import Logger
 from train.loggers.metrics import Metrics
 from train.loop import Progress, Run, evaluate
-from train.objectives.measure import Measures
+from train.objectives.build import build_measures
 from train.plan import Plan
 from train.run import beat, join, recipe, set_numerics
 from train.strategies.base import Strategy
@@ -97,7 +97,7 @@ def measure(
     if data.test is None:
         raise ConfigError(f"data._target_={config.data.target} has no test split: give --split train")
     plan = Plan(len(data.train), config.batch_size, config.seed)
-    measures = Measures({name: build(part).to(world.device) for name, part in config.metrics.items()})
+    measures = build_measures(config.metrics, world=world)
     parts = recipe(config, data, plan, 1, world, measures=measures, weights=read_weights(source))
     strategy.build(parts, world)
     facts = {"weights": source, "split": split, "samples": len(data.test), "world_size": world.size}

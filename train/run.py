@@ -45,7 +45,7 @@ from train.folder import RunFolder, note_end, open_folder
 from train.loggers.metrics import Metrics
 from train.loop import Progress, Run, train
 from train.models.prepare import prepared
-from train.objectives.build import build_objective
+from train.objectives.build import build_measures, build_objective
 from train.objectives.measure import Measures, is_better
 from train.optim.build import Named, build_optimizer, grouped_options
 from train.optim.schedule import adapt, build_schedule
@@ -160,13 +160,8 @@ def open_run(
     options = run_options(config)
     refusal = partial(refuse_changes, config, fingerprint=data.fingerprint, total_steps=total_steps)
     with open_folder(options, world, leaving, refusal=refusal) as folder:
-        callbacks, measures = (
-            Callbacks.of(config, data),
-            Measures(
-                {name: build(part).to(world.device) for name, part in config.metrics.items()},
-                sliced=config.virtual_world_size is not None,
-            ),
-        )
+        callbacks = Callbacks.of(config, data)
+        measures = build_measures(config.metrics, world=world, sliced=config.virtual_world_size is not None)
         kinds = sorted({*world.gather(kind_of(world))}) if config.virtual_world_size else []
         weights = first_weights(config, world) if folder.saved is None else None
         parts = recipe(config, data, plan, total_steps, world, measures=measures, weights=weights)

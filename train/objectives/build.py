@@ -1,14 +1,17 @@
-"""The configured objective."""
+"""The configured objective, and the metrics beside it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from train.config.parts import Part, bound
+from train.config.parts import Part, bound, build
+from train.dist.world import World
 from train.errors import ConfigError
+from train.objectives.measure import Measures
 
 
 def build_objective(part: Part, *, device: torch.device) -> Any:
@@ -27,3 +30,22 @@ def build_objective(part: Part, *, device: torch.device) -> Any:
                 "the model, which may compute its own loss (objective=model_loss), or let it require no gradient"
             )
     return objective.to(device)
+
+
+def build_measures(parts: Mapping[str, Part], *, world: World, sliced: bool = False) -> Measures:
+    """The metrics of `metrics.NAME`. Raises ConfigError: one would give the value of a part of the samples."""
+    named = {name: build(part).to(world.device) for name, part in parts.items()}
+    if sliced or world.size > 1:
+        for name, metric in named.items():
+            _see_sync(name, metric, part="slice" if sliced else "rank")
+    return Measures(named, sliced=sliced)
+
+
+def _see_sync(name: str, metric: Any, *, part: str) -> None:
+    for each in metric.modules() if isinstance(metric, nn.Module) else ():
+        if getattr(each, "sync_on_compute", True) is False:
+            raise ConfigError(
+                f"metrics.{name} is a {type(each).__name__} with sync_on_compute=false, and would give the value of one {part}'s "
+                "samples: leave it out, which adds up all; one that adds up its states itself is to be no torchmetrics.Metric, "
+                "but any class with update, compute and reset"
+            )
