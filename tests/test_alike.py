@@ -163,3 +163,11 @@ def test_a_run_whose_ranks_call_different_units_ends_with_2_and_one_line(tmp_pat
     assert "of blocks.1" in ended.said[-1] and len(ended.said) == 1, ended.out
     assert ended.out.count("exitcode  : 2 ") == 2, ended.out  # what torchrun tells of both ranks
     assert ended.outcome["exit_code"] == 2, ended.outcome
+
+
+def test_a_parameter_that_is_frozen_while_training_is_named(tmp_path):
+    freeze = ("+callbacks.f._target_=kit.parts.callbacks.FreezeAt", "+callbacks.f.at=2", "+callbacks.f.prefix='1.'")
+    line = ("model.hidden=[16]", "batch_size=32", "max_steps=4", "eval.every_steps=off", *freeze)
+    result = run(tmp_path / "run", *line, ranks=2, ok=False)
+    assert result.outcome["outcome"] == "config_error" and "1.weight got no gradient" in result.said[0], result.out
+    run(tmp_path / "unused", *line, "strategy.find_unused_parameters=true", ranks=2)

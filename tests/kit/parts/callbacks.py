@@ -48,3 +48,15 @@ class Uncounted(Ema):
 
     def state(self):
         return {name: value for name, value in super().state().items() if name != UPDATES}
+
+
+class FreezeAt(Callback):
+    """Lets the parameters whose names begin with `prefix` require no gradient from step `at` on."""
+
+    def __init__(self, at: int, prefix: str):
+        self.at, self.prefix = at, prefix
+
+    def on_step_end(self, run):
+        for name, parameter in run.strategy.parameters().items() if run.step == self.at else ():
+            if name.startswith(self.prefix):
+                parameter.requires_grad_(False)

@@ -6,7 +6,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -32,6 +32,8 @@ class Replicas(Stepping):
 
     step_class: type[OptimizerStep] = OptimizerStep
     honours = frozenset({*Stepping.honours, "compile", "channels_last"})
+    reduced: Sequence[str] = ()
+    """The parameters that DDP averages the gradients of, by its numbers: those that required one when it was built."""
 
     def build(self, recipe: Recipe, world: World) -> None:
         self.world, self.model = world, self.place(build_model(recipe, world.device))
@@ -69,10 +71,15 @@ class Replicas(Stepping):
         """DDP's complaint of parameters without a gradient in the step before, in one line; None if it is none."""
         if "Expected to have finished reduction" not in str(error):
             return None
-        trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         said = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        names = [trained[int(number)] for number in said[1].split()] if said else []
+        names = [self.reduced[int(number)] for number in said[1].split()] if said else []
         which = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else "some parameters"
+        parameters = dict(self.model.named_parameters())
+        if frozen := [name for name in names if not parameters[name].requires_grad]:
+            return ConfigError(
+                f"{frozen[0]} got no gradient: it required one when DDP was built, and does not now; freeze it from the start "
+                "(freeze=[...]), or set strategy.find_unused_parameters=true"
+            )
         return ConfigError(
             f"{which} got no gradient: let the loss depend on all parameters, freeze them (freeze=[...]), or set "
             "strategy.find_unused_parameters=true"
@@ -93,6 +100,7 @@ class Replicas(Stepping):
 
     def distributed(self, model: nn.Module) -> DistributedDataParallel:
         """The model under DDP. Collective."""
+        self.reduced = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         with answered_for_dynamo():
             ddp = DistributedDataParallel(model, device_ids=self.device_ids(), **self.ddp_options())
         self.choose_reduction(ddp)
