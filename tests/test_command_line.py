@@ -99,6 +99,8 @@ def conf(folder: Path) -> Path:
     }.items():
         (place / f"{name}.yaml").write_text(text)
     (place / "bytes.yaml").write_bytes(b"\xff\xfe\x00bad")
+    (folder / "conf/model").mkdir()
+    (folder / "conf/model/two.yaml").write_text("_target_: mine.Two\nheads: 2\n")
     (folder / "file").write_text("")
     return folder / "conf"
 
@@ -153,6 +155,10 @@ MISTAKES = {
     "--config-dir conf +experiment=bytes": "bytes.yaml is not a text in UTF-8",
     "--config-dir conf +experiment=text": "experiment/text.yaml: ",
     "--config-dir conf +experiment=list": "experiment/list.yaml: seed: ",
+    "--config-dir conf +experiment=plaecd": "did you mean placed? valid: bad, bytes, cifar10_resnet18, ",
+    "--config-dir=conf model=tow": "did you mean two? valid: convnet, gpt, mlp, recommender, resnet18, resnet50, two, vit",
+    "model=mlp -cd conf model.heads=3": "model.heads is a key of model=two, not of the model chosen",
+    "hydra.searchpath=[file://conf] model=tow": "did you mean two?",
     "--config-dir conf +experiment=placed": "begin the file with `# @package _global_`",
 }
 
@@ -187,6 +193,26 @@ def test_what_can_simply_work_does(tmp_path):
     result = run(tmp_path / "b", storage, "max_steps=1", "eval.every_steps=off")
     assert (tmp_path / "new/folder/step-00000001/manifest.json").exists(), result.out
     assert yaml.safe_load((tmp_path / "a/config.yaml").read_text())["gpus"] == [0]
+
+
+def test_help_knows_a_folder_of_yaml_files_and_quotes_values(tmp_path):
+    conf(tmp_path)
+    code, out = start(["--help", "--config-dir", "conf"], [environment()], cwd=tmp_path, timeout_s=60)
+    assert code == 0 and "resnet50, two, vit" in out and "mnist_mlp, placed" in out, out
+    assert "checkpoint.resume         'never' starts over" in out and "`" not in out.partition("Every key and")[0]
+
+
+def test_a_sweep_s_table_names_each_job_by_what_is_swept(tmp_path):
+    """At 80 columns, refused jobs too; and nothing is left beside the runs."""
+    line = ["-m", "name=sw", "optimizer.lr=0.1,bad", "+own.a_rather_long_key=8,16", "max_steps=1", "log.progress=none"]
+    line += ["log.report=false", "log.tensorboard=false"]
+    code, out = start(line, [environment(COLUMNS="80")], cwd=tmp_path, timeout_s=60)
+    rows = [[cell.strip() for cell in row.strip("│").split("│")] for row in out.splitlines() if row.startswith("│")]
+    assert code == 2 and [row[:3] for row in rows] == [
+        [rate, width, code] for rate, code in (("0.1", "0"), ("bad", "2")) for width in ("8", "16")
+    ], out
+    assert "optimizer.lr ┃ own.a_rather_long_key ┃ exit code ┃ step ┃ accuracy" in out and "runs: runs/sw" in out, out
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 def test_muster_refuses_a_tool_that_there_is_not(tmp_path):

@@ -128,6 +128,19 @@ def test_a_batch_of_samples_left_out_by_collate_fn_is_no_mistake(tmp_path):
     run(tmp_path / "run", *BASE, data("Hole"), f"loader.collate_fn={OWN}.leave_out", "eval.every_steps=off")
 
 
+def test_a_count_may_be_a_plain_number(tmp_path):
+    result = run(tmp_path / "run", *BASE, loss("Counts"), "log.train_metrics=true")
+    assert 0 <= result.lines("eval")[-1]["accuracy"] <= 1 and result.lines("eval")[-1]["per_class"] > 0
+
+
+def test_a_metric_that_takes_no_dict_is_named(tmp_path):
+    f1 = ("+metrics.f1._target_=torchmetrics.F1Score", "+metrics.f1.task=multiclass", "+metrics.f1.num_classes=3")
+    result = run(tmp_path / "run", *BASE, model("Named"), loss("named"), *f1, ok=False)
+    assert result.code == 2 and len(result.said) == 1, result.out
+    for text in ("metrics.f1", "a dict of class [30, 3] float32", "picks the tensors"):
+        assert text in result.said[0].replace("[8, 3]", "[30, 3]"), result.said[0]
+
+
 def test_a_worker_of_the_loader_is_no_other_case(tmp_path):
     result = run(tmp_path / "run", *BASE, data("Misspelt"), "loader.num_workers=1", ok=False)
     check(result, "raises in the data set", code=1)

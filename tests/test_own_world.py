@@ -374,8 +374,18 @@ def test_training_begins_with_the_weights_of_another(tmp_path):
     assert torch.equal(same.weights["1.weight"], kept["1.weight"])
     wider = ("model.hidden=[16,8]", "batch_size=32", "max_steps=3")
     refused = run(tmp_path / "no", *wider, f"init_from={tuned.folder}", ok=False)
-    assert refused.code == 2 and "init_ignore=" in refused.said[-1]
-    run(tmp_path / "yes", *wider, f"init_from={tuned.folder}", "init_ignore=['3','5']")
+    assert refused.code == 2 and "init_ignore=[3,5]" in refused.said[-1], refused.out
+    yes = run(tmp_path / "yes", *wider, f"init_from={tuned.folder}", "init_ignore=['3','5']")
+    assert evaluated(yes.folder)["loss"] == yes.lines("eval")[-1]["loss"], "all weights of the run are its own"
+
+
+def test_weights_that_do_not_fit_are_named_and_never_left_out_of_an_evaluation(tmp_path):
+    trained = run(tmp_path / "run", *SMALL)
+    line = [sys.executable, "-m", "train.evaluate", str(trained.folder), "model.hidden=[8]"]
+    done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    said = done.stderr.splitlines()
+    assert done.returncode == 2 and len(said) == 1 and "init_" not in said[0], done.stderr
+    assert "1.weight is [16, 64] there and [8, 64] in this model (3 such names), in 1, 3" in said[0]
 
 
 def test_weights_by_url_are_read_once_for_a_host(tmp_path):
@@ -432,7 +442,7 @@ def test_a_sweep_ends_with_a_table_of_its_jobs(tmp_path):
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for rate in ("0.1", "0.2"):
-        assert f"runs/grid/optimizer.lr={rate} " in done.stdout and "accuracy" in done.stdout
+        assert f"│ {rate} " in done.stdout and "accuracy" in done.stdout and "runs: runs/grid" in done.stdout
         assert torch.load(tmp_path / f"runs/grid/optimizer.lr={rate}/model.pt")["1.weight"].shape == (8, 64)
 
 

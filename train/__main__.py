@@ -11,6 +11,8 @@ from train.faults import output
 from train.faults.preemption import Preemption
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from train.config.keys import Config
     from train.errors import ConfigError
 
@@ -25,18 +27,18 @@ def main() -> None:
     from train.faults import agent
 
     agent.die_with_it()
-    jobs: list[tuple[str, int]] = []
+    jobs: list[tuple[str | None, int, Mapping[str, str]]] = []
 
-    def job(config: Config | ConfigError) -> int:
+    def job(config: Config | ConfigError, values: Mapping[str, str]) -> int:
         ended = carry_out(config, preemption)
-        jobs.append((getattr(config, "output_dir", "-"), ended))
+        jobs.append((getattr(config, "output_dir", None), ended, values))
         return ended
 
     code = run_each(job)
     if len(jobs) > 1 and os.environ.get("RANK", "0") == "0":
-        from train.report.sweep import print_table
+        from train.report.sweep import SweptJob, print_table
 
-        print_table(jobs)
+        print_table([SweptJob(*each) for each in jobs])
     sys.stdout.flush()
     sys.stderr.flush()
     # No tear-down: it would put SIGTERM's default back, so that the launcher's signal hides the code, and torch's C++

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from train.config.compose import run_each
@@ -22,7 +23,7 @@ def main(given: list[str]) -> int:
     as_json = given[:1] == ["--json"]
     sys.argv[1:] = given[as_json:]
 
-    def judge(config: Config | ConfigError) -> int:
+    def judge(config: Config | ConfigError, _: Mapping[str, str]) -> int:
         if isinstance(config, ConfigError):
             answer, code = json.dumps({"refused": [config.exit_code, str(config)]}), config.exit_code
             if not as_json:

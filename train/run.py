@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,9 @@ def open_run(
         measures = build_measures(config.metrics, world=world, sliced=config.virtual_world_size is not None)
         kinds = sorted({*world.gather(kind_of(world))}) if config.virtual_world_size else []
         weights = first_weights(config, world) if folder.saved is None else None
-        parts = recipe(config, data, plan, total_steps, world, measures=measures, weights=weights)
+        parts = recipe(
+            config, data, plan, total_steps, world, measures=measures, weights=weights, ignore=config.init_ignore
+        )
         strategy.build(parts, world)
         callbacks.on_build(strategy)
         window = Window(world, slices=config.virtual_world_size, measures=config.log.train_metrics)
@@ -404,8 +406,12 @@ def recipe(
     *,
     measures: Measures | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    ignore: Sequence[str] | None = None,
 ) -> Recipe:
-    """How to build the parts, for the strategy to do in its own order. Collective."""
+    """How to build the parts, for the strategy to do in its own order. Collective.
+
+    weights, ignore: what the model begins with, but for such names; None: but for none.
+    """
     wanted = signature(locate(config.model))
     offered: dict[str, Any] = {"num_classes": data.num_classes} if data.num_classes else {}
     if "input_shape" in wanted:  # only then is a sample looked at
@@ -430,7 +436,7 @@ def recipe(
             prepared,
             partial(build, config.model, **offered),
             weights=weights,
-            ignore=config.init_ignore,
+            ignore=ignore,
             freeze=config.freeze,
         ),
         build_optimizer=new_optimizer,

@@ -79,6 +79,16 @@ def given(key: str, default: Any) -> Any:
     return next((each.value() for each in reversed(overrides) if each.key_or_group == key), default)
 
 
+def config_dir() -> str | None:
+    """The value of `--config-dir` in sys.argv, if it is there."""
+    words = sys.argv[1:]
+    for place, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name == "-cd" or (name.startswith("--config-d") and "--config-dir".startswith(name)):
+            return value or next(iter(words[place + 1 :]), None)
+    return None
+
+
 def swept_keys(words: Sequence[str]) -> set[str]:
     """The keys that have several values in a command line with -m."""
     return {each.key_or_group for each in readable(divided(words)[0]) if each.is_sweep_override()}

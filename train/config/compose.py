@@ -28,6 +28,7 @@ from train.config.help import help_template
 from train.config.keys import GROUPS, Config
 from train.config.options import conf_folder
 from train.config.parts import TARGET
+from train.config.sweeper import quiet_sweeper
 from train.errors import ConfigError
 from train.redact import redacted
 
@@ -38,8 +39,10 @@ LONGEST_NAME = 200
 """Bytes of a folder's name; file systems take 255."""
 
 
-def run_each(job: Callable[[Config | ConfigError], int]) -> int:
+def run_each(job: Callable[[Config | ConfigError, Mapping[str, str]], int]) -> int:
     """Call `job` with each config that sys.argv leads to, or with what is wrong with it; give back the highest code.
+
+    Its second argument has the values of a sweep's job, key by key; it is empty where nothing is swept.
 
     `job` is not called where the command line only asks for help or to see a config.
     """
@@ -49,8 +52,9 @@ def run_each(job: Callable[[Config | ConfigError], int]) -> int:
     try:
         sys.argv[1:] = arranged(sys.argv[1:])
     except ConfigError as error:
-        return job(error)
+        return job(error, {})
     register()
+    quiet_sweeper()
     swept = swept_keys(sys.argv[1:])
     codes: list[int] = []
     is_composing = True
@@ -60,7 +64,7 @@ def run_each(job: Callable[[Config | ConfigError], int]) -> int:
         nonlocal is_composing
         config = _typed(composed, swept)
         is_composing = False
-        codes.append(job(config))
+        codes.append(job(config, _swept_values(swept)))
         is_composing = True
 
     try:
@@ -69,7 +73,7 @@ def run_each(job: Callable[[Config | ConfigError], int]) -> int:
     except Exception as error:
         if not is_composing:
             raise
-        return job(explain(error))
+        return job(explain(error), {})
     return max(codes, default=0)
 
 
@@ -178,6 +182,12 @@ def _again(override: Override, replaced: list[str]) -> list[str]:
     if override.is_delete():  # of what an option had, or a yaml gives
         return [f"++{key}=0", f"~{key}"]
     return [f"++{text.lstrip('+')}"]
+
+
+def _swept_values(swept: set[str]) -> dict[str, str]:
+    """What this job of a sweep has for each key that is swept, without secrets."""
+    each = {parsed([text])[0].key_or_group: redacted(text).partition("=")[2] for text in _task()} if swept else {}
+    return {key: value for key, value in each.items() if key in swept}
 
 
 def _own_folder(config: Config, swept: set[str]) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 from typing import Any
 
@@ -24,12 +25,17 @@ def help_template() -> str:
         ("+experiment", ", ".join(options("experiment")))
     ]
     choices = "\n".join(f"  {group:<13}{names}" for group, names in rows)
-    meanings = "\n".join(f"  {key.name:<26}{key.meaning.replace('`', '')}" for key in keys() if key.name not in GROUPS)
+    meanings = "\n".join(f"  {key.name:<26}{_quoted(key.meaning)}" for key in keys() if key.name not in GROUPS)
     return (
         f"{HEAD}\nChoices:\n{choices}\nYour own: model._target_=mypackage.Net (likewise the other groups), "
         f"+model.width=64 for its arguments\n\nKeys:\n{meanings}\n\nEvery key and its value (override as key=value):\n\n"
         f"$CONFIG\n{_exit_codes()}\n"
     )
+
+
+def _quoted(meaning: str) -> str:
+    """With quotes where Markdown has backticks: a value without them reads as a word of the sentence."""
+    return re.sub("`([^`]*)`", lambda found: f'"{found[1]}"' if "'" in found[1] else f"'{found[1]}'", meaning)
 
 
 def _exit_codes() -> str:
@@ -56,7 +62,7 @@ def _default_option(group: str) -> str:
 
 def _plain(value: Any) -> str:
     if value is None:
-        return "none"
+        return "`null`"
     if isinstance(value, Enum):
         return f"`{value.name}`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

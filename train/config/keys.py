@@ -108,14 +108,14 @@ class Log:
 class Eval:
     every_steps: int | str | None = key(
         None,
-        "steps between two evaluations, the last after the last step; none: every epoch; `off`: never",
+        "steps between two evaluations, the last after the last step; `null`: every epoch; `off`: never",
         Ge(1),
         FREE,
     )
     sanity_batches: int = key(
         2, "evaluation batches tried before a run's first step, without a trace; 0: none", Ge(0), FREE
     )
-    max_samples: int | None = key(None, "the first so many test samples are measured; none: all", Ge(1), FREE)
+    max_samples: int | None = key(None, "the first so many test samples are measured; `null`: all", Ge(1), FREE)
 
 
 @dataclass
@@ -138,9 +138,9 @@ class Config:
     )
     precision: Precision = key(Precision.fp32, "`bf16`, or `fp16` with loss scaling")
     device: Device = key(Device.auto, "`cpu`, `cuda`; `auto`: GPUs where there are any", FREE)
-    gpus: Any = key(None, "`[0,2]` gives local rank 1 device 2, `0` is `[0]`; none: all", FREE, LOCAL)
+    gpus: Any = key(None, "`[0,2]` gives local rank 1 device 2, `0` is `[0]`; `null`: all", FREE, LOCAL)
     compile: bool = key(False, "torch.compile the model", FREE)
-    channels_last: bool | None = key(None, "memory layout of images; none: by device and precision", FREE)
+    channels_last: bool | None = key(None, "memory layout of images; `null`: by device and precision", FREE)
     grad_clip: float | None = key(None, "the most that the L2 norm of the global gradient may be", Gt(0))
     on_nonfinite: NonFinite = key(NonFinite.stop, "`skip` leaves out steps whose loss or gradient is not finite", FREE)
     max_skipped_steps: int = key(10, "how many such steps in a row are tolerated", Ge(1), FREE)

@@ -11,15 +11,19 @@ from torch.nn.parameter import UninitializedParameter
 from train.errors import ConfigError, nearest
 from train.patterns import matches
 
+MOST_PATTERNS = 8
+
 
 def prepared(
     build: Callable[[], nn.Module],
     *,
     weights: Mapping[str, Tensor] | None,
-    ignore: Sequence[str],
+    ignore: Sequence[str] | None,
     freeze: Sequence[str],
 ) -> nn.Module:
     """The model that `build` gives, with `weights` but for names that `ignore` fits, and without gradients for `freeze`.
+
+    ignore: None where the weights are a whole run's own, of which nothing is left out.
 
     Raises:
         ConfigError: weights and model differ in other names or in shapes, or a pattern of `freeze` fits nothing.
@@ -43,21 +47,36 @@ def prepared(
     return model
 
 
-def take(model: nn.Module, weights: Mapping[str, Tensor], ignore: Sequence[str]) -> None:
+def take(model: nn.Module, weights: Mapping[str, Tensor], ignore: Sequence[str] | None) -> None:
     """Copy `weights` into the model. Raises ConfigError where a name that `ignore` does not fit is missing or differs."""
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     fits = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
-    left = [name for name in (*own, *weights) if name not in fits and not matches(name, ignore)]
+    left = list(dict.fromkeys(n for n in (*own, *weights) if n not in fits and not matches(n, ignore or ())))
     if left:
         name = left[0]
         if name in own and name in weights:
             what = f"{name} is {list(weights[name].shape)} there and {list(own[name].shape)} in this model"
         else:
             what = f"{name} is {'not there' if name in own else 'not in this model'}"
-        more = f" ({len(set(left))} such names)" if len(set(left)) > 1 else ""
-        pattern = name.rpartition(".")[0] or name
-        raise ConfigError(f"init_from does not fit: {what}{more}; leave them as they are with init_ignore=[{pattern}]")
+        more = f" ({len(left)} such names)" if len(left) > 1 else ""
+        patterns = ",".join(_patterns(left))
+        if ignore is None:
+            raise ConfigError(
+                f"the weights do not fit the model: {what}{more}, in {patterns.replace(',', ', ')}: they are of another model; give the class and its "
+                "values as they were when it was trained (model.key=value)"
+            )
+        raise ConfigError(
+            f"init_from does not fit: {what}{more}; leave them as they are with init_ignore=[{','.join([*ignore, patterns])}]"
+        )
     with torch.no_grad():
         for name, value in fits.items():
-            if not matches(name, ignore):
+            if not matches(name, ignore or ()):
                 own[name].copy_(value)
+
+
+def _patterns(names: Sequence[str]) -> list[str]:
+    """The modules that hold them; where those are many, the outermost ones."""
+    modules = [*dict.fromkeys(name.rpartition(".")[0] or name for name in names)]
+    if len(modules) > MOST_PATTERNS:
+        modules = [*dict.fromkeys(name.partition(".")[0] for name in names)]
+    return [each for each in modules if not any(each.startswith(f"{other}.") for other in modules)]

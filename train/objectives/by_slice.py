@@ -18,12 +18,12 @@ class BySlice:
     """`update`, `compute` and `reset` of `metric`, an object of torchmetrics."""
 
     def __init__(self, metric: Any):
-        self._metric = metric
+        self.metric = metric
         self._copies: dict[int, Any] = {}
 
     def update(self, outputs: Any, targets: Any, *, slice: int) -> None:
         if slice not in self._copies:
-            self._copies[slice] = copy.deepcopy(self._metric)
+            self._copies[slice] = copy.deepcopy(self.metric)
         self._copies[slice].update(outputs, targets)
 
     def compute(self) -> Any:

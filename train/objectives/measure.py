@@ -8,14 +8,15 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from train.dist.world import World
-from train.errors import ConfigError
+from train.errors import ConfigError, MusterError
 from train.objectives.by_slice import BySlice, by_slice
 from train.objectives.lists import fill_lists
 from train.objectives.loss import loss_of, measured
-from train.origin import defined, described, name_of
+from train.origin import defined, described, is_raised_by_own, kind_and_message, name_of
 
 OF = "/of"
 """What the name of a sum's own count ends with; a sum without one is over samples."""
@@ -37,7 +38,7 @@ def sums(
     found: dict[str, Any] = {}
     for name, value in measured(objective, outputs, targets, model=model).items():
         if isinstance(value, tuple) and len(value) == 2:
-            found[name], found[f"{name}{OF}"] = value
+            found[name], found[f"{name}{OF}"] = value[0], _count(value[1], like=value[0])
         else:
             found[name] = value
     wrong = {name: value for name, value in found.items() if not isinstance(value, Tensor) or value.numel() != 1}
@@ -47,6 +48,12 @@ def sums(
             "give the sum over the samples, a tensor [], or a pair (sum, count) of them"
         )
     return found
+
+
+def _count(value: Any, *, like: Any) -> Any:
+    """A count given as a plain number is a tensor beside its sum."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return torch.tensor(float(value), device=like.device) if is_number and isinstance(like, Tensor) else value
 
 
 def means(totals: Mapping[str, float], *, count: int) -> dict[str, float]:
@@ -76,11 +83,16 @@ class Measures:
 
     def update(self, outputs: Any, targets: Any, *, slice: int) -> None:
         """Take the outputs for a micro-batch of a slice of the global batch."""
-        for metric in self.named.values():
-            if isinstance(metric, BySlice):
-                metric.update(outputs, targets, slice=slice)
-            else:
-                metric.update(outputs, targets)
+        for name, metric in self.named.items():
+            try:
+                if isinstance(metric, BySlice):
+                    metric.update(outputs, targets, slice=slice)
+                else:
+                    metric.update(outputs, targets)
+            except Exception as error:
+                if isinstance(error, MusterError | torch.OutOfMemoryError) or is_raised_by_own(error):
+                    raise
+                raise _misfit(name, metric, outputs, targets, error) from error
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -112,6 +124,18 @@ class Measures:
         """Forget what was measured in an evaluation that was given up."""
         for metric in self.named.values():
             metric.reset()
+
+
+def _misfit(name: str, metric: Any, outputs: Any, targets: Any, error: Exception) -> ConfigError:
+    """A metric without lines of a user's own raised `error`: it got what it does not take."""
+    kind = name_of(metric.metric if isinstance(metric, BySlice) else metric)
+    remedy = "give it values that it takes, or a class of your own"
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        remedy = f"derive a class from it whose update(outputs, targets) picks the tensors, and write metrics.{name}._target_=package.module.Class"
+    return ConfigError(
+        f"metrics.{name}: {kind} cannot be updated with outputs that are {described(outputs)} and targets that are {described(targets)} "
+        f"({': '.join(kind_and_message(error))[:200]}): {remedy}"
+    )
 
 
 def _copy(metric: Any) -> Any:
