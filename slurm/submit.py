@@ -153,11 +153,12 @@ def main() -> int:
         for overrides, folder in zip(runs, own_folders(runs, folders), strict=True)
     ]
     try:
-        executor = make_executor(cluster)
+        executor = make_executor(cluster, submits=not arguments.dry_run)
     except RuntimeError as error:  # submitit found no sbatch
         tell(
             ConfigError(
-                f"cluster.executor={cluster.executor}: {one_line(error)}; use cluster=local where there is no Slurm"
+                f"cluster.executor={cluster.executor}: {one_line(error)}; use cluster=local where there is no Slurm, or "
+                "--dry-run to see the sbatch text"
             )
         )
         return ConfigError.exit_code
@@ -231,7 +232,11 @@ def quoted(path: str) -> str:
     return str(QuotedString(path, Quote.single).with_quotes())
 
 
-def make_executor(cluster: Cluster) -> submitit.AutoExecutor:
+def make_executor(cluster: Cluster, *, submits: bool = True) -> submitit.AutoExecutor:
+    """Raises RuntimeError where it `submits` to Slurm and there is none."""
+    if not submits:  # submitit looks for srun, which the text alone does not need
+        kind: Any = submitit.SlurmExecutor
+        kind.affinity = classmethod(lambda _: 1)
     options: dict[str, Any] = {}
     if cluster.executor == "slurm":
         options["slurm_max_num_timeout"] = cluster.requeues

@@ -235,3 +235,14 @@ def test_submit_keeps_values_and_refuses_in_a_line(tmp_path):
     assert [parsed([f"x={quoted(text)}"])[0].value() for text in HOSTILE] == HOSTILE
     with pytest.raises(ConfigError, match="cannot read the override 'x=a=b'"):
         expand(["x=a=b"])
+
+
+def test_submit_shows_its_text_also_where_there_is_no_slurm(tmp_path):
+    import subprocess
+
+    line = [sys.executable, str(ROOT / "slurm/submit.py"), "name=x"]
+    env = environment(PATH=str(tmp_path))
+    refused = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "--dry-run" in refused.stderr and "srun" in refused.stderr, refused.stderr
+    shown = subprocess.run([*line, "--dry-run"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0 and "#SBATCH --nodes" in shown.stdout, shown.stderr
