@@ -363,6 +363,64 @@ def test_a_run_is_measured_again(tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("model._target_=kit.parts.state.Keeping",),
+        ("model._target_=kit.parts.state.Late",),
+        ("model._target_=kit.parts.state.Recalling",),
+        ("model._target_=kit.parts.state.Recalling", "+model.bare=true"),
+        ("objective._target_=kit.parts.state.Centred",),
+        ("model._target_=kit.parts.state.Tied", "callbacks=[ema]", "callbacks.ema.decay=0.9"),
+    ],
+    ids=["buffers", "late buffers", "extra state", "extra tensor", "objective", "average"],
+)
+def test_a_run_is_measured_again_with_all_that_it_evaluated_with(tmp_path, parts):
+    """In the end, and at a checkpoint of before: not with the parameters alone."""
+    trained = run(tmp_path / "run", *parts, "max_steps=8", "eval.every_steps=4", "checkpoint.every_steps=4")
+    then, now = (each["loss"] for each in trained.lines("eval"))
+    assert evaluated(tmp_path / "run")["loss"] == pytest.approx(now, rel=1e-6)
+    assert evaluated(tmp_path / "run", "--checkpoint", "4")["loss"] == pytest.approx(then, rel=1e-6)
+
+
+def test_weights_that_are_not_the_whole_are_measured_with_a_word(tmp_path):
+    """What `model.pt` lacks is in the newest checkpoint; where that is gone, a line says what is missing."""
+    run(tmp_path / "run", "model._target_=kit.parts.state.Keeping", "max_steps=4")
+    assert evaluated(tmp_path / "run", ranks=2)["weights"].endswith("step-00000004")
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    line = [sys.executable, "-m", "train.evaluate", str(tmp_path / "run")]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr.count("model.pt has no unsaved") == 1, done.stderr
+
+
+def test_what_was_left_out_of_anothers_weights_is_measured_as_it_was_trained(tmp_path):
+    first = run(tmp_path / "first", *SMALL)
+    tuned = run(tmp_path / "tuned", *SMALL, f"init_from={first.folder}", "init_ignore=['3']")
+    assert evaluated(tmp_path / "tuned")["loss"] == pytest.approx(tuned.lines("eval")[-1]["loss"], rel=1e-6)
+
+
+def test_checkpoints_are_measured_where_they_were_saved(tmp_path):
+    """Of a run that has moved to another storage, not those of before."""
+    line = (*SMALL, "checkpoint.every_steps=4", "eval.every_steps=4", "checkpoint.best=loss", "checkpoint.keep=9")
+    run(tmp_path / "run", *line, "max_steps=4")
+    shutil.copytree(tmp_path / "run/checkpoints", tmp_path / "store")
+    trained = run(tmp_path / "run", *line, f"checkpoint.storage={tmp_path}/store", "checkpoint.accept_changes=true")
+    values = {each["step"]: each["loss"] for each in trained.lines("eval")}
+    for checkpoint, step in (("newest", 12), ("8", 8), ("best", min(values, key=values.get))):
+        again = evaluated(tmp_path / "run", "--checkpoint", checkpoint)
+        assert again["weights"] == f"{tmp_path}/store/step-{step:08d}"
+        assert again["loss"] == pytest.approx(values[step], rel=1e-6)
+
+
+def test_training_begins_with_the_average_of_another(tmp_path):
+    """Of a checkpoint as of `model.pt`: with what was evaluated there."""
+    first = run(tmp_path / "first", *SMALL, "callbacks=[ema]", "callbacks.ema.decay=0.9")
+    (first.folder / "model.pt").rename(tmp_path / "model.pt")
+    same = run(tmp_path / "same", *SMALL, f"init_from={first.folder}", "optimizer.lr=0")
+    for name, value in torch.load(tmp_path / "model.pt", weights_only=True).items():
+        assert torch.equal(same.weights[name], value)
+
+
 def test_training_begins_with_the_weights_of_another(tmp_path):
     first = run(tmp_path / "first", *SMALL)
     tuned = run(tmp_path / "tuned", *SMALL, f"init_from={first.folder}", "freeze=['1']", "optimizer.lr=0.01", ranks=2)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from train.callbacks.all import Callbacks
 from train.checkpoint.records import read_best
-from train.checkpoint.storage import STEP, Storage
-from train.checkpoint.weights import read_weights
+from train.checkpoint.storage import STEP, Saved, Storage, name
+from train.checkpoint.weights import Evaluated, lists_beside, read_evaluated, read_weights
 from train.config.command_line import readable
 from train.config.compose import of_run
 from train.config.keys import Config
@@ -21,17 +25,20 @@ from train.config.options import values
 from train.config.parts import Part
 from train.data.load import load
 from train.dist.world import World
-from train.errors import ConfigError, MusterError, Preempted
+from train.errors import ConfigError, MusterError, Preempted, say
 from train.faults import output
 from train.faults.exit import Exit, tell
 from train.faults.preemption import Preemption
 from train.loggers.base import Logger
 from train.loggers.metrics import Metrics
 from train.loop import Progress, Run, evaluate
+from train.models.prepare import take
 from train.objectives.build import build_measures
 from train.plan import Plan
+from train.redact import redacted
 from train.run import beat, join, recipe, set_numerics
-from train.strategies.base import Strategy
+from train.strategies.base import Recipe, Strategy
+from train.strategies.common.buffers import Buffers
 from train.timing.clock import Clock
 from train.window import Window
 
@@ -66,7 +73,7 @@ class Nothing:
     def flush(self) -> None: ...
 
 
-def attempt(config: Config, preemption: Preemption, source: str, *, split: str, as_json: bool) -> int:
+def attempt(config: Config, preemption: Preemption, source: Source, *, split: str, as_json: bool) -> int:
     """Measure with the other ranks; the exit code. Nothing of the run is written to."""
     leaving = Quiet(Path(config.output_dir))
     try:
@@ -83,7 +90,7 @@ def measure(
     strategy: Strategy,
     preemption: Preemption,
     leaving: Exit,
-    source: str,
+    source: Source,
     *,
     split: str,
     as_json: bool,
@@ -98,9 +105,9 @@ def measure(
         raise ConfigError(f"data._target_={config.data.target} has no test split: give --split train")
     plan = Plan(len(data.train), config.batch_size, config.seed)
     measures = build_measures(config.metrics, world=world)
-    parts = recipe(config, data, plan, 1, world, measures=measures, weights=read_weights(source))
-    strategy.build(parts, world)
-    facts = {"weights": source, "split": split, "samples": len(data.test), "world_size": world.size}
+    parts = recipe(config, data, plan, 1, world, measures=measures)
+    strategy.build(replace(parts, build_model=lambda: restored(parts, source, world)), world)
+    facts = {"weights": str(source), "split": split, "samples": len(data.test), "world_size": world.size}
     metrics = Metrics([Print(facts, as_json=as_json)] if world.is_first else [], samples=0)
     evaluate(
         Run(
@@ -115,21 +122,77 @@ def measure(
     world.close()
 
 
-def source_of(run: Path, checkpoint: str | None, *, storage: str | None = None) -> str:
-    """The weights that are meant, of a run whose checkpoints are in `storage`, else in its folder. Raises ConfigError if there are none."""
-    if checkpoint is None or checkpoint == "newest":
-        return str(run / "checkpoints" if checkpoint else run)
-    if checkpoint == "best":
-        if not (best := read_best(run)):
-            raise ConfigError(
-                f"{run} has no best.json that can be read: train with checkpoint.best=accuracy, or give --checkpoint STEP"
-            )
-        return Storage(storage or str(run / "checkpoints")).path(best.step)
-    name = checkpoint if STEP.fullmatch(checkpoint) else f"step-{int(checkpoint):08d}" if checkpoint.isdecimal() else ""
-    if not name or not (run / "checkpoints" / name).is_dir():
-        there = ", ".join(sorted(path.name for path in (run / "checkpoints").glob("step-*"))) or "none"
-        raise ConfigError(f"--checkpoint {checkpoint} is not in {run}; there: {there}; or give newest or best")
-    return str(run / "checkpoints" / name)
+def restored(recipe: Recipe, source: Source, world: World) -> nn.Module:
+    """The recipe's model, and its objective, with all that the run evaluated with. Raises MusterError."""
+    model, objective = recipe.build_model(), recipe.objective
+    buffers = Buffers(model, world, objective=objective if isinstance(objective, nn.Module) else None)
+    found = source.read(buffers, says=world.is_first)
+    take(model, found.weights, None)
+    buffers.put(found.beside)
+    return model
+
+
+class Source:
+    """What is to be measured of a run: its `model.pt` (None), or a checkpoint. Raises ConfigError if there is none."""
+
+    def __init__(self, run: Path, checkpoint: str | None, *, storage: str | None = None):
+        self.run, self._place = run, storage or str(run / "checkpoints")
+        self.saved: Saved | None = None
+        if checkpoint or not (run / "model.pt").exists():
+            self.saved = self._find(checkpoint or "newest")
+
+    @cached_property
+    def storage(self) -> Storage:
+        """Where the run's checkpoints are; some are connected to, so not before it has to be."""
+        return Storage(self._place)
+
+    def __str__(self) -> str:
+        return self.saved.path if self.saved else str(self.run)
+
+    def read(self, buffers: Buffers, *, says: bool) -> Evaluated:
+        """What the run evaluated with. Of what `buffers` has and `model.pt` lacks, the newest checkpoint may know more, and is
+        taken then; if there is none, a line says so where this rank `says` it. Raises MusterError."""
+        if self.saved:
+            return read_evaluated(self.saved)
+        weights = read_weights(str(self.run))
+        lacking = buffers.names - weights.keys()
+        with contextlib.suppress(MusterError):  # a finished run's checkpoints may be gone
+            newest = self._find("newest") if lacking else None
+            if newest and lists_beside(newest, lacking):
+                self.saved = newest
+                return read_evaluated(newest)
+            lacking = lacking if not newest else set()
+        if here := sorted(lacking & buffers.own.keys()):
+            more = f" and {len(here) - 1} more" if here[1:] else ""
+            if says:
+                say(
+                    f"muster: model.pt has no {here[0]}{more}, which no state dict has, and there is no checkpoint that can be "
+                    f"read in {redacted(self._place)}: measured as the model and the objective begin with it"
+                )
+        return Evaluated(weights, {})
+
+    def _find(self, checkpoint: str) -> Saved:
+        steps = self.storage.steps()
+        if checkpoint == "newest":
+            step = steps[0] if steps else -1
+        elif checkpoint == "best":
+            step = self._best()
+        else:
+            digits = match[1] if (match := STEP.fullmatch(checkpoint)) else checkpoint
+            step = int(digits) if digits.isdecimal() else -1
+        if step in steps:
+            return Saved(self.storage, self.storage.manifest(step))
+        there = ", ".join(name(step) for step in reversed(steps)) or "none"
+        raise ConfigError(
+            f"--checkpoint {checkpoint} is not in {self.storage.root}; there: {there}; or give newest or best"
+        )
+
+    def _best(self) -> int:
+        if best := read_best(self.run):
+            return best.step
+        raise ConfigError(
+            f"{self.run} has no best.json that can be read: train with checkpoint.best=accuracy, or give --checkpoint STEP"
+        )
 
 
 def main() -> None:
@@ -144,14 +207,13 @@ def main() -> None:
     preemption.install()
     try:
         config = of_run(given.run, overrides)
-        if not any(
-            each.key_or_group.startswith("strategy.") for each in readable(overrides)
-        ):  # it loads what any other has saved
+        keys = [each.key_or_group for each in readable(overrides)]
+        if not any(key.startswith("strategy.") for key in keys):  # it loads what any other has saved
             options = values("strategy", "ddp")
             config = replace(config, strategy=Part.of("strategy", options))
         config = replace(config, virtual_world_size=None, callbacks={}, freeze=[])
         config.eval.every_steps = None
-        source = source_of(given.run, given.checkpoint, storage=config.checkpoint.storage)
+        source = Source(given.run, given.checkpoint, storage=config.checkpoint.storage)
         code = attempt(config, preemption, source, split=given.split, as_json=given.json)
     except MusterError as error:
         tell(error)

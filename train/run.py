@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from train.callbacks.all import Callbacks
 from train.changes import refuse_changes
@@ -193,7 +193,7 @@ def open_run(
             folder=folder.path,
             world=world,
             keep=config.checkpoint.keep,
-            facts=identity(config, data, total_steps, kinds),
+            facts=identity(config, data, total_steps, kinds) | {"averages": callbacks.averages},
             newest_step=folder.saved.step if folder.saved else None,
             may_commit=folder.may_commit,
             on_commit=lambda facts: metrics.event("checkpoint_failed" if "failed" in facts else "checkpoint", **facts),
@@ -380,11 +380,11 @@ def identity(config: Config, data: Data, total_steps: int, kinds: list[str]) -> 
     return {**facts, "config_hash": digest, "config": plain}
 
 
-def first_weights(config: Config, world: World) -> dict[str, Tensor] | None:
+def first_weights(config: Config, world: World) -> dict[str, Any] | None:
     """What `init_from` names; one rank of a host downloads while the others wait. Collective."""
     if not config.init_from:
         return None
-    failure, weights, source = None, dict[str, Tensor](), config.init_from
+    failure, weights, source = None, dict[str, Any](), config.init_from
     with world.local_first(torch.hub.get_dir()) as goes_first:
         try:
             source = str(local_copy(source, ask=goes_first)) if "://" in source else source
@@ -405,7 +405,7 @@ def recipe(
     world: World,
     *,
     measures: Measures | None = None,
-    weights: Mapping[str, Tensor] | None = None,
+    weights: Mapping[str, Any] | None = None,
     ignore: Sequence[str] | None = None,
 ) -> Recipe:
     """How to build the parts, for the strategy to do in its own order. Collective.

@@ -41,6 +41,11 @@ class Callbacks:
             named["stream"] = Position(data.train)
         return cls(named)
 
+    @property
+    def averages(self) -> list[str]:
+        """What the names of the weights begin with that evaluation uses in place of the model's; of several the last counts."""
+        return [_prefix(name) for name, callback in self.named.items() if callback.averages]
+
     def on_build(self, strategy: Strategy) -> None:
         for callback in self.named.values():
             callback.on_build(strategy)

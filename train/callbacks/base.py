@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -22,9 +22,12 @@ class Callback:
     early with `run.stop(reason)`. Whatever it has to remember for a resume is its `state`.
 
     needs_evaluations: whether it does nothing without them; a run that makes none is then refused.
+    averages: whether evaluation uses the tensors of its `state` in place of the parameters of the same names; `train.evaluate`
+        and `init_from` then take them from a checkpoint, too.
     """
 
     needs_evaluations = False
+    averages: ClassVar[bool] = False
 
     def on_build(self, strategy: Strategy) -> None:
         """The model is there, and nothing has been restored yet."""

@@ -37,6 +37,8 @@ class Ema(Callback):
         trained and not of the weights that it began with.
     """
 
+    averages = True
+
     def __init__(self, *, decay: float, every_steps: Annotated[int, Ge(1)], warmup: bool = False):
         if not 0 < decay < 1:
             raise ConfigError(f"callbacks.ema.decay={decay} is out of range: use a value between 0 and 1")

@@ -94,6 +94,7 @@ class Manifest(Record):
     computes_on: list[str] = []
     config_hash: str = ""
     config: dict[str, Any] = {}
+    averages: list[str] = ["callbacks/ema/"]  # as it was before a manifest said so
     torch: str = ""
     digest: str = ""
 

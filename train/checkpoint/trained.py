@@ -11,6 +11,9 @@ from torch import Tensor
 
 from train.dist.world import World
 
+EXTRA = "_extra_state"
+"""How torch names what a module's `get_extra_state` gives."""
+
 
 @dataclass(frozen=True)
 class SavedTensor:

@@ -7,7 +7,8 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from train.checkpoint.download import local_copy
-from train.checkpoint.records import INDEX
+from train.checkpoint.records import INDEX, Manifest
 from train.checkpoint.state import as_bytes, host_copy, read, saved_tensors
 from train.checkpoint.storage import STEP, Saved, Storage
+from train.checkpoint.trained import EXTRA
 from train.dist.pieces import in_pieces
 from train.errors import ConfigError, MusterError, StorageError, one_line, storage_error
 from train.files import replace_file
+from train.redact import without
 
 ALONE = "save the weights alone, torch.save(model.state_dict(), path)"
+MODEL, BESIDE = "model/", "buffers/"
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a piece lies in its tensor: (offsets, sizes)."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What a run evaluates with at one step, in host memory.
+
+    weights: the model's state dict, with the average where evaluation uses one.
+    beside: buffers that are in no state dict, and under `objective/` the state of the objective.
+    """
+
+    weights: dict[str, Any]
+    beside: dict[str, Tensor]
 
 
 def write_weights(path: Path, weights: Mapping[str, Any], *, writes: bool) -> MusterError | None:
@@ -133,8 +149,8 @@ def _runs(offsets: Sequence[int], size: Sequence[int], piece: Tensor) -> Iterato
         yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), piece[index]
 
 
-def read_weights(source: str) -> dict[str, Tensor]:
-    """A model's weights by name, in host memory.
+def read_weights(source: str) -> dict[str, Any]:
+    """A model's state dict, in host memory: of a run what `model.pt` holds, of a checkpoint what it would hold at that step.
 
     Args:
         source: a file that torch.save has written, a URL of one, a run's folder (its `model.pt`, else its newest
@@ -144,26 +160,41 @@ def read_weights(source: str) -> dict[str, Tensor]:
         ConfigError: there are none. StorageError: they cannot be read.
     """
     path = local_copy(source) if "://" in source else Path(source)
+    if path.is_dir() and not (path / "model.pt").exists():
+        return read_evaluated(_saved_in(path)).weights
+    file = path / "model.pt" if path.is_dir() else path
     try:
-        if path.is_dir() and not (path / "model.pt").exists():
-            return _of_checkpoint(path)
-        else:
-            file = path / "model.pt" if path.is_dir() else path
-            found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except FileNotFoundError:
         raise ConfigError(f"there is no {source}: give a file of weights, a URL, or a run's folder") from None
-    except MusterError:
-        raise
     except Exception as error:
         raise StorageError(f"cannot read weights from {source}: {unreadable(error)[:300]}") from error
     if not isinstance(found, Mapping):
         raise ConfigError(f"{source} holds a {type(found).__name__} and no weights by name: {ALONE}")
     for inner in ("state_dict", "model"):  # what others' checkpoints call it
         found = found[inner] if isinstance(found.get(inner), Mapping) else found
-    weights = {str(name).removeprefix("module."): value for name, value in found.items() if isinstance(value, Tensor)}
-    if not weights:
+    named = {str(name).removeprefix("module."): value for name, value in found.items()}
+    weights = {name: value for name, value in named.items() if isinstance(value, Tensor) or name.endswith(EXTRA)}
+    if not any(isinstance(value, Tensor) for value in weights.values()):
         raise ConfigError(f"{source} holds no tensor by name: {ALONE}")
     return weights
+
+
+def read_evaluated(saved: Saved) -> Evaluated:
+    """What the run evaluated with at this checkpoint. Every file that it is read from is compared. Raises StorageError."""
+    try:
+        return _evaluated(saved)
+    except MusterError:
+        raise
+    except Exception as error:
+        reason = without(unreadable(error), saved.storage.backend.root)[:300]
+        raise StorageError(f"cannot read weights from {saved.path}: {reason}") from error
+
+
+def lists_beside(saved: Saved, names: Iterable[str]) -> bool:
+    """True if the checkpoint has any of these names of what is in no state dict. Raises StorageError."""
+    tensors = saved.index()["tensors"]
+    return any(f"{BESIDE}{name}" in tensors for name in names)
 
 
 def unreadable(error: Exception) -> str:
@@ -178,7 +209,8 @@ def unreadable(error: Exception) -> str:
     return f"it is no file of weights: {ALONE}"
 
 
-def _of_checkpoint(path: Path) -> dict[str, Tensor]:
+def _saved_in(path: Path) -> Saved:
+    """The checkpoint in this folder, or the newest of the run in it. Raises ConfigError if there is none."""
     inside = path / "checkpoints"
     if match := STEP.fullmatch(path.name):
         storage, steps = Storage(str(path.parent)), [int(match[1])]
@@ -187,11 +219,25 @@ def _of_checkpoint(path: Path) -> dict[str, Tensor]:
         steps = storage.steps()
     if not steps:
         raise ConfigError(f"there is neither model.pt nor a checkpoint in {path}: give a run's folder that has one")
-    saved = Saved(storage, storage.manifest(steps[0]))
-    index = saved.index()
-    names = [name for name in index["tensors"] if name.startswith("model/")]
-    for file in {piece["file"] for name in names for piece in index["tensors"][name]["pieces"]} | {INDEX}:
+    return Saved(storage, storage.manifest(steps[0]))
+
+
+def _evaluated(saved: Saved) -> Evaluated:
+    index, averages = saved.index(), Manifest.model_validate(saved.manifest).averages
+    wanted = (MODEL, BESIDE, *averages)
+    names = [name for name in (*index["tensors"], *index["values"]) if name.startswith(wanted)]
+    tensors = {name: index["tensors"][name] for name in names if name in index["tensors"]}
+    files = {piece["file"] for entry in tensors.values() for piece in entry["pieces"]}
+    for file in files | {index["values"][name]["file"] for name in names if name in index["values"]} | {INDEX}:
         saved.compare(file)
     into = {name: torch.empty(facts.size, dtype=facts.dtype) for name, facts in saved_tensors(index, names).items()}
-    read(index, [], into, saved.open)
-    return {name.removeprefix("model/"): value for name, value in into.items()}
+    values = into | read(index, names, into, saved.open)
+    weights = _under(MODEL, values)
+    for prefix in averages:
+        average = {name: value for name, value in _under(prefix, values).items() if name in weights}
+        weights = {**{name: value for name, value in weights.items() if name not in average}, **average}
+    return Evaluated(weights, _under(BESIDE, values))
+
+
+def _under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from train.checkpoint.trained import EXTRA
 from train.errors import ConfigError, nearest
 from train.patterns import matches
 
@@ -17,7 +19,7 @@ MOST_PATTERNS = 8
 def prepared(
     build: Callable[[], nn.Module],
     *,
-    weights: Mapping[str, Tensor] | None,
+    weights: Mapping[str, Any] | None,
     ignore: Sequence[str] | None,
     freeze: Sequence[str],
 ) -> nn.Module:
@@ -47,15 +49,23 @@ def prepared(
     return model
 
 
-def take(model: nn.Module, weights: Mapping[str, Tensor], ignore: Sequence[str] | None) -> None:
-    """Copy `weights` into the model. Raises ConfigError where a name that `ignore` does not fit is missing or differs."""
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    fits = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
-    left = list(dict.fromkeys(n for n in (*own, *weights) if n not in fits and not matches(n, ignore or ())))
+def take(model: nn.Module, weights: Mapping[str, Any], ignore: Sequence[str] | None) -> None:
+    """Give the model `weights`, a state dict, but for names that `ignore` fits.
+
+    Raises:
+        ConfigError: a name that `ignore` does not fit is missing, or differs in its shape.
+    """
+    wanted = {name: value for name, value in weights.items() if not matches(name, ignore or ())}
+    _make_room(model, wanted)
+    state = model.state_dict()
+    own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    there = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    fits = {name: value for name, value in there.items() if name in own and own[name].shape == value.shape}
+    left = list(dict.fromkeys(n for n in (*own, *there) if n not in fits and not matches(n, ignore or ())))
     if left:
         name = left[0]
-        if name in own and name in weights:
-            what = f"{name} is {list(weights[name].shape)} there and {list(own[name].shape)} in this model"
+        if name in own and name in there:
+            what = f"{name} is {list(there[name].shape)} there and {list(own[name].shape)} in this model"
         else:
             what = f"{name} is {'not there' if name in own else 'not in this model'}"
         more = f" ({len(left)} such names)" if len(left) > 1 else ""
@@ -68,10 +78,21 @@ def take(model: nn.Module, weights: Mapping[str, Tensor], ignore: Sequence[str] 
         raise ConfigError(
             f"init_from does not fit: {what}{more}; leave them as they are with init_ignore=[{','.join([*ignore, patterns])}]"
         )
-    with torch.no_grad():
-        for name, value in fits.items():
-            if not matches(name, ignore or ()):
+    for name, value in wanted.items():
+        if name in state and name.rpartition(".")[2] == EXTRA:
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+        elif name in fits:
+            with torch.no_grad():
                 own[name].copy_(value)
+
+
+def _make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Give a buffer that is None until the model assigns one a tensor of the size that it has in `weights`."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            value = weights.get(f"{path}.{key}" if path else key)
+            if buffer is None and isinstance(value, Tensor):
+                module._buffers[key] = torch.empty_like(value, device="cpu")
 
 
 def _patterns(names: Sequence[str]) -> list[str]:

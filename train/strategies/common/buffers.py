@@ -69,6 +69,11 @@ class Buffers:
         named = {name: place[key] for place, names in self._places() for key, name in names.items()}
         return {name: tensor.detach() for name, tensor in named.items() if tensor is not None}
 
+    @property
+    def names(self) -> set[str]:
+        """All their names, of those that are None by now, too."""
+        return {name for _, names in self._places() for name in names.values()}
+
     def shared(self) -> dict[str, Tensor]:
         """The common values, until `forget`. Collective. Raises ConfigError: their sizes differ between the ranks."""
         if self.agree:
