@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import http.server
+import os
 import subprocess
 import sys
 import threading
@@ -103,6 +104,42 @@ def test_a_server_that_does_not_say_what_it_has_is_read_again(tmp_path):
             weights(tmp_path / "served/model.pt", value)
             assert begun(tmp_path / str(value), f"http://{host}/model.pt")[0] == value
         assert [status for *_, status in seen] == [200, 200]
+
+
+def test_a_kept_copy_that_was_spoiled_is_downloaded_anew(tmp_path):
+    """Of the right size: torch reads flipped bits without a word."""
+    weights(tmp_path / "served/model.pt", 1)
+    with serving(tmp_path / "served") as (host, _):
+        begun(tmp_path / "a", f"http://{host}/model.pt")
+        (copy,) = (tmp_path / "cache").rglob("muster-*.pt")
+        spoiled = copy.read_bytes().replace(b"\x00\x00\x80\x3f", b"\x00\x00\x00\x40")  # 1.0, 2.0
+        assert copy.stat().st_size == len(spoiled) and spoiled != copy.read_bytes()
+        copy.write_bytes(spoiled)
+        value, again = begun(tmp_path / "b", f"http://{host}/model.pt", ranks=2)
+        assert value == 1 and again.out.count("is downloaded anew") == 1
+        assert again.out.count("was downloaded: ") == 1
+        copy.write_bytes(spoiled)
+    refused = run(tmp_path / "c", *SMALL, f"init_from=http://{host}/model.pt", ok=False)
+    assert refused.code == 5 and "is downloaded anew" in refused.out, "nobody vouches for it offline either"
+
+
+def test_an_older_file_that_was_put_back_is_noticed(tmp_path):
+    """By a server that knows files by their dates alone, and takes whatever is not newer for unchanged."""
+    kind = type("Dated", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(kind, directory=str(tmp_path / "served")))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url, said = f"http://127.0.0.1:{server.server_port}/model.pt", []
+    try:
+        for value, date in ((2, 2_000_000), (2, 2_000_000), (1, 1_000_000)):
+            weights(tmp_path / "served/model.pt", value)
+            os.utime(tmp_path / "served/model.pt", (date, date))
+            found, result = begun(tmp_path / f"{len(said)}", url)
+            assert found == value
+            said.append("has not changed" in result.out)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert said == [False, True, False]
 
 
 def test_a_secret_is_neither_written_nor_said(tmp_path):

@@ -35,7 +35,7 @@ def local_copy(url: str, *, ask: bool = True) -> Path:
 
     Args:
         url: file://, or any of SCHEMES, which may have a user and password.
-        ask: whether to look if it has changed there; otherwise a copy is taken as it is: one rank of a host asks.
+        ask: whether to look if it has changed, there or here; otherwise a copy is taken as it is: one rank of a host asks.
 
     Raises:
         ConfigError: no such kind of URL. StorageError: it cannot be downloaded.
@@ -52,6 +52,12 @@ def local_copy(url: str, *, ask: bool = True) -> Path:
     if kept and not ask:
         return folder / str(kept["file"])
     place = redacted(url)
+    if kept and not _is_whole(folder / kept["file"], kept):
+        say(
+            f"muster: init_from: the copy of {place} in {folder / kept['file']} has another size or SHA-256 than its "
+            "download had: it is downloaded anew"
+        )
+        kept = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         answer = _ask(url, kept)
@@ -79,17 +85,28 @@ def local_copy(url: str, *, ask: bool = True) -> Path:
 
 
 def _kept(index: Path) -> dict[str, Any]:
-    """What was noted of the copy; empty if there is none, or it is not whole."""
+    """What was noted of the copy; empty if there is none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         noted = json.loads(index.read_text())
-        if (index.parent / Path(noted["file"]).name).stat().st_size == noted["size"]:
+        if (index.parent / Path(noted["file"]).name).is_file():
             return {
                 **noted,
                 "file": Path(noted["file"]).name,
+                "size": int(noted["size"]),
                 "sha256": str(noted["sha256"]),
                 "time": float(noted["time"]),
             }
     return {}
+
+
+def _is_whole(path: Path, kept: dict[str, Any]) -> bool:
+    """True if the copy has the size and the SHA-256 of the download: torch reads flipped bits without a word."""
+    try:
+        with path.open("rb") as file:
+            same_size = path.stat().st_size == int(kept["size"])
+            return same_size and hashlib.file_digest(file, "sha256").hexdigest() == str(kept["sha256"])
+    except OSError:
+        return False
 
 
 def _ask(url: str, kept: dict[str, Any]) -> Any:
@@ -103,8 +120,6 @@ def _ask(url: str, kept: dict[str, Any]) -> Any:
         request.add_unredirected_header("Authorization", f"Basic {word}")
     if kept.get("etag"):
         request.add_header("If-None-Match", kept["etag"])
-    elif kept.get("modified"):
-        request.add_header("If-Modified-Since", kept["modified"])
     try:
         return urllib.request.urlopen(request, timeout=TIMEOUT_S)
     except HTTPError as error:
@@ -114,9 +129,15 @@ def _ask(url: str, kept: dict[str, Any]) -> Any:
 
 
 def _is_same(headers: Message, kept: dict[str, Any]) -> bool:
-    """Of a server that answers a conditional request as any other."""
-    same_size = headers.get("Content-Length") in (None, str(kept.get("size")))
-    return bool(kept.get("etag")) and same_size and headers.get("ETag") == kept["etag"]
+    """True if the answer has the copy's ETag, or without one its Last-Modified, and its length.
+
+    If-Modified-Since is not asked: servers answer 304 for an older file, too, that was put back.
+    """
+    if headers.get("Content-Length") not in (None, str(kept.get("size"))):
+        return False
+    if kept.get("etag"):
+        return bool(headers.get("ETag") == kept["etag"])
+    return bool(kept.get("modified") and headers.get("Last-Modified") == kept["modified"])
 
 
 def _download(answer: Any, folder: Path, place: str) -> dict[str, Any]:
