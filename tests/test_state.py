@@ -106,6 +106,23 @@ def test_functions_of_ones_own_draw_alike_at_every_world_size(tmp_path):
     assert run(tmp_path / "cut", *line, "max_steps=9", ranks=2).sha256 == alone.sha256
 
 
+@pytest.mark.parametrize(
+    "own",
+    [("loader.collate_fn=kit.parts.state.mixup_in_training",), ("loader.batch=kit.parts.state.MaskedInTraining",)],
+    ids=["function", "class"],
+)
+def test_functions_that_are_told_leave_the_test_split_alone(tmp_path, own):
+    """Nothing is trained: the metrics are those of the weights at the beginning, on the samples as they are."""
+    line = ("model.hidden=[8]", "optimizer.lr=0", "max_steps=1")
+    plain = run(tmp_path / "plain", *line)
+    mixed = run(tmp_path / "mixed", *line, *own)
+    two = run(tmp_path / "two", *line, *own, "loader.num_workers=1", ranks=2)
+    assert mixed.losses != plain.losses
+    for result in (mixed, two):
+        for name in ("accuracy", "loss"):
+            assert result.lines("eval")[-1][name] == pytest.approx(plain.lines("eval")[-1][name], rel=1e-6)
+
+
 def test_a_stream_that_shuffles_is_the_same_at_every_world_size(tmp_path):
     line = ("data._target_=kit.parts.state.Shuffled", "model.hidden=[8]", *V, "max_steps=9")
     alone = run(tmp_path / "alone", *line)

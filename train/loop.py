@@ -133,7 +133,7 @@ def train(run: Run) -> None:
     run.clock.begin()
     run.metrics.begin()
     evaluate_if_due(run)
-    for micro_batches in run.clock.waiting(load(run, run.data.train, run.plan, range(run.step, run.total_steps))):
+    for micro_batches in run.clock.waiting(load(run, run.plan, range(run.step, run.total_steps))):
         if run.is_over:
             break
         begin(run, "step")
@@ -153,12 +153,13 @@ def train(run: Run) -> None:
     flush(run)
 
 
-def load(run: Run, dataset: Any, plan: Plan, steps: range) -> Iterator[list[Batch]]:
-    """This rank's micro-batches of each of `steps`; empty ones on a rank that takes no samples."""
+def load(run: Run, plan: Plan, steps: range, *, train: bool = True) -> Iterator[list[Batch]]:
+    """This rank's micro-batches of each of `steps`, of the training or the test split; empty ones on a rank that takes no
+    samples."""
     if run.strategy.data_shard is None:
         return iter([] for _ in steps)
-    loader = LoaderConfig.of(run.config, shard=run.strategy.data_shard, device=run.world.device)
-    return batches(dataset, plan, steps, loader)
+    loader = LoaderConfig.of(run.config, shard=run.strategy.data_shard, device=run.world.device, train=train)
+    return batches(run.data.train if train else run.data.test, plan, steps, loader)
 
 
 def evaluate_if_due(run: Run) -> None:
@@ -209,7 +210,7 @@ def measure(run: Run, begin: Callable[[Run, str], None], *, most: int | None = N
     batch_size = run.config.batch_size if most else EVAL_BATCH * (slices or ranks)  # a trial costs no more than a step
     plan = Plan(size, batch_size=min(size, batch_size), shuffle=False)
     steps = range(min(plan.steps_per_epoch, most or plan.steps_per_epoch))
-    for number, micro_batches in enumerate(load(run, test, plan, steps)):
+    for number, micro_batches in enumerate(load(run, plan, steps, train=False)):
         begin(run, "evaluation")
         for batch in seeded(micro_batches, run.config.seed, number):
             for name, value in run.strategy.evaluate(batch).items():

@@ -88,8 +88,10 @@ def bound(part: Part, *, free: int, **offered: Any) -> Any:
     return functools.partial(target, **{**given, **checked_values(part)})
 
 
-def callable_of(key: str, value: Any) -> Any:
+def callable_of(key: str, value: Any, *, train: bool = True) -> Any:
     """What `value` names: by import path a function as it is and a class made without arguments; by `_target_` a part.
+
+    A parameter `train`, of the function or of the class, is whether what it is called with is for training.
 
     Raises:
         ConfigError: it cannot be imported or built, or cannot be called.
@@ -97,9 +99,17 @@ def callable_of(key: str, value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, dict):
-        return build(Part.of(key, value))
-    found = locate(Part(key, str(value)))
-    return found() if inspect.isclass(found) else found
+        found = build(Part.of(key, value), train=train)
+    else:
+        found = locate(Part(key, str(value)))
+        found = _told(found, train=train)() if inspect.isclass(found) else found
+    return _told(found, train=train)
+
+
+def _told(target: Any, *, train: bool) -> Any:
+    """`target`, given `train` if it is a parameter of its."""
+    asks = callable(target) and "train" in signature(target)
+    return functools.partial(target, train=train) if asks else target
 
 
 def _built(key: str, value: Any) -> Any:

@@ -59,13 +59,17 @@ class LoaderConfig:
     adapter: Callable[[Any], Any] | None = None
 
     @classmethod
-    def of(cls, config: Config, *, shard: tuple[int, int], device: torch.device) -> LoaderConfig:
-        """As a run's config has it, for the rank whose slice of every global batch is `shard`, (index, number)."""
+    def of(cls, config: Config, *, shard: tuple[int, int], device: torch.device, train: bool = True) -> LoaderConfig:
+        """As a run's config has it, for the rank whose slice of every global batch is `shard`, (index, number).
+
+        train: whether the batches are to train on, which functions of a user's own may ask.
+        """
         share = Share(*shard, micro_batch_size=config.micro_batch_size, slices=config.virtual_world_size)
         loader = config.loader
         max_bad = loader.max_bad_samples if loader.on_bad_sample is BadSample.skip else None
-        own = (callable_of("loader.collate_fn", loader.collate_fn), callable_of("loader.batch", loader.batch))
-        return cls(share, device, config.seed, loader.num_workers, max_bad, *own)
+        collate = callable_of("loader.collate_fn", loader.collate_fn, train=train)
+        adapter = callable_of("loader.batch", loader.batch, train=train)
+        return cls(share, device, config.seed, loader.num_workers, max_bad, collate, adapter)
 
 
 def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Iterator[list[Batch]]:

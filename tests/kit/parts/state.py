@@ -229,6 +229,21 @@ def mixup(samples):
     return images + 0.2 * share * images[others], torch.tensor([int(label) for _, label in samples])
 
 
+def mixup_in_training(samples, train):
+    """Mixes samples to train on."""
+    return mixup(samples) if train else torch.utils.data.default_collate(samples)
+
+
+class MaskedInTraining:
+    """Leaves out a fifth of every image to train on."""
+
+    def __init__(self, train):
+        self.train = train
+
+    def __call__(self, batch):
+        return masked(batch) if self.train else batch
+
+
 def masked(batch):
     """Leaves out a fifth of every image."""
     images, labels = batch
