@@ -1,1 +1,1 @@
-"""Where this process stands among the others, and how they talk."""
+"""The position of this process among the ranks, and communication between ranks."""

@@ -1,4 +1,4 @@
-"""Which device and which backend of torch.distributed this rank uses."""
+"""Choose the device and the torch.distributed backend of this rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from train.errors import ConfigError
 
 
 def choose_device(options: GroupOptions, place: Place) -> torch.device:
-    """The device of this rank: `gpus[local_rank]` where given, else `local_rank`, else the CPU.
+    """Return this rank's device: `gpus[local_rank]` if given, else `local_rank`, else the CPU.
 
     Raises:
-        ConfigError: it is not there; says what is.
+        ConfigError: the device does not exist, or there are more local ranks than GPUs; the message lists the valid
+            choices.
     """
     if options.device == "cpu":
         return torch.device("cpu")
@@ -39,7 +40,11 @@ def choose_device(options: GroupOptions, place: Place) -> torch.device:
 
 
 def choose_backend(options: GroupOptions, device: torch.device) -> str:
-    """gloo for CPU; on CUDA nccl for tensors there and gloo for the few small ones that live on the host."""
+    """Return the backend: gloo on CPU; on CUDA nccl for CUDA tensors and gloo for the few small CPU tensors.
+
+    Raises:
+        ConfigError: nccl without CUDA devices.
+    """
     backend = options.backend
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError("dist.backend=nccl needs CUDA devices, and this run is on the CPU: use dist.backend=gloo")

@@ -1,4 +1,4 @@
-"""At which of this host's addresses a store listens: it authenticates nobody, so at no more of them than it has to."""
+"""Choose the address at which a store listens. A store authenticates no client, so it listens at as few as possible."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import socket
 
 
 def listener(host: str, port: int, *, is_one_node: bool = False) -> socket.socket | None:
-    """A listening socket at the one address of `host`; None where the store is to listen on all interfaces.
+    """Return a listening socket at the only address of `host`; None if the store must listen on all interfaces.
 
-    That is so where the name stands for several addresses, for one that is not this host's own (a service, a gateway),
-    or, as on Debian, for 127.0.1.1 here and for another address everywhere else: a client could come by any of them.
+    The store must listen on all interfaces if the name resolves to several addresses, to an address of another host (a
+    service, a gateway) or, as on Debian, to 127.0.1.1 here and to another address everywhere else: a client may use any
+    of them.
 
     Raises:
         OSError: the port is taken.
@@ -29,6 +30,6 @@ def listener(host: str, port: int, *, is_one_node: bool = False) -> socket.socke
             try:
                 return socket.create_server((str(address), port), family=family, backlog=4096)
             except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:  # not this host's
+                if error.errno != errno.EADDRNOTAVAIL:  # EADDRNOTAVAIL: another host's address
                     raise
     return None

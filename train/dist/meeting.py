@@ -1,19 +1,20 @@
-"""How the ranks of an attempt find each other over the rendezvous store, before any process group exists.
+"""Let the ranks of an attempt find each other over the rendezvous store, before a process group exists.
 
-A rank that is missing, failed early or was started with another config is named here, instead of being waited for in
-the first collective.
+The meeting names a rank that is missing, failed early or was started with another config, so that no rank waits for it
+in the first collective.
 
-A store may outlive an attempt (torchrun keeps one across worker restarts), so what dead processes have posted is
-still there. Meetings are therefore numbered, and each process numbers its arrival in one:
+A store may outlive an attempt (torchrun keeps one across worker restarts), so it may still hold keys of dead processes.
+Meetings are therefore numbered, and each process gets a number when it arrives in a meeting:
 
-1. rank 0 opens the next meeting, which ends the one before for whoever still waits there; it says what it runs;
-2. the others wait for the newest meeting to be open, compare themselves with rank 0, and arrive: that gives a number
-   which no other process ever had or gets in this meeting;
-3. rank 0 reads the arrivals until it has one of each rank, and gives one verdict, which says up to which number it read;
-4. a rank believes the verdict if it counted this rank's own number. If not, it came too late for a meeting of an earlier
-   attempt, and goes on to the next one.
+1. Rank 0 opens the next meeting and posts its facts. This ends the previous meeting for ranks that still wait in it.
+2. The other ranks wait until the newest meeting is open, compare themselves with rank 0 and arrive. Each arrival gets a
+   number that no other process ever has in this meeting.
+3. Rank 0 reads the arrivals until it has one of each rank, and posts a single verdict with the largest number that it
+   has read.
+4. A rank accepts the verdict if rank 0 has read the rank's own arrival. If not, the rank was too late for a meeting of
+   an earlier attempt, and goes on to the next meeting.
 
-So nobody believes a verdict that was not about itself, nobody polls but rank 0, and a rank needs about ten operations.
+So no rank accepts a verdict about another process, only rank 0 polls, and each rank needs about ten operations.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ from train.errors import MusterError, of_code, say
 CLOCKS_APART_S = 2.0
 TICK_S = 0.05
 HEARD_S = 5.0
-LATECOMERS_S = 5.0  # where all were told to stop, those that still start are told so too
-VERDICT_S = 5.0  # after the deadline rank 0 says who was missing: hear it
+LATECOMERS_S = 5.0  # after a stop request rank 0 still waits for late ranks, so that they stop too
+VERDICT_S = 5.0  # wait past the deadline for the verdict, which names the missing ranks
 
 
 @dataclass(frozen=True)
 class Met:
-    """What a meeting gives: an id that no other attempt has, the store, and on rank 0 the launchers of all ranks."""
+    """The result of a meeting: an attempt id that no other attempt has, and the store.
+
+    On rank 0 `agents` holds the launchers of all ranks; on other ranks only the rank's own.
+    """
 
     attempt: str
     store: Store
@@ -66,18 +70,23 @@ def meet(
     device: str = "",
     stopping: Callable[[], bool] = lambda: False,
 ) -> Met:
-    """Find the other ranks, and hear whether all are there, alike and well. Collective.
+    """Find the other ranks, and check that all are present, alike and without error.
+
+    Collective: every rank must call it.
 
     Args:
+        place: this process's position.
         alike: the flat values that all ranks must have in common; None compares none.
-        error: what keeps this rank from training; all ranks then end with it.
-        stopping: whether this process was told to stop; then all that have come leave at once.
+        error: an error that keeps this rank from training; all ranks then end with it.
+        timeout_s: seconds within which all ranks must arrive.
+        device: the device type of this rank, which all ranks must have in common.
+        stopping: whether this process was told to stop; then all ranks that have arrived leave at once.
 
     Raises:
-        MusterError: the lowest rank's early error, as that rank saw it.
+        MusterError: the early error of the lowest rank that has one.
         ConfigError: ranks are missing or differ.
         Stopped: a rank was told to stop.
-        RankLost: the store is gone, or rank 0, which held it.
+        RankLost: the store, or rank 0 which held it, is gone.
     """
     agent = launcher()
     if place.world_size == 1:
@@ -125,7 +134,7 @@ def meet(
 
 @dataclass(frozen=True)
 class Own:
-    """What this process brings to a meeting."""
+    """The facts, hello and flat config that this process brings to a meeting."""
 
     place: Place
     facts: dict[str, Any]
@@ -136,7 +145,12 @@ class Own:
 def host(
     lobby: Lobby, own: Own, *, timeout_s: float, deadline: float, stopping: Callable[[], bool]
 ) -> tuple[str, list[str], tuple[int, str] | None]:
-    """Rank 0's side: attempt id, the launchers of all ranks, and what keeps them from training (exit code, message)."""
+    """Run the meeting on rank 0.
+
+    Returns:
+        The attempt id, the launchers of all ranks, and the error that keeps the ranks from training: (exit code,
+            message) or None.
+    """
     attempt, meeting = uuid.uuid4().hex[:8], lobby.open(own.facts, own.config)
     hellos, skews, stopped = {0: own.hello}, {0: 0.0}, False
     looked = time.time()
@@ -148,7 +162,7 @@ def host(
                 continue
             hellos[hello["rank"]] = hello
             now = time.time()
-            skews[hello["rank"]] = hello["clock"] - min(max(hello["clock"], before), now)  # it came since the last look
+            skews[hello["rank"]] = hello["clock"] - min(max(hello["clock"], before), now)  # arrived in between
         if not stopped and (told or stopping()):
             stopped, deadline = True, min(deadline, time.monotonic() + LATECOMERS_S)
         if len(hellos) == own.place.world_size or time.monotonic() > deadline:
@@ -159,7 +173,7 @@ def host(
     verdict = {"attempt": attempt, "error": failed, "ranks": len(hellos)}
     if not lobby.decide(meeting, verdict):
         raise Unheard("another rank 0 has opened a meeting at the same store: give each rank a number of its own")
-    if failed and len(hellos) > 1 and own.place.hosts_store:  # let the others read the verdict before the store goes
+    if failed and len(hellos) > 1 and own.place.hosts_store:  # the others must read the verdict before the store ends
         lobby.await_acknowledgements(meeting, HEARD_S)
     return attempt, sorted({hello["agent"] for hello in hellos.values()}), failed
 
@@ -167,12 +181,15 @@ def host(
 def attend_meeting(
     waiting: Lobby, speaking: Lobby, own: Own, *, deadline: float, stopping: Callable[[], bool]
 ) -> tuple[str, tuple[int, str] | None]:
-    """The others' side, in a thread, as it blocks: attempt id, and what keeps the ranks from training.
+    """Take part in the meeting on a rank other than 0, in a thread, because the store blocks.
+
+    Returns:
+        The attempt id, and the error that keeps the ranks from training: (exit code, message) or None.
 
     Raises:
         Unheard: rank 0 did not come.
-        Abandoned: rank 0 came, and it or the store was lost.
-        Stopped: told to stop, and rank 0 did not answer to that.
+        Abandoned: rank 0 came, but it or the store was lost.
+        Stopped: this process was told to stop, and rank 0 did not answer.
     """
     guest = Guest(waiting, own, deadline + VERDICT_S, stopping)
     thread = threading.Thread(target=guest.run, name="meeting", daemon=True)
@@ -194,7 +211,7 @@ def attend_meeting(
 
 
 class Guest:
-    """What a rank other than 0 does in a meeting: blocks on the store, to be run in a thread of its own."""
+    """The meeting as seen by a rank other than 0. `run` blocks on the store, so it needs its own thread."""
 
     def __init__(self, lobby: Lobby, own: Own, deadline: float, stopping: Callable[[], bool]):
         self.lobby, self.own, self.deadline, self.stopping = lobby, own, deadline, stopping
@@ -204,6 +221,7 @@ class Guest:
         self.failure: Unheard | Abandoned | None = None
 
     def run(self) -> None:
+        """Take part in meetings until one gives a verdict; sets `verdict` or `failure`."""
         place = self.own.place
         try:
             self.verdict = self._meet()
@@ -231,7 +249,7 @@ class Guest:
             meeting += 1
 
     def _is_meant(self, number: int, verdict: dict[str, Any]) -> bool:
-        """Or it has been told to stop, as those were who came in time."""
+        """Whether rank 0 has read arrival `number`, or the verdict is to stop and this rank was told to stop as well."""
         if number <= verdict["seen"] and number not in verdict["unread"]:
             return True
         return bool(self.stopping() and verdict["error"] and verdict["error"][0] == Stopped.exit_code)
@@ -249,7 +267,7 @@ class Guest:
 
 
 def code_hash() -> str:
-    """Digest of the kit's own sources: two nodes with different checkouts must not train together."""
+    """Return a digest of the kit's sources: two nodes with different checkouts must not train together."""
     sources = hashlib.sha256()
     root = Path(__file__).parent.parent
     for source in sorted(root.rglob("*.py")):
@@ -258,11 +276,12 @@ def code_hash() -> str:
 
 
 def digest(value: Any) -> str:
+    """Return a digest of `value` as JSON: 16 hex digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def judge(hellos: dict[int, dict[str, Any]], world_size: int, *, timeout_s: float) -> tuple[int, str] | None:
-    """What keeps these ranks from forming a group: (exit code, message), or None."""
+    """Return the error that keeps these ranks from forming a group as (exit code, message), or None."""
     for rank, hello in sorted(hellos.items()):
         if hello["error"]:
             code, message = hello["error"]
@@ -279,11 +298,21 @@ def judge(hellos: dict[int, dict[str, Any]], world_size: int, *, timeout_s: floa
 def difference(
     first: dict[str, Any], other: dict[str, Any], ours: dict[str, Any], theirs: dict[str, Any], *, rank: int
 ) -> str | None:
-    """In what `rank` differs from rank 0 (facts, then flat configs) so that they must not train together."""
+    """Describe how `rank` differs from rank 0 so that they must not train together; None if they match.
+
+    Args:
+        first: rank 0's facts.
+        other: the facts of `rank`.
+        ours: rank 0's flat config.
+        theirs: the flat config of `rank`.
+        rank: the rank that is compared with rank 0.
+    """
     who = f"rank {rank} on {other['host']}"
     for key in ("torch", "code"):
         if other[key] != first[key]:
-            return f"{who} runs {key} {other[key]}, rank 0 on {first['host']} {first[key]}: install the same on every node"
+            return (
+                f"{who} runs {key} {other[key]}, rank 0 on {first['host']} {first[key]}: install the same on every node"
+            )
     if other["device"] != first["device"]:
         return (
             f"{who} would train on {other['device']}, rank 0 on {first['host']} on {first['device']}: "
@@ -296,6 +325,7 @@ def difference(
 
 
 def tell_of_clocks(hellos: dict[int, dict[str, Any]], skews: dict[int, float]) -> None:
+    """Warn if a host's clock is more than `CLOCKS_APART_S` away from that of rank 0's host."""
     rank = max(skews, key=lambda rank: abs(skews[rank]))
     if abs(skews[rank]) > CLOCKS_APART_S:
         risk = ": torchrun compares them to tell who is alive, and may drop nodes or wait for them at the end"

@@ -1,4 +1,4 @@
-"""How this process reaches the others: the rendezvous store, gloo's interface, and file descriptors enough for both."""
+"""Connect this process to the others: rendezvous store, gloo's network interface, and the file descriptor limit."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from train.errors import ConfigError, Preempted, RankLost
 SPARE_DESCRIPTORS = 128  # files, pipes of loader workers, libraries
 WATCH_S = 0.05
 STOP_S = 10.0
-"""How long a rank that was told to stop still waits for the others to hear of it; launchers kill after 30 s."""
+"""How long a rank that was told to stop waits for the others to learn of it; launchers kill after 30 s."""
 
 
 class Unheard(ConfigError):
-    """This rank never reached the others: it has to speak for itself."""
+    """This rank never reached the others, so it must report its error itself."""
 
 
 class Abandoned(RankLost):
-    """Who holds the rendezvous store went away while the ranks met: this rank has to speak for itself."""
+    """The process that holds the store was lost during the meeting, so this rank must report the error itself."""
 
     def __init__(self, place: Place):
         who = f"rank {place.rank} on {socket.gethostname()}"
@@ -39,18 +39,18 @@ class Abandoned(RankLost):
 
 
 class Stopped(Preempted):
-    """Told to stop before the ranks had met; nothing was begun, so nothing had to be saved."""
+    """A rank was told to stop before the ranks had met. Nothing was begun, so nothing had to be saved."""
 
     def __init__(self) -> None:
         super().__init__("told to stop while the ranks were still meeting: run the same command again to resume")
 
 
 def connect(place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> Store:
-    """A client of the rendezvous store, which rank 0 hosts unless torchrun's agent does.
+    """Return a client of the rendezvous store, which rank 0 hosts unless torchrun's agent does.
 
     Raises:
-        Unheard: nothing there answers like a store.
-        Stopped: told to stop meanwhile.
+        Unheard: no store answers at the address.
+        Stopped: this process was told to stop meanwhile.
     """
     host = _resolved(os.environ["MASTER_ADDR"], place)
     address = f"{host}:{os.environ['MASTER_PORT']}"
@@ -61,7 +61,7 @@ def connect(place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> 
         try:
             port = int(os.environ["MASTER_PORT"])
             at = listener(host, port, is_one_node=place.is_one_node) if place.hosts_store else None
-            # As env:// does, but without its wait for all clients: who is missing is for the meeting to say.
+            # As env:// does, but without its wait for all clients: the meeting names the missing ranks.
             store = TCPStore(
                 host,
                 port,
@@ -76,7 +76,7 @@ def connect(place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> 
         except (RuntimeError, ValueError, OSError) as error:
             reasons.append(str(error).splitlines()[0][:200])
 
-    thread = threading.Thread(target=open_store, daemon=True)  # its timeout does not hold with a silent stranger
+    thread = threading.Thread(target=open_store, daemon=True)  # TCPStore's timeout fails if a silent non-store listens
     thread.start()
     attend(thread, timeout_s=timeout_s + 2, stopping=stopping)
     if found:
@@ -95,9 +95,10 @@ def attend(
     stopping: Callable[[], bool],
     on_stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Until `thread`, which blocks on the store, has ended; signals are noticed meanwhile, and then waited `STOP_S`.
+    """Wait until `thread`, which blocks on the store, ends; after a stop request wait at most `STOP_S` more.
 
-    Waits in slices on the store itself would notice them too, but torch logs a warning for each one that ends.
+    Calls `on_stop` at every poll after a stop request. Short waits on the store itself would notice signals too, but
+    torch logs a warning for each wait that times out.
     """
     deadline, told = time.monotonic() + timeout_s, False
     while thread.is_alive() and time.monotonic() < deadline:
@@ -109,9 +110,9 @@ def attend(
 
 
 def check_descriptors(place: Place) -> None:
-    """Make sure that this process may open a socket to each other rank, and to its store's clients if it hosts it.
+    """Ensure that this process may open a socket to each other rank and, if it hosts the store, to each store client.
 
-    gloo connects every rank with every other. The soft limit is raised where the hard one allows.
+    gloo connects every rank with every other. Raises the soft limit where the hard limit allows it.
 
     Raises:
         ConfigError: the hard limit is too low.
@@ -132,9 +133,9 @@ def check_descriptors(place: Place) -> None:
 
 
 def choose_interface(place: Place) -> None:
-    """Point gloo at the interface that leads to the master, where the job spans nodes and nobody chose one.
+    """Set GLOO_SOCKET_IFNAME to the interface that leads to the master, if the job spans nodes and it is not set.
 
-    gloo takes the address that the host's own name resolves to, which on many systems is 127.0.1.1.
+    gloo uses the address that the host's own name resolves to, which on many systems is 127.0.1.1.
     """
     if place.is_one_node or place.shared_file or "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -154,6 +155,5 @@ def _resolved(host: str, place: Place) -> str:
             raise Unheard(
                 f"MASTER_ADDR={host} does not resolve ({error}): give an address that every node knows"
             ) from None
-        return "127.0.0.1"  # the machine does not know its own name; all ranks are on it
+        return "127.0.0.1"  # the host cannot resolve its own name; all ranks are on it
     return host
-

@@ -1,4 +1,4 @@
-"""How a job's ranks form their process group: the settings that dist/ takes."""
+"""Settings from which a job's ranks form their process group."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """One process group.
+    """Settings of a process group.
 
-    device: `auto`, `cpu` or `cuda`; `auto` is CUDA where there is a device.
-    gpus: the devices of local ranks 0, 1, ...; None: all, in order.
-    backend: `auto`, `gloo` or `nccl`; `auto` is by device.
-    timeout_s: seconds after which a rank that has stood still is ended.
-    start_timeout_s: seconds within which all ranks must have arrived.
-    shared_memory: whether CPU ranks of one host add up in memory; otherwise they do by gloo.
-    alike: the flat values that every rank must have in common to train together; None: nothing is compared.
+    Args:
+        device: `auto`, `cpu` or `cuda`; `auto` is CUDA if the host has a device.
+        gpus: the devices of local ranks 0, 1, ...; None uses all, in order.
+        backend: `auto`, `gloo` or `nccl`; `auto` follows the device.
+        timeout_s: seconds after which a rank that has stood still is ended.
+        start_timeout_s: seconds within which all ranks must arrive.
+        shared_memory: whether CPU ranks of one host all-reduce in shared memory; otherwise they use gloo.
+        alike: the flat values that every rank must have in common to train together; None compares none.
     """
 
     device: str = "auto"

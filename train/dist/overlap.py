@@ -1,4 +1,4 @@
-"""Adds up gradients in shared memory while backward computes the next ones: a communication hook for DDP.
+"""DDP communication hook that sums gradients in shared memory while backward computes the next ones.
 
 Source: torch.distributed.algorithms.ddp_comm_hooks, "DDP Communication Hooks" in PyTorch's documentation.
 """
@@ -16,15 +16,19 @@ from train.dist.shared_memory import SharedMemory
 
 
 class Overlap:
-    """DDP's mean of a bucket over the ranks. A step's last one is added up at once: nothing is left to compute beside it."""
+    """Averages each DDP bucket over the ranks.
+
+    A thread reduces all buckets of a step but the last. The calling thread reduces the last one: no computation is left
+    to overlap it with.
+    """
 
     def __init__(self, memory: SharedMemory):
         self._memory = memory
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reduction")  # one: buckets keep their order
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reduction")  # keeps bucket order
         self._begun: list[Job[None]] = []
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        """Raises DistBackendError for a rank that has ended, at the step's last bucket."""
+        """Return a future of the bucket's mean. At a step's last bucket, raises DistBackendError if a rank has ended."""
         mean: Future[Tensor] = Future()
         if not bucket.is_last():
             self._begun.append(self._thread.submit(self._average, bucket.buffer(), mean))

@@ -1,6 +1,7 @@
-"""Tensors that lie in pieces on several ranks (torch's DTensor), for those who have to treat them apart.
+"""Test for and unwrap DTensors, whose pieces lie on several ranks.
 
-torch.distributed.tensor takes a second to import, sympy and all; whoever has a DTensor has imported it.
+This module does not import torch.distributed.tensor, which takes a second because it imports sympy. If a DTensor
+exists, the module has been imported.
 """
 
 from __future__ import annotations
@@ -21,5 +22,5 @@ def in_pieces(value: Any) -> TypeGuard[DTensor]:
 
 
 def own_piece(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """Return this rank's local piece of a DTensor; any other tensor as it is."""
     return tensor.to_local() if in_pieces(tensor) else tensor

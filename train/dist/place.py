@@ -1,6 +1,7 @@
-"""Where this process stands, as its launcher wrote it into the environment, and who that launcher is.
+"""The position of this process, as its launcher wrote it into the environment, and the launcher's identity.
 
-Rank arithmetic reads RANK and its kin here; a word to torchrun's agent (faults/agent.py) goes by LOCAL_RANK alone.
+All rank arithmetic reads RANK and related variables here; only messages to torchrun's agent (faults/agent.py) read
+LOCAL_RANK themselves.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from pathlib import Path
 from train.errors import ConfigError
 
 NODES = "MUSTER_NNODES"
-"""How `python -m train.launch node` says to its ranks how many nodes (N or MIN:MAX) there are to be."""
+"""Variable in which `python -m train.launch node` gives its ranks the number of nodes (N or MIN:MAX)."""
 STEADY = "MUSTER_STEADY_AGENT"
-"""Set by train/launch/torchrun.py, which imports nothing of the kit."""
+"""Variable that train/launch/torchrun.py sets; that file imports nothing of the kit, so it repeats the name."""
 JOB = "MUSTER_JOB"
-"""How it says which job they are parts of: the same on all nodes, and when the job is started again."""
+"""Variable in which it gives its ranks the job's name: the same on all nodes, and when the job is started again."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process's position in the job; one process alone if the launcher wrote nothing."""
+    """The position of this process in the job; a single process if the launcher set no variables."""
 
     rank: int = 0
     world_size: int = 1
@@ -31,11 +32,15 @@ class Place:
     local_world_size: int = 1
     node_rank: int = 0
     shared_file: Path | None = None
-    """Where the ranks meet, if `dist.init_method` says so, in place of a port of rank 0's."""
+    """The file through which ranks meet instead of a port of rank 0, if `dist.init_method` names one."""
 
     @classmethod
     def from_env(cls, init_method: str = "env://") -> Place:
-        """Raises ConfigError if a variable is not a number, only some are set, or they do not go with `init_method`."""
+        """Read the position from the environment.
+
+        Raises:
+            ConfigError: a variable is not a number, only some are set, or they do not fit `init_method`.
+        """
         if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
             raise ConfigError("only one of RANK and WORLD_SIZE is set: set both, or start through torchrun")
         rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
@@ -43,7 +48,9 @@ class Place:
             raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world_size}: ranks count from 0")
         shared = Path(init_method.removeprefix("file://")) if init_method.startswith("file://") else None
         if shared and "TORCHELASTIC_RUN_ID" in os.environ:
-            raise ConfigError(f"dist.init_method={init_method} is for ranks started by hand: under torchrun leave it out")
+            raise ConfigError(
+                f"dist.init_method={init_method} is for ranks started by hand: under torchrun leave it out"
+            )
         if world_size > 1 and not shared and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
             raise ConfigError(
                 f"WORLD_SIZE={world_size} needs MASTER_ADDR and MASTER_PORT: set both, start through torchrun, or give "
@@ -54,45 +61,46 @@ class Place:
 
     @property
     def is_one_node(self) -> bool:
+        """Whether all ranks are on this node."""
         return self.local_world_size == self.world_size
 
     @property
     def store_at(self) -> str:
-        """Where the rendezvous store is, for a person to read."""
+        """The location of the rendezvous store, for messages."""
         return f"file://{self.shared_file}" if self.shared_file else os.environ["MASTER_ADDR"]
 
     @property
     def hosts_store(self) -> bool:
-        """Whether the rendezvous store lives in this very process and dies with it, or is a file that this one removes."""
+        """Whether this process holds the rendezvous store, which ends with it, or must remove the store's file."""
         return self.rank == 0 and self.world_size > 1 and not store_is_agents()
 
 
 def store_is_agents() -> bool:
-    """Whether torchrun's agent holds the rendezvous store; if not, rank 0 does."""
+    """Whether torchrun's agent holds the rendezvous store; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def launcher() -> str:
-    """The process that started this one and starts it again, unlike any other: host, pid, when it began, and where pids count.
+    """Return the unique id of the process that started this one and restarts it: host:pid:start:pid-namespace.
 
-    A rendezvous id does not do: people give every launch the same.
+    A rendezvous id is not unique: users give every launch the same.
     """
     pid = os.getppid() if "RANK" in os.environ else os.getpid()
     return f"{socket.gethostname()}:{pid}:{_began(pid)}:{_pid_namespace()}"
 
 
 def has_ended(agent: str) -> bool:
-    """Whether the process that `launcher` named so is gone for certain; of another host's nothing is known."""
+    """Whether the process with the id `agent` (see `launcher`) has certainly ended; False on another host."""
     return (seen := _seen(agent)) is not None and not seen
 
 
 def is_at_work(agent: str) -> bool:
-    """Whether the process that `launcher` named so is there for certain, and not stopped (SIGSTOP)."""
+    """Whether the process with the id `agent` (see `launcher`) certainly runs and is not stopped (SIGSTOP)."""
     return _seen(agent) not in (None, "", "T", "t")
 
 
 def _seen(agent: str) -> str | None:
-    """The state of the process that `launcher` named so; empty if it is gone, None if that cannot be seen from here."""
+    """Return the state of the process with the id `agent`; empty if it is gone, None if it cannot be seen from here."""
     host, pid, began, namespace = (agent.split(":") + [""] * 4)[:4]
     if host != socket.gethostname() or not namespace or namespace != _pid_namespace() or not pid.isdecimal():
         return None
@@ -101,12 +109,12 @@ def _seen(agent: str) -> str | None:
 
 
 def _began(pid: int) -> str:
-    """In clock ticks since boot; empty if there is no such process, or it is a zombie."""
+    """Return when a process began, in clock ticks since boot; empty if it is gone or a zombie."""
     return _state(pid)[1]
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """A process's state (R, S, T...) and when it began; empty if it is gone, or a zombie. See proc_pid_stat(5)."""
+    """Return a process's state (R, S, T...) and start time; empty if it is gone or a zombie. See proc_pid_stat(5)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -122,39 +130,42 @@ def _pid_namespace() -> str:
 
 
 def asked_for(local_world_size: int) -> int | None:
-    """The most ranks that the launcher was told to start, where its variables say so: an elastic job may begin with fewer."""
+    """Return the most ranks that the launcher was asked to start; None if its variables do not say.
+
+    An elastic job may begin with fewer ranks.
+    """
     nodes = next(filter(None, (os.environ.get(name) for name in (NODES, "PET_NNODES", "SLURM_NNODES"))), "")
     match = re.fullmatch(r"(?:\d+:)?(\d+)", nodes)
     return int(match[1]) * local_world_size if match else None
 
 
 def agents_compare_clocks() -> bool:
-    """Whether they tell by their clocks who is alive: torchrun's do, train/launch/torchrun.py's do not."""
+    """Whether agents compare clocks to detect lost agents: torchrun's do, train/launch/torchrun.py's do not."""
     return STEADY not in os.environ
 
 
 def job() -> str:
-    """The scheduler's name of the job, which it keeps when it requeues it; empty if there is none."""
+    """Return the scheduler's id of the job, which stays the same over requeues; empty if there is no scheduler."""
     return f"slurm:{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
 
 
 def record_name() -> str:
-    """The launcher's name in what a rank leaves behind, by which `train.launch` knows its own: see `Attempt.launcher`."""
+    """Return the launcher's name in a rank's records, by which `train.launch` finds its own: see `Attempt.launcher`."""
     return os.environ.get(JOB) or job() or launcher()
 
 
 def job_name() -> str:
-    """The job that this process is a part of, the same on all of its nodes and over its restarts; empty if unknown.
+    """Return the name of this process's job, the same on all nodes and over restarts; empty if unknown.
 
-    `python -m train.launch` says it. Else it is torchrun's rendezvous id, where one was given: agents of one id are
-    parts of one job.
+    `python -m train.launch` sets it. Otherwise it is torchrun's rendezvous id, if one was given: agents with the same
+    id are parts of one job.
     """
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return os.environ.get(JOB) or ("" if run in ("", "none") else f"torchrun:{run}")
 
 
 def rendezvous_at() -> str:
-    """The endpoint where torchrun's agents meet, as given to this one; empty if that cannot be seen."""
+    """Return the endpoint at which torchrun's agents meet, as given to this agent; empty if it cannot be seen."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0") if "RANK" in os.environ else []
     except OSError:
@@ -170,7 +181,7 @@ def rendezvous_at() -> str:
 
 
 def restarts_left() -> bool:
-    """Whether torchrun's agent starts its ranks again if they fail now."""
+    """Whether torchrun's agent restarts its ranks if they fail now."""
     most, so_far = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
     return most.isdigit() and so_far.isdigit() and int(most) > int(so_far)
 

@@ -1,6 +1,6 @@
-"""Between which hosts the network is closed: asked when all ranks had met at the store, and still could form no group.
+"""Find hosts that cannot connect to each other, after all ranks met at the store but could form no process group.
 
-The store needs one port of one host; gloo and NCCL connect any with any, at ports that the system chooses.
+The store needs one port of one host; gloo and NCCL connect every pair of hosts, at ports that the system chooses.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 from train.dist.board import Board
 
 OTHERS_S = 8.0
-"""How long a rank waits for the others to notice, too, and then for them to be done."""
+"""How long a rank waits for the others to fail as well, and then for them to finish their tests."""
 CONNECT_S = 3.0
 MOST = 64
-"""Hosts that are tried."""
+"""Maximum number of hosts to test."""
 SAID = 3
 
 
 def closed(board: Board) -> str:
-    """A line on which hosts this one cannot connect to, and what to do; empty where nothing can be said.
+    """Describe which hosts this rank cannot connect to, and the remedy; empty if nothing is known.
 
-    Each rank that got no group calls it; it takes at most `2 x OTHERS_S + CONNECT_S` seconds.
+    Every rank that got no process group calls it. It takes at most `2 x OTHERS_S + CONNECT_S` seconds.
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError):
         own = own_address()
@@ -50,7 +50,7 @@ def closed(board: Board) -> str:
 
 
 def answers_at(address: str, port: int) -> bool:
-    """Whether a connection can be opened within CONNECT_S."""
+    """Whether a connection can be opened within `CONNECT_S`."""
     try:
         with socket.create_connection((address, port), timeout=CONNECT_S):
             return True
@@ -59,16 +59,16 @@ def answers_at(address: str, port: int) -> bool:
 
 
 def own_address() -> str:
-    """Of GLOO_SOCKET_IFNAME, or else of the interface that leads to the master. Raises OSError."""
+    """Return the IPv4 address of GLOO_SOCKET_IFNAME, or of the interface that leads to the master. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if name := os.environ.get("GLOO_SOCKET_IFNAME"):
             return address_of(name.split(",")[0], probe)
-        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing: only the route is looked up
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # connect() on UDP sends nothing; it only looks up the route
         return str(probe.getsockname()[0])
 
 
 def address_of(interface: str, probe: socket.socket) -> str:
-    """The IPv4 address of an interface. Raises OSError if it has none."""
+    """Return the IPv4 address of `interface`. Raises OSError if it has none."""
     request = struct.pack("256s", interface[:15].encode())
     reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
     return socket.inet_ntoa(reply[20:24])

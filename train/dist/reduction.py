@@ -1,9 +1,9 @@
-"""Sums whose order is the same at every world size, so that their bits are, too.
+"""Sums whose order, and so whose bits, are the same at every world size.
 
-Floating-point addition is not associative: a sum over ranks rounds differently with each number of them. Here the
-addends are the leaves of one binary tree that knows nothing of ranks; a rank adds up the whole subtrees among its
-leaves, and what joins the subtrees of several ranks is exchanged in chunks, each of which one rank adds up for all.
-With a power of two of ranks that moves the bytes of a ring all-reduce.
+Floating-point addition is not associative, so a plain sum over ranks rounds differently at each world size. Here the
+addends are the leaves of one binary tree that is independent of ranks. Each rank adds up the whole subtrees among its
+leaves. The sums of the subtrees are then exchanged in chunks, and each rank joins one chunk for all. With a power of
+two of ranks this moves as many bytes as a ring all-reduce.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from train.dist.shared_memory import SharedMemory
 from train.plan import leaves_of
 
 Node = tuple[int, int]
-"""(level, index): the sum of the leaves from index * 2**level to the next one's, or to the last leaf."""
+"""(level, index): the sum of the leaves from index * 2**level to the start of the next node, or to the last leaf."""
 
 
 def subtrees(mine: range, leaves: int) -> list[Node]:
-    """The largest subtrees that hold none but the leaves `mine`, from left to right."""
+    """Return the largest subtrees that hold only the leaves in `mine`, from left to right."""
     nodes: list[Node] = []
     for leaf in mine:
         nodes.append((0, leaf))
@@ -33,7 +33,7 @@ def subtrees(mine: range, leaves: int) -> list[Node]:
 
 
 def tree_sum(values: dict[Node, Tensor], leaves: int) -> Tensor:
-    """The sum of all `leaves`, of which the disjoint subtrees `values` are given. Adds in place to their left ones."""
+    """Return the sum of all `leaves`, given as disjoint subtrees `values`. Adds in place, into the left operands."""
     nodes, sums = [], []
     for node in sorted(values, key=lambda node: node[1] << node[0]):
         nodes.append(node)
@@ -44,9 +44,9 @@ def tree_sum(values: dict[Node, Tensor], leaves: int) -> Tensor:
 
 
 class TreeSum:
-    """One sum over all ranks of `leaves` tensors alike, each given by the rank whose leaf it is.
+    """A sum over all ranks of `leaves` tensors of one shape and dtype; each rank contributes its own leaves.
 
-    Holds at most one tensor for each level of the tree, twice where the rank's leaves begin within a subtree.
+    Holds at most one tensor for each level of the tree, or two if the rank's leaves begin within a subtree.
     """
 
     def __init__(self, leaves: int, *, rank: int, world_size: int, memory: SharedMemory | None = None):
@@ -55,14 +55,19 @@ class TreeSum:
         self._sums: list[Tensor] = []
 
     def add(self, leaf: int, value: Tensor) -> None:
-        """Take the next of this rank's leaves, in order. `value`, [n], becomes the sum's own."""
+        """Add this rank's next leaf, in order. `value`, [n], is taken over and changed in place."""
         self._nodes.append((0, leaf))
         self._sums.append(value)
         _fold(self._nodes, self.leaves, self._sums)
 
     def total(self) -> Tensor:
-        """[n] the sum, after every rank has given all its leaves; bit for bit the same at any world size. Collective."""
-        nodes = [subtrees(leaves_of(rank, self.world_size, self.leaves), self.leaves) for rank in range(self.world_size)]
+        """Return the sum, [n], after every rank has added all its leaves; bitwise equal at any world size.
+
+        Collective: every rank must call it.
+        """
+        nodes = [
+            subtrees(leaves_of(rank, self.world_size, self.leaves), self.leaves) for rank in range(self.world_size)
+        ]
         if self.world_size == 1:
             (total,) = self._sums
         elif self.memory:
@@ -74,12 +79,12 @@ class TreeSum:
         return total
 
     def _combine(self, nodes: list[list[Node]], parts: Sequence[Tensor]) -> Tensor:
-        """All ranks' subtrees added up: in place, in the first rank's first."""
+        """Add up all ranks' subtrees in place, into the first rank's first."""
         flat = zip(chain(*nodes), chain(*parts), strict=True)
         return tree_sum(dict(flat), self.leaves)
 
     def _exchange(self, mine: Tensor, nodes: list[list[Node]]) -> Tensor:
-        """Every rank adds up its chunk of all ranks' subtrees."""
+        """Give every rank its chunk of all ranks' subtrees to add up, and gather the chunks."""
         size, length = self.world_size, mine.shape[1]
         chunk = -(-length // size)
         padded = torch.nn.functional.pad(mine, (0, chunk * size - length)) if length % size else mine
@@ -87,7 +92,10 @@ class TreeSum:
         incoming = mine.new_empty((sum(map(len, nodes)), chunk))
         counts = [len(of_rank) * chunk for of_rank in nodes]
         dist.all_to_all_single(
-            incoming.view(-1), outgoing.view(-1), output_split_sizes=counts, input_split_sizes=[len(mine) * chunk] * size
+            incoming.view(-1),
+            outgoing.view(-1),
+            output_split_sizes=counts,
+            input_split_sizes=[len(mine) * chunk] * size,
         )
         part = self._combine(nodes, torch.split(incoming, [*map(len, nodes)]))
         whole = mine.new_empty(chunk * size)
@@ -96,7 +104,7 @@ class TreeSum:
 
 
 def _fold(nodes: list[Node], leaves: int, sums: list[Tensor] | None = None) -> None:
-    """Join the last node with its left neighbour as long as they are a pair, or has none to come on its right."""
+    """Join the last node with its left sibling while they are a pair, or lift it while it has no right sibling."""
     while True:
         level, index = nodes[-1]
         if index == 0 and (1 << level) >= leaves:
@@ -104,7 +112,7 @@ def _fold(nodes: list[Node], leaves: int, sums: list[Tensor] | None = None) -> N
         if index % 2 == 0:
             if (index + 1) << level < leaves:
                 return
-            nodes[-1] = (level + 1, index // 2)  # the last of an odd number: nothing to add
+            nodes[-1] = (level + 1, index // 2)  # the last of an odd number of nodes: nothing to add
         elif len(nodes) > 1 and nodes[-2] == (level, index - 1):
             nodes[-2:] = [(level + 1, index // 2)]
             if sums is not None:

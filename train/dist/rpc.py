@@ -1,7 +1,7 @@
-"""Calls from rank to rank by torch.distributed.rpc, which only the strategies on a server import.
+"""Calls between ranks by torch.distributed.rpc, which only the strategies with a server import.
 
-It is in maintenance upstream and slower than collectives. Its agents meet over the rendezvous store that is there, under
-the attempt's own keys, so that a restart never reads a dead agent's address.
+RPC is in maintenance upstream and slower than collectives. Its agents meet over the existing rendezvous store, under
+the attempt's own keys, so a restart never reads a dead agent's address.
 
 Source: https://docs.pytorch.org/docs/stable/rpc.html
 """
@@ -27,7 +27,7 @@ _left: Future[None] = Future()
 
 
 def start(world: World) -> None:
-    """Start this rank's agent, which answers calls from now on. Collective."""
+    """Start this rank's RPC agent, which answers calls from now on. Collective: every rank must call it."""
     _choose_interface(world.place)
     scheme, store = f"board-{world.attempt}", world.board.rpc_store()
     found = (store, world.rank, world.size)
@@ -41,17 +41,17 @@ def start(world: World) -> None:
 
 
 def name(rank: int) -> str:
-    """What its agent is called."""
+    """Return the name of the RPC agent of `rank`."""
     return f"rank{rank}"
 
 
 def answer(future: Future[Any], *, rank: int) -> Any:
-    """What `rank` answers to a call. Raises RankLost if it is gone, and what the call raised there."""
+    """Wait for the result of a call to `rank`. Raises RankLost if the rank is gone, or the error of the call."""
     return attempt(future.wait, rank=rank)
 
 
 def attempt(ask: Callable[[], Any], *, rank: int) -> Any:
-    """What `ask` gives, which needs `rank` to be there. Raises RankLost if it is gone."""
+    """Return the result of `ask`, which needs `rank`. Raises RankLost if the rank is gone."""
     try:
         return ask()
     except RuntimeError as error:
@@ -61,14 +61,16 @@ def attempt(ask: Callable[[], Any], *, rank: int) -> Any:
 
 
 def gone(rank: int) -> RankLost:
-    """What to raise when `rank` has left without a word."""
-    return RankLost(f"rank {rank} has closed its connection: it was killed, or its own log says why it ended", rank=rank)
+    """Return the error for a `rank` that has left without notice."""
+    return RankLost(
+        f"rank {rank} has closed its connection: it was killed, or its own log says why it ended", rank=rank
+    )
 
 
 def watch(rank: int, on_lost: Callable[[int], object]) -> None:
-    """Call `on_lost(rank)`, in a thread of the agent's, when `rank` is gone without having left in good order.
+    """Call `on_lost(rank)`, in a thread of the agent, when `rank` is gone without having left in order.
 
-    A connection that breaks fails the calls that wait on it, and nobody else hears of it: so one call always waits.
+    A broken connection fails only the calls that wait on it, so this keeps one call waiting.
     """
 
     def ended(call: Future[None]) -> None:
@@ -81,7 +83,7 @@ def watch(rank: int, on_lost: Callable[[int], object]) -> None:
 
 
 def close() -> None:
-    """Leave in good order; nobody may call any more. Collective."""
+    """Leave in order; afterwards no rank may make calls. Collective: every rank must call it."""
     _left.set_result(None)
     rpc.shutdown(timeout=CLOSE_S)
 
@@ -92,7 +94,7 @@ def _until_left() -> Future[None]:
 
 
 def _choose_interface(place: Place) -> None:
-    """TensorPipe takes the address that the host's own name resolves to, as gloo does, unless it is told."""
+    """Set TP_SOCKET_IFNAME: by default TensorPipe, like gloo, uses the address that the host's name resolves to."""
     has_loopback = any(name == "lo" for _, name in socket.if_nameindex())
     loopback = "lo" if place.is_one_node and has_loopback else None
     if interface := os.environ.get("GLOO_SOCKET_IFNAME", loopback):

@@ -1,15 +1,15 @@
-"""How ranks started by hand find one store through a folder that all see, where no port can be had.
+"""Let ranks that were started by hand find a common store through a shared folder, if no port is available.
 
-`dist.init_method=file:///shared/path` names files beside it, of which killed launches may have left any:
+`dist.init_method=file:///shared/path` names the files below. Killed launches may have left any of them:
 
-1. rank 0 locks path.lock for as long as it lives. What lies there of stores and answers is then nobody's: it removes
-   it, and makes path.store-NAME, a name that no launch had before;
-2. each other rank leaves path.hello-RANK with a word of its own, and leaves it again if somebody has removed it;
-3. rank 0 answers each word that it finds by path.answer-RANK: the word, and the name of the store;
-4. a rank believes an answer to its own word alone, so an old one leads nobody astray.
+1. Rank 0 locks path.lock for its lifetime. Stores and answers that exist then belong to no live launch: rank 0 removes
+   them, and makes path.store-NAME under a name that no earlier launch had.
+2. Each other rank writes path.hello-RANK with a random word of its own, and writes it again if the file is removed.
+3. Rank 0 answers each word that it finds with path.answer-RANK: the word and the name of the store.
+4. A rank accepts only an answer to its own word, so an old answer cannot mislead it.
 
-The hello of a dead rank is answered as well, and nobody comes. Who is missing is for the meeting over the store to say.
-No clock is compared, and every file appears in one step.
+The hello of a dead rank gets an answer too, but no rank comes. The meeting over the store names the missing ranks. No
+clocks are compared, and every file appears in one step.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from train.errors import StorageError
 from train.files import replace_file
 
 POLL_S = 0.05
-LOOKS_PER_S = 1000.0  # of rank 0, at the hellos of all ranks
+LOOKS_PER_S = 1000.0  # polls of rank 0, over the hellos of all ranks
 T = TypeVar("T")
 
 
 class SharedFile:
-    """One process's way to the store. `open` it, say `met` once all have met, and `remove` it at the end."""
+    """Access of one process to the store: `open` it, call `met` once all ranks have met, and `remove` at the end."""
 
     def __init__(self, place: Place, path: Path, *, timeout_s: float, stopping: Callable[[], bool]):
         self.place, self.path, self.timeout_s, self.stopping = place, path, timeout_s, stopping
@@ -49,11 +49,11 @@ class SharedFile:
         self._answering: threading.Thread | None = None
 
     def open(self) -> Store:
-        """A client of the store.
+        """Return a client of the store.
 
         Raises:
-            Unheard: rank 0 did not come, another launch is at work there, or the folder cannot be used.
-            Stopped: told to stop meanwhile.
+            Unheard: rank 0 did not come, another launch uses the path, or the folder cannot be used.
+            Stopped: this process was told to stop meanwhile.
         """
         try:
             return self._host() if self.place.rank == 0 else self._client(self._heard())
@@ -61,7 +61,7 @@ class SharedFile:
             raise Unheard(f"dist.init_method=file://{self.path} cannot be used: {error}") from error
 
     def met(self) -> None:
-        """On rank 0: answer nobody any more."""
+        """On rank 0: stop answering hellos."""
         self._met.set()
         if self._answering:
             self._answering.join()
@@ -69,7 +69,7 @@ class SharedFile:
             self._clear("hello-", "answer-")
 
     def remove(self) -> None:
-        """On rank 0: leave nothing behind, and let the next launch in."""
+        """On rank 0: remove all files and release the lock for the next launch."""
         self.met()
         if self._lock is not None:
             self._clear("hello-", "answer-", "store-", "lock")
@@ -93,11 +93,11 @@ class SharedFile:
         return store
 
     def _try_lock(self) -> int | None:
-        """A lock of POSIX's: it ends with this process, and no child has it."""
+        """Take a POSIX lock, which ends with this process and is not inherited by children; None if it is taken."""
         lock = os.open(self._named("lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(lock).st_ino == self._named("lock").stat().st_ino:  # or its holder has just removed it
+            if os.fstat(lock).st_ino == self._named("lock").stat().st_ino:  # else its holder has just removed it
                 os.ftruncate(lock, 0)
                 os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
                 return lock
@@ -110,14 +110,14 @@ class SharedFile:
         answered: dict[int, str] = {}
         while not self._met.wait(max(POLL_S, self.place.world_size / LOOKS_PER_S)):
             for rank in range(1, self.place.world_size):
-                with contextlib.suppress(OSError, StorageError):  # not there yet; what cannot be written is missed there
+                with contextlib.suppress(OSError, StorageError):  # no hello yet, or the rank will miss its answer
                     word = self._named(f"hello-{rank}").read_text()
                     if answered.get(rank) != word:
                         self._write(f"answer-{rank}", f"{word} {name}")
                         answered[rank] = word
 
     def _heard(self) -> str:
-        """The name of the store, once rank 0 has answered."""
+        """Return the name of the store, once rank 0 has answered."""
         word, rank = uuid.uuid4().hex, self.place.rank
 
         def ask() -> str | None:
@@ -137,7 +137,7 @@ class SharedFile:
         )
 
     def _awaited(self, ask: Callable[[], T | None]) -> T | None:
-        """What it gives, once that is not None; None at the deadline. Raises Stopped."""
+        """Poll `ask` and return its first result that is not None; None at the deadline. Raises Stopped."""
         while (found := ask()) is None and time.monotonic() < self._deadline:
             if self.stopping():
                 raise Stopped
@@ -145,7 +145,7 @@ class SharedFile:
         return found
 
     def _client(self, name: str) -> Store:
-        store = FileStore(str(self._named(f"store-{name}")))  # without a number of ranks it never removes the file
+        store = FileStore(str(self._named(f"store-{name}")))  # given no world size, it never removes the file
         store.set_timeout(timedelta(seconds=self.timeout_s))
         return store
 

@@ -1,12 +1,12 @@
-"""Sums over ranks of one host, through memory that all of them map; gloo sends every byte through a socket instead.
+"""All-reduce between ranks of one host in memory that all of them map; gloo would send every byte through a socket.
 
-Each rank copies its part into its own slot, adds up one chunk of all slots in a fixed order, and copies all chunks out:
-the result is bit for bit the same on every rank. Where a second meeting costs more than the additions, which is with
-two ranks and with short vectors, every rank adds up all of it instead, in the same order. Two sets of slots take turns,
-so that nobody writes what another still reads. A rank says how far it is by a counter that it alone writes, and waits
-for another's as a futex does: it sleeps, and looks now and then whether that one still lives.
+Each rank copies its part into its own slot, adds up one chunk of all slots in a fixed order, and copies all chunks out,
+so the result is bitwise equal on every rank. With two ranks and with short vectors a second synchronization costs more
+than the additions; then every rank adds up the whole vector instead, in the same order. Two sets of slots alternate, so
+that no rank writes a slot that another still reads. Each rank counts its progress in a counter that only it writes, and
+waits for another rank's counter with a futex: it sleeps, and regularly checks that the other rank is alive.
 
-The memory has no name (memfd), so nothing is left of it, whoever is killed when, and /dev/shm need not be large.
+The memory is anonymous (memfd), so nothing remains of it when any process is killed, and /dev/shm need not be large.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from train.errors import say
 if TYPE_CHECKING:
     from train.dist.world import World
 
-SLOT_BYTES = 2 << 20  # what is worked on at a time stays in the processor's cache
+SLOT_BYTES = 2 << 20  # small enough that a part stays in the CPU's cache
 SETS = 2
-LINE = 64  # bytes: counters that lie in one cache line would slow each other down
-SHORT_BYTES = 256 << 10  # of all ranks' parts together
+LINE = 64  # bytes: counters in one cache line would slow each other down (false sharing)
+SHORT_BYTES = 256 << 10  # sum over all ranks' parts
 SPIN_S = 20e-6
 SLEEP_S = 0.05
-FUTEX, FUTEX_WAIT, FUTEX_WAKE = 202, 0, 1  # x86-64, whose stores are seen in the order in which they are made
+FUTEX, FUTEX_WAIT, FUTEX_WAKE = 202, 0, 1  # x86-64, where stores become visible in program order
 EVERYBODY = 2**31 - 1
 
 Rows = Sequence[Tensor]
-"""One tensor a rank, [its number of vectors, m], in the order of ranks."""
+"""One tensor for each rank, [number of its vectors, m], in the order of ranks."""
 
 
 class SharedMemory:
-    """What the ranks of one host have in common; a wait for a rank that has ended raises DistBackendError, as torch does."""
+    """Memory shared by the ranks of one host. A wait for a rank that has ended raises DistBackendError, as in torch."""
 
     def __init__(self, memory: mmap.mmap, pids: Sequence[int], *, rank: int):
         self.rank, self.size = rank, len(pids)
-        self._memory = memory  # a tensor's view of it does not keep it
+        self._memory = memory  # a tensor's view does not keep the mmap alive
         self._counters = memoryview(memory)[: LINE * self.size].cast("I")
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._addresses = [start + LINE * each for each in range(self.size)]
@@ -63,7 +63,10 @@ class SharedMemory:
         self._limit = ctypes.create_string_buffer(struct.pack("qq", 0, int(SLEEP_S * 1e9)))
 
     def add_up(self, vector: Tensor, *, scale: float = 1.0) -> None:
-        """Put the sum over ranks of `vector` times `scale`, [n], in its place. Collective."""
+        """Replace `vector`, [n], by the sum over ranks of `vector` times `scale`.
+
+        Collective: every rank must call it.
+        """
         ones = [1] * self.size
         if self.size > 2 and self.size * vector.nbytes > SHORT_BYTES:
             self.exchange([vector], ones, in_order, into=vector, scale=scale)
@@ -77,15 +80,22 @@ class SharedMemory:
                 vector[part].add_(other)
 
     def exchange(
-        self, mine: Sequence[Tensor], counts: Sequence[int], combine: Callable[[Rows], Any], *, into: Tensor, scale: float = 1.0
+        self,
+        mine: Sequence[Tensor],
+        counts: Sequence[int],
+        combine: Callable[[Rows], Any],
+        *,
+        into: Tensor,
+        scale: float = 1.0,
     ) -> None:
-        """Make one vector of all ranks' vectors, the same on every rank. Collective.
+        """Combine all ranks' vectors into one, the same on every rank. Collective: every rank must call it.
 
         Args:
-            mine: this rank's vectors, [n] each, of one type.
-            counts: how many each rank has.
-            combine: leaves in the first rank's first vector what is made of all; it is given the same part of each.
-            into: [n] what the result is written to.
+            mine: this rank's vectors, [n] each, of one dtype.
+            counts: the number of vectors of each rank.
+            combine: called with the same part of all vectors; leaves the result in the first rank's first vector.
+            into: [n], receives the result.
+            scale: factor of this rank's vectors, applied first.
         """
         for part in _parts(into.numel(), SLOT_BYTES // (max(counts) * into.element_size())):
             size = part.stop - part.start
@@ -106,7 +116,7 @@ class SharedMemory:
         return [slot[: count * size].view(count, size) for slot, count in zip(slots, counts, strict=True)]
 
     def _meet(self) -> None:
-        """Until all ranks have come here as often as this one."""
+        """Wait until all ranks have called this as often as this rank."""
         self._count = (self._count + 1) % 2**32
         self._counters[self.rank * LINE // 4] = self._count
         self._call(self.rank, FUTEX_WAKE, EVERYBODY)
@@ -128,7 +138,7 @@ class SharedMemory:
         return bool(select.select([self._peers[other]], [], [], 0)[0])
 
     def _call(self, rank: int, operation: int, value: int, limit: Any = None) -> None:
-        """Others wake whoever sleeps; the time limit and a signal do, too."""
+        """Call futex(2); a wait returns on a wake, on the timeout or on a signal."""
         self._syscall(FUTEX, ctypes.c_void_p(self._addresses[rank]), operation, ctypes.c_uint32(value), limit, None, 0)
 
 
@@ -141,13 +151,16 @@ def _put(vector: Tensor, scale: float, row: Tensor) -> None:
 
 
 def in_order(rows: Rows) -> None:
-    """Add all up in the order of ranks."""
+    """Add up `rows` in the order of ranks, in place into the first."""
     for other in rows[1:]:
         rows[0].add_(other)
 
 
 def share_memory(world: World) -> SharedMemory | None:
-    """What the ranks have in common if all are processes of one host on its processors; else None. Collective."""
+    """Map memory shared by all ranks; None unless all are processes of one host and train on its CPUs.
+
+    Collective: every rank must call it.
+    """
     if world.size == 1 or world.device.type != "cpu":
         return None
     handle = _create(world.size) if world.is_first else None
@@ -157,15 +170,17 @@ def share_memory(world: World) -> SharedMemory | None:
         _close(handle)
         return None
     shared = _open(world, f"/proc/{pid}/fd/{first}", [each[1] for each in facts])
-    failed = world.lowest(shared is None)  # all have opened it
+    failed = world.lowest(shared is None)  # all ranks have opened it by then
     _close(handle)
     if failed is not None and world.is_first:
-        say(f"muster: rank {failed} may not map rank 0's memory, though it is on the same host: gradients go through gloo")
+        say(
+            f"muster: rank {failed} may not map rank 0's memory, though it is on the same host: gradients go through gloo"
+        )
     return shared if failed is None else None
 
 
 def _host() -> str | None:
-    """What is the same for all processes that can see each other; None where this kind of memory cannot be had."""
+    """Return an id that is equal for all processes that see each other; None if such memory is not available."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""How long a rank waits for the others in its backward passes."""
+"""Measure how long a rank waits for the others in its backward passes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from train.dist.world import World
 
-MOST_PAIRS = 64  # events of a CUDA device that are kept between two readings; of more steps it is a sample
+MOST_PAIRS = 64  # CUDA event pairs kept between two reads; further steps are extrapolated from them
 
 
 class Waiting:
-    """From a rank's own last gradient to the end of the exchange it waits; before that it works.
+    """Exposed communication time: from a rank's own last gradient to the end of the exchange.
 
-    The first backward pass shows which parameter gets its gradient last; from then on a step costs some microseconds.
-    On CUDA the device's own clock is asked, and read only when somebody wants to know.
+    The first backward pass shows which parameter gets its gradient last; afterwards a step costs some microseconds. On
+    CUDA the times come from device events, which only `read` evaluates.
     """
 
     def __init__(self, world: World, parameters: Iterable[Tensor]):
@@ -32,11 +32,11 @@ class Waiting:
         self._pairs: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
-        """A step's forward and backward passes begin."""
+        """Mark the start of a step's forward and backward passes."""
         self._arrival = None
 
     def end(self) -> None:
-        """Its gradients are the global ones."""
+        """Mark the end of the exchange: the gradients are the global ones."""
         self._steps += 1
         if self._arrival is None:
             return
@@ -51,7 +51,7 @@ class Waiting:
                 self._hooks.pop(parameter).remove()
 
     def read(self) -> float:
-        """Seconds waited since it was last read. On CUDA the steps up to now have to be done."""
+        """Return the seconds waited since the last call. On CUDA all steps so far must be complete."""
         seconds = self._seconds
         if self._pairs:
             sampled = sum(arrival.elapsed_time(end) for arrival, end in self._pairs) / 1000

@@ -1,4 +1,4 @@
-"""All ranks of one attempt: where this one stands among them, and the collectives that a run asks of them."""
+"""All ranks of one attempt: this rank's position, and the collectives that a run needs."""
 
 from __future__ import annotations
 
@@ -25,38 +25,40 @@ from train.dist.shared_file import SharedFile
 from train.dist.shared_memory import SharedMemory, share_memory
 from train.errors import ConfigError, DataError, MusterError, RankLost, environment_error, of_code, one_line
 
-# Hangs are found by faults/heartbeat.py, which knows a long phase from a hang; a collective's own timeout does not.
+# faults/heartbeat.py finds hangs: it tells a long phase from a hang, which a collective's own timeout cannot.
 LAST_RESORT_S = 3 * 3600.0
 START_S = 2 * 3600.0
-"""The longest that a start may take: a download, the digests of a large checkpoint."""
+"""The longest that a start may take, for example for a download or the digests of a large checkpoint."""
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of one attempt at a run. Methods marked "collective" must be called by every rank."""
+    """All ranks of one attempt at a run. Every rank must call the methods marked "Collective"."""
 
     place: Place
     device: torch.device
     attempt: str
     board: Board
     agents: list[str]
-    """On rank 0, the launchers of all ranks (place.launcher); elsewhere this rank's."""
+    """On rank 0 the launchers of all ranks (place.launcher); on other ranks only the rank's own."""
     shared: SharedFile | None = None
-    """What the store's file is to be removed by."""
+    """Removes the store's file, if the ranks met through a file."""
     memory: SharedMemory | None = None
-    """What all ranks have in common, if they are on one host and train on its processors."""
+    """Memory shared by all ranks, if they are on one host and train on its CPUs."""
 
     @property
     def rank(self) -> int:
+        """The rank of this process."""
         return self.place.rank
 
     @property
     def size(self) -> int:
+        """The world size."""
         return self.place.world_size
 
     @property
     def is_first(self) -> bool:
-        """True on the one rank that writes the run's files."""
+        """True on rank 0, which writes the run's files."""
         return self.place.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
@@ -71,12 +73,12 @@ class World:
         return [float(value) for value in total]
 
     def sum_named(self, values: dict[str, float]) -> dict[str, float]:
-        """Sum by name; a rank may lack names that others have (one without samples, say). Collective."""
+        """Sum over ranks by name; a rank may lack names (if it has no samples, for example). Collective."""
         names = sorted({name for theirs in self.gather(sorted(values)) for name in theirs})
         return dict(zip(names, self.sum([values.get(name, 0.0) for name in names]), strict=True))
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
-        """The `value` of rank `source`, which has to be JSON. Collective."""
+        """Return the `value` of rank `source`, which must be JSON. Collective."""
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if self.rank == source else b""
@@ -87,7 +89,7 @@ class World:
         return json.loads(bytes(buffer.tolist()))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, which has to be JSON and small: all ranks hold all of them. Collective."""
+        """Return every rank's `value`, on every rank; the values must be JSON and small. Collective."""
         if self.size == 1:
             return [value]
         text = json.dumps(value).encode()
@@ -99,7 +101,7 @@ class World:
         return [json.loads(bytes(buffer[: int(n)].tolist())) for buffer, n in zip(buffers, lengths, strict=True)]
 
     def lowest(self, is_so: bool) -> int | None:
-        """The lowest rank on which `is_so`, if there is one. Collective."""
+        """Return the lowest rank on which `is_so` is true; None if there is none. Collective."""
         if self.memory:
             told = self.sum([float(is_so and rank == self.rank) for rank in range(self.size)])
             return next((rank for rank, is_one in enumerate(told) if is_one), None)
@@ -109,11 +111,11 @@ class World:
         return int(rank) if int(rank) < self.size else None
 
     def barrier(self) -> None:
-        """Until every rank is here. Collective."""
+        """Wait until every rank is here. Collective."""
         self.sum([0.0])
 
     def together(self, failure: MusterError | None) -> None:
-        """Raise on every rank if any rank has a `failure`: the lowest such rank's. Collective."""
+        """Raise on every rank the `failure` of the lowest rank that has one. Collective."""
         rank = self.lowest(failure is not None)
         if rank is None:
             return
@@ -124,7 +126,7 @@ class World:
         raise of_code(exit_code, f"rank {rank}: {message}")
 
     def on_first(self, ask: Callable[[], Any]) -> Any:
-        """What rank 0 gets for an answer, which has to be JSON, or the MusterError that it gets. Collective."""
+        """Return rank 0's result of `ask`, which must be JSON, or raise its MusterError on every rank. Collective."""
         answer, failure = None, None
         if self.is_first:
             try:
@@ -135,9 +137,10 @@ class World:
         return self.broadcast(answer)
 
     def same(self, what: str, value: str, *, remedy: str, error: type[MusterError] = DataError) -> None:
-        """Raise `error` on every rank unless all have the same `value`, naming the first that differs. Collective.
+        """Raise `error` on every rank unless all have the same `value`. Collective.
 
-        The message reads "`what` `value` on rank 1 (host), ... on rank 0 (host): `remedy`".
+        The message names the first rank that differs: "`what` `value` on rank 1 (host), ... on rank 0 (host):
+        `remedy`".
         """
         first = self.broadcast([socket.gethostname(), value])
         rank = self.lowest(first[1] != value)
@@ -147,12 +150,12 @@ class World:
 
     @contextlib.contextmanager
     def local_first(self, folder: str | None = None) -> Iterator[bool]:
-        """Let one rank of all that see `folder` go through the block before the others: for downloads. Collective.
+        """Let one of the ranks that share `folder` run the block before the others, for downloads. Collective.
 
-        Yields True on that rank. One rank of each node leaves a token in the folder, or in the part of its path that
-        is there; of those who see each other's, the lowest goes first. Where no token can be left, as without a
-        folder, it is one of each node. Nothing is locked, so a rank that is killed leaves nothing to wait for but
-        the collective that it lacks, and views of a shared folder that lag give two downloads, as without it.
+        Yields True on that rank. One rank of each node creates a token file in the folder, or in the nearest parent
+        that exists; of the ranks that see each other's tokens, the lowest goes first. If no token can be created, or
+        without a folder, one rank of each node goes first. There are no locks, so a killed rank leaves only the
+        collective that it misses. If views of a shared folder lag, two ranks may download, as without this method.
         """
         goes_first = self._sees_nobody_lower(Path(folder)) if folder else self.place.local_rank == 0
         if not goes_first:
@@ -182,14 +185,14 @@ class World:
         return is_leader and min(seen) == self.rank
 
     def leave(self, *, gone: int) -> None:
-        """Before this process ends in a failure: let the others, less the `gone`, read why. Waits for nobody for long."""
+        """Before this process ends in a failure, let the others, less the `gone`, read the cause. Never waits long."""
         if self.size > 1:
             all_left = self.board.leave(hosts_store=self.place.hosts_store, gone=gone)
-            if self.shared and all_left:  # or the next launch removes it
+            if self.shared and all_left:  # otherwise the next launch removes it
                 self.shared.remove()
 
     def close(self) -> None:
-        """Leave the process group; rank 0, which may hold the store, goes last."""
+        """Leave the process group; rank 0, which may hold the store, leaves last."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             self.board.say_bye(hosts_store=self.place.hosts_store)
@@ -198,11 +201,12 @@ class World:
 
 
 def start(options: GroupOptions, place: Place, *, stopping: Callable[[], bool] = lambda: False) -> World:
-    """Meet the other ranks and form the process group. Collective.
+    """Meet the other ranks and form the process group. Collective: every rank must call it.
 
     Raises:
-        ConfigError: a rank is missing, or differs in config, code or torch version; no such device or backend.
-        Stopped: `stopping` on some rank before all had met.
+        ConfigError: a rank is missing, or differs in config, code or torch version; a device or backend is not
+            available.
+        Stopped: `stopping` became true on some rank before all had met.
         RankLost: a rank was lost while the group was formed.
     """
     timeout_s = options.start_timeout_s
@@ -218,7 +222,7 @@ def start(options: GroupOptions, place: Place, *, stopping: Callable[[], bool] =
     met = meet(place, alike=options.alike, error=None, timeout_s=timeout_s, device=device.type, stopping=stopping)
     board = Board(met.store, attempt=met.attempt, rank=place.rank, size=place.world_size)
     board.operations.update(met.operations)
-    board.post_beat("")  # from here on every rank's is there to be read
+    board.post_beat("")  # from here on every rank has a beat to read
     if place.world_size > 1:
         form_group(options, place, board, backend=backend, device=device)
     world = World(place, device, met.attempt, board, met.agents, met.shared)
@@ -226,10 +230,12 @@ def start(options: GroupOptions, place: Place, *, stopping: Callable[[], bool] =
 
 
 def form_group(options: GroupOptions, place: Place, board: Board, *, backend: str, device: torch.device) -> None:
-    """Form torch's process group; afterwards its collectives wait for as long as the heartbeat lets them. Collective.
+    """Form torch's process group. Collective: every rank must call it.
+
+    Afterwards its collectives wait as long as the heartbeat allows.
 
     Raises:
-        RankLost: it was not formed within `dist.start_timeout_s`, or broke.
+        RankLost: the group was not formed within `dist.start_timeout_s`, or broke.
     """
     choose_interface(place)
     try:
@@ -254,5 +260,5 @@ def form_group(options: GroupOptions, place: Place, board: Board, *, backend: st
 
 
 def _bytes(text: bytes, length: int) -> torch.Tensor:
-    """`text` as `[length] uint8`, padded."""
+    """Return `text` as a uint8 tensor of shape [length], padded."""
     return torch.frombuffer(bytearray(text.ljust(length, b"\0") or b"\0"), dtype=torch.uint8)[:length]
