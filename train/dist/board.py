@@ -139,7 +139,7 @@ class Lobby:
         return hellos
 
     def decide(self, meeting: int, verdict: dict[str, Any]) -> bool:
-        """Rank 0: post the verdict for all ranks whose hello was read. False if a later rank 0 has ended the meeting."""
+        """Rank 0: post the verdict for all ranks whose hello was read. False if a later rank 0 ended the meeting."""
         mine = json.dumps({**verdict, "seen": self._seen, "unread": sorted(self._unread)})
         return self._client.put_first(f"meet/{meeting}/verdict", mine) == mine
 

@@ -249,7 +249,7 @@ class Guest:
             meeting += 1
 
     def _is_meant(self, number: int, verdict: dict[str, Any]) -> bool:
-        """Whether rank 0 has read arrival `number`, or the verdict is to stop and this rank was told to stop as well."""
+        """Whether rank 0 has read arrival `number`, or both the verdict and a signal to this rank say to stop."""
         if number <= verdict["seen"] and number not in verdict["unread"]:
             return True
         return bool(self.stopping() and verdict["error"] and verdict["error"][0] == Stopped.exit_code)

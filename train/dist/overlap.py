@@ -28,7 +28,7 @@ class Overlap:
         self._begun: list[Job[None]] = []
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        """Return a future of the bucket's mean. At a step's last bucket, raises DistBackendError if a rank has ended."""
+        """Return a future of the bucket's mean. A step's last bucket raises DistBackendError if a rank has ended."""
         mean: Future[Tensor] = Future()
         if not bucket.is_last():
             self._begun.append(self._thread.submit(self._average, bucket.buffer(), mean))

@@ -1,1 +1,1 @@
-"""What can go wrong, found, said and survived."""
+"""Detect failures, report them and recover from them."""

@@ -1,4 +1,4 @@
-"""torchrun's agent as seen from its worker: die with it, tell it why, stop its restarts, free it from a dead store."""
+"""A worker's dealings with its torchrun agent: die with it, report to it, stop its restarts, end it if it hangs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.faults import output
 from train.redact import redacted
 
 POLL_S = 0.1
-STUCK_S = 30.0  # longer than any read_timeout in a --rdzv-conf of ours
+STUCK_S = 30.0  # longer than any read_timeout that the launchers pass in --rdzv-conf
 LAST_WORDS_S = 10.0
 
 
@@ -28,7 +28,7 @@ def die_with_it() -> None:
 
 
 def tell(text: str) -> None:
-    """Give torchrun the reason for its own report, which ends with it, through the file that it names for that."""
+    """Write the reason to the file that torchrun names for it; torchrun ends its own report with the reason."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = redacted(text)
         message = {
@@ -39,19 +39,19 @@ def tell(text: str) -> None:
 
 
 def end_restarts(code: int) -> None:
-    """Have torchrun's agent stop too, where a restart would only fail the same way again."""
+    """Stop torchrun's agent as well, if the exit code means that a restart would fail in the same way."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if code in final() and restarts and os.environ.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)
 
 
 def end_if_stuck() -> None:
-    """Have the agent ended if, `STUCK_S` after this process, it has still not noticed that its worker is gone.
+    """End the agent if it has not noticed its worker's end `STUCK_S` after this process.
 
-    When the host of the rendezvous store vanishes without closing its connections (power, link), an agent whose read
-    timed out cancels it and waits for the answer with no timeout (`TCPStore::doWait`), until the kernel gives the
-    connection up after about 15 minutes (tcp_retries2 in tcp(7)). Meanwhile its keep-alive thread holds the lock that
-    its main loop needs (`DynamicRendezvousHandler.num_nodes_waiting`).
+    If the host of the rendezvous store vanishes without closing its connections (power, link), an agent whose read
+    timed out cancels the read and waits for the answer without a timeout (`TCPStore::doWait`), until the kernel gives
+    the connection up after about 15 minutes (tcp_retries2 in tcp(7)). Meanwhile its keep-alive thread holds the lock
+    that its main loop needs (`DynamicRendezvousHandler.num_nodes_waiting`).
     """
     if _is_there() and os.environ.get("LOCAL_RANK") == "0":  # all ranks of the node leave
         with contextlib.suppress(OSError):
@@ -60,7 +60,10 @@ def end_if_stuck() -> None:
 
 
 def main() -> None:
-    """`python -m train.faults.agent WORKER AGENT`: the pids of a worker that is about to leave and of the agent that has to see it."""
+    """`python -m train.faults.agent WORKER AGENT`: end a hung agent.
+
+    WORKER is the pid of a worker that is about to leave, AGENT that of the agent that must notice it.
+    """
     worker, agent = map(int, sys.argv[1:])
     unseen_s = 0.0
     while unseen_s < STUCK_S:
@@ -87,7 +90,7 @@ def _is_there() -> bool:
 
 
 def _state(pid: int) -> tuple[str, int]:
-    """The state of a process (R, S, T, Z...) and its parent's pid; ("", 0) if it is gone. See proc_pid_stat(5)."""
+    """Return a process's state (R, S, T, Z...) and its parent's pid; ("", 0) if it is gone. See proc_pid_stat(5)."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:

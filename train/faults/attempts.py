@@ -1,7 +1,7 @@
-"""outcome.json: how the last attempt ended, for launchers that hide exit codes, and for the attempt after it.
+"""outcome.json: how the last attempt ended, for launchers that hide exit codes and for the next attempt.
 
-A command that is refused is no attempt: where the folder has a record, or another is at work, it leaves refused.json.
-Of a record that a disk or a hand has changed, each entry of another type than it is written with is as if missing.
+A refused command is not an attempt: if the folder has a record, or another attempt runs there, the command writes
+refused.json instead. If a record was damaged or edited, entries of the wrong type count as missing.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from train.redact import redacted_all
 RUNNING = "running"
 DONE, PREEMPTED = "done", "preempted"
 FAILURES = (RUNNING, "failed", "rank_lost")
-"""Ends of an attempt after which the next one may still come no further: it was killed, or a rank failed."""
+"""Outcomes after which the next attempt may get no further either: it was killed, or a rank failed."""
 OUTCOME, REFUSED = "outcome.json", "refused.json"
 LARGEST = 2**62
-_WRITING = threading.RLock()  # the checkpoint's writer and whoever ends the attempt
+_WRITING = threading.RLock()  # held by the checkpoint's writer or the thread that ends the attempt
 
 
 class Commit(TypedDict):
-    """The newest checkpoint of a run, for people to find."""
+    """The newest checkpoint of a run, for users to find."""
 
     step: int
     path: str
@@ -41,19 +41,24 @@ class Commit(TypedDict):
 
 @dataclass(frozen=True)
 class Attempt:
-    """How an attempt at a run stands, or ended.
+    """The state or the end of an attempt at a run.
 
-    token: counts the attempts; whoever has a larger one has taken the run over.
-    agents: the launchers of all ranks (place.launcher). launcher: the job as `train.launch` or the scheduler names it,
-    or the agent of the rank that wrote this.
-    world_size, asked_for: ranks of the attempt, and the most that its launcher was told to start, if it says so.
-    furthest, idle_attempts, idle_preemptions: kept from attempt to attempt, to see whether they come any further.
-    times_held: starts in a row that found the run held by another part of their job. Of a start that never had the run,
-    idle_attempts counts the failures in a row up to it, and token is that of the run's record at the time.
-    checkpoint: the newest commit, {step, path}, so that it is missed when it is gone.
-    error, traceback, rank, failed_host: of the first cause, if it failed; cause: of the attempt before.
-    failure: the same for two errors at the same step with the same traceback; failure_before: of the attempt before.
-    job, meets_at, restarts: of a claim alone: see lease.py.
+    Args:
+        token: number of the attempt; an attempt with a larger token has taken the run over.
+        agents: the launchers of all ranks (place.launcher).
+        launcher: the job's name from `train.launch` or the scheduler, or the agent of the rank that wrote this.
+        world_size: ranks of the attempt.
+        asked_for: the most ranks that its launcher was asked to start, if known.
+        furthest, idle_attempts, idle_preemptions: carried from attempt to attempt, to detect attempts that make no
+            progress. For a start that never had the run, `idle_attempts` counts the failures in a row up to it, and
+            `token` is that of the run's record at the time.
+        times_held: starts in a row that found the run held by another part of their job.
+        checkpoint: the newest commit, {step, path}, so that its loss is noticed.
+        error, traceback, rank, failed_host: of the first cause, if the attempt failed.
+        cause: the error of the previous attempt.
+        failure: equal for two errors at the same step with the same traceback.
+        failure_before: the `failure` of the previous attempt.
+        job, meets_at, restarts: only in a claim, see lease.py.
     """
 
     outcome: str = "none"
@@ -86,21 +91,21 @@ class Attempt:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Attempt:
-        """From outcome.json; what it does not know, or knows of another type, is left out."""
+        """Build an attempt from the entries of outcome.json; unknown entries and wrong types are left out."""
         return cls(**_known(record))
 
     def is_same_launch(self, agents: list[str]) -> bool:
-        """Whether the same scheduler's job, or one of `agents`, started it: it is then a restart, no new launch."""
+        """Whether the same scheduler job, or one of `agents`, started this attempt: then this is a restart."""
         return bool(job() and self.launcher == job()) or self.has_agent(agents)
 
     def has_agent(self, agents: list[str]) -> bool:
-        """Whether one of `agents` started it."""
+        """Whether one of `agents` started this attempt."""
         return not {*self.agents}.isdisjoint(agents)
 
     def idle(self, furthest: int) -> tuple[int, int]:
-        """(failures, clean preemptions) in a row up to this one without a step further than any attempt before them.
+        """Return (failures, clean preemptions) in a row, up to this attempt, that got no further than earlier attempts.
 
-        A crash loop that has been reported, and any end but a failure or a preemption, begins the count anew.
+        The count restarts after a reported crash loop, and after any end but a failure or a preemption.
         """
         if furthest > self.furthest or self.outcome not in (*FAILURES, PREEMPTED):
             return 0, 0
@@ -109,21 +114,22 @@ class Attempt:
 
 
 def last(folder: Path) -> Attempt:
-    """The last attempt in `folder`; one of outcome "none" if there is no record that can be read."""
+    """Return the last attempt in `folder`; an attempt with outcome "none" if there is no readable record."""
     return Attempt.of(read(folder))
 
 
 def write(folder: Path, attempt: Attempt) -> None:
-    """Replace outcome.json in one step; where the newest checkpoint lies is kept. Raises StorageError."""
+    """Replace outcome.json in one step; keeps the entry of the newest checkpoint. Raises StorageError."""
     with _WRITING:
         newest = attempt.checkpoint or read(folder).get("checkpoint")
         _replace(folder / OUTCOME, replace(attempt, checkpoint=newest))
 
 
 def refuse(folder: Path, attempt: Attempt, *, beside: bool) -> Path:
-    """Leave word of a command that was refused, `beside` the run's record if there is one or another is to write it; where.
+    """Record a refused command and return the record's path.
 
-    That must not be replaced: whoever holds the run would think it had lost it. Raises StorageError, OSError.
+    Writes refused.json if `beside`, or if the run has a record; else outcome.json. A run's outcome.json must not be
+    replaced, or the attempt that holds the run would conclude that it lost it. Raises StorageError, OSError.
     """
     if not beside:
         with contextlib.suppress(FileExistsError):
@@ -134,7 +140,7 @@ def refuse(folder: Path, attempt: Attempt, *, beside: bool) -> Path:
 
 
 def note_commit(folder: Path, attempt: str, *, step: int, path: str) -> None:
-    """Note the newest checkpoint. Raises StorageError."""
+    """Record the newest checkpoint, if the record is that of `attempt`. Raises StorageError."""
     with _WRITING:
         before = last(folder)
         if before.attempt == attempt:
@@ -142,14 +148,16 @@ def note_commit(folder: Path, attempt: str, *, step: int, path: str) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The last attempt's record as it stands in the file; `{}` if there is none that can be read."""
+    """Return the last attempt's record as it is in the file; `{}` if there is no readable record."""
     return read_record(folder / OUTCOME)
 
 
 def newest(folder: Path, *, launcher: str = "") -> dict[str, Any]:
-    """For launchers: how the last command ended, be it an attempt or refused.
+    """For launchers: return the record of the last command, whether it was an attempt or refused.
 
-    launcher: whose records are read, if that is given; a record that names none may be anybody's, and is read, too.
+    Args:
+        folder: the run's folder.
+        launcher: if given, read only this launcher's records, and records that name no launcher.
     """
     records = (read_record(folder / OUTCOME), read_record(folder / REFUSED))
     own = [record for record in records if not launcher or record.get("launcher", launcher) == launcher]
@@ -157,7 +165,7 @@ def newest(folder: Path, *, launcher: str = "") -> dict[str, Any]:
 
 
 def start_before(folder: Path, attempt: str) -> Attempt:
-    """The last start before `attempt` that never had the run, unless an attempt has had it since."""
+    """Return the last start before `attempt` that never had the run, unless an attempt has had the run since."""
     run, refused = last(folder), Attempt.of(read_record(folder / REFUSED))
     for start in (refused, run if not run.token else Attempt()):
         if start.attempt not in ("", attempt) and start.token == run.token:
@@ -166,7 +174,7 @@ def start_before(folder: Path, attempt: str) -> Attempt:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The entries of a record file that an attempt has, each of its type; `{}` if it cannot be read."""
+    """Return a record file's entries that `Attempt` has with their types; `{}` if the file cannot be read."""
     try:
         record = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

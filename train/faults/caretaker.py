@@ -1,7 +1,8 @@
-"""Keeps a claim while torchrun restarts the group that held it: `python -m train.faults.caretaker FOLDER TOKEN AGENT`.
+"""Keep a claim while torchrun restarts its ranks: `python -m train.faults.caretaker FOLDER TOKEN AGENT`.
 
-A process of its own, as none of the ranks is there meanwhile, and torchrun's agent knows nothing of claims. It leaves
-once the ranks have claimed the run again, and gives the claim up when the agent, named as by `place.launcher`, is gone.
+This is a process of its own, because no rank exists during a restart and torchrun's agent knows nothing of claims. It
+exits once the ranks have claimed the run again, and gives the claim up when the agent, identified as by
+`place.launcher`, is gone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ POLL_S = 0.2
 
 
 def main(given: Sequence[str]) -> None:
-    """Renew the claim until the agent is gone, or it is superseded."""
+    """Renew the claim until the agent is gone or the claim is superseded."""
     folder, token, agent = Path(given[0]), int(given[1]), given[2]
     beat, shown = 0, 0.0
     while newest_claim(folder)[0] == token:

@@ -1,4 +1,4 @@
-"""How an attempt ends: the first cause said once for all ranks, outcome.json, and the exit code."""
+"""End an attempt: report the first cause once for all ranks, write outcome.json, and give the exit code."""
 
 from __future__ import annotations
 
@@ -41,18 +41,23 @@ if TYPE_CHECKING:
     from train.dist.world import World
     from train.faults.preemption import Preemption
 
-FIRST_CAUSE_WAIT_S = 1.0  # a rank that fails by itself says so at once; one that was killed says nothing
-SILENCE_S = 0.3  # and beats no more
+FIRST_CAUSE_WAIT_S = 1.0  # a failing rank reports at once; a killed rank never does
+SILENCE_S = 0.3  # a killed rank sends no heartbeat either
 REPORT_S = 5.0
 OF_A_START = ("token", "idle_attempts", "times_held")
 
 
 class HasStep(Protocol):
+    """An object with the current step."""
+
     step: int
 
 
 class Exit:
-    """The end of this process's attempt. It is told how far the attempt has come, and so whom an error concerns."""
+    """The end of this process's attempt.
+
+    Its attributes are set as the attempt proceeds, and so decide which ranks an error concerns.
+    """
 
     def __init__(self, folder: Path, *, max_idle_attempts: int | None = None, preemption: Preemption | None = None):
         self.folder, self.max_idle_attempts, self.preemption = folder, max_idle_attempts, preemption
@@ -65,6 +70,7 @@ class Exit:
 
     @property
     def step(self) -> int | None:
+        """The step of the run; None before training."""
         return self.progress.step if self.progress else None
 
     def is_told(self) -> bool:
@@ -72,15 +78,15 @@ class Exit:
         return bool(self.preemption and self.preemption.signalled)
 
     def regroup(self, other: str) -> None:
-        """Have all ranks save and leave, for torchrun to start them again together with `other`."""
+        """Have all ranks save and leave, so that torchrun restarts them together with `other`."""
         say(f"muster: {other} of this job waits for the run: all ranks save their place and start again together")
         if self.preemption:
             self.preemption.signalled = True
 
     def because(self, error: BaseException) -> int:
-        """Report `error` once for all ranks, write outcome.json, and give the exit code.
+        """Report `error` once for all ranks, write outcome.json, and return the exit code.
 
-        Called by the main thread or the heartbeat's, whichever comes first; the other waits for the end.
+        The main thread or the heartbeat's calls it, whichever is first; the other one waits until the process ends.
         """
         self._leaving.acquire()
         lost = self._is_lost(error)
@@ -96,7 +102,7 @@ class Exit:
                 self.heartbeat.enter("leaving after step", self.step or 0)
             code = self._with_others(self.world, error, code, lost=lost)
         self._report()
-        if self.lease:  # also where a thread ends the process and nothing is unwound
+        if self.lease:  # here, because a thread may end the process without unwinding
             ends = code in final() or (code == Preempted.exit_code and self.is_told())
             if restarts_left() and not ends:
                 self.lease.leave_to_restart()
@@ -105,14 +111,14 @@ class Exit:
         return self._quit(code)
 
     def _report(self) -> None:
-        """report.html, while the run is still this attempt's. Nothing waits for long for it: the folder may be lost."""
+        """Write report.html while this attempt holds the run. Waits at most `REPORT_S`: the folder may be lost."""
         if self.report and self.lease and self.lease.is_held():
             writer = threading.Thread(target=self.report, name="report", daemon=True)
             writer.start()
             writer.join(REPORT_S)
 
     def at_once(self, error: BaseException) -> NoReturn:
-        """The same from a thread: end the process."""
+        """Like `because`, but from a thread: end the process."""
         code = 1
         try:
             code = self.because(error)
@@ -120,7 +126,7 @@ class Exit:
             os._exit(code)
 
     def _alone(self, error: BaseException, code: int) -> int:
-        """Before the ranks have met: rank 0 speaks for all, unless this rank never reached it."""
+        """Report an error from before the meeting: rank 0 reports for all, unless this rank never reached it."""
         from train.dist.network import Abandoned, Unheard
 
         alone = isinstance(error, (Unheard, Abandoned)) or not isinstance(error, MusterError)
@@ -136,6 +142,7 @@ class Exit:
         return code
 
     def _with_others(self, world: World, error: BaseException, code: int, *, lost: bool) -> int:
+        """Agree with the other ranks on the first cause, report it once and return the exit code."""
         if lost:
             first = self._first_cause(world, error)
             if isinstance(first, dict):
@@ -146,12 +153,12 @@ class Exit:
         told = attempts.last(self.folder)
         if isinstance(error, RankLost) and told.attempt == world.attempt and told.outcome != attempts.RUNNING:
             agent.tell(f"rank {told.rank} failed first: {told.error}")
-            return told.exit_code or 1  # the first cause, from a rank that is gone
+            return told.exit_code or 1  # the first cause, recorded by a rank that is gone
         record = self._record(error, code, lost=lost)
         error, code = self._counted(error, code, record, world.attempt)
         won, first_said = world.board.claim_failure(record)
         if won and isinstance(error, MusterError):
-            tell(error)  # before a write that may hang
+            tell(error)  # print before a write that may hang
         kept = self._write(first_said, first=won)
         if won and not isinstance(error, MusterError):
             tell(error, kept)
@@ -163,9 +170,10 @@ class Exit:
     def _counted(
         self, error: BaseException, code: int, record: dict[str, Any], attempt: str
     ) -> tuple[BaseException, int]:
-        """`error` and `code`, or a crash loop in their place, which is then put into `record`, too.
+        """Return `error` and `code`, or a crash loop in their place, which also goes into `record`.
 
-        A failure of an attempt that has the run is counted by the next one (Folder); of one that never had it, here.
+        The next attempt counts the failure of an attempt that had the run (Folder); a failure before that is counted
+        here.
         """
         told, again = attempts.last(self.folder), None
         failed_before = told.failure_before
@@ -192,19 +200,19 @@ class Exit:
         return loop, loop.exit_code
 
     def _is_failed_start(self, error: BaseException, code: int) -> bool:
-        """Not if the launcher ended this rank: it does so with all ranks when a node joins."""
+        """Whether `error` counts as a failed start; not if the launcher ended all ranks because a node joins."""
         ended = code == Preempted.exit_code or (isinstance(error, RankLost) and self.is_told())
         return self.max_idle_attempts is not None and code not in final() and not ended
 
     def _is_lost(self, error: BaseException) -> bool:
-        """Whether torch's own words say that another rank is gone: then the cause is to be heard from others."""
+        """Whether torch's error means that another rank is gone; the cause then comes from the other ranks."""
         if self.world is None or self.world.size == 1 or not isinstance(error, RuntimeError):
             return False
         named = type(error).__module__ == "torch.distributed" or re.search(r"\bgloo\b|NCCL|nccl", str(error))
         return bool(named) and environment_error(error) is None
 
     def _first_cause(self, world: World, error: BaseException) -> dict[str, Any] | RankLost:
-        """What another rank has posted as the cause; if none has, who gives no sign of life."""
+        """Return the cause that another rank has posted; if there is none, name the ranks without a heartbeat."""
 
         def silent() -> RankLost | None:
             return self.heartbeat.silence(SILENCE_S) if self.heartbeat else None
@@ -213,7 +221,7 @@ class Exit:
             self.heartbeat.watch()
         if first := world.board.first_failure(FIRST_CAUSE_WAIT_S, enough=silent):
             return first
-        time.sleep(2 * BEAT_S)  # the store may be gone so suddenly that nobody has noticed yet
+        time.sleep(2 * BEAT_S)  # the store may be gone so recently that no check has failed yet
         return silent() or RankLost(
             f"rank {world.rank} on {socket.gethostname()} lost contact with another rank, which gave no reason: {one_line(error)[:300]}"
         )
@@ -233,32 +241,31 @@ class Exit:
         }
 
     def _write(self, record: dict[str, Any], *, first: bool = False) -> Path | None:
-        """Into outcome.json if the run is this attempt's; a command that was refused leaves the run's record alone. Where
-        the record lies now, if this rank has written it.
+        """Write `record` to outcome.json if this attempt has the run; a refused command leaves the run's record alone.
 
-        The rank that said it first writes it, and so does the one that holds the run: it may be gone before the other
-        has written, and its report reads what is there.
+        Both the first rank to report and the rank that holds the run write it: either may be gone before the other has
+        written, and the holder's report reads the record. Returns the record's path if this rank has written it.
         """
         assert self.world
-        with contextlib.suppress(MusterError, OSError):  # it could not be written; the line that was said says why
+        with contextlib.suppress(MusterError, OSError):  # the write failed; the printed line has the cause
             now = attempts.last(self.folder)
             if now.attempt != self.world.attempt:
                 if first:
                     return self._refuse(record, self.world.attempt)
             elif self.lease.is_held() if self.lease else first:
                 known = {key: value for key, value in record.items() if key not in OF_A_START}
-                attempts.write(self.folder, replace(now, **known, cause=None))  # that was of an earlier attempt's error
+                attempts.write(self.folder, replace(now, **known, cause=None))  # `cause` was an earlier attempt's error
                 return self.folder / attempts.OUTCOME
         return None
 
     def _refuse(self, record: dict[str, Any], attempt: str) -> Path:
-        """Put on record how a start ended that never had the run. Where it lies now."""
+        """Record the end of a start that never had the run, and return the record's path."""
         self.folder.mkdir(parents=True, exist_ok=True)
         is_held = newest_claim(self.folder)[1].get("attempt", attempt) != attempt
         return attempts.refuse(self.folder, Attempt.of({**record, "attempt": attempt}), beside=is_held)
 
     def _quit(self, code: int) -> int:
-        """Leave without waiting for ranks that may be gone: destroying a broken group can block."""
+        """Leave without waiting for ranks that may be gone: destroying a broken process group can block."""
         agent.end_restarts(code)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -269,7 +276,7 @@ class Exit:
 
 
 def _digest(text: str) -> str:
-    """Of a text in which addresses do not count."""
+    """Return a digest of `text` that ignores addresses."""
     return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
 
 
@@ -280,7 +287,11 @@ def _put_into_words(error: BaseException) -> BaseException:
 
 
 def tell(error: BaseException, kept: Path | None = None) -> None:
-    """One line. `kept`: where the traceback of what is no MusterError lies; it is printed before the line if nowhere."""
+    """Print `error` in one line.
+
+    For an error that is not a MusterError, `kept` is the file with the traceback; if None, the traceback is printed
+    first.
+    """
     if isinstance(error, MusterError):
         return say(f"muster: {error.outcome.replace('_', ' ')}: {in_words(error)}")
     if not kept:
@@ -294,5 +305,5 @@ def _and_where(error: BaseException, kept: Path | None) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """The message of an error that a person can act on; of another what was raised and where."""
+    """Return a MusterError's message; for any other error what was raised and where."""
     return one_line(error) if isinstance(error, MusterError) else located(error)

@@ -1,14 +1,14 @@
-"""Finds a rank that hangs, names it and ends it within `dist.timeout_s`.
+"""Find a rank that hangs, name it and end it within `dist.timeout_s`.
 
-In a collective all ranks wait for the last one, so when one hangs all stand still, and the collective's own timeout
-tells none from the other. Here each rank posts to the store which phase it is in (phase.py), and rank 0, which alone
-reads all of them, posts with its own what it makes of them (verdict.py). A rank that has stood still for longer than
-its phase allows reads rank 0's: the ranks that hang say where their code stands and leave, the others leave after
-them, and the launcher restarts all. If rank 0 posts nothing new, it is rank 0 that is lost. A process that is stopped
-is ended by its watchdog (watchdog.py), which has to be wound up.
+In a collective all ranks wait for the last one, so when one rank hangs all stand still, and the collective's own
+timeout cannot tell which rank hangs. Here each rank posts its current phase (phase.py) to the store. Rank 0 alone reads
+all of them, and posts its assessment (verdict.py) with its own phase. A rank that has stood still for longer than its
+phase allows reads rank 0's post: the ranks that hang print where their code stands and leave, the others leave after
+them, and the launcher restarts all. If rank 0 posts nothing new, rank 0 is lost. A stopped process is ended by its
+watchdog timer (watchdog.py), which must be re-armed regularly.
 
-A period costs the store one operation a rank, two on a rank that stands still or is the first. It grows with the
-number of ranks, so that the store has some thousand operations a second to do and not more.
+Each period costs the store one operation per rank, or two for rank 0 and ranks that stand still. The period grows with
+the number of ranks, which bounds the store's load to a few thousand operations per second.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from train.dist.world import World
 
 BEAT_S = 0.1
-BEATS_PER_S = 2000.0  # of all ranks together
-GRACE_S = 2.0  # for the rank that hangs to say so itself
+BEATS_PER_S = 2000.0  # total of all ranks
+GRACE_S = 2.0  # time for the hanging rank to report itself
 LAST_WORDS_S = 30.0
-ABANDONED_S = 4.0  # longer than a rank that lives is silent
+ABANDONED_S = 4.0  # longer than any live rank is silent
 
 
 def period_s(size: int, timeout_s: float) -> float:
-    """Seconds between two signs of life of a rank: as many as the store can bear, and several within the timeout."""
+    """Return the heartbeat period: as short as the store's load allows, and several periods within the timeout."""
     return max(BEAT_S, min(size / BEATS_PER_S, timeout_s / 8))
 
 
 class Heartbeat:
-    """This rank's sign of life, and its eye on the others."""
+    """This rank's heartbeat, and its view of the other ranks."""
 
     def __init__(self, world: World, *, timeout_s: float, start_s: float, on_hang: Callable[[RankLost], object]):
         self.world, self.timeout_s, self.on_hang = world, timeout_s, on_hang
@@ -62,11 +62,11 @@ class Heartbeat:
 
     @property
     def gone(self) -> int:
-        """How many ranks give no sign of life, as far as rank 0 knows."""
+        """The number of ranks without a heartbeat, as far as rank 0 knows."""
         return self.eye.gone
 
     def start(self) -> None:
-        """Begin to beat. A launcher must be there that restarts what is ended."""
+        """Start the heartbeat. The launcher must restart processes that it ends."""
         self._watchdog = Watchdog()
         for work in (self._judge, self._exchange):
             threading.Thread(target=work, name="heartbeat", daemon=True).start()
@@ -76,18 +76,21 @@ class Heartbeat:
         self.phases.enter(kind, step)
 
     def close(self) -> None:
-        """Stop beating; what is left to do for this process must not take long."""
+        """Stop the heartbeat; the rest of this process must not take long."""
         self._ended.set()
         if self._watchdog:
             self._watchdog.wind(self.timeout_s + LAST_WORDS_S)
 
     def watch(self) -> None:
-        """Look at the other ranks from now on, whatever this one does."""
+        """Watch the other ranks from now on, whatever this rank does."""
         self._watched_for_good = True
         self._look()
 
     def silence(self, seconds: float, *, waited: str = "") -> RankLost | None:
-        """Which ranks, or whether the store, have given no sign of life for `seconds`; needs as long a watch before."""
+        """Return a RankLost that names the ranks, or the store, without a sign of life for `seconds`; else None.
+
+        This rank must have watched the others for at least that long.
+        """
         seconds = max(seconds, 2 * self.period_s)
         told = f"gives no sign of life{waited}: killed, stopped or cut off"
         if self._store_is_gone or self.eye.unanswered_s > seconds:
@@ -98,12 +101,12 @@ class Heartbeat:
 
     @property
     def is_abandoned(self) -> bool:
-        """On rank 0: whether it stands still, and waits for a rank or a store that gives no sign of life."""
+        """On rank 0: whether it stands still, waiting for a rank or a store that gives no sign of life."""
         return self.phases.age_s > ABANDONED_S and self.silence(ABANDONED_S) is not None
 
     def _store_lost(self, told: str) -> RankLost:
         address = os.environ.get("MASTER_ADDR", "this host")
-        if not store_is_agents() and not self.world.is_first:  # it is in rank 0's process
+        if not store_is_agents() and not self.world.is_first:  # the store is in rank 0's process
             host = self.eye.first_host or address
             return RankLost(f"rank 0 on {host} {told}", rank=0, host=host)
         me = f"rank {self.world.rank} on {socket.gethostname()}"
@@ -115,7 +118,7 @@ class Heartbeat:
             self._watching.set()
 
     def _exchange(self) -> None:
-        """Post and, while somebody wants to know, read. In a thread of its own: a cut-off store may block for ever."""
+        """Post beats and, while watching, read them. In its own thread: a store that is cut off may block forever."""
         try:
             while not self._ended.is_set():
                 self._beat += 1
@@ -129,13 +132,13 @@ class Heartbeat:
             self._store_is_gone = True
 
     def _judge(self) -> None:
-        """Wind up the watchdog; when this rank stands still for too long, find out whose fault it is."""
+        """Re-arm the watchdog; when this rank stands still for too long, find the rank at fault."""
         assert self._watchdog
         while not self._ended.wait(BEAT_S):
             self._watchdog.wind(self.timeout_s)
             try:
                 verdict = self._verdict()
-            except Exception:  # a defect here must not end a healthy run, as a watchdog that is not wound would
+            except Exception:  # a bug here must not end a healthy run, as a watchdog that is not re-armed would
                 traceback.print_exc()
                 self._ended.wait(self.timeout_s / 2)
                 continue
@@ -145,7 +148,7 @@ class Heartbeat:
                 return
 
     def _verdict(self) -> RankLost | None:
-        """Why this rank has to leave; None if all is well or has to be waited for."""
+        """Return why this rank must leave; None if all is well or the rank must wait."""
         mine = self.phases.now(self._beat)
         if mine.age_s < self.timeout_s / 2:
             if not self._watched_for_good:
@@ -171,7 +174,7 @@ class Heartbeat:
         return found
 
     def _tell(self, mine: Phase) -> None:
-        """No hang yet, but nobody shall have to look at a silent terminal."""
+        """Print which rank is being waited for, although it is not a hang yet, so that the terminal is not silent."""
         seen = self.eye.outlook
         for one in seen.behind[:1] if seen else ():
             say(

@@ -1,15 +1,17 @@
-"""One run, one writer.
+"""Ensure that each run has at most one writer.
 
-Whoever wants to write to a run's folder claims it: a file `.claim-N` that is made with all its content in one step and
-only if nobody else has (link(2)), so of launches at the same moment one wins. N only grows; whoever finds a larger one
-than its own has been superseded and leaves. The holder renews `.alive` every second. Before a claim is taken over it is
-watched for a while: if it is renewed, somebody is there. Only change is looked for, so clocks need not agree. A restart
-by the same agents does not wait, nor does one that sees that all processes of the holder are gone from this host.
+An attempt that wants to write to a run's folder claims it with a file `.claim-N`. The file is created with all its
+content in one step, and only if it does not exist (link(2)), so one of several simultaneous launches wins. N only
+grows; an attempt that finds a larger N than its own has been superseded and leaves. The holder renews `.alive` every
+second. Before an attempt takes over a claim, it watches `.alive` for a while: if the file is renewed, the holder lives.
+Only changes count, so clocks need not agree. A restart by the same agents does not wait, nor does a launch that sees
+that all processes of the holder are gone from this host.
 
-Who holds it may be another job, and that is final. Or it is another part of this very job, which torchrun has formed a
-group without: a node that is lost but has not noticed, or agents that were starved for longer than their keep-alive.
-Such a holder is waited for. If it waits itself for ranks that are gone, it is superseded; if it trains, it is asked, by
-`.wanted`, to save and to start again together. `.alive` says which: token, beat, state, time.
+If the holder is another job, that is final. The holder may also be another part of this job, which torchrun has left
+out of the new group: a node that is lost but has not noticed, or agents that were starved for longer than their
+keep-alive. The attempt waits for such a holder. A holder that itself waits for lost ranks is superseded; a holder that
+trains is asked, by `.wanted`, to save and to restart together with the new part. `.alive` tells them apart: token,
+beat, state, time.
 """
 
 from __future__ import annotations
@@ -43,26 +45,29 @@ from train.files import clear_drafts, create_file, draft_of
 
 RENEW_S = 1.0
 HELD_S = 10.0
-"""A holder that stood still for less (garbage collection, a slow file server) keeps its lease; after more it may lose
-it, and then leaves as soon as it wakes."""
+"""A holder that stalls for less keeps its lease; after more it may lose it, and leaves when it wakes.
+
+Typical stalls are garbage collection and a slow file server.
+"""
 WAIT_S = 30.0
 """The longest wait for another part of this job."""
-SUPERSEDED_S = 2.0  # a holder that says for so long that it trains no more is not waited for
+SUPERSEDED_S = 2.0  # a holder that has not trained for so long is superseded
 CLOCKS_APART_S = 10.0
-"""More than torchrun's keep-alive tolerates, and more than a file server shows a file late."""
+"""More than torchrun's keep-alive tolerates, and more than the delay with which a file server shows a file."""
 TRAINS, STANDS, RESTARTS = "trains", "stands", "restarts"
 CLAIM = re.compile(r"\.claim-([0-9]{1,18})$")
 
 
 @dataclass(frozen=True)
 class JobPart:
-    """Which job this process is a part of, and where its agents meet; empty where that is not known."""
+    """The job of this process and the endpoint of its agents; empty if unknown."""
 
     job: str = ""
     meets_at: str = ""
 
     @classmethod
     def own(cls) -> JobPart:
+        """Return the part that this process belongs to."""
         return cls(job_name(), rendezvous_at())
 
 
@@ -74,16 +79,23 @@ def look(
     wait_s: float = 0.0,
     stopping: Callable[[], bool] = lambda: False,
 ) -> int:
-    """The largest token that `folder` has known, for `Lease` to go one further, once nobody else is at work there.
+    """Wait until no other attempt uses `folder`, and return the largest token it has had; `Lease` takes the next.
 
-    Changes nothing.
+    Changes nothing, except that it may write `.wanted`, which it removes again.
+
+    Args:
+        folder: the run's folder.
+        agents: the launchers of all ranks of this attempt.
+        part: the job of this process.
+        wait_s: the longest wait for another part of this job.
+        stopping: whether this process was told to stop.
 
     Raises:
-        ConfigError: another job is at work there; or another part of this one, whose clock is another.
-        Held: another part of this job is, and has not made way within `wait_s`.
-        Preempted: `stopping` meanwhile.
+        ConfigError: another job uses the folder; or another part of this job does, and its clock differs.
+        Held: another part of this job uses the folder, and has not made way within `wait_s`.
+        Preempted: `stopping` became true meanwhile.
     """
-    recorded = attempts.last(folder).token  # read first: whoever begins between the two is seen by its claim
+    recorded = attempts.last(folder).token  # read first: an attempt that begins in between is seen by its claim
     token, holder = newest_claim(folder)
     known = max(token, recorded)
     if not token or {*holder.get("agents", ())} & {*agents}:
@@ -92,7 +104,7 @@ def look(
         return known
     is_ours = bool(part.job) and holder.get("job") == part.job
     if not is_ours and holder.get("restarts") and any(is_at_work(agent) for agent in holder["agents"]):
-        raise in_use(folder, holder)  # if no rank is there just now, its agent starts them again
+        raise in_use(folder, holder)  # even without ranks now, its agent restarts them
     seen, renewed, began = _read(folder / ".alive"), time.monotonic(), time.monotonic()
     trained = began
     with contextlib.ExitStack() as request:
@@ -124,7 +136,7 @@ def look(
 
 
 def _said(sign: bytes) -> tuple[str, float]:
-    """A holder's state and clock; one that says neither trains."""
+    """Return a holder's state and clock; a holder that posts neither counts as training."""
     words = sign.decode(errors="replace").split()
     try:
         return words[2], float(words[3])
@@ -133,7 +145,10 @@ def _said(sign: bytes) -> tuple[str, float]:
 
 
 def _compare_clocks(moment: float, holder: dict[str, Any]) -> None:
-    """Raises ConfigError: torchrun would not keep both agents in one group. `moment`: the holder's, of just now."""
+    """Raise ConfigError if the clocks differ so much that torchrun would not keep both agents in one group.
+
+    `moment` is the holder's current time.
+    """
     apart_s = time.time() - moment
     if abs(apart_s) > CLOCKS_APART_S:
         raise ConfigError(
@@ -143,7 +158,7 @@ def _compare_clocks(moment: float, holder: dict[str, Any]) -> None:
 
 
 def _ask(folder: Path, part: JobPart, holder: dict[str, Any]) -> Callable[[], None]:
-    """Ask a holder that torchrun can bring together with this part to make way. Gives back what takes the request back."""
+    """Ask a holder that torchrun can bring together with this part to make way. Returns a function to withdraw."""
     wanted = folder / ".wanted"
     if holder.get("meets_at") != part.meets_at:
         return lambda: None
@@ -158,9 +173,9 @@ def _remove(path: Path) -> None:
 
 
 def newest_claim(folder: Path) -> tuple[int, dict[str, Any]]:
-    """The largest token claimed in `folder`, and who has it; 0 and nobody if it is free.
+    """Return the largest token claimed in `folder` and its claim; (0, {}) if the folder is free.
 
-    What a claim does not say, or says in another type, is unknown: its holder is then waited for as a stranger.
+    Entries that a claim lacks or has in a wrong type are unknown; its holder then counts as a stranger.
     """
     try:
         found = {int(match[1]): path for path in folder.iterdir() if (match := CLAIM.fullmatch(path.name))}
@@ -172,6 +187,7 @@ def newest_claim(folder: Path) -> tuple[int, dict[str, Any]]:
 
 
 def in_use(folder: Path, holder: dict[str, Any]) -> ConfigError:
+    """Return the error for a folder that another job uses."""
     return ConfigError(
         f"output_dir={folder} is in use by another job on {holder.get('host')} (attempt {holder.get('attempt')}, "
         f"launcher {holder.get('launcher')}): stop it, or give this one another name"
@@ -179,9 +195,9 @@ def in_use(folder: Path, holder: dict[str, Any]) -> ConfigError:
 
 
 class Lease:
-    """The claim on a run's folder, renewed until it is let go. `on_loss` is called, once, if somebody takes it over.
+    """A claim on a run's folder, renewed until it is released. Calls `on_loss` once if another launch takes it over.
 
-    `after` is what `look` gave: if anybody has claimed the folder since, this claim fails.
+    `after` is the result of `look`. If another launch has claimed the folder since, this claim fails.
 
     Raises:
         ConfigError: another launch was faster.
@@ -206,7 +222,7 @@ class Lease:
         claim = {"attempt": attempt, "agents": agents, "launcher": launcher, "host": socket.gethostname()}
         self._claim(json.dumps({**claim, "job": part.job, "meets_at": part.meets_at, "restarts": restarts_left()}))
         _remove(folder / ".wanted")
-        for token in range(max(1, self.token - 8), self.token):  # of attempts that were killed
+        for token in range(max(1, self.token - 8), self.token):  # claims of killed attempts
             with contextlib.suppress(OSError):
                 self._path(token).unlink()
         clear_drafts(folder)
@@ -215,19 +231,19 @@ class Lease:
         self._thread.start()
 
     def is_held(self) -> bool:
-        """Whether no other attempt has taken the run over; no, if that cannot be told."""
+        """Whether no other attempt has taken the run over; False if that cannot be determined."""
         record = attempts.read(self.folder)
         return record.get("token") == self.token and newest_claim(self.folder)[0] == self.token
 
     def let_go(self) -> None:
-        """Stop renewing, and leave no sign if the folder is still this attempt's."""
+        """Stop renewing, and remove the claim if the folder still belongs to this attempt."""
         self._stop()
         give_up(self.folder, self.token)
 
     def leave_to_restart(self) -> None:
-        """Leave the claim to torchrun's agent, which starts the ranks again: until it does, or ends, it is renewed."""
+        """Leave the claim to torchrun's agent: a process renews it until the agent restarts the ranks or ends."""
         self._stop()
-        folder, kit = self.folder.absolute(), Path(__file__).parents[2]  # users have a `train` of their own, too
+        folder, kit = self.folder.absolute(), Path(__file__).parents[2]  # the user's folder may have its own `train`
         line = [sys.executable, "-m", "train.faults.caretaker", str(folder), str(self.token), launcher()]
         with contextlib.suppress(OSError):
             subprocess.Popen(line, cwd=kit, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -262,7 +278,7 @@ class Lease:
             self._ended.wait(RENEW_S)
 
     def _request(self) -> str:
-        """Which other part of this job asks for the run; empty if none does."""
+        """Return which other part of this job asks for the run; empty if none does."""
         try:
             request = json.loads((self.folder / ".wanted").read_text())
         except (OSError, ValueError):
@@ -277,12 +293,15 @@ class Lease:
 
 
 def sign(token: int, beat: int, state: str) -> str:
-    """A sign of life."""
+    """Return the content of `.alive`."""
     return f"{token} {beat} {state} {time.time():.2f}"
 
 
 def show(folder: Path, text: str) -> None:
-    """Renew a claim. A full disk is for the checkpoints to report; but a draft that it cut short must not stay, once a second."""
+    """Renew a claim.
+
+    A full disk is for the checkpoints to report, but a truncated draft must not remain, as one would every second.
+    """
     draft = draft_of(folder / ".alive")
     with contextlib.suppress(OSError):
         try:
@@ -293,7 +312,7 @@ def show(folder: Path, text: str) -> None:
 
 
 def give_up(folder: Path, token: int) -> None:
-    """Remove a claim, and what goes with it, unless it has been superseded."""
+    """Remove a claim and its files, unless it has been superseded."""
     with contextlib.suppress(OSError):
         if newest_claim(folder)[0] == token:
             (folder / ".wanted").unlink(missing_ok=True)

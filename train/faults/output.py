@@ -1,8 +1,8 @@
-"""Output that nobody takes any more: it is dropped, and what is being done goes on.
+"""Drop output that can no longer be written, instead of failing.
 
-`... | head`, a terminal that was closed, and a full disk make every write fail, also those of libraries and of loader
-workers. A stream that is closed from the start (`>&-`) is worse: the next file that is opened gets its number, and what
-is printed goes into that. So the entry of each process calls `endure` before anything else.
+`... | head`, a closed terminal and a full disk make every write fail, including those of libraries and of loader
+workers. A stream that is closed from the start (`>&-`) is worse: the next file that is opened gets its descriptor, and
+printed text goes into that file. So the entry of each process calls `endure` before anything else.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, TextIO
 
 NAMES = {1: "standard output", 2: "standard error"}
 CLOSED = "MUSTER_CLOSED"
-"""Which streams a launcher found closed: its ranks inherit what was put in their place."""
+"""Variable that names the streams that a launcher found closed: its ranks inherit their replacements."""
 _lost: dict[int, str] = {}
 
 
 def endure() -> None:
-    """Have standard output and standard error take whatever is written to them, for as long as this process lives.
+    """Make writes to standard output and standard error never fail, for the rest of this process.
 
-    A terminal that is closed sends SIGHUP: that is ignored, too.
+    Also ignores SIGHUP, which a closed terminal sends.
     """
     with contextlib.suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -40,25 +40,26 @@ def endure() -> None:
         ):
             _lost[number] = "it is closed"
     sys.stdout, sys.stderr = _enduring(1, sys.stdout), _enduring(2, sys.stderr)
-    vars(sys).update(__stdout__=sys.stdout, __stderr__=sys.stderr)  # flushed when Python ends
+    vars(sys).update(__stdout__=sys.stdout, __stderr__=sys.stderr)  # Python flushes these when it ends
 
 
 def lost() -> str:
-    """What of this process's output was dropped, and why; empty if nothing was."""
+    """Return which output of this process was dropped, and why; empty if none was."""
     return "; ".join(f"{NAMES[number]}: {why}" for number, why in sorted(_lost.items()))
 
 
 def has_reader() -> bool:
-    """Whether anybody is there to read standard output, for what is done for its sake alone."""
+    """Whether standard output has a reader, for work that is done only for it."""
     asked = select.poll()
     asked.register(1, 0)
     return not lost() and not any(found & (select.POLLERR | select.POLLHUP) for _, found in asked.poll(0))
 
 
 class Enduring(io.FileIO):
-    """A file of which a write cannot fail."""
+    """A file whose writes cannot fail."""
 
     def write(self, data: Any) -> int:
+        """Write `data`; on an error record the cause and drop the data."""
         try:
             written = super().write(data)
         except OSError as error:
@@ -67,18 +68,18 @@ class Enduring(io.FileIO):
             if error.errno in (
                 errno.EPIPE,
                 errno.EIO,
-            ):  # for good: spares those who write by themselves, in C and in children
+            ):  # permanent: also redirect writes of C code and of children
                 _to_nowhere(number)
             return len(memoryview(data).cast("B"))
-        if written is None:  # a terminal that another program has set to non-blocking, and that is full
+        if written is None:  # a full terminal that another program has set to non-blocking
             os.set_blocking(self.fileno(), True)
             return self.write(data)
         return written
 
 
 def _enduring(number: int, now: TextIO | None) -> TextIO:
-    """A stream that writes to the same file as `now` does, in the same way; what is no such file (a test's) is left."""
-    if now is None:  # Python found it closed when it began
+    """Return a stream like `now` whose writes cannot fail; a stream on another file (a test's) stays as it is."""
+    if now is None:  # the stream was closed when Python started
         _lost[number] = "it is closed"
         return open(os.devnull, "w")
     if not isinstance(now, io.TextIOWrapper) or now.fileno() != number:

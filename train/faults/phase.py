@@ -1,4 +1,4 @@
-"""What a rank is doing, and for how long it may: the phases of a run (steps, evaluation batches, saves)."""
+"""The phases of a rank (steps, evaluation batches, saves) and how long each may take."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ LONG_S = 1800.0  # a save to slow storage
 FIRST_S = 600.0  # the first phases of each kind compile and tune
 FIRST = 2
 WAITING = ("/torch/distributed/", "/torch/autograd/graph.py", "/train/dist/shared_memory.py")
-"""Where code stands that waits for other ranks: in a collective, or in a backward pass that is full of them."""
-USUAL = 3  # times as long as a phase of its kind has ever taken is still no hang
+"""Files in which code waits for other ranks: in a collective, or in a backward pass, which is full of them."""
+USUAL = 3  # a phase may take this many times the longest one of its kind
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Where a rank stands. Times are its own: seconds since it entered the phase, and the most allowed.
+    """The current phase of a rank. Times are in seconds, on its own clock: since the phase began, and the most allowed.
 
-    `number` counts the phases that the rank has entered; `waiting` is whether its code waits for other ranks, or its
-    device does: on CUDA a collective is only begun by the code, which then waits wherever it reads a value.
+    `number` counts the phases that the rank has entered. `waiting` is whether its code or its device waits for other
+    ranks: on CUDA the code only launches a collective, and then waits wherever it reads a value.
     """
 
     beat: int
@@ -40,11 +40,12 @@ class Phase:
 
     @property
     def overdue(self) -> bool:
+        """Whether the phase has taken longer than allowed."""
         return self.age_s >= self.limit_s
 
 
 class Phases:
-    """This rank's phases, one after the other, and what is known of how long each kind takes."""
+    """This rank's successive phases, and the longest duration of each kind."""
 
     def __init__(self, *, timeout_s: float, start_s: float, device_is_busy: Callable[[], bool] = lambda: False):
         self.timeout_s, self.device_is_busy = timeout_s, device_is_busy
@@ -53,7 +54,7 @@ class Phases:
         self._current = (0, "start-up", start_s, time.monotonic())
 
     def enter(self, kind: str, step: int) -> None:
-        """Leave the phase before, and enter the next: `step`, `evaluation`, `save` or `finish`."""
+        """Leave the current phase and enter the next: `step`, `evaluation`, `save` or `finish`."""
         number, label, _, since = self._current
         now, before = time.monotonic(), label.split()[0]
         if self._entered[before] >= FIRST:
@@ -66,14 +67,16 @@ class Phases:
 
     @property
     def age_s(self) -> float:
+        """Seconds since the current phase began."""
         return time.monotonic() - self._current[3]
 
     @property
     def limit_s(self) -> float:
+        """Seconds that the current phase may take."""
         return self._current[2]
 
     def now(self, beat: int) -> Phase:
-        """As it is posted. Where the code stands is looked up only once it has stood for a while."""
+        """Return the current phase to post. Looks up the code's position only after the phase has lasted a while."""
         number, label, limit_s, since = self._current
         age_s = time.monotonic() - since
         where, waiting = standing() if age_s > self.timeout_s / 4 else ("", False)
@@ -82,12 +85,12 @@ class Phases:
 
 
 def cuda_is_busy(device: torch.device) -> bool:
-    """Whether work that was given to a CUDA device is not done yet, be it that a collective waits for other ranks."""
+    """Whether a CUDA device has unfinished work, for example a collective that waits for other ranks."""
     return device.type == "cuda" and not torch.cuda.current_stream(device).query()
 
 
 def standing() -> tuple[str, bool]:
-    """Where the main thread's code stands, outside of torch, and whether it waits for other ranks there."""
+    """Return the main thread's position outside of torch, and whether it waits for other ranks there."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     waiting, first = False, frame
     if frame:

@@ -1,17 +1,17 @@
-"""SIGTERM, turned into one point at which every rank stops.
+"""Turn SIGTERM into one point at which every rank stops.
 
-The signal reaches ranks at different moments, and a rank that stopped on its own would leave the others waiting in a
-collective. A collective in every step to ask would cost a step of every run. So the ranks agree over the store, and
-only once somebody asked:
+The signal reaches ranks at different moments, and a rank that stopped alone would leave the others waiting in a
+collective. A collective in every step to agree would slow down every run. So the ranks agree over the store, and only
+after a rank requests a stop:
 
-1. whoever is signalled asks to stop;
-2. on seeing it, every rank's watcher posts how many phases of work (steps, evaluation batches) its rank has begun,
-   and from then on the rank begins no further one by itself;
-3. the last rank to post announces the largest number, all go on to it, and stop there. Every phase that any rank began
-   is thereby begun by all.
+1. A rank that gets the signal requests a stop.
+2. When it sees the request, every rank's watcher posts how many phases of work (steps, evaluation batches) its rank has
+   begun. From then on the rank begins no further phase by itself.
+3. The last rank to post announces the largest number. All ranks go on to it and stop there, so every phase that any
+   rank has begun is begun by all.
 
-Before that, a rank looks at the store now and then; after it, it posts once and looks with growing pauses. None of it
-grows with the number of ranks, but the last one's single read of all numbers.
+Before a request, a rank polls the store now and then; after it, it posts once and polls with growing pauses. None of
+this grows with the number of ranks, except the last rank's single read of all numbers.
 """
 
 from __future__ import annotations
@@ -26,32 +26,33 @@ if TYPE_CHECKING:
     from train.dist.world import World
 
 POLL_S = 0.2
-LONGEST_POLL_S = 5.0  # a sixth of the grace that schedulers give
-POLLS_PER_S = 1000.0  # of all ranks together
+LONGEST_POLL_S = 5.0  # a sixth of a scheduler's usual grace period
+POLLS_PER_S = 1000.0  # total of all ranks
 
 
 class Preemption:
-    """Knows whether this run was told to stop. Install it as early as possible, watch once the world is there."""
+    """Whether this run was told to stop. Call `install` as early as possible, and `watch` once the world exists."""
 
     def __init__(self) -> None:
         self.signalled = False
         self._change = threading.Condition()
 
     def install(self) -> None:
-        """Take SIGTERM, and Ctrl-C, from now on. A second SIGTERM changes nothing.
+        """Handle SIGTERM, Ctrl-C, SIGUSR1 and SIGUSR2 from now on. A second SIGTERM changes nothing.
 
-        Slurm sends a step's USR1 or USR2 to every process in it, workers included: they mean the same.
+        Slurm sends a step's USR1 or USR2 to every process in it, loader workers included; they mean the same as
+        SIGTERM.
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.signalled:  # somebody at the keyboard does not want to wait
+        if number == signal.SIGINT and self.signalled:  # a second Ctrl-C: the user does not want to wait
             raise KeyboardInterrupt
         self.signalled = True
 
     def watch(self, world: World) -> None:
-        """Start to look for the other ranks' signals, at the start of a run."""
+        """Start to watch for other ranks' requests; call it at the start of a run."""
         self._world = world
         self._begun = 0
         self._target: int | None = None
@@ -63,9 +64,9 @@ class Preemption:
             self._watcher.start()
 
     def proceed(self) -> bool:
-        """Ask before every phase of work with a collective in it: True to begin it, False to stop here.
+        """Whether to begin the next phase of work with a collective in it; False means to stop here.
 
-        Every rank asks in the same order, and all get False at the same point.
+        Collective: every rank must call it in the same order, and all get False at the same point.
         """
         with self._change:
             if self._world.size == 1 and self.signalled and self._target is None:
@@ -81,14 +82,14 @@ class Preemption:
     def close(self) -> None:
         """Stop watching."""
         self._ended.set()
-        with self._change:  # whoever waits for a target now waits in vain
+        with self._change:  # no target will come for a thread that waits for it
             self._target = self._begun if self._target is None else self._target
             self._change.notify_all()
         if self._watcher:
             self._watcher.join(timeout=5)
 
     def _watch(self) -> None:
-        # A store that is gone means that the group is gone: the main thread learns it from its own next collective.
+        # If the store is gone, so is the group: the main thread learns of it in its next collective.
         with contextlib.suppress(RuntimeError):
             if not self._await_request():
                 return
@@ -99,7 +100,7 @@ class Preemption:
             self._await_target()
 
     def _await_request(self) -> bool:
-        """Until a rank, this one perhaps, asks to stop; False if the run ends before."""
+        """Wait until any rank requests a stop; False if the run ends before."""
         board, pause_s = self._world.board, min(max(POLL_S, self._world.size / POLLS_PER_S), LONGEST_POLL_S)
         looked_s = pause_s
         while not self._ended.wait(POLL_S):

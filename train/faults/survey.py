@@ -1,4 +1,4 @@
-"""What a rank sees of the others: rank 0 reads every beat and sums them up, the others read what rank 0 made of them."""
+"""The ranks' views of each other: rank 0 reads and sums up every beat, the others read rank 0's summary."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from train.faults.verdict import Outlook, outlook
 if TYPE_CHECKING:
     from train.dist.world import World
 
-BLIND = 4  # periods without a look, after which what was seen before counts neither for nor against anybody
+BLIND = 4  # after this many missed polls, discard old beats
 
 
 class Eye:
-    """What one rank sees. `outlook` is None until it has looked; `gone` counts the ranks that rank 0 finds silent."""
+    """One rank's view. `outlook` is None before the first look; `gone` counts the ranks that rank 0 finds silent."""
 
     def __init__(self, world: World, period_s: float):
         self.world, self.period_s = world, period_s
@@ -29,33 +29,33 @@ class Eye:
 
     @property
     def unanswered_s(self) -> float:
-        """Since the store has answered, while this rank looks."""
+        """Seconds since the store last answered, while this rank watches."""
         return time.monotonic() - self._looked
 
     @property
     def first_silent_s(self) -> float:
-        """Since rank 0 has posted something new, while this rank looks."""
+        """Seconds since rank 0 last posted a new beat, while this rank watches."""
         return 0.0
 
     def begin(self) -> None:
-        """It is looked at from now on."""
+        """Start to watch."""
         self._looked = time.monotonic()
 
     def look(self, mine: Phase, *, is_wanted: bool) -> None:
-        """Read, and remember when what changed. Raises DistStoreError if the store is gone."""
+        """Read the beats, and record when they changed. Raises DistStoreError if the store is gone."""
 
     def post(self, mine: Phase) -> str:
-        """The sign of life of a rank in the phase `mine`."""
+        """Return the beat of a rank in the phase `mine`."""
         return json.dumps({"phase": asdict(mine)})
 
     def _was_blind(self) -> bool:
-        """Whether it has not looked for so long that it cannot know who was silent meanwhile; it looks now."""
+        """Whether the last look is too old to know which ranks were silent meanwhile; counts as a look."""
         before, self._looked = self._looked, time.monotonic()
         return self._looked - before > BLIND * self.period_s
 
 
 class Survey(Eye):
-    """Rank 0's: a beat is read for what it says only once somebody is silent or stands still."""
+    """Rank 0's view. Parses the beats only when a rank is silent or stands still."""
 
     def __init__(self, world: World, period_s: float):
         super().__init__(world, period_s)
@@ -63,6 +63,7 @@ class Survey(Eye):
         self._changed = [time.monotonic()] * world.size
 
     def look(self, mine: Phase, *, is_wanted: bool) -> None:
+        """Read every rank's beat; update `gone` and, if needed, `outlook`."""
         beats = list(self.world.board.beats()) if self.world.size > 1 else [b""]
         blind, now = self._was_blind(), time.monotonic()
         for rank, beat in enumerate(beats):
@@ -79,11 +80,12 @@ class Survey(Eye):
             self.outlook = None
 
     def post(self, mine: Phase) -> str:
+        """Return rank 0's beat, with the outlook."""
         return json.dumps({"phase": asdict(mine), "outlook": self.outlook and self.outlook.as_json()})
 
 
 class Echo(Eye):
-    """Any other rank's."""
+    """The view of any other rank."""
 
     def __init__(self, world: World, period_s: float):
         super().__init__(world, period_s)
@@ -92,13 +94,16 @@ class Echo(Eye):
 
     @property
     def first_silent_s(self) -> float:
+        """Seconds since rank 0 last posted a new beat."""
         return time.monotonic() - self._changed
 
     def begin(self) -> None:
+        """Start to watch."""
         super().begin()
         self._changed = time.monotonic()
 
     def look(self, mine: Phase, *, is_wanted: bool) -> None:
+        """Read rank 0's beat and its outlook."""
         beat = self.world.board.first_beat()
         if self._was_blind() or beat != self._beat:
             self._changed = time.monotonic()
@@ -111,5 +116,5 @@ class Echo(Eye):
 
 
 def phase_of(beat: bytes) -> Phase | None:
-    """None if the rank has not come so far as to post one."""
+    """Return the phase in a beat; None if the rank has not posted a phase yet."""
     return Phase(**json.loads(beat)["phase"]) if beat else None

@@ -1,8 +1,8 @@
-"""Whose fault it is that nobody moves: pure functions over what the ranks have posted.
+"""Find the rank that blocks the others: pure functions over the posted phases.
 
-- Whoever gives no sign of life is lost: stopped, or behind a cut link.
-- Whoever is furthest behind hangs: it entered fewer phases, or is in code of its own while the others wait for it.
-- Whoever is behind but still within its time (a long save, a first compile) excuses the others.
+- A rank that gives no sign of life is lost: stopped, or behind a cut link.
+- The rank furthest behind hangs: it has entered fewer phases, or runs its own code while the others wait for it.
+- A rank that is behind but within its time limit (a long save, a first compile) excuses the others.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from train.errors import RankLost
 from train.faults.phase import Phase
 
-NAMED = 8  # ranks that a verdict names at most
+NAMED = 8  # the most ranks that a verdict names
 
 
 @dataclass(frozen=True)
 class Standing:
-    """One rank as a verdict speaks of it."""
+    """One rank, as a verdict describes it."""
 
     rank: int
     host: str | None
@@ -30,7 +30,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What rank 0 makes of all ranks, small whatever their number. `behind` is empty while not all have a phase."""
+    """Rank 0's summary of all ranks; its size is bounded. `behind` is empty until all ranks have posted a phase."""
 
     silent: list[Standing]
     behind: list[Standing]
@@ -40,26 +40,34 @@ class Outlook:
     all_behind: bool
 
     def is_behind(self, phase: Phase) -> bool:
-        """Whether a rank in `phase` is one of those that all others wait for."""
+        """Whether a rank in `phase` is one that all others wait for."""
         return bool(self.behind) and (phase.number, phase.waiting) == (self.number, self.waiting)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the outlook as JSON values."""
         return asdict(self)
 
     @classmethod
     def of_json(cls, said: dict[str, Any]) -> Outlook:
+        """Build an outlook from JSON values."""
         lists = {name: [Standing(**one) for one in said[name]] for name in ("silent", "behind")}
         return cls(**{**said, **lists})
 
 
 def last(phases: dict[int, Phase]) -> list[int]:
-    """The ranks that all others wait for: fewest phases entered, and of those the ones in code of their own."""
+    """Return the ranks that all others wait for: fewest phases entered, and of those the ranks in their own code."""
     behind = min((phase.number, phase.waiting) for phase in phases.values())
     return [rank for rank, phase in sorted(phases.items()) if (phase.number, phase.waiting) == behind]
 
 
 def outlook(phases: dict[int, Phase | None], *, silent_s: dict[int, float], quiet_s: float) -> Outlook:
-    """What is to be said of all ranks: `silent_s` seconds without a sign of life, of which `quiet_s` mean nothing."""
+    """Sum up all ranks.
+
+    Args:
+        phases: the phase of each rank; None if it has not posted one.
+        silent_s: seconds since each rank's last new beat.
+        quiet_s: seconds of silence that are normal.
+    """
     longest = sorted(silent_s, key=lambda rank: -silent_s[rank])[:NAMED]
     silent = [standing(rank, phases[rank], silent_s[rank]) for rank in sorted(longest) if silent_s[rank] > quiet_s]
     known = {rank: phase for rank, phase in phases.items() if phase}
@@ -79,6 +87,7 @@ def outlook(phases: dict[int, Phase | None], *, silent_s: dict[int, float], quie
 
 
 def standing(rank: int, phase: Phase | None, silent_s: float) -> Standing:
+    """Describe `rank` in `phase`, silent for `silent_s` seconds."""
     if phase is None:
         return Standing(rank, None, f"rank {rank} (start-up)", "", 0.0, silent_s)
     name = f"rank {rank} on {phase.host} ({phase.label})"
@@ -86,7 +95,7 @@ def standing(rank: int, phase: Phase | None, silent_s: float) -> Standing:
 
 
 def silence(seen: Outlook | None, seconds: float, *, told: str, me: int) -> RankLost | None:
-    """Who has given no sign of life for `seconds`, apart from `me`, which knows better."""
+    """Name the ranks silent for `seconds`, except `me`, whose own state is known; None if there are none."""
     gone = [one for one in (seen.silent if seen else []) if one.silent_s > seconds and one.rank != me]
     if not gone:
         return None
@@ -94,7 +103,10 @@ def silence(seen: Outlook | None, seconds: float, *, told: str, me: int) -> Rank
 
 
 def fault(seen: Outlook | None, mine: Phase, *, timeout_s: float, patient: bool) -> RankLost | None:
-    """Why the rank in the phase `mine` must leave now; None while it has to wait. `patient`: the culprit may still say so."""
+    """Return why the rank in the phase `mine` must leave now; None while it must wait.
+
+    `patient`: leave the rank at fault time to report itself.
+    """
     if not seen or not seen.overdue or (patient and not seen.is_behind(mine)):
         return None
     told = f"for dist.timeout_s={timeout_s:g}"

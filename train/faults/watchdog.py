@@ -1,6 +1,6 @@
-"""A timer of the kernel's that ends this process when nothing in it works any more.
+"""A kernel timer that ends this process when no code in it runs any more.
 
-A stopped process can do nothing itself, and torchrun waits 30 s for it to take SIGTERM.
+A stopped process can do nothing itself, and torchrun waits 30 s for it to react to SIGTERM.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from train.errors import say
 
 
 class Watchdog:
-    """A POSIX timer that kills this process when it is not wound up in time, stopped or not. Linux; elsewhere nothing.
+    """A POSIX timer that kills this process, stopped or not, unless it is re-armed in time. Does nothing outside Linux.
 
-    Source: timer_create(2). SIGKILL needs no code of ours to run, so it also ends a process in state T.
+    SIGKILL needs no code of this process to run, so it also ends a process in state T.
+
+    Source: timer_create(2).
     """
 
     class _Event(ctypes.Structure):
@@ -34,7 +36,7 @@ class Watchdog:
         self._libc: ctypes.CDLL | None = None
         if sys.platform == "linux":
             event = self._Event(None, 9, 0, b"")  # SIGKILL, SIGEV_SIGNAL
-            for library in (None, "librt.so.1"):  # where it was before glibc 2.34
+            for library in (None, "librt.so.1"):  # its library before glibc 2.34
                 with contextlib.suppress(AttributeError, OSError):
                     libc = ctypes.CDLL(library)
                     if libc.timer_create(1, ctypes.byref(event), ctypes.byref(self._timer)) == 0:  # CLOCK_MONOTONIC
@@ -43,7 +45,7 @@ class Watchdog:
             say("muster: no timer_create here: a stopped rank is found, but ended by torchrun alone")
 
     def wind(self, seconds: float) -> None:
-        """Kill this process `seconds` from now, unless wound again."""
+        """Kill this process `seconds` from now, unless called again before."""
         if self._libc:
             spec = self._Spec(0, 0, int(seconds), int(seconds % 1 * 1e9))
             self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)
