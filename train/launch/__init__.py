@@ -1,6 +1,7 @@
-"""How a job is launched: one policy for every substrate, decided by pure functions.
+"""Launch a job: one policy for every substrate, decided by pure functions.
 
-`train.launch(...)` is `launch` below: processes on this machine without a launcher, from a script or a notebook.
+`train.launch(...)` is `launch` below: it starts processes on this machine from a script or a notebook, without a
+launcher.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ def launch(what: Sequence[str], *, nproc: int, max_restarts: int = 0) -> Finishe
 @overload
 def launch(what: Callable[..., T], *args: Any, nproc: int, max_restarts: int = 0) -> list[T]: ...
 def launch(what: Any, *args: Any, nproc: int, max_restarts: int = 0) -> Any:
-    """Start `nproc` processes on this machine, wait for their end, and give back what came of them.
+    """Start `nproc` processes on this machine, wait for their end, and return their results.
 
-    Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT set, as
-    torchrun would set them; `__main__` is imported again by none.
+    Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT, as torchrun
+    would set them. No process imports `__main__` again.
 
     Args:
-        what: overrides of a run, as after `python -m train`: gives the run's folder and outcome. Or a function, which
-            each process calls with `args`, and which forms a process group itself if it wants one: gives the value
-            of each rank, in order. Function and values travel by cloudpickle.
-        *args: of the function.
-        nproc: how many processes.
-        max_restarts: how often all processes are started again after one has failed.
+        what: overrides of a run, as after `python -m train`; then the result is the run's folder and outcome. Or a
+            function, which each process calls with `args`, and which forms a process group itself if it needs one; then
+            the result is each rank's return value, in rank order. Function and values are pickled by cloudpickle.
+        *args: arguments of the function.
+        nproc: the number of processes.
+        max_restarts: how often all processes are restarted after one has failed.
 
     Raises:
-        MusterError: the kind that tells why, with the failing rank's one line.
-        Preempted: SIGTERM came to this process: the others were told, and have ended.
-        KeyboardInterrupt: the same by Ctrl-C, or a notebook's stop button. A second one does not let them save.
+        MusterError: the type of the cause, with the failing rank's message in one line.
+        Preempted: this process got SIGTERM; the ranks were told to stop, and have ended.
+        KeyboardInterrupt: the same after Ctrl-C or a notebook's stop button. After a second one the ranks do not save.
     """
-    from train.launch import spawn  # what only starts a node or checks overrides does not need it
+    from train.launch import spawn  # imported here: starting a node or checking overrides does not need it
 
     return spawn.launch(what, *args, nproc=nproc, max_restarts=max_restarts)
 
 
 class _Package(ModuleType):
-    """Python looks for `__call__` in a module's class and not in the module, so this package has a class of its own."""
+    """The class of this package, because Python looks up `__call__` in a module's class, not in the module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return launch(*args, **kwargs)

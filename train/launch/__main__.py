@@ -1,12 +1,12 @@
-"""`python -m train.launch COMMAND`: what batch scripts, manifests and compose.yaml call.
+"""`python -m train.launch COMMAND`: the commands that batch scripts, manifests and compose.yaml call.
 
-node [overrides]       run this node's agent, as the environment of Slurm, Kubernetes or compose says
-command [overrides]    print its torchrun line, and run nothing
-doctor [options]       have all ranks look whether this cluster can train (python -m train.doctor --help)
-check [overrides]      exit 0 and print the run's folder if `python -m train` would accept them, else 2 and the reason
-store [options]        hold the rendezvous store in a process of its own
-plan [overrides]       for slurm/job.sh: check, then what srun is to be told, as shell assignments
-verdict FOLDER BEFORE CODE [told]    for slurm/job.sh: how it ended and what comes next, as shell assignments
+node [overrides]       run this node's agent, as set by the environment of Slurm, Kubernetes or compose
+command [overrides]    print the agent's torchrun command without running it
+doctor [options]       have all ranks check whether this cluster can train (python -m train.doctor --help)
+check [overrides]      print the run's folder if `python -m train` accepts the overrides; else the reason, and exit 2
+store [options]        run the rendezvous store in a process of its own
+plan [overrides]       for slurm/job.sh: check, then print srun's arguments as shell assignments
+verdict FOLDER BEFORE CODE [told]    for slurm/job.sh: print the end and the next action as shell assignments
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DOCTOR_WAITS_S = 30
 
 
 def node(given: Sequence[str]) -> int:
-    """Run this node's agent to its end, and give the code that its substrate acts on. Raises ConfigError."""
+    """Run this node's agent to its end, and return the exit code for its substrate. Raises ConfigError."""
     kind = here(os.environ)
     spec = kind.spec(os.environ)
     overrides = [*kind.overrides(os.environ), *given]
@@ -54,13 +54,13 @@ def node(given: Sequence[str]) -> int:
 
 
 def was_held(spec: Spec, overrides: Sequence[str], *, since: float) -> bool:
-    """Whether ranks of this job have found their run held by another part of it, and gave up."""
+    """Whether ranks of this job gave up because another part of the job held their run."""
     record = attempts.newest(check_apart(overrides)[1], launcher=spec.job_name)
     return record.get("exit_code") == Held.exit_code and float(record.get("time", 0.0)) > since
 
 
 def line(given: Sequence[str]) -> int:
-    """Print what `node` would run. Raises ConfigError."""
+    """Print the command that `node` would run. Raises ConfigError."""
     kind = here(os.environ)
     spec = kind.spec(os.environ)
     overrides = [*kind.overrides(os.environ), *given]
@@ -69,16 +69,16 @@ def line(given: Sequence[str]) -> int:
 
 
 def check_here(given: Sequence[str]) -> int:
-    """Check the overrides, those that come by the environment among them. Raises ConfigError."""
+    """Check the overrides, including those from the environment. Raises ConfigError."""
     kind = find(os.environ)
     return check([*(kind.overrides(os.environ) if kind else ()), *given])
 
 
 def doctor(given: Sequence[str]) -> int:
-    """Have all ranks look whether they can train, once, and give torchrun's code. Raises ConfigError."""
+    """Have all ranks check once whether they can train, and return torchrun's exit code. Raises ConfigError."""
     kind = here(os.environ)
     spec = replace(kind.spec(os.environ), max_restarts=0)
-    if isinstance(spec.rendezvous, Dynamic):  # it looks for whoever is missing: wait for them, but not for ever
+    if isinstance(spec.rendezvous, Dynamic):  # the doctor reports missing nodes: wait for them, but not forever
         timings = replace(spec.rendezvous.timings, last_call_timeout=DOCTOR_WAITS_S)
         spec = replace(spec, rendezvous=replace(spec.rendezvous, timings=timings))
     words = [*kind.overrides(os.environ), *given]
@@ -91,7 +91,7 @@ def doctor(given: Sequence[str]) -> int:
 
 
 def store(given: Sequence[str]) -> int:
-    """Serve until the run has ended; the one command that imports torch."""
+    """Serve until the run has ended. The only command that imports torch."""
     from train.launch import store as server
 
     server.main(given)
@@ -99,7 +99,7 @@ def store(given: Sequence[str]) -> int:
 
 
 def plan(given: Sequence[str]) -> int:
-    """What slurm/job.sh needs to start the nodes: job, folder, before, srun_flags. Raises ConfigError."""
+    """Print what slurm/job.sh needs to start the nodes: job, folder, before, srun_flags. Raises ConfigError."""
     flags, job = slurm.srun_flags(os.environ), slurm.job_name(os.environ)
     code, folder = check_apart(given)
     if code:
@@ -112,7 +112,7 @@ def plan(given: Sequence[str]) -> int:
 
 
 def verdict(given: Sequence[str]) -> int:
-    """What slurm/job.sh does at the end: code, requeue, line. Raises ConfigError."""
+    """Print what slurm/job.sh does at the end: code, requeue, line. Raises ConfigError."""
     if len(given) not in (3, 4):
         raise ConfigError(f"verdict got {len(given)} arguments; valid: FOLDER BEFORE CODE [told]")
     folder, before, code, *told = given
@@ -135,7 +135,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command with its arguments, and give the exit code."""
+    """Run a command with its arguments, and return the exit code."""
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
         say(str(__doc__).rstrip(), sys.stdout)

@@ -1,4 +1,4 @@
-"""docker/compose.yaml: node containers around a store that is on none of them."""
+"""docker/compose.yaml: node containers, and a rendezvous store in a container of its own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from train.launch.variables import text, whole
 
 STORE_PORT = 29400
 TIMINGS = Timings(join_timeout=120, last_call_timeout=2, keep_alive_max_attempt=3, read_timeout=10)  # one machine
-MAX_RESTARTS = 100  # nodes are killed on purpose here
+MAX_RESTARTS = 100  # nodes are killed deliberately here
 
 
 def own_address() -> str:
-    """A container's name is known to itself alone; its address, to the whole network."""
+    """Return this container's address; unlike its name, the whole network knows it."""
     return socket.gethostbyname(socket.gethostname())
 
 
 def spec(env: Mapping[str, str], *, address: Callable[[], str] = own_address) -> Spec:
-    """Raises ConfigError."""
+    """Build this node's spec from its environment. Raises ConfigError."""
     return Spec(
         nnodes=f"1:{whole(env, 'NODES', least=1)}",
         nproc=text(env, "NPROC"),
@@ -35,7 +35,7 @@ def spec(env: Mapping[str, str], *, address: Callable[[], str] = own_address) ->
 
 
 def overrides(env: Mapping[str, str]) -> list[str]:
-    """The run's name, and the words of `ARGS` as a shell would split them. Raises ConfigError."""
+    """Return the run's name, and the words of `ARGS` split as by a shell. Raises ConfigError."""
     try:
         return [f"name={text(env, 'RUN')}", *shlex.split(env.get("ARGS", ""))]
     except ValueError as error:

@@ -1,6 +1,7 @@
 """The agent of `train.launch(...)`, on torch's elastic launch API: `python -m train.launch.elastic FOLDER PARENT`.
 
-FOLDER holds what spawn.py left there, and afterwards what it reads: plan.json, failure.json, value-RANK.
+FOLDER holds the files that spawn.py left there; the agent and the ranks add the files that spawn.py reads afterwards:
+plan.json, failure.json, value-RANK.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from train.launch.verdict import identity
 
 
 def main(given: list[str]) -> int:
-    """Run the ranks to their end, and give 0 if all ended well."""
+    """Run the ranks to their end, and return 0 if all ended well."""
     folder, parent = Path(given[0]), int(given[1])
     end_with(parent)
     spec, overrides = pickle.loads((folder / "job").read_bytes())
@@ -38,7 +39,7 @@ def main(given: list[str]) -> int:
 
 
 def end_with(parent: int) -> None:
-    """Be told to stop when the caller of `train.launch` dies, however it does: nothing of it is left behind."""
+    """Get SIGTERM when the caller of `train.launch` dies, however it dies, so that no process remains."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
@@ -46,7 +47,7 @@ def end_with(parent: int) -> None:
 
 
 def plan_of(overrides: list[str]) -> dict[str, Any]:
-    """Where the run lies and how its last attempt ended, or why there is none."""
+    """Return the run's folder and its last attempt, or why the overrides were refused."""
     found = answer(overrides)
     if "refused" in found:
         return found
@@ -55,7 +56,7 @@ def plan_of(overrides: list[str]) -> dict[str, Any]:
 
 
 def run(spec: Spec, line: list[str], folder: Path) -> int:
-    """One agent of `spec` with `line` after python's name for each rank."""
+    """Run one agent of `spec`, whose ranks run Python with the arguments `line`. Returns the exit code."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -79,7 +80,7 @@ def run(spec: Spec, line: list[str], folder: Path) -> int:
         return 0
     except ChildFailedError as error:
         code, failures = 1, error.failures
-    except SignalException as error:  # the caller's, or that of a rank that restarts do not help (faults/agent.py)
+    except SignalException as error:  # from the caller, or from a rank that a restart cannot help (faults/agent.py)
         code, failures = 128 + int(error.sigval), {}
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (folder / "failure.json").write_text(json.dumps(first(failures, folder)))
@@ -87,9 +88,12 @@ def run(spec: Spec, line: list[str], folder: Path) -> int:
 
 
 def first(failures: dict[int, Any], folder: Path) -> dict[str, Any]:
-    """The first cause. A rank that was killed has said nothing, and what others then said came of it."""
+    """Return the first cause of the failures.
+
+    A rank that was killed left no message, and the messages of the others are consequences.
+    """
     for rank, failure in sorted(failures.items()):
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # by which the agent ends the others
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the agent ends the other ranks by SIGTERM
             return {"rank": rank, "exit_code": 1, "message": f"killed by {failure.signal_name()}"}
     if said := [json.loads(path.read_text()) for path in folder.glob("failed-*")]:
         return dict(min(said, key=lambda each: each["time"]))

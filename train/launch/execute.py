@@ -1,4 +1,4 @@
-"""Run this node's agent to its end: the line printed, signals passed on, the end judged."""
+"""Run this node's agent to its end: print its command, pass signals on, and judge the end."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ LAST_WORDS_S = MARGIN_S - 2
 POLL_S = 0.2
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 NO_HANGUP = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT"}
-"""For torchrun: a terminal that is closed (SIGHUP) ends nothing."""
+"""For torchrun: closing a terminal (SIGHUP) must not end the agent."""
 LIBC = ctypes.CDLL(None)
 
 
 @dataclass
 class Signals:
-    """Those that asked this launcher to stop; the agent hears of the first as SIGTERM, unless it got that itself."""
+    """The signals that asked this launcher to stop.
+
+    Passes the first on to the agent as SIGTERM, unless the agent got SIGTERM itself.
+    """
 
     policy: Policy
     came: list[int] = field(default_factory=list)
@@ -38,20 +41,22 @@ class Signals:
     passed_on: bool = False
 
     def on(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal."""
         self.came.append(number)
         self.pass_on()
 
     def pass_on(self) -> None:
+        """Send SIGTERM to the agent, once, if a signal that it did not get itself has come."""
         alone = (*NOTICES, signal.SIGTERM) if self.policy.forwards_term else NOTICES
         wanted = not {*alone}.isdisjoint(self.came)
         if wanted and self.agent and not self.passed_on:
-            self.passed_on = True  # torchrun takes a second SIGTERM for the end of its patience
+            self.passed_on = True  # a second SIGTERM makes torchrun stop waiting for its workers
             self.agent.send_signal(signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """What comes next, the signals that came, and the last record of outcome.json."""
+    """The next action, the signals that came, and the last record of outcome.json."""
 
     verdict: Verdict
     signals: tuple[int, ...]
@@ -59,9 +64,9 @@ class AgentEnd:
 
 
 def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folder: Path | None = None) -> AgentEnd:
-    """Start the agent, wait for it, and judge its end by what was written in `folder`, if that is known."""
+    """Start the agent, wait for it, and judge its end by the records in `folder`, if `folder` is known."""
     signals = Signals(policy)
-    for number in (signal.SIGTERM, signal.SIGINT, *NOTICES):  # a terminal sends SIGINT to the agent too
+    for number in (signal.SIGTERM, signal.SIGINT, *NOTICES):  # a terminal also sends SIGINT to the agent itself
         signal.signal(number, signals.on)
     before = attempts.newest(folder, launcher=spec.job_name) if folder else {}
     code = _run_agent(spec, overrides, signals)
@@ -79,13 +84,16 @@ def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals) -> int:
     if spec.job_name:
         env[JOB] = spec.job_name
     signals.agent = subprocess.Popen(line, env=env, preexec_fn=_as_child)
-    signals.pass_on()  # one that came before there was an agent
+    signals.pass_on()  # for a signal that came before the agent existed
     code = signals.agent.wait()
     return 128 - code if code < 0 else code
 
 
 def _as_child() -> None:
-    """The agent dies with its launcher, and leaves USR1 and USR2, which Slurm sends to every process, to it."""
+    """In the agent's process: die with the launcher, and ignore USR1 and USR2.
+
+    Slurm sends USR1 and USR2 to every process; the launcher handles them.
+    """
     if sys.platform == "linux":
         LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     for number in NOTICES:
@@ -93,7 +101,7 @@ def _as_child() -> None:
 
 
 def _settled(folder: Path, launcher: str, *, told: bool) -> dict[str, Any]:
-    """How it ended. Another node may stop a little later than this one, and still have to write it."""
+    """Return the last record. Another node may stop later than this one, and its record may still be to come."""
     deadline = time.monotonic() + (LAST_WORDS_S if told else 0)
     while (record := attempts.newest(folder, launcher=launcher)).get("outcome") == attempts.RUNNING:
         if time.monotonic() > deadline:

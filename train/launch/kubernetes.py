@@ -1,4 +1,4 @@
-"""Kubernetes: from the variables that an API injects, and those of our manifests, to what a pod runs."""
+"""Kubernetes: build a pod's spec from the variables that an API injects and those of this kit's manifests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from train.launch.spec import Dynamic, Spec, Static, Timings
 from train.launch.variables import text, whole
 
 PORT = 29500
-MAX_RESTARTS = 100  # pods come and go for as long as the job lives; a crash loop ends by itself, with exit code 7
-TIMINGS = Timings(join_timeout=600)  # images are pulled, and pods are queued one by one
+MAX_RESTARTS = 100  # pods come and go while the job lives; a crash loop ends with exit code 7
+TIMINGS = Timings(join_timeout=600)  # pods pull images, and may be scheduled one by one
 
 
 def pytorchjob(env: Mapping[str, str]) -> Spec:
-    """Training Operator v1, elastic: `PET_*` from its elasticPolicy, worker 0 holds the store. Raises ConfigError."""
+    """Build the spec of a PyTorchJob pod: Training Operator v1, elastic. Raises ConfigError.
+
+    The operator sets `PET_*` from the job's elasticPolicy. Worker 0 holds the store.
+    """
     endpoint = text(env, "PET_RDZV_ENDPOINT")
     host = endpoint.rpartition(":")[0]
     rendezvous = Dynamic(
@@ -27,7 +30,10 @@ def pytorchjob(env: Mapping[str, str]) -> Spec:
 
 
 def trainjob(env: Mapping[str, str]) -> Spec:
-    """Trainer v2: static, the job is restarted as a whole, so no agent restarts by itself. Raises ConfigError."""
+    """Build the spec of a TrainJob pod: Trainer v2, static rendezvous. Raises ConfigError.
+
+    The job is restarted as a whole, so no agent restarts its ranks.
+    """
     rendezvous = Static(
         master_addr=text(env, "PET_MASTER_ADDR"),
         master_port=whole(env, "PET_MASTER_PORT", default=PORT, least=1),
@@ -39,7 +45,10 @@ def trainjob(env: Mapping[str, str]) -> Spec:
 
 
 def indexed_job(env: Mapping[str, str]) -> Spec:
-    """No operator: `HEAD` is pod 0's own name (a Service's has several addresses). Raises ConfigError."""
+    """Build the spec of an Indexed Job pod, without an operator. Raises ConfigError.
+
+    `HEAD` is pod 0's own name; a Service's name would resolve to several addresses.
+    """
     head = text(env, "HEAD")
     is_host = whole(env, "JOB_COMPLETION_INDEX") == 0
     rendezvous = Dynamic(endpoint=f"{head}:{PORT}", id=head, is_host=is_host, timings=TIMINGS)
@@ -57,5 +66,5 @@ def _pod(
         local_addr=text(env, "POD_IP"),
         grace_s=whole(env, "GRACE_S"),
         threads=whole(env, "OMP_NUM_THREADS", default=1, least=1),
-        job=f"kubernetes:{head}",  # by name: pods of a job that was deleted and applied anew may still be ending
+        job=f"kubernetes:{head}",  # by name: pods of a deleted and re-applied job may still be ending
     )

@@ -1,4 +1,4 @@
-"""One machine: what tests and benchmarks start several agents of, and `cluster=local` one."""
+"""One machine: tests and benchmarks start several agents on it, and `cluster=local` starts one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRACE_S = 40
 def spec(
     nnodes: str, *, port: int, id: str, is_host: bool, nproc: int = 1, max_restarts: int = 100, threads: int = 1
 ) -> Spec:
-    """Port 0: any free one, for a world of one node."""
+    """Build the spec of an agent on this machine. Port 0 is any free port, for a world of one node."""
     return Spec(
         nnodes=nnodes,
         nproc=str(nproc),

@@ -16,12 +16,12 @@ from train.faults import agent, output
 
 
 def main(given: list[str]) -> None:
-    """Call the function, and leave its value or its error in FOLDER."""
+    """Call the function, and write its value or its error to FOLDER."""
     output.endure()
     agent.die_with_it()
     folder, rank = Path(given[0]), int(os.environ["RANK"])
     failed = folder / f"failed-{rank}"
-    failed.unlink(missing_ok=True)  # of the attempt before
+    failed.unlink(missing_ok=True)  # of the previous attempt
     try:
         value = packed(call(folder))
     except Exception as error:
@@ -34,15 +34,15 @@ def main(given: list[str]) -> None:
         draft.write_text(json.dumps(said))
         draft.rename(failed)
         if code in final():
-            os.kill(os.getppid(), signal.SIGTERM)  # the agent: a restart would only fail the same way again
+            os.kill(os.getppid(), signal.SIGTERM)  # end the agent: a restart would fail in the same way
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # no tear-down of a group that is broken: it may hang, or abort
+        os._exit(code)  # skip the teardown of a broken process group: it may hang or abort
     (folder / f"value-{rank}").write_bytes(value)
 
 
 def call(folder: Path) -> Any:
-    """What the function returns; a process group that it formed and left is closed."""
+    """Return the function's result; destroys a process group that the function has left open."""
     function, args = pickle.loads((folder / "call").read_bytes())
     value = function(*args)
     if "torch.distributed" in sys.modules:
@@ -53,7 +53,7 @@ def call(folder: Path) -> Any:
 
 
 def packed(value: Any) -> bytes:
-    """Raises ConfigError if it cannot be sent back."""
+    """Pickle `value` to send it back. Raises ConfigError if it cannot be pickled."""
     import cloudpickle
 
     try:

@@ -1,4 +1,4 @@
-"""Slurm: from a job's environment to what its nodes run. `HEAD` is the first node's name, set by whoever starts them."""
+"""Slurm: build a node's spec from a job's environment. The launching script or program sets `HEAD` to the first node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRACE_S = 120  # as --signal=B:USR1@120 in the batch scripts, and submit.py's si
 
 
 def spec(env: Mapping[str, str], *, nproc: int | None = None) -> Spec:
-    """One agent a node, with a process for each GPU that Slurm gave, or else `NPROC`. Raises ConfigError."""
+    """Build the spec of one agent per node, with a process for each GPU from Slurm, or `NPROC`. Raises ConfigError."""
     job = whole(env, "SLURM_JOB_ID")
     nproc = nproc or whole(env, "SLURM_GPUS_ON_NODE", default=0) or whole(env, "NPROC", default=1, least=1)
     cpus = whole(env, "SLURM_CPUS_PER_TASK", default=1, least=1)
@@ -34,17 +34,17 @@ def spec(env: Mapping[str, str], *, nproc: int | None = None) -> Spec:
 
 
 def job_id(env: Mapping[str, str]) -> str:
-    """As `place.job` has it; empty outside of a job."""
+    """Return the job's id as in `place.job`; empty outside of a job."""
     return f"slurm:{env['SLURM_JOB_ID']}" if env.get("SLURM_JOB_ID") else ""
 
 
 def port(job: int) -> int:
-    """Two jobs on a node do not meet, and the range lies below that of outgoing connections."""
+    """Return a port by job id, so that jobs on one node differ; lies below the range of outgoing connections."""
     return 10000 + job % 20000
 
 
 def nnodes(env: Mapping[str, str]) -> str:
-    """All nodes of the job, or from `MIN_NODES` on."""
+    """Return the number of nodes: all of the job's, or from `MIN_NODES` on. Raises ConfigError."""
     nodes = whole(env, "SLURM_JOB_NUM_NODES", least=1)
     if not env.get("MIN_NODES"):
         return str(nodes)
@@ -55,14 +55,14 @@ def nnodes(env: Mapping[str, str]) -> str:
 
 
 def job_name(env: Mapping[str, str]) -> str:
-    """What scontrol and scancel take: SLURM_JOB_ID of an array's last task is the id of the whole array."""
+    """Return the id for scontrol and scancel. In an array's last task SLURM_JOB_ID is the id of the whole array."""
     if env.get("SLURM_ARRAY_TASK_ID"):
         return f"{text(env, 'SLURM_ARRAY_JOB_ID')}_{env['SLURM_ARRAY_TASK_ID']}"
     return text(env, "SLURM_JOB_ID")
 
 
 def srun_flags(env: Mapping[str, str]) -> list[str]:
-    """One task a node; an elastic job outlives its nodes, any other ends with the first that is lost."""
+    """Return srun's flags: one task per node; an elastic job outlives lost nodes, any other ends with the first."""
     elastic = ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
     fixed = ["--kill-on-bad-exit=0", "--wait=120"]
     tasks = [f"--ntasks={whole(env, 'SLURM_JOB_NUM_NODES', least=1)}", "--ntasks-per-node=1"]
@@ -70,12 +70,12 @@ def srun_flags(env: Mapping[str, str]) -> list[str]:
 
 
 def srun_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """srun does not take --cpus-per-task from the job since Slurm 22.05."""
+    """Return srun's variables: since Slurm 22.05 srun does not inherit --cpus-per-task from the job."""
     return {"SRUN_CPUS_PER_TASK": env["SLURM_CPUS_PER_TASK"]} if env.get("SLURM_CPUS_PER_TASK") else {}
 
 
 def assignments(values: Mapping[str, str | Sequence[str]]) -> str:
-    """For a shell's `eval`: variables, and arrays of whatever strings."""
+    """Return shell assignments for `eval`: variables, and arrays of arbitrary strings."""
     return "\n".join(
         f"{name}={shlex.quote(value) if isinstance(value, str) else f'({shlex.join(value)})'}"
         for name, value in values.items()

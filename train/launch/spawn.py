@@ -1,7 +1,8 @@
-"""`train.launch(...)`: ranks on this machine, started by a script or a notebook and not by a launcher.
+"""`train.launch(...)`: start ranks on this machine from a script or a notebook, without a launcher.
 
-An agent (elastic.py) in a process of its own starts and watches the ranks, for what the caller's process cannot give:
-signal handlers that are torch's to set, a fork without CUDA and threads, and an identity that no other launch has.
+An agent (elastic.py) in a separate process starts and watches the ranks, because the caller's process may lack what the
+agent needs: signal handlers that torch may set, a fork without CUDA and threads, and an identity that no other launch
+has.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from train.launch.spec import Spec, environment
 from train.launch.variables import whole
 from train.launch.verdict import Policy, decide
 
-ECHO_S = 2.0  # for the last lines, once the agent has ended
+ECHO_S = 2.0  # for the last lines, after the agent has ended
 SPAWNED = "MUSTER_SPAWNED"
-"""Set for the agent and the ranks: they must not launch anew, as a module without a guard would have each of them do."""
+"""Set for the agent and the ranks, which must not launch again, as they would in a module without a main guard."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that is done: its folder, and what its outcome.json says."""
+    """A finished run: its folder, and its outcome.json."""
 
     folder: Path
     outcome: dict[str, Any]
@@ -71,7 +72,7 @@ def _spec(nproc: int, max_restarts: int) -> Spec:
         if not isinstance(value, int) or value < least:
             raise ConfigError(f"{name}={value} is not valid: use a whole number of at least {least}")
     threads = whole(os.environ, "OMP_NUM_THREADS", default=1, least=1)
-    # The agent's store takes any free port; MASTER_PORT is another one, which the agent finds for each attempt.
+    # The agent's store takes any free port; MASTER_PORT is a different one, which the agent finds for each attempt.
     return loopback.spec(
         "1", port=0, id=uuid.uuid4().hex, is_host=True, nproc=nproc, max_restarts=max_restarts, threads=threads
     )
@@ -102,11 +103,11 @@ def _packed(function: Any, args: tuple[Any, ...]) -> bytes:
 
 
 def _run_agent(spec: Spec, folder: Path) -> tuple[int, list[int]]:
-    """Its exit code as a shell has it, and the signals that came meanwhile."""
+    """Run the agent. Returns its exit code as in a shell, and the signals that came meanwhile."""
     line = [sys.executable, "-P", "-m", "train.launch.elastic", str(folder), str(os.getpid())]
-    paths = [*(os.path.abspath(path or ".") for path in sys.path), os.getcwd()]  # `-P`: this `train`, and no other
+    paths = [*(os.path.abspath(path or ".") for path in sys.path), os.getcwd()]  # `-P`: find no other `train`
     own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONUNBUFFERED": "1", SPAWNED: "1"}
-    shown_here = sys.stdout is not sys.__stdout__  # a notebook's cell, a test: not the file that processes inherit
+    shown_here = sys.stdout is not sys.__stdout__  # in a notebook or a test: processes inherit another file
     with _passing_on() as signals:
         agent = subprocess.Popen(
             line,
@@ -114,7 +115,7 @@ def _run_agent(spec: Spec, folder: Path) -> tuple[int, list[int]]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if shown_here else None,
             stderr=subprocess.STDOUT if shown_here else None,
-            start_new_session=True,  # signals to this process's group reach the ranks once, by the agent
+            start_new_session=True,  # signals to this process group reach the ranks only once, through the agent
         )
         try:
             signals.watch(agent)
@@ -130,13 +131,13 @@ def _run_agent(spec: Spec, folder: Path) -> tuple[int, list[int]]:
 def _echo(agent: subprocess.Popen[bytes]) -> None:
     with agent.stdout or contextlib.nullcontext(()) as lines:
         for line in lines:
-            with contextlib.suppress(OSError):  # nobody looks any more: the agent must not wait for a pipe that is full
+            with contextlib.suppress(OSError):  # no reader is left: the agent must not block on a full pipe
                 sys.stdout.write(line.decode(errors="replace"))
                 sys.stdout.flush()
 
 
 def _end(agent: subprocess.Popen[bytes], grace_s: int) -> None:
-    """Where an exception cut the wait short."""
+    """End the agent, if an exception interrupted the wait for it."""
     if agent.poll() is None:
         agent.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -147,12 +148,13 @@ def _end(agent: subprocess.Popen[bytes], grace_s: int) -> None:
 
 @dataclass
 class _Signals:
-    """Those that asked this process to stop. The agent hears of the first, as SIGTERM; a second Ctrl-C kills it."""
+    """The signals that asked this process to stop. The agent gets SIGTERM for the first; a second Ctrl-C kills it."""
 
     came: list[int] = field(default_factory=list)
     agent: subprocess.Popen[bytes] | None = None
 
     def on(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal."""
         self.came.append(number)
         if self.agent and len(self.came) == 1:
             self.agent.terminate()
@@ -160,6 +162,7 @@ class _Signals:
             self.agent.kill()  # the ranks die with it (faults/agent.py)
 
     def watch(self, agent: subprocess.Popen[bytes]) -> None:
+        """Set the agent; it gets SIGTERM at once if a signal has already come."""
         self.agent = agent
         if self.came:
             agent.terminate()
@@ -167,7 +170,11 @@ class _Signals:
 
 @contextlib.contextmanager
 def _passing_on() -> Iterator[_Signals]:
-    """Outside of the main thread Python takes no signals: the agent then hears of this process's death by itself."""
+    """Pass signals on to the agent.
+
+    Python handles signals only in the main thread; in another thread the agent only notices this process's death by
+    itself.
+    """
     signals = _Signals()
     if threading.current_thread() is not threading.main_thread():
         yield signals
@@ -182,20 +189,20 @@ def _passing_on() -> Iterator[_Signals]:
 
 @dataclass(frozen=True)
 class SpawnEnd:
-    """What the agent has left in `folder`, its exit code, and the signals that came to this process."""
+    """The files that the agent has left in `folder`, its exit code, and the signals that came to this process."""
 
     folder: Path
     code: int
     came: list[int]
 
     def values(self, nproc: int) -> list[Any]:
-        """What each rank has returned. Raises MusterError, KeyboardInterrupt."""
+        """Return each rank's result. Raises MusterError, KeyboardInterrupt."""
         self._raise_if_told("the function was ended: launch it again")
         self._raise_if_failed()
         return [self._value(rank) for rank in range(nproc)]
 
     def run(self) -> Finished:
-        """The run, if it is done. Raises MusterError, KeyboardInterrupt."""
+        """Return the finished run. Raises MusterError, KeyboardInterrupt."""
         plan = self._read("plan.json")
         if refused := plan.get("refused"):
             raise of_code(*refused)
@@ -228,7 +235,7 @@ class SpawnEnd:
 
     def _value(self, rank: int) -> Any:
         path = self.folder / f"value-{rank}"
-        return pickle.loads(path.read_bytes()) if path.exists() else None  # sys.exit(0) gives none
+        return pickle.loads(path.read_bytes()) if path.exists() else None  # sys.exit(0) leaves no value
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.folder / name
@@ -237,5 +244,5 @@ class SpawnEnd:
 
 
 def _error(code: int, message: str) -> MusterError:
-    """As a rank with this exit code has raised it; 1 may be anything."""
+    """Return the error type that a rank with this exit code has raised; exit code 1 may be any error."""
     return of_code(code, message) if code in (*final(), Held.exit_code, Preempted.exit_code) else MusterError(message)

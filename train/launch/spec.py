@@ -1,4 +1,4 @@
-"""What a node is to run, and the torchrun line that says so."""
+"""The specification of a node's agent, and the torchrun command that starts it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from train.errors import ConfigError
 from train.faults.agent import STUCK_S
 
 ACCEPTS = "train.accepts"
-"""The module that says whether the trainer would accept overrides."""
+"""The module that checks whether the trainer accepts overrides."""
 UNSHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Or a surviving agent keeps the address of the group from a node that joins late or anew."""
+"""Without this a surviving agent does not give the address of the group to a node that joins late or again."""
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Seconds that the workers have for the last checkpoint (torchrun's own: 30)."""
-MARGIN_S = 10  # of the grace time, for the agent's own end and for what reads the outcome
+"""Variable with the seconds that workers have for the last checkpoint (torchrun's default: 30)."""
+MARGIN_S = 10  # of the grace period, for the agent to end and the launcher to read the outcome
 
 
 @dataclass(frozen=True)
 class Timings:
-    """The keys of `--rdzv-conf`, in whole seconds. These values are for nodes on a network."""
+    """The keys of `--rdzv-conf`, in whole seconds. The defaults are for nodes on a network."""
 
     join_timeout: int = 300
-    """For the slowest node to arrive: prologs and images take minutes, and a wait costs nothing."""
+    """Time for the slowest node to arrive: prologs and images take minutes, and waiting costs nothing."""
     last_call_timeout: int = 5
-    """How long a round that has enough nodes waits for more: a part of every recovery (torchrun's own: 30)."""
+    """How long a round with enough nodes waits for more; part of every recovery (torchrun's default: 30)."""
     keep_alive_interval: int = 1
     keep_alive_max_attempt: int = 5
-    """A node is lost after so many intervals without a sign of it: longer than a busy network is silent."""
+    """A node is lost after this many intervals without a sign of life; longer than a busy network is silent."""
     read_timeout: int = 20
-    """Of one request to the store; an agent that answers no sooner than `STUCK_S` is taken to hang, and is ended."""
+    """Timeout of one request to the store; an agent that hangs for `STUCK_S` is ended."""
 
     def __post_init__(self) -> None:
         assert self.read_timeout < STUCK_S
@@ -45,15 +45,16 @@ class Timings:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """Rendezvous by c10d: nodes come and go."""
+    """Rendezvous by c10d: nodes may come and go."""
 
     endpoint: str
     id: str
     is_host: bool
-    """Whether this agent holds the store. Never left to torchrun, which guesses it from names and addresses."""
+    """Whether this agent holds the store. Always passed to torchrun, which would guess it from names and addresses."""
     timings: Timings = Timings()
 
     def flags(self) -> list[str]:
+        """Return torchrun's rendezvous flags."""
         return [
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={self.endpoint}",
@@ -64,13 +65,14 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Static:
-    """Rendezvous at a given address, with given node ranks: all nodes, or none."""
+    """Rendezvous at a given address with given node ranks: all nodes must be present."""
 
     master_addr: str
     master_port: int
     node_rank: int
 
     def flags(self) -> list[str]:
+        """Return torchrun's rendezvous flags."""
         return [
             f"--master-addr={self.master_addr}",
             f"--master-port={self.master_port}",
@@ -85,20 +87,24 @@ class Spec:
     nnodes: str
     """N, or MIN:MAX."""
     nproc: str
-    """Processes of this node: a number, or torchrun's `gpu`, `cpu` or `auto`."""
+    """Processes on this node: a number, or torchrun's `gpu`, `cpu` or `auto`."""
     max_restarts: int
     rendezvous: Dynamic | Static
     local_addr: str
-    """What other nodes reach this one by: rank 0's becomes MASTER_ADDR, and a name may leave the DNS before its pod ends."""
+    """The address of this node for other nodes: rank 0's becomes MASTER_ADDR.
+
+    A name may leave the DNS before its pod ends.
+    """
     grace_s: int
-    """Seconds from SIGTERM to SIGKILL on this substrate."""
+    """Seconds between SIGTERM and SIGKILL on this substrate."""
     threads: int
-    """Of OpenMP, for each process."""
+    """OpenMP threads of each process."""
     job: str = ""
-    """The job's name, the same on all its nodes and when it is started again; empty: the rendezvous id will do."""
+    """The job's name, the same on all nodes and when the job is started again; if empty, the rendezvous id is used."""
 
     @property
     def job_name(self) -> str:
+        """The job's name, or one from the rendezvous id; empty for a static rendezvous without a name."""
         return self.job or (f"torchrun:{self.rendezvous.id}" if isinstance(self.rendezvous, Dynamic) else "")
 
     def __post_init__(self) -> None:
@@ -111,7 +117,7 @@ class Spec:
 
 
 def environment(spec: Spec) -> dict[str, str]:
-    """The variables without which torchrun would not do what the line says."""
+    """Return the environment variables that torchrun needs to behave as the command says."""
     return {
         **UNSHARED,
         SHUTDOWN: str(spec.grace_s - MARGIN_S),
@@ -122,7 +128,7 @@ def environment(spec: Spec) -> dict[str, str]:
 def command(
     spec: Spec, overrides: Sequence[str], *, torchrun: Sequence[str] = ("torchrun",), module: str | None = None
 ) -> list[str]:
-    """The line that starts this node's agent, whose ranks run `module`, or train."""
+    """Return the command that starts this node's agent, whose ranks run `module`, by default the trainer."""
     return [
         *torchrun,
         f"--nnodes={spec.nnodes}",
@@ -137,25 +143,28 @@ def command(
 
 
 def entry() -> str:
-    """The module that ranks run: `muster` where the folder they start in has a `train` of its own, which Python finds first."""
+    """Return the module that ranks run: `train`, or `muster` if the working folder has its own `train`.
+
+    Python would find the folder's `train` first.
+    """
     here = Path.cwd()
     own = (here / "train.py").exists() or (here / "train").is_dir()
     return "muster" if own and (here / "train").resolve() != Path(__file__).resolve().parents[1] else "train"
 
 
 def printed(spec: Spec, line: Sequence[str]) -> str:
-    """One line that a person can read, and a shell run again."""
+    """Return the command in one readable line that a shell can run again."""
     settings = (f"{key}={shlex.quote(value)}" for key, value in environment(spec).items())
     return " ".join((*settings, shlex.join(line)))
 
 
 def this_torchrun() -> list[str]:
-    """torchrun of this Python: by its short name where a shell would find the same, else so that any shell finds it."""
+    """Return this Python's torchrun: by its short name if a shell would find it, else in a form any shell finds."""
     return ["torchrun"] if _beside_python() else [sys.executable, "-m", "torch.distributed.run"]
 
 
 def steady_torchrun() -> list[str]:
-    """The same, as torchrun.py has it; a script of a site's own by the name torchrun is left as it is."""
+    """Return torchrun with the changes of torchrun.py; a site's own script named torchrun is used as it is."""
     found = _beside_python()
     if found and b"from torch.distributed.run import main" not in found.read_bytes():
         return ["torchrun"]

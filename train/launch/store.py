@@ -1,7 +1,7 @@
-"""A rendezvous store in a process of its own: `python -m train.launch store`.
+"""Run a rendezvous store in a process of its own: `python -m train.launch store`.
 
-c10d rendezvous keeps its state in a store that one of the agents hosts, and the job dies with that node. With the
-store here, and `is_host=0` for every agent, any training node may die, the first included.
+c10d rendezvous keeps its state in a store that one of the agents hosts, and the job dies with that node. With the store
+here, and `is_host=0` for every agent, any training node may die, including the first.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from train.errors import final
 from train.faults import attempts as outcome
 from train.launch.compose import STORE_PORT
 
-# After these no agent comes back by itself: nobody needs the store any more.
+# After these outcomes no agent comes back by itself, so the store is no longer needed.
 ENDED = ("done", *final().values())
 POLL_S = 1.0
-# After any other end a new attempt begins within this time, or none does.
+# After any other outcome a new attempt begins within this time, or none does.
 LONGEST_PAUSE_S = 60.0
 
 
 def main(given: Sequence[str]) -> None:
-    """Serve until SIGTERM, or until a run has ended or a file was written, and `--linger` seconds have passed."""
+    """Serve until SIGTERM, or until `--linger` seconds after a run has ended or a file was written."""
     parser = argparse.ArgumentParser(prog="python -m train.launch store", description=__doc__)
     parser.add_argument("--port", type=int, default=STORE_PORT)
     parser.add_argument("--host", default="", help="listen at this address alone: the store authenticates nobody")
@@ -43,7 +43,8 @@ def main(given: Sequence[str]) -> None:
 
     from torch.distributed import TCPStore
 
-    listener = socket.create_server((arguments.host, arguments.port))  # torch's own listens on all interfaces
+    # torch's own socket would listen on all interfaces
+    listener = socket.create_server((arguments.host, arguments.port))
     store = TCPStore(
         arguments.host or "0.0.0.0",
         listener.getsockname()[1],
@@ -69,7 +70,7 @@ def main(given: Sequence[str]) -> None:
 
 
 def _written(path: Path) -> float:
-    """When, as seconds since the epoch; 0 if never."""
+    """Return when `path` was written, in seconds since the epoch; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -1,4 +1,4 @@
-"""Which substrate this is, told by the variables that only it sets."""
+"""Detect the substrate by the environment variables that only it sets."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from train.launch.verdict import Policy
 
 
 def no_overrides(_env: Mapping[str, str]) -> list[str]:
+    """Return no overrides."""
     return []
 
 
 @dataclass(frozen=True)
 class Substrate:
-    """`marks`: variables that are all set there, and not together anywhere before it in the list."""
+    """A substrate. `marks`: variables that are all set on it, and not together on any earlier one in the list."""
 
     name: str
     marks: tuple[str, ...]
     spec: Callable[[Mapping[str, str]], Spec]
     policy: Policy
     overrides: Callable[[Mapping[str, str]], list[str]] = no_overrides
-    """Those that come by the environment, not on the command line."""
+    """Returns the overrides that come by the environment instead of the command line."""
 
 
-# TrainJob before Indexed Job: JobSet's pods have a completion index too.
+# TrainJob comes before Indexed Job: JobSet's pods have a completion index too.
 SUBSTRATES = (
     Substrate("Slurm", ("SLURM_JOB_ID",), slurm.spec, verdict.SLURM),
     Substrate("PyTorchJob", ("PET_RDZV_ENDPOINT",), kubernetes.pytorchjob, verdict.PYTORCHJOB),
@@ -38,12 +39,12 @@ SUBSTRATES = (
 
 
 def find(env: Mapping[str, str]) -> Substrate | None:
-    """The first that the environment speaks of."""
+    """Return the first substrate whose variables are set; None if there is none."""
     return next((kind for kind in SUBSTRATES if all(name in env for name in kind.marks)), None)
 
 
 def here(env: Mapping[str, str]) -> Substrate:
-    """Raises ConfigError if no substrate started this process."""
+    """Return the substrate of this process. Raises ConfigError if no substrate started it."""
     if kind := find(env):
         return kind
     known = ", ".join(f"{kind.name} ({' '.join(kind.marks)})" for kind in SUBSTRATES)

@@ -1,12 +1,13 @@
-"""torchrun, whose agents need not have the same time: `python -m train.launch.torchrun`, with torchrun's arguments.
+"""torchrun without the need for synchronized clocks: `python -m train.launch.torchrun`, with torchrun's arguments.
 
-In torch's c10d rendezvous an agent writes the time of its own clock, and is lost when that is older than the keep-alive
-window by the clock of the one that reads it. So an agent whose clock is a minute behind is struck off as soon as it
-comes, and one a minute ahead strikes off all others. Here an agent is lost when what it wrote has not changed for as
-long as the window, and time is what has passed: a clock that is set while agents run changes nothing either.
+In torch's c10d rendezvous an agent writes the time of its own clock, and counts as lost when that time is older than
+the keep-alive window by the clock of the agent that reads it. So an agent whose clock is a minute behind is removed as
+soon as it joins, and an agent a minute ahead removes all others. Here an agent counts as lost when its entry has not
+changed for the length of the window, measured as elapsed time, so setting a clock while agents run changes nothing
+either.
 
-What an agent writes is what torch's own writes, so both may meet in one job. The launcher starts this file by its path, as
-the folder may have a `train` of its own, so it imports nothing of the kit.
+Agents write the same entries as torch's own, so both may join one job. The launcher starts this file by its path,
+because the working folder may have its own `train`; so this file imports nothing of the kit.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from typing import Any
 
 
 class Steady:
-    """Stands in for `datetime` in a module that calls no more of it than `now`: the system's clock, read once."""
+    """Replacement for `datetime` in modules that only call `now`: the system's clock, read once, plus elapsed time."""
 
     def __init__(self) -> None:
         self.began, self.since = datetime.now(UTC), time.monotonic()
 
     def now(self, _zone: timezone = UTC) -> datetime:
+        """Return the current time in UTC."""
         return self.began + timedelta(seconds=time.monotonic() - self.since)
 
 
 def compare_no_clocks() -> None:
-    """Have the agent of this process judge others by how long ago it saw a new sign of them."""
+    """Have the agent of this process judge others by the time since it last saw their entries change."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous as rendezvous
 
     holder: Any = rendezvous._BackendRendezvousStateHolder
@@ -36,7 +38,7 @@ def compare_no_clocks() -> None:
 
     def sanitize(self: Any) -> None:
         written, now = self._state.last_heartbeats, steady.now()
-        before = getattr(self, "seen", {})  # by agent: its sign, and when that was new
+        before = getattr(self, "seen", {})  # by agent: its entry, and when the entry was new
         self.seen = {
             agent: before[agent] if before.get(agent, (None,))[0] == sign else (sign, now)
             for agent, sign in written.items()

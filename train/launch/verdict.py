@@ -1,8 +1,8 @@
-"""How an attempt ended, seen by its launcher, and what its substrate is to do next.
+"""Judge how an attempt ended, for its launcher, and decide the substrate's next action.
 
-torchrun exits with 1 for every failure, also where SIGTERM came and all was saved. What happened stands in
-outcome.json, unless that is still the file of an earlier attempt; or in refused.json, of a command that never had the
-run. Another job may have written either, so a launcher reads what its own ranks have left (Attempt.launcher).
+torchrun exits with 1 for every failure, even after SIGTERM with all progress saved. The true end is in outcome.json,
+unless that is still the file of an earlier attempt, or in refused.json, for a command that never had the run. Another
+job may have written either, so a launcher reads only the records of its own ranks (Attempt.launcher).
 """
 
 from __future__ import annotations
@@ -15,40 +15,42 @@ from train.errors import Held, Preempted, final
 
 COME_BACK = Preempted.exit_code
 MOST_HELD = 20
-"""Starts in a row that find the run held by another part of the job, torchrun's restarts among them, until a job that
-requeues itself no longer does. Kubernetes has bounds of its own: backoffLimit, maxRestarts."""
+"""The most starts in a row, torchrun's restarts included, that may find the run held by another part of the job.
+
+After more a job that requeues itself no longer does. Kubernetes has its own bounds: backoffLimit, maxRestarts.
+"""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Where one substrate differs from another."""
+    """The differences between substrates."""
 
     checks: bool = True
-    """A node checks the overrides itself, as nobody did before it."""
+    """A node checks the overrides itself, because no earlier step has."""
     judges: bool = True
     """A node's exit code is the attempt's: its launcher acts on it."""
     forwards_term: bool = True
-    """False where SIGTERM comes to every process: a second one would cut torchrun's wait for its workers short."""
+    """False if SIGTERM reaches every process: a second one would cut torchrun's wait for its workers short."""
     restarts_as: int | None = None
-    """The one exit code that is started again, if all others but the final ones (2 to 7) would end the job."""
+    """The only exit code that is restarted, if all others but the final ones (2 to 7) would end the job."""
     requeues: bool = False
-    """The job asks for its next attempt itself."""
+    """The job requests its next attempt itself."""
     again: int = 0
-    """How often a node starts its agent again where another part of the job holds the run, as nothing else would."""
+    """How often a node restarts its agent while another part of the job holds the run, if nothing else would."""
 
 
 SLURM = Policy(checks=False, judges=False, forwards_term=False, requeues=True)  # judged once, by the batch script
 SUBMITIT = Policy(checks=False, forwards_term=False, requeues=True)
-LOCAL = Policy(checks=False, requeues=True)  # submitit's own controller starts it again
-PYTORCHJOB = Policy(restarts_as=143)  # restartPolicy ExitCode: "killed" is restarted, what is below 128 is not
+LOCAL = Policy(checks=False, requeues=True)  # submitit's own controller restarts it
+PYTORCHJOB = Policy(restarts_as=143)  # restartPolicy ExitCode restarts 128 and above ("killed"), not lower codes
 TRAINJOB = Policy()  # a podFailurePolicy tells 2 to 7 from the others
 INDEXED_JOB = Policy()
-COMPOSE = Policy(checks=False, judges=False, again=5)  # nothing acts on its code: `up` is given again by hand
+COMPOSE = Policy(checks=False, judges=False, again=5)  # nothing acts on its exit code: the user runs `up` again
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is done next: end with `code`, and ask for another attempt if `requeue`."""
+    """The next action: end with `code`, and request another attempt if `requeue`."""
 
     code: int
     requeue: bool
@@ -58,7 +60,15 @@ class Verdict:
 def decide(
     before: Mapping[str, Any], after: Mapping[str, Any], agent_code: int, *, told: bool, policy: Policy
 ) -> Verdict:
-    """`before`, `after`: the records of outcome.json; `told`: whether a signal asked the launcher to stop."""
+    """Judge the end of an attempt.
+
+    Args:
+        before: the record of outcome.json before the attempt.
+        after: the record after it.
+        agent_code: the exit code of the agent.
+        told: whether a signal asked the launcher to stop.
+        policy: the substrate's policy.
+    """
     if agent_code == 0:
         return Verdict(0, False, "")
     if identity(before) != identity(after):
@@ -77,5 +87,5 @@ def decide(
 
 
 def identity(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells two records apart: every write has another time."""
+    """Return the entries that tell two records apart: every write has a different time."""
     return {key: record.get(key) for key in ("attempt", "outcome", "time")}
