@@ -236,7 +236,7 @@ class Board:
         """Return the phase up to which all ranks go on; None until all ranks have posted theirs."""
         return int(self._quick.get("stop/target")) if self._quick.check("stop/target") else None
 
-    # Saves (checkpoint/), numbered from 1, equally on every rank. Keys are reused, or deleted two saves later.
+    # Saves (checkpoint/), numbered from 1, the same on every rank. Keys are reused, or deleted two saves later.
 
     def post_part(self, save: int, said: dict[str, Any]) -> None:
         """Post the result of this rank's part of a save. A later call may replace it with a worse result."""

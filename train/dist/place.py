@@ -1,7 +1,7 @@
 """The position of this process, as its launcher wrote it into the environment, and the launcher's identity.
 
-All rank arithmetic reads RANK and related variables here; only messages to torchrun's agent (faults/agent.py) read
-LOCAL_RANK themselves.
+Rank arithmetic reads RANK and related variables here; messages to torchrun's agent (faults/agent.py) depend on
+LOCAL_RANK alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NODES = "MUSTER_NNODES"
 STEADY = "MUSTER_STEADY_AGENT"
 """Variable that train/launch/torchrun.py sets; that file imports nothing of the kit, so it repeats the name."""
 JOB = "MUSTER_JOB"
-"""Variable in which it gives its ranks the job's name: the same on all nodes, and when the job is started again."""
+"""Variable in which the same command gives the job's name: equal on all nodes, and when the job is started again."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A worker's dealings with its torchrun agent: die with it, report to it, stop its restarts, end it if it hangs."""
+"""Interaction of a worker with its torchrun agent: die with it, report to it, stop its restarts, end it if it hangs."""
 
 from __future__ import annotations
 

@@ -172,8 +172,8 @@ class Exit:
     ) -> tuple[BaseException, int]:
         """Return `error` and `code`, or a crash loop in their place, which also goes into `record`.
 
-        The next attempt counts the failure of an attempt that had the run (Folder); a failure before that is counted
-        here.
+        If the attempt had the run, the next attempt counts its failure (Folder); if it never had the run, this method
+        does.
         """
         told, again = attempts.last(self.folder), None
         failed_before = told.failure_before

@@ -298,9 +298,9 @@ def sign(token: int, beat: int, state: str) -> str:
 
 
 def show(folder: Path, text: str) -> None:
-    """Renew a claim.
+    """Renew a claim; ignores a full disk, which the checkpoints report.
 
-    A full disk is for the checkpoints to report, but a truncated draft must not remain, as one would every second.
+    A draft that a full disk has cut short must not remain: there would be a new one every second.
     """
     draft = draft_of(folder / ".alive")
     with contextlib.suppress(OSError):

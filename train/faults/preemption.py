@@ -31,7 +31,7 @@ POLLS_PER_S = 1000.0  # total of all ranks
 
 
 class Preemption:
-    """Whether this run was told to stop. Call `install` as early as possible, and `watch` once the world exists."""
+    """Tracks whether this run was told to stop. Call `install` as early as possible, `watch` once the world exists."""
 
     def __init__(self) -> None:
         self.signalled = False

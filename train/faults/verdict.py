@@ -105,7 +105,7 @@ def silence(seen: Outlook | None, seconds: float, *, told: str, me: int) -> Rank
 def fault(seen: Outlook | None, mine: Phase, *, timeout_s: float, patient: bool) -> RankLost | None:
     """Return why the rank in the phase `mine` must leave now; None while it must wait.
 
-    `patient`: leave the rank at fault time to report itself.
+    `patient`: give the rank at fault time to report itself.
     """
     if not seen or not seen.overdue or (patient and not seen.is_behind(mine)):
         return None

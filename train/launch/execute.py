@@ -101,7 +101,7 @@ def _as_child() -> None:
 
 
 def _settled(folder: Path, launcher: str, *, told: bool) -> dict[str, Any]:
-    """Return the last record. Another node may stop later than this one, and its record may still be to come."""
+    """Return the last record. If told to stop, wait for another node that stops later and still has to write it."""
     deadline = time.monotonic() + (LAST_WORDS_S if told else 0)
     while (record := attempts.newest(folder, launcher=launcher)).get("outcome") == attempts.RUNNING:
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Slurm: build a node's spec from a job's environment. The launching script or program sets `HEAD` to the first node."""
+"""Slurm: build a node's spec from a job's environment. The launching script sets `HEAD` to the first node's name."""
 
 from __future__ import annotations
 

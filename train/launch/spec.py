@@ -34,7 +34,7 @@ class Timings:
     keep_alive_max_attempt: int = 5
     """A node is lost after this many intervals without a sign of life; longer than a busy network is silent."""
     read_timeout: int = 20
-    """Timeout of one request to the store; an agent that hangs for `STUCK_S` is ended."""
+    """Timeout of one request to the store; less than `STUCK_S`, after which an agent counts as hung and is ended."""
 
     def __post_init__(self) -> None:
         assert self.read_timeout < STUCK_S
