@@ -154,8 +154,9 @@ class World:
 
         Yields True on that rank. One rank of each node creates a token file in the folder, or in the nearest parent
         that exists; of the ranks that see each other's tokens, the lowest goes first. If no token can be created, or
-        without a folder, one rank of each node goes first. There are no locks, so after a rank is killed the
-        others wait only in the collective that it misses. If views of a shared folder lag, two ranks may download, as without this method.
+        without a folder, one rank of each node goes first. There are no locks, so after a rank is killed the others
+        wait only in the collective that it misses. If views of a shared folder lag, two ranks may download, as without
+        this method.
         """
         goes_first = self._sees_nobody_lower(Path(folder)) if folder else self.place.local_rank == 0
         if not goes_first:

@@ -170,10 +170,9 @@ class _Signals:
 
 @contextlib.contextmanager
 def _passing_on() -> Iterator[_Signals]:
-    """Pass signals on to the agent.
+    """Pass signals on to the agent, in the main thread.
 
-    Python handles signals only in the main thread; in another thread the agent only notices this process's death by
-    itself.
+    Python handles signals only there. In another thread nothing is passed on; the agent notices when this process dies.
     """
     signals = _Signals()
     if threading.current_thread() is not threading.main_thread():
