@@ -40,7 +40,7 @@ def tell(text: str) -> None:
 
 def end_restarts(code: int) -> None:
     """Stop torchrun's agent as well, if the exit code means that a restart would fail in the same way."""
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if code in final() and restarts and os.environ.get("LOCAL_RANK") == "0":
         os.kill(os.getppid(), signal.SIGTERM)
 

@@ -103,7 +103,7 @@ def look(
     if holder.get("agents") and all(has_ended(agent) for agent in holder["agents"]):
         return known
     is_ours = bool(part.job) and holder.get("job") == part.job
-    if not is_ours and holder.get("restarts") and any(is_at_work(agent) for agent in holder["agents"]):
+    if not is_ours and holder.get("restarts") and any(map(is_at_work, holder.get("agents", ()))):
         raise in_use(folder, holder)  # even without ranks now, its agent restarts them
     seen, renewed, began = _read(folder / ".alive"), time.monotonic(), time.monotonic()
     trained = began
