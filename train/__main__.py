@@ -1,4 +1,4 @@
-"""`python -m train`, and `muster`: the entry of every rank on every substrate."""
+"""`python -m train`, and `muster`: the entry point of every rank under every launcher."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Carry out the runs that sys.argv describes and end this process with the contract's exit code."""
+    """Run what sys.argv describes and end this process with the run's exit code (see train/errors.py)."""
     output.endure()
     preemption = Preemption()
-    preemption.install()  # before the slow imports: a signal during start-up ends like any other
-    gc.disable()  # until training begins: a sixth of the time of importing torch goes into collections
+    preemption.install()  # before the slow imports: a signal during startup is handled like any other
+    gc.disable()  # until training begins: collections take a sixth of the time to import torch
     from train.config.compose import run_each
     from train.faults import agent
 
@@ -41,20 +41,20 @@ def main() -> None:
         print_table([SweptJob(*each) for each in jobs])
     sys.stdout.flush()
     sys.stderr.flush()
-    # No tear-down: it would put SIGTERM's default back, so that the launcher's signal hides the code, and torch's C++
-    # threads may abort the process in it ("terminate called without an active exception").
+    # Skip interpreter teardown: it restores SIGTERM's default action, so that the launcher's signal would hide the exit
+    # code, and torch's C++ threads may abort the process during it ("terminate called without an active exception").
     os._exit(code)
 
 
 def carry_out(config: Config | ConfigError, preemption: Preemption) -> int:
-    """One attempt. A slip of the keyboard is reported at once, unless other ranks have to hear of it."""
+    """Run one attempt. A config error is reported at once if there are no other ranks to inform."""
     from train.errors import ConfigError
     from train.faults.exit import tell
 
     if isinstance(config, ConfigError) and "RANK" not in os.environ:
         tell(config)
         return config.exit_code
-    from train.run import attempt  # torch: not for --help
+    from train.run import attempt  # imports torch, which --help does without
 
     return attempt(config, preemption)
 

@@ -1,7 +1,7 @@
-"""`python -m train.accepts [--json] [overrides]`: whether `python -m train` would accept them, and the run's folder.
+"""`python -m train.accepts [--json] [overrides]`: check if `python -m train` accepts them, and print the run's folder.
 
-Exit code 0 and the folder, in full, on standard output; or 2, and the reason on standard error. With `--json` it is
-{"folder": ...} or {"refused": [exit code, reason]} on standard output.
+Exit code 0, with the folder's absolute path on standard output, or 2, with the reason on standard error. With `--json`
+standard output is {"folder": ...} or {"refused": [exit code, reason]}.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from train.faults import output
 
 
 def main(given: list[str]) -> int:
-    """Check the overrides; the exit code. What a user's module prints goes to standard error."""
+    """Check the overrides and return the exit code. Output of user modules goes to standard error."""
     as_json = given[:1] == ["--json"]
     sys.argv[1:] = given[as_json:]
 

@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint with another config or other data."""
+"""Refusal to resume from a checkpoint with a changed config or changed data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.errors import ConfigError, DataError, MusterError
 
 
 def refuse_changes(config: Config, saved: Saved, *, fingerprint: str, total_steps: int) -> MusterError | None:
-    """What forbids to resume from `saved` with this config and this data, if anything does."""
+    """Return the error that forbids resuming from `saved` with this config and data, or None."""
     if config.checkpoint.accept_changes:
         return None
     if changed := differences(saved.manifest.get("config", {}), config):

@@ -1,4 +1,4 @@
-"""Errors that end a run, each with the exit code that a launcher acts on."""
+"""Errors that end a run, each with the exit code that launchers act on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from train.redact import redacted
 
 
 class MusterError(Exception):
-    """A run cannot go on, for a reason that a person can act on.
+    """Base class of errors that end a run and that a user can fix.
 
-    The message is one line: what was given, what is valid, what to do. `retry`: whether the same command, run again
-    by a launcher with nothing mended, may come further. `of_data`: whether the data set's place in the user's code helps.
-
-    URLs in the message are stripped of their secrets.
+    The message is one line: what was given, what is valid, what to do. Secrets in its URLs are removed.
+    retry: True if a launcher may run the same command again unchanged and get further.
+    of_data: True if the message should name the place of the data set in the user's code.
     """
 
     exit_code = 1
@@ -40,7 +39,7 @@ class ConfigError(MusterError):
 
 
 class DataError(MusterError):
-    """Data that is missing, broken or not what it was."""
+    """The data is missing, damaged or has changed."""
 
     exit_code = 3
     outcome = "data_error"
@@ -48,7 +47,7 @@ class DataError(MusterError):
 
 
 class NoValidCheckpoint(MusterError):
-    """There are checkpoints, and none of them is whole."""
+    """Checkpoints exist and none of them is valid."""
 
     exit_code = 4
     outcome = "no_valid_checkpoint"
@@ -64,11 +63,11 @@ class StorageError(MusterError):
 
 
 class Damaged(StorageError):
-    """A checkpoint is not what was written; not: it could not be read just now."""
+    """A checkpoint's content differs from what was written. A failed read alone is a StorageError."""
 
 
 class Diverged(MusterError):
-    """The loss or the gradient is not finite."""
+    """The loss, a gradient or the weights are not finite."""
 
     exit_code = 6
     outcome = "diverged"
@@ -76,7 +75,7 @@ class Diverged(MusterError):
 
 
 class CrashLoop(MusterError):
-    """Restarts without a step of progress."""
+    """The run was restarted repeatedly without completing a step."""
 
     exit_code = 7
     outcome = "crash_loop"
@@ -84,21 +83,21 @@ class CrashLoop(MusterError):
 
 
 class Held(MusterError):
-    """The run's folder is held by another part of this very job, which has not let go of it in time: try again."""
+    """Another part of the same job held the run's folder until the wait timed out: try again."""
 
     exit_code = 8
     outcome = "held"
 
 
 class Preempted(MusterError):
-    """The run was told to stop and has saved its place: run the same command again."""
+    """The run was preempted and has saved a checkpoint: run the same command again to resume."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h
     outcome = "preempted"
 
 
 class RankLost(MusterError):
-    """A rank is gone, hangs or failed first; the launcher restarts the group. `rank` and `host` tell which, if known."""
+    """A rank is gone, hangs or failed first; the launcher restarts the group. `rank` and `host` name it, if known."""
 
     exit_code = 1
     outcome = "rank_lost"
@@ -109,25 +108,25 @@ class RankLost(MusterError):
 
 
 def of_code(exit_code: int, message: str) -> MusterError:
-    """The error that ends a process with `exit_code`, as another rank has raised it."""
+    """Return the error with this exit code, to raise an error of another rank on this one."""
     return next(
         (kind(message) for kind in MusterError.__subclasses__() if kind.exit_code == exit_code), MusterError(message)
     )
 
 
 def final() -> dict[int, str]:
-    """Exit codes, with their outcomes, after which a restart would only fail the same way again."""
+    """Return exit code -> outcome of the errors that a restart would only repeat."""
     return {kind.exit_code: kind.outcome for kind in MusterError.__subclasses__() if not kind.retry}
 
 
 def storage_error(doing: str, error: OSError) -> StorageError:
-    """Name the path and the system's reason, so that nobody has to read a traceback."""
+    """Return a StorageError that names the path and the system's reason, in place of a traceback."""
     where = f" {os.fspath(error.filename)}" if error.filename else ""
     return StorageError(f"cannot {doing}{where}: {error.strerror or error}; free or fix it, then run again")
 
 
 def environment_error(error: BaseException) -> ConfigError | None:
-    """What to raise where a limit of the system or of a layer was met, which no restart lifts."""
+    """Return a ConfigError for a limit of the system or of a layer, which a restart does not lift; else None."""
     text = str(error)
     if (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)) or "Too many open files" in text:
         return ConfigError(f"out of file descriptors: {' '.join(text.split())[:100]}; raise the limit: ulimit -n 65536")
@@ -144,9 +143,10 @@ def environment_error(error: BaseException) -> ConfigError | None:
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
-    """Print a line (to standard error if no other stream is given) in one piece, without the secrets of URLs.
+    """Print a line to `stream` (default: standard error) in one write, without secrets in URLs.
 
-    `print` writes the newline by itself where output is not buffered, and ranks and loader workers share a log.
+    If output is not buffered, `print` writes the newline separately, which mixes lines in a log that ranks and loader
+    workers share.
     """
     stream = stream or sys.stderr
     stream.write(redacted(line) + "\n")
@@ -154,16 +154,17 @@ def say(line: str, stream: TextIO | None = None) -> None:
 
 
 def one_line(error: BaseException) -> str:
+    """Return the error's message in one line, without secrets in URLs."""
     return redacted(" ".join(str(error).split()))
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback as Python prints it, without the secrets of URLs."""
+    """Return the traceback as Python prints it, without secrets in URLs."""
     return redacted("".join(traceback.format_exception(error)).rstrip())
 
 
 def nearest(given: str, valid: Iterable[str]) -> str:
-    """`valid: a, b, c`, led by the likeliest meaning of a misspelt `given`."""
+    """Return `valid: a, b, c`, preceded by the closest match for a misspelled `given`."""
     names = sorted(set(valid))
     close = difflib.get_close_matches(given, names, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]}? " if close else ""

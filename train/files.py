@@ -1,4 +1,4 @@
-"""Files that are replaced in one step and survive a power cut."""
+"""Files that are created or replaced atomically; a replacement is synced, to survive a power failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DRAFT = ".draft-"
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename or a new name in `folder` last through a power cut."""
+    """Make renames and new names in `folder` durable (fsync)."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -24,7 +24,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file beside `path`, then put it in its place in one step. Raises StorageError."""
+    """Replace `path` atomically: `write` fills a draft beside it, which is synced and renamed. Raises StorageError."""
     draft = draft_of(path)
     try:
         write(draft)
@@ -38,7 +38,7 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def create_file(path: Path, data: bytes) -> None:
-    """Write a file with all its content in one step, unless there is one. Raises FileExistsError, OSError."""
+    """Create a file with its content atomically (where hard links work). Raises FileExistsError, OSError."""
     draft = draft_of(path)
     try:
         draft.write_bytes(data)
@@ -46,7 +46,7 @@ def create_file(path: Path, data: bytes) -> None:
             os.link(draft, path)
         except FileExistsError:
             raise
-        except OSError:  # no links here, as on some object file systems
+        except OSError:  # the file system has no hard links, as some on object stores
             with path.open("xb") as file:
                 file.write(data)
     finally:
@@ -55,12 +55,12 @@ def create_file(path: Path, data: bytes) -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """A name beside `path` that no other process takes; pids do not do, containers have the same ones."""
+    """Return a unique path beside `path`. A pid would not be unique: processes in several containers can share one."""
     return path.with_name(f"{DRAFT}{uuid.uuid4().hex}.{path.name}")
 
 
 def clear_drafts(folder: Path) -> None:
-    """Remove what killed writers left: for whoever alone writes to `folder`."""
+    """Remove drafts that killed writers left. Only the sole writer to `folder` may call it."""
     for draft in folder.glob(f"{DRAFT}*"):
         with contextlib.suppress(OSError):
             draft.unlink()

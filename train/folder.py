@@ -1,4 +1,4 @@
-"""The run's folder: claimed by one attempt, with what earlier attempts left in it."""
+"""The run's folder: claimed by one attempt, resumed from the checkpoints and records of earlier attempts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from train.files import replace_file
 from train.loggers.jsonl import last_step
 
 Refusal = Callable[[Saved], MusterError | None]
-"""What forbids to resume from a checkpoint, if anything does."""
+"""Returns the error that forbids resuming from a checkpoint, or None."""
 
 SEE_AGAIN_S = 0.1
 OF_A_RUN = (
@@ -44,13 +44,13 @@ OF_A_RUN = (
 
 @dataclass(frozen=True)
 class RunOptions:
-    """One run: where it lies, and when another attempt at it makes no sense.
+    """Where a run's files are, how it resumes, and when it gives up.
 
-    output_dir: its folder. config: the text of its config.yaml.
-    storage: a folder or URL for its checkpoints; None: `checkpoints/` in its folder.
+    output_dir: the run's folder. config: text of its config.yaml.
+    storage: folder or URL for checkpoints; None: `checkpoints/` in `output_dir`.
     resume: `auto`, `never` (start over at each launch), or a path or URL to start from.
-    timeout_s: seconds after which a rank that has stood still is ended.
-    max_idle_attempts, max_idle_preemptions: failures and clean stops in a row that come no further, before CrashLoop.
+    timeout_s: seconds without progress after which a rank is ended.
+    max_idle_attempts, max_idle_preemptions: consecutive failures and preemptions without progress before CrashLoop.
     """
 
     output_dir: Path
@@ -63,16 +63,16 @@ class RunOptions:
 
     @property
     def checkpoints(self) -> Storage:
-        """Where its checkpoints go."""
+        """The storage that checkpoints are written to."""
         return Storage(self.storage or str(self.output_dir / "checkpoints"))
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder that is this attempt's to write to.
+    """A run's folder, claimed by this attempt.
 
-    before: how the attempt before this one ended. saved: what to resume from. is_done: it had finished.
-    lease: on rank 0. owner: of the storage that `checkpoint.storage` names.
+    before: record of the previous attempt. saved: checkpoint to resume from, if any. is_done: the run had finished.
+    lease: this attempt's claim on the folder; rank 0 only. owner: its claim on `checkpoint.storage`, if that is set.
     """
 
     path: Path
@@ -83,7 +83,7 @@ class RunFolder:
     owner: Owner | None
 
     def may_commit(self) -> bool:
-        """On rank 0: whether no other attempt has taken the run over. Raises Lost if one has taken its storage over."""
+        """Return True if no other attempt has taken over the run. Rank 0 only. Raises Lost if its storage was taken."""
         if self.lease and not self.lease.is_held():
             return False
         if self.owner:
@@ -93,13 +93,14 @@ class RunFolder:
 
 @contextlib.contextmanager
 def open_folder(options: RunOptions, world: World, leaving: Exit, *, refusal: Refusal) -> Iterator[RunFolder]:
-    """Claim the run's folder, choose what to resume from, and put on record that this attempt is at work. Collective.
+    """Claim the run's folder, choose the checkpoint to resume from, and record that this attempt runs.
 
-    What refuses the command comes before anything of the run is changed. Rank 0 looks and chooses for all: two ranks
-    that look for themselves may see different files.
+    The command is refused before anything of the run is changed. Rank 0 reads and chooses for all ranks: two ranks
+    that read the folder themselves may see different files. Collective: every rank must call it.
 
     Raises:
-        MusterError: it is another launch's, another run's, damaged beyond use, or cannot be written; see errors.py.
+        MusterError: the folder belongs to another launch or another run, is damaged, or cannot be written; see
+            errors.py.
     """
     path = options.output_dir
     world.on_first(lambda: _claim(path, options, world, leaving))
@@ -113,7 +114,7 @@ def open_folder(options: RunOptions, world: World, leaving: Exit, *, refusal: Re
         saved = look()
     is_done = world.on_first(lambda: _take_over(path, options, world, before, saved, leaving.lease, over=over))
     yield RunFolder(path, before, saved, is_done, leaving.lease, owner)
-    if leaving.lease:  # after a failure it is let go once that is on record
+    if leaving.lease:  # after a failure Exit releases it, once outcome.json is written
         leaving.lease.let_go()
 
 
@@ -139,7 +140,7 @@ def _claim(path: Path, options: RunOptions, world: World, leaving: Exit) -> None
 
 
 def _see_claim(path: Path, world: World, held: Lease | None) -> None:
-    """Raises StorageError if a rank does not see what rank 0 has just written: the folder is not shared. Collective."""
+    """Check that every rank sees rank 0's new claim: the folder must be shared. Collective. Raises StorageError."""
     token = world.broadcast(held.token if held else None)
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not (seen := lease.newest_claim(path)[0] == token) and time.monotonic() < deadline:
@@ -150,14 +151,14 @@ def _see_claim(path: Path, world: World, held: Lease | None) -> None:
 
 
 def _before(path: Path, options: RunOptions, world: World) -> tuple[dict[str, object], bool]:
-    """The record of the attempt before, and whether this launch is to start over."""
+    """Return the record of the previous attempt, and whether this launch starts over."""
     record = attempts.read(path)
     over = options.resume == "never" and not Attempt.of(record).is_same_launch(world.agents)
     return ({} if over else record), over
 
 
 def _resume_point(options: RunOptions, world: World, before: Attempt, *, refusal: Refusal) -> Saved | None:
-    """The checkpoint to resume from, if there is one. Collective. Raises MusterError if there is, and it may not be used."""
+    """Return the checkpoint to resume from, or None. Collective. Raises MusterError if `refusal` forbids its use."""
     saved, bad = find_checkpoint(options.checkpoints, options.resume, world, before.checkpoint)
     for line in bad if world.is_first else []:
         say(f"muster: quarantined a bad checkpoint: {line}")
@@ -166,14 +167,14 @@ def _resume_point(options: RunOptions, world: World, before: Attempt, *, refusal
 
 
 def owner_of(options: RunOptions, world: World) -> Owner | None:
-    """Who may commit where `checkpoint.storage` says; a run's own folder has its lease."""
+    """Return the claim on `checkpoint.storage`; None if it is not set, as the lease covers the run's own folder."""
     if not options.storage:
         return None
     return Owner(options.checkpoints, folder=options.output_dir, attempt=world.attempt, agents=world.agents)
 
 
 def _own(owner: Owner, before: Attempt, saved: Saved | None) -> bool:
-    """Claim the storage. Whether whoever had it has saved something newer than `saved` up to then."""
+    """Claim the storage. Return True if its previous owner saved a checkpoint newer than `saved` before the claim."""
     owner.claim(before)
     return max(owner.storage.steps(), default=-1) > (saved.step if saved else -1)
 
@@ -188,7 +189,7 @@ def _take_over(
     *,
     over: bool,
 ) -> bool:
-    """From here on the run is this attempt's. Says whether it had finished. Raises CrashLoop, StorageError."""
+    """Record this attempt as the running one; return True if the run had finished. Raises CrashLoop, StorageError."""
     if over:
         _set_aside(path, options)
     options.checkpoints.clear()
@@ -233,6 +234,6 @@ def _set_aside(path: Path, options: RunOptions) -> None:
 
 
 def note_end(folder: RunFolder, *, step: int, total_steps: int) -> None:
-    """On rank 0: put on record that the run is done. Raises StorageError."""
+    """Record that the run is done. Rank 0 only. Raises StorageError."""
     now = attempts.last(folder.path)
     attempts.write(folder.path, replace(now, outcome=attempts.DONE, exit_code=0, step=step, total_steps=total_steps))

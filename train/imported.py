@@ -1,4 +1,4 @@
-"""Classes and functions by their import path."""
+"""Import of classes and functions by path."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from train.origin import located
 
 
 def imported(target: str, *, said: str) -> Any:
-    """Import the class or function `package.module.Name`; `said` is the setting that names it, for messages.
+    """Import the class or function `package.module.Name`; messages name it by the setting `said`.
 
     Raises:
-        ConfigError: no such module or attribute; says which part of the path was not found.
+        ConfigError: no such module or attribute; the message names the part of the path that was not found.
     """
     module = target.rpartition(".")[0]
     if not module:
@@ -36,7 +36,7 @@ def imported(target: str, *, said: str) -> Any:
 
 
 def _module(path: str, said: str) -> Any:
-    """The module, or None if there is none of that name. Raises ConfigError if it cannot be imported."""
+    """Import a module; None if no module has that name. Raises ConfigError if its import fails."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:

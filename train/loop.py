@@ -30,14 +30,14 @@ EVAL_BATCH = 256
 
 
 class Saves(Protocol):
-    """What the loop asks of checkpoints (checkpoint/manager.py)."""
+    """Interface of checkpoints to the loop (checkpoint/manager.py)."""
 
     def save(self, *, state: dict[str, Any], position: dict[str, Any]) -> None: ...
     def flush(self) -> None: ...
 
 
 class Records(Protocol):
-    """What the loop says of itself (loggers/metrics.py)."""
+    """Interface of metrics to the loop (loggers/metrics.py)."""
 
     def begin(self) -> None: ...
     def train(
@@ -51,7 +51,7 @@ class Records(Protocol):
 
 
 class Hooks(Protocol):
-    """What users hang on the loop (callbacks/base.py)."""
+    """Interface of callbacks to the loop (callbacks/base.py)."""
 
     def on_start(self, run: Run) -> None: ...
     def on_step_end(self, run: Run) -> None: ...
@@ -65,10 +65,11 @@ class Hooks(Protocol):
 
 @dataclass
 class Progress:
-    """How far the run is, over all attempts.
+    """Progress of a run over all its attempts.
 
-    step: optimizer steps done. evaluated: the step of the last evaluation that was finished.
-    best: {step, value} of the evaluation with the best `checkpoint.best`. stopped: why training ends early.
+    step: optimizer steps done. evaluated: step of the last complete evaluation.
+    skipped_in_a_row: steps skipped since the last one that was not.
+    best: {metric, value, step} of the evaluation with the best `checkpoint.best`. stopped: why training ends early.
     """
 
     step: int = 0
@@ -80,7 +81,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One attempt at a run: what it is made of, and how far it is."""
+    """One attempt at a run: its parts and its progress."""
 
     config: Config
     world: World
@@ -100,23 +101,25 @@ class Run:
 
     @property
     def step(self) -> int:
+        """Optimizer steps done, over all attempts."""
         return self.progress.step
 
     @property
     def is_over(self) -> bool:
+        """True if all steps are done or training was stopped early."""
         return self.step >= self.total_steps or self.progress.stopped is not None
 
     def stop(self, reason: str) -> None:
-        """End training after this step, as if it were the last. To be called on every rank at the same step."""
+        """End training after this step, as if it were the last. Every rank must call it at the same step."""
         if not self.is_over:
             self.progress.stopped = reason
             self.metrics.event("stopped", step=self.step, reason=reason)
 
 
 def train(run: Run) -> None:
-    """Train from `run.step` to the end. Collective.
+    """Train from `run.step` to the end. Collective: every rank must call it.
 
-        try an evaluation, make up for one that a stop cut short
+        try an evaluation, repeat one that a stop cut short
         while steps are left:
             begin the next step, or stop here if the ranks agreed to
             one optimizer step on the next micro-batches
@@ -124,8 +127,8 @@ def train(run: Run) -> None:
         save and evaluate
 
     Raises:
-        Preempted: told to stop; the place is saved.
-        Diverged: a gradient or loss is not finite, and the config says stop.
+        Preempted: the run was preempted; a checkpoint of the current step is written.
+        Diverged: the loss, gradient or weights are not finite, and `on_nonfinite` or `max_skipped_steps` says to stop.
         StorageError: checkpoints cannot be written.
     """
     try_evaluation(run)
@@ -163,7 +166,10 @@ def load(run: Run, plan: Plan, steps: range, *, train: bool = True) -> Iterator[
 
 
 def evaluate_if_due(run: Run) -> None:
-    """Evaluate between two steps, if it is time and has not been done: an earlier attempt may have been stopped in it."""
+    """Evaluate at the interval, between two steps, unless this step was evaluated already.
+
+    On resume this repeats an evaluation during which an earlier attempt was stopped.
+    """
     every = run.config.eval.every_steps or run.plan.steps_per_epoch
     if isinstance(every, int) and 0 < run.step < run.total_steps and run.step % every == 0:
         if run.progress.evaluated != run.step:
@@ -171,7 +177,7 @@ def evaluate_if_due(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Measure the test split, every sample exactly once whatever the world size. Collective."""
+    """Evaluate the test split, every sample exactly once at any world size. Collective: every rank must call it."""
     if run.data.test is None or run.config.eval.every_steps == "off" or run.progress.evaluated == run.step > 0:
         return
     started = time.perf_counter()
@@ -185,10 +191,10 @@ def evaluate(run: Run) -> None:
 
 
 def try_evaluation(run: Run) -> None:
-    """Run `eval.sanity_batches` before the first step: what cannot be evaluated ends the run now, not an epoch later.
+    """Evaluate `eval.sanity_batches` before the first step: a broken evaluation ends the run now, not an epoch later.
 
-    Without a trace: generators, metrics and buffers are as if it had not been, no callback hears of it but `on_trial`,
-    and nothing is compiled. A run that is resumed has begun before. Collective.
+    Has no side effects: generators, metrics and buffers are unchanged, only the callback hook `on_trial` is called,
+    and nothing is compiled. A resumed run skips it. Collective: every rank must call it.
     """
     most = run.config.eval.sanity_batches
     if not most or run.step or run.data.test is None or run.config.eval.every_steps == "off":
@@ -202,7 +208,7 @@ def try_evaluation(run: Run) -> None:
 
 
 def measure(run: Run, begin: Callable[[Run, str], None], *, most: int | None = None) -> dict[str, float]:
-    """The values of the test split, or of its first `most` batches. Collective."""
+    """Return the means over the test split, or its first `most` batches. Collective: every rank must call it."""
     totals, slices, test = dict[str, Any](), run.config.virtual_world_size, run.data.test
     assert test is not None
     size = min(len(test), run.config.eval.max_samples or len(test))
@@ -214,7 +220,7 @@ def measure(run: Run, begin: Callable[[Run, str], None], *, most: int | None = N
         begin(run, "evaluation")
         for batch in seeded(micro_batches, run.config.seed, number):
             for name, value in run.strategy.evaluate(batch).items():
-                key = f"{batch.slice:08d}/{name}" if slices else f"/{name}"  # summed in their order, not in the ranks'
+                key = f"{batch.slice:08d}/{name}" if slices else f"/{name}"  # sum in slice order, not rank order
                 totals[key] = totals.get(key, 0) + value.double()
     begin(run, "evaluation")
     values = means(
@@ -224,8 +230,10 @@ def measure(run: Run, begin: Callable[[Run, str], None], *, most: int | None = N
 
 
 def seeded(micro_batches: list[Batch], *words: int) -> Iterator[Batch]:
-    """The micro-batches of an evaluation, what is drawn for each a function of `words` and its place; none of it leaves a
-    trace in training."""
+    """Yield an evaluation's micro-batches, with generators seeded for each from `words` and its position.
+
+    The generators of training are left unchanged.
+    """
     with kept_generators(on_device=True):
         for number, parts in groupby(micro_batches, key=lambda batch: batch.slice):
             for part, batch in enumerate(parts):
@@ -234,7 +242,7 @@ def seeded(micro_batches: list[Batch], *words: int) -> Iterator[Batch]:
 
 
 def note_best(run: Run, values: dict[str, float]) -> None:
-    """Remember this step if `checkpoint.best` says that no other was better."""
+    """Record this step in `progress.best` if its `checkpoint.best` metric is the best so far."""
     if not (metric := run.config.checkpoint.best):
         return
     value, best = value_of(metric, values, key="checkpoint.best"), run.progress.best
@@ -243,13 +251,16 @@ def note_best(run: Run, values: dict[str, float]) -> None:
 
 
 def is_time_to_save(run: Run) -> bool:
-    """Between two steps; the end has a save of its own."""
+    """Return True if a checkpoint is due between two steps. After the last step `train` saves in any case."""
     is_best = run.progress.best is not None and run.progress.best["step"] == run.step
     return not run.is_over and (run.step % run.config.checkpoint.every_steps == 0 or is_best)
 
 
 def log(run: Run, result: StepResult) -> None:
-    """Report the steps since the last line. Collective; the one place in the loop that waits for the device."""
+    """Report the steps since the last line. The only place in the loop that waits for the device.
+
+    Collective: every rank must call it.
+    """
     own_loss = run.window.own_loss()  # waits for the device
     is_due = run.clock.is_due(run.world.size)
     times = spread(run.clock.read(), rank=run.world.rank, size=run.world.size) if is_due else []
@@ -271,7 +282,10 @@ def log(run: Run, result: StepResult) -> None:
 
 
 def save(run: Run) -> None:
-    """Begin to write a checkpoint of this step; never one of weights that are not finite. Collective."""
+    """Start to write a checkpoint of this step. Collective: every rank must call it.
+
+    Raises Diverged instead of saving weights that are not finite.
+    """
     run.heartbeat.enter("save", run.step)
     run.callbacks.on_checkpoint(run)
     if not run.strategy.is_finite():
@@ -291,14 +305,14 @@ def save(run: Run) -> None:
 
 
 def flush(run: Run) -> None:
-    """Wait for the checkpoint that is being written. Raises StorageError if it was given up."""
+    """Wait for the checkpoint that is being written. Raises StorageError if it failed."""
     run.heartbeat.enter("save", run.step)
     with run.clock.spending("checkpoint"):
         run.checkpoints.flush()
 
 
 def begin(run: Run, phase: str) -> None:
-    """Enter the next phase of work; save and leave instead, if all ranks agreed to stop here."""
+    """Enter the next phase of work. If all ranks agreed to stop here, save and raise Preempted."""
     run.heartbeat.enter(phase, run.step)
     if run.preemption.proceed():
         return
@@ -311,11 +325,14 @@ def begin(run: Run, phase: str) -> None:
 
 
 def count_skips(run: Run, result: StepResult) -> None:
-    """Bound the steps left out in a row for a gradient that was not finite. All ranks count alike."""
+    """Count consecutive steps skipped for a non-finite gradient; raise Diverged above the limit.
+
+    The count is the same on all ranks.
+    """
     run.progress.skipped_in_a_row = run.progress.skipped_in_a_row + 1 if result.skipped else 0
     if not result.skipped:
         return
-    scaled = run.config.precision is Precision.fp16  # whose scaler has to find its scale by trial
+    scaled = run.config.precision is Precision.fp16  # its gradient scaler finds the scale by trial, skipping steps
     stop = run.config.on_nonfinite is NonFinite.stop and not scaled
     if stop or run.progress.skipped_in_a_row > run.config.max_skipped_steps:
         raise diverged(run)
@@ -323,6 +340,7 @@ def count_skips(run: Run, result: StepResult) -> None:
 
 
 def diverged(run: Run) -> Diverged:
+    """Return the error that says where training diverged and what to change."""
     times = f" ({run.progress.skipped_in_a_row} in a row)" if run.progress.skipped_in_a_row else ""
     return Diverged(
         f"loss, gradient or weights are not finite at step {run.step}{times}: lower optimizer.lr, "
@@ -331,5 +349,5 @@ def diverged(run: Run) -> Diverged:
 
 
 def epoch(run: Run) -> int:
-    """The epoch of the step just done, from 0."""
+    """Return the epoch of the last step done, from 0."""
     return run.plan.epoch(max(0, run.step - 1))

@@ -1,4 +1,4 @@
-"""Where in a user's own code an error or a part comes from, and what a value is, in a few words."""
+"""The source line in user code of an error or a part, and short descriptions of values, for messages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from train.redact import redacted
 KIT = str(Path(__file__).resolve().parent)
 LIBRARIES = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), "<frozen"})
 FROM_WORKER = "Original Traceback (most recent call last):"
-"""How torch shows an error of a loader's worker, or of a thread of DataParallel, in the error that it raises for it."""
+"""Header that torch puts before the original traceback when it re-raises an error of a loader worker or a
+DataParallel thread."""
 MOST_PARTS, MOST_CHARACTERS = 4, 300
 
 
 class SourceLine(NamedTuple):
+    """A line of a source file; its `str` is `data.py:12`."""
+
     file: str
     line: int
 
@@ -29,14 +32,14 @@ class SourceLine(NamedTuple):
 
 
 def located(error: BaseException) -> str:
-    """What was raised and where in a user's code, in one line: `ValueError: no such column (data.py:12)`."""
+    """Return the error and its place in user code, in one line: `ValueError: no such column (data.py:12)`."""
     kind, message = kind_and_message(error)
     where = place(error)
     return f"{kind}: {message[:MOST_CHARACTERS]}{f' ({where})' if where else ''}"
 
 
 def kind_and_message(error: BaseException) -> tuple[str, str]:
-    """The error's class and its message in one line, of the first error where another process or thread raised it."""
+    """Return the error's class name and its one-line message; of an error re-raised from a worker, the original's."""
     kind, text = type(error).__name__, str(error)
     if FROM_WORKER in text:
         said = re.split(r"\n(?=\S)", text.partition(FROM_WORKER)[2].rstrip())[1:] or [text]
@@ -46,7 +49,7 @@ def kind_and_message(error: BaseException) -> tuple[str, str]:
 
 
 def place(error: BaseException) -> SourceLine | None:
-    """The innermost line of a user's own code under `error`; where there is none, the innermost line."""
+    """Return the innermost line of user code in the traceback of `error`; without user code, the innermost line."""
     if FROM_WORKER in (text := str(error)):
         found = re.findall(r'^ *File "(.+)", line (\d+), in', text, flags=re.MULTILINE)
         places = [SourceLine(file, int(line)) for file, line in found]
@@ -56,17 +59,20 @@ def place(error: BaseException) -> SourceLine | None:
 
 
 def is_raised_by_own(error: BaseException) -> bool:
-    """Whether a user's own code has a part in `error`."""
+    """Return True if the traceback of `error` has a line of user code."""
     return any(is_own(each.file) for each in _places(error))
 
 
 def is_own(file: str) -> bool:
-    """Whether a file is a user's: neither the kit's nor an installed library's."""
+    """Return True if a file is user code: neither the kit's nor an installed library's."""
     return not (_is_kit(file) or file.startswith(LIBRARIES))
 
 
 def defined(part: Any, *methods: str) -> str:
-    """` (data.py:12)`: where a user's class or function, or the first of its `methods`, begins; empty if it is not a user's."""
+    """Return ` (data.py:12)`, the first line of a user's class or function or of the first of its `methods` found.
+
+    Empty if `part` is not user code.
+    """
     part = getattr(part, "func", part)  # of functools.partial
     kind: Any = part if inspect.isclass(part) or inspect.isroutine(part) else type(part)
     for each in (*(getattr(kind, name, None) for name in methods), kind):
@@ -85,13 +91,14 @@ def _begins(function: Any) -> SourceLine | None:
 
 
 def name_of(part: Any) -> str:
-    """The name of a function or class, or of an instance's class."""
+    """Return the name of a function or class, or of an instance's class."""
     part = getattr(part, "func", part)
     return str(getattr(part, "__name__", type(part).__name__))
 
 
 def described(value: Any) -> str:
-    """`a Tensor [8, 3] float32`, `a tuple of (a Tensor [8, 3] float32, None)`, `a dict of points [8, 4] float32`."""
+    """Describe a value: `a Tensor [8, 3] float32`, `a tuple of (a Tensor [8, 3] float32, None)`, `a dict of points
+    [8, 4] float32`."""
     if isinstance(value, Mapping):
         return f"a {_kind(value)} of {_few(f'{name} {_short(each)}' for name, each in value.items())}"
     if isinstance(value, (tuple, list)):
@@ -100,7 +107,7 @@ def described(value: Any) -> str:
 
 
 def _places(error: BaseException) -> list[SourceLine]:
-    """From the kit's first line on: what called it has no part in the error."""
+    """Return the traceback's lines from the kit's first one on: the callers of the kit did not cause the error."""
     places = [SourceLine(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     first = next((number for number, each in enumerate(places) if _is_kit(each.file)), 0)
     return places[first:]

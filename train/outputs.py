@@ -1,4 +1,4 @@
-"""The loggers that a config chooses."""
+"""The loggers that a config selects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from train.loggers.jsonl import NAME, Jsonl, read
 
 
 def open_loggers(config: Config, *, step: int, total_steps: int, evaluated: int | None = None) -> list[Logger]:
-    """Build them, for the one rank that writes. Raises ConfigError, StorageError."""
+    """Build the loggers, on the rank that writes (rank 0).
+
+    A logger that fails to start is printed and left out. Raises ConfigError, StorageError.
+    """
     folder = Path(config.output_dir)
     chosen = {name: part for name, part in config.loggers.items() if config.log.tensorboard or name != "tensorboard"}
     offered = {"folder": folder, "name": config.name, "step": step, "total_steps": total_steps}
@@ -25,6 +28,6 @@ def open_loggers(config: Config, *, step: int, total_steps: int, evaluated: int 
             raise
         except Exception as error:
             say(f"muster: loggers.{name} cannot begin, the run does without it: {one_line(error)[:200]}")
-    restarts = sum("world_size" in record for record in read(folder / NAME))  # one `start` or `resume` an attempt
+    restarts = sum("world_size" in record for record in read(folder / NAME))  # one `start` or `resume` per attempt
     shown = console(config.log.progress.name, step=step, total_steps=total_steps, restarts=restarts)
     return [Jsonl(folder, step, evaluated=evaluated), shown, *own]

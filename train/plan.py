@@ -1,7 +1,7 @@
-"""Which sample goes to which rank at which step.
+"""The assignment of samples to ranks and steps.
 
-A pure function of (seed, epoch, step): no state, no stored permutation, no communication. Global step `s` takes
-the next `batch_size` entries of its epoch's permutation whatever the world size; a rank takes its slice of them.
+It is a pure function of (seed, epoch, step): no state, no stored permutation, no communication. At any world size,
+global step `s` takes the next `batch_size` entries of its epoch's permutation; each rank takes its slice of them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ GAMMA = np.uint64(0x9E3779B97F4A7C15)
 FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 SORTED = 1 << 16
-"""Up to so many samples an epoch's order is a sort by hash: a Feistel network over few digits leaves neighbours together."""
+"""Up to this many samples, an epoch is sorted by hash: a Feistel network over few digits keeps neighbors together."""
 
 
 def mix(x: Keys) -> Keys:
-    """Hash 64-bit words, elementwise: the splitmix64 finaliser.
+    """Hash 64-bit words elementwise with the splitmix64 finalizer.
 
     Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
     """
@@ -36,7 +36,7 @@ def mix(x: Keys) -> Keys:
 
 
 def sample_keys(*, seed: int, epoch: int, indices: Indices) -> Keys:
-    """One 64-bit key a sample, `[B] uint64`: what augmentation may depend on, and nothing else."""
+    """Return one key per sample, `[B] uint64`. Augmentation may depend on this key and on nothing else."""
     return mix(_stream(seed, epoch) ^ indices.astype(np.uint64))
 
 
@@ -49,11 +49,12 @@ def _stream(seed: int, epoch: int) -> Keys:
 class Permutation:
     """A pseudo-random bijection of `range(size)`, computed entry by entry in O(1) memory.
 
-    Of a small range all entries at once, sorted by hash. Of a larger one a Feistel network over pairs (left, right) of digits in base ceil(sqrt(size)) with addition modulo the base;
-    values outside the range are walked on until they fall inside, which keeps it a bijection.
+    Up to `SORTED` entries are computed at once and sorted by hash. A larger range goes through a Feistel network over
+    pairs (left, right) of digits in base ceil(sqrt(size)), with addition modulo the base. Values outside the range are
+    encrypted again until they fall inside, which keeps the map a bijection.
 
     Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (cycle-walking and
-    generalised Feistel).
+    generalized Feistel).
     """
 
     size: int
@@ -86,18 +87,18 @@ class Permutation:
 @functools.lru_cache(maxsize=2)
 def _sorted_by_hash(size: int, seed: int, epoch: int) -> Indices:
     keys = sample_keys(seed=seed, epoch=epoch, indices=np.arange(size, dtype=np.int64))
-    order = np.argsort(mix(keys), kind="stable")  # mixed once more: augmentation has the keys themselves
+    order = np.argsort(mix(keys), kind="stable")  # hash again: augmentation uses the keys themselves
     order.flags.writeable = False
     return order
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank puts through its model at once.
+    """The samples of one forward and backward pass on one rank.
 
-    `count` is the number of samples that are truly this rank's. A rank whose share is empty still has to take part
-    in the collectives: it gets one sample with `count` 0, which weighs nothing. `slice` is the number of the slice
-    of the global batch that it belongs to: the rank's, or one of `virtual_world_size`.
+    indices: `[B] int64` sample indices. count: number of samples that belong to this rank. A rank with an empty share
+    must still take part in the collectives: it gets one sample with `count` 0, which has no weight.
+    slice: number of the slice of the global batch that it belongs to: the rank's, or one of `virtual_world_size`.
     """
 
     epoch: int
@@ -108,7 +109,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Plan:
-    """The order in which `size` samples are trained on, in global batches of `batch_size`."""
+    """The order of `size` samples over steps and epochs, in global batches of `batch_size`."""
 
     size: int
     batch_size: int
@@ -118,29 +119,30 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Steps in an epoch; without `drop_last` the last one may be smaller."""
         return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
 
     def epoch(self, step: int) -> int:
-        """The epoch that global step `step` (from 0) belongs to."""
+        """Return the epoch of global step `step`; both from 0."""
         return step // self.steps_per_epoch
 
     def samples_before(self, step: int) -> int:
-        """How many samples the steps before `step` take in all."""
+        """Return the total number of samples in the steps before `step`."""
         epoch, within = divmod(step, self.steps_per_epoch)
         per_epoch = min(self.size, self.steps_per_epoch * self.batch_size)
         return epoch * per_epoch + min(within * self.batch_size, self.size)
 
     def count(self, step: int) -> int:
-        """How many samples step `step` takes: `batch_size`, or fewer at the end of an epoch."""
+        """Return the number of samples in step `step`: `batch_size`, or fewer at the end of an epoch."""
         start = (step % self.steps_per_epoch) * self.batch_size
         return min(self.batch_size, self.size - start)
 
     def batch(self, step: int) -> Indices:
-        """The global batch of step `step`: `[count] int64` sample indices in order."""
+        """Return the global batch of step `step`: `[count] int64` sample indices in order."""
         return self._samples(step, 0, self.count(step))
 
     def share(self, step: int, share: Share) -> list[MicroBatch]:
-        """A rank's share of step `step`, cut into micro-batches."""
+        """Return a rank's share of step `step`, split into micro-batches."""
         cuts, epoch = share.cuts(self.count(step)), self.epoch(step)
         if not cuts:
             return []
@@ -151,7 +153,7 @@ class Plan:
         return [MicroBatch(epoch, part if len(part) else spare, len(part), number) for number, part in parts]
 
     def _samples(self, step: int, first: int, end: int) -> Indices:
-        """The entries `first` to `end` of the global batch; only they are computed."""
+        """Return entries `first` to `end` (exclusive) of the global batch; only these are computed."""
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.batch_size
         positions = np.arange(start + first, start + end, dtype=np.int64)
@@ -160,10 +162,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of every global batch is one rank's, and how it is cut.
+    """One rank's part of every global batch, and how it is split into micro-batches.
 
-    micro_batch_size: the most samples of a micro-batch.
-    slices: into how many the global batch is cut, whatever the world size; None: one for each rank.
+    micro_batch_size: maximum number of samples in a micro-batch; None: no limit.
+    slices: number of slices of the global batch at any world size; None: one slice per rank.
     """
 
     rank: int
@@ -172,10 +174,11 @@ class Share:
     slices: int | None = None
 
     def cuts(self, count: int) -> list[tuple[int, int, int]]:
-        """(slice, begin, end) of each micro-batch of a global batch of `count` samples.
+        """Return (slice, begin, end) of this rank's micro-batches in a global batch of `count` samples.
 
-        Without `slices` every rank gets the same number of them, because a model with synchronised layers has to run
-        as many forward passes on each; some may then be empty. With them there are none for a slice without samples.
+        Without `slices` every rank gets the same number of micro-batches, because a model with synchronized layers
+        must run the same number of forward passes on each rank; some micro-batches may then be empty. With `slices`
+        a slice without samples has no micro-batch.
         """
         if self.slices is None:
             largest = -(-count // self.world_size)
@@ -189,18 +192,18 @@ class Share:
 
 
 def leaves_of(rank: int, world_size: int, slices: int) -> range:
-    """The slices that rank `rank` works through: consecutive ones."""
+    """Return the consecutive slices that rank `rank` computes."""
     return range(slices * rank // world_size, slices * (rank + 1) // world_size)
 
 
 def _cut(number: int, begin: int, end: int, parts: int) -> list[tuple[int, int, int]]:
-    """`parts` pieces of begin to end that differ by one at most, the longer ones first."""
+    """Split begin to end into `parts` pieces whose lengths differ by at most one, longer pieces first."""
     edges = [begin + slice_of(end - begin, part, parts)[0] for part in range(parts)] + [end]
     return [(number, *edge) for edge in itertools.pairwise(edges)]
 
 
 def slice_of(count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Where rank `rank`'s slice of `count` samples begins and ends; the first ranks take one more where it is uneven."""
+    """Return begin and end of rank `rank`'s slice of `count` samples; if uneven, the first ranks take one more."""
     share, more = divmod(count, world_size)
     first = rank * share + min(rank, more)
     return first, first + share + (rank < more)

@@ -1,4 +1,4 @@
-"""Secrets in URLs: what is written or said names the place and holds neither user info nor a signature."""
+"""Removal of secrets from URLs: logs and files keep the location, without user info and signatures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from urllib.parse import unquote
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 URL = re.compile(rf"""{SCHEME.pattern}(?:(?!,{SCHEME.pattern})[^\s'"<>`])*""")
 USER = re.compile(r"(?<=://)(?:[^/?#]*@|[^/?#@:\[]*:(?!\d*(?:[/?#]|$)).*@)")
-"""Up to the last @ before the path; the second way is a password with a slash in it."""
+"""User info: up to the last @ before the path. The second alternative matches a password with a slash in it."""
 BY_CONTAINER = ("abfs", "abfss", "wasb", "wasbs")
-"""Schemes that write a part of the place before the @: container@account."""
+"""Schemes in which the part before the @ is a location, not a user: container@account."""
 PARAMETER = re.compile(r"([?&#;])([^=&#;?]+)=([^&#;]*)")
 SECRET = re.compile(
     r"token|secret|passw|pwd|signature|credential|auth|api[-_]?key|access[-_]?key|access[-_]?id|jwt|bearer|session"
@@ -19,16 +19,16 @@ SECRET = re.compile(
     re.IGNORECASE,
 )
 BESIDE_SIG = re.compile(r"s[a-z]{1,2}|sip|sktid|skoid|sdd|ses|srt|spr")
-"""Azure's, which come with a `sig`."""
+"""Azure's parameters, secret only beside a `sig`."""
 
 
 def redacted(text: str) -> str:
-    """`text` with every URL in it stripped of user info and signatures; any other text as it is."""
+    """Return `text` with user info and signatures removed from every URL; other text is unchanged."""
     return URL.sub(lambda found: _stripped(found[0]), text) if "://" in text else text
 
 
 def redacted_all(value: Any) -> Any:
-    """The same for all text in nested dicts and lists; a text that begins as a URL is one to its end."""
+    """Apply `redacted` to all strings in nested dicts and lists; a string that starts as a URL is one URL to its end."""
     if isinstance(value, str):
         return redacted(_stripped(value) if SCHEME.match(value) else value)
     if isinstance(value, dict):
@@ -37,7 +37,7 @@ def redacted_all(value: Any) -> Any:
 
 
 def without(text: str, url: str | None) -> str:
-    """A library's `text` about `url`, of which it may quote any part, without the secrets."""
+    """Return a library's message without the secrets of `url`, any part of which it may quote."""
     for secret in sorted(_secrets(url or ""), key=len, reverse=True):
         text = text.replace(secret, "***")
     return redacted(text)

@@ -1,4 +1,4 @@
-"""One attempt at a run, put together in the order in which data flows: world, data, model, strategy, loop, checkpoint."""
+"""One attempt at a run, built in the order in which data flows: world, data, model, strategy, loop, checkpoint."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SETTLE_S = 10.0
 
 
 def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
-    """One attempt at one run: from a config, or what is wrong with it, to an exit code."""
+    """Run one attempt and return its exit code. A ConfigError in place of the config is reported on all ranks."""
     leaving = Exit(Path("."))
     if isinstance(config, Config):
         leaving = Exit(Path(config.output_dir), max_idle_attempts=config.max_idle_attempts, preemption=preemption)
@@ -90,7 +90,7 @@ def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
 
 @contextlib.contextmanager
 def without_sigchld() -> Iterator[None]:
-    """Inside, the death of a loader worker raises nothing: torch does so from this signal's handler, wherever it comes."""
+    """Suspend torch's SIGCHLD handler: when a loader worker dies, it raises at whatever line is running."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
@@ -99,7 +99,10 @@ def without_sigchld() -> Iterator[None]:
 
 
 def join(config: Config | ConfigError, preemption: Preemption) -> tuple[World, Strategy]:
-    """Meet the other ranks, and how they are to train together. What is wrong with the config, all hear. Collective."""
+    """Build the strategy and form the process group. Collective: every rank must call it.
+
+    Raises ConfigError on all ranks if one rank's config is wrong.
+    """
     place = find_place(config)
     try:
         if isinstance(config, ConfigError):
@@ -116,7 +119,7 @@ def join(config: Config | ConfigError, preemption: Preemption) -> tuple[World, S
 
 
 def find_place(config: Config | ConfigError) -> Place:
-    """Where this process stands. Raises ConfigError: what is wrong with the config, rather than what follows from it."""
+    """Read rank and world size from the environment. Raises ConfigError; an invalid config is reported first."""
     if isinstance(config, Config):
         return Place.from_env(config.dist.init_method)
     try:
@@ -126,7 +129,7 @@ def find_place(config: Config | ConfigError) -> Place:
 
 
 def beat(config: Config, world: World, leaving: Exit) -> Heartbeat:
-    """A heartbeat, which beats where somebody waits, or starts again what was ended."""
+    """Return the heartbeat. It starts only with several ranks or under torchrun."""
     heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, start_s=START_S, on_hang=leaving.at_once)
     if world.size > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         heartbeat.start()
@@ -134,7 +137,7 @@ def beat(config: Config, world: World, leaving: Exit) -> Heartbeat:
 
 
 def consult(config: Config, world: World) -> None:
-    """Have the doctor look at what takes no time. Collective. Raises ConfigError: training cannot work so."""
+    """Run the doctor's quick checks. Collective: every rank must call it. Raises ConfigError if a check fails."""
     from train.doctor.show import wrong
     from train.doctor.visit import examine
 
@@ -148,7 +151,10 @@ def consult(config: Config, world: World) -> None:
 def open_run(
     config: Config, world: World, strategy: Strategy, preemption: Preemption, heartbeat: Heartbeat, leaving: Exit
 ) -> Iterator[tuple[Run, RunFolder, Checkpoints]]:
-    """Everything that a run is made of, from where the newest checkpoint left it. Collective. Raises MusterError."""
+    """Build all parts of a run and restore the newest checkpoint. Collective: every rank must call it.
+
+    Raises MusterError.
+    """
     set_numerics(config)
     if not config.compile:
         stay_eager()
@@ -171,7 +177,7 @@ def open_run(
         callbacks.on_build(strategy)
         window = Window(world, slices=config.virtual_world_size, measures=config.log.train_metrics)
         progress = restore(config, world, folder, strategy, callbacks, window)
-        total_steps = max(total_steps, progress.step)  # which an attempt with a larger `max_steps` has come to
+        total_steps = max(total_steps, progress.step)  # an earlier attempt may have had a larger `max_steps`
         leaving.progress = progress
         if world.is_first and config.log.report:
             leaving.report = partial(report, folder.path)
@@ -206,7 +212,7 @@ def open_run(
         preemption.watch(world)
         try:
             announce(run, folder, kinds)
-            gc.freeze()  # what has been imported stays: no need ever to look at it again
+            gc.freeze()  # imported modules live to the end: the collector need not scan them again
             gc.enable()
             yield run, folder, checkpoints
         finally:
@@ -216,7 +222,7 @@ def open_run(
 
 
 def refuse_unevaluated(config: Config, data: Data) -> None:
-    """Raise ConfigError where something needs evaluations and none is ever made."""
+    """Raise ConfigError if `checkpoint.best` or a callback needs evaluations and the run makes none."""
     needs = [f"checkpoint.best={config.checkpoint.best}"] if config.checkpoint.best else []
     needs += [part.key for part in config.callbacks.values() if getattr(locate(part), "needs_evaluations", False)]
     if needs and (why := never_evaluated(config, data)):
@@ -224,7 +230,7 @@ def refuse_unevaluated(config: Config, data: Data) -> None:
 
 
 def never_evaluated(config: Config, data: Data) -> str | None:
-    """Why no evaluation is ever made, and how it would be; None if there are some."""
+    """Return why the run makes no evaluation, and how to enable it; None if it evaluates."""
     if config.eval.every_steps == "off":
         return "eval.every_steps=off says so: leave it out"
     if data.test is None:
@@ -236,13 +242,16 @@ def never_evaluated(config: Config, data: Data) -> str | None:
 
 
 def record_times(config: Config, world: World, *, step: int) -> Timing | None:
-    """What writes timing.jsonl, on rank 0. Collective."""
+    """Return the writer of timing.jsonl on rank 0, None elsewhere. Collective: every rank must call it."""
     hosts = world.gather(socket.gethostname())
     return Timing(Path(config.output_dir), hosts=hosts, attempt=world.attempt, step=step) if world.is_first else None
 
 
 def carry_out(run: Run, folder: RunFolder, checkpoints: Checkpoints) -> None:
-    """Train to the end, unless that was done before. Collective. Raises MusterError as `train.loop.train` does."""
+    """Train to the end, unless the run has already finished. Collective: every rank must call it.
+
+    Raises MusterError, as `train.loop.train` does.
+    """
     if folder.is_done and run.is_over:
         run.metrics.event("done", step=run.step, note="finished already")
         if run.world.is_first:
@@ -250,7 +259,7 @@ def carry_out(run: Run, folder: RunFolder, checkpoints: Checkpoints) -> None:
         return
     try:
         train(run)
-    except Diverged:  # on every rank alike, so the writers of all of them are still there
+    except Diverged:  # raised on every rank at the same step, so all ranks' checkpoint writers are still alive
         checkpoints.settle(SETTLE_S)
         raise
     except MusterError as error:
@@ -261,7 +270,7 @@ def carry_out(run: Run, folder: RunFolder, checkpoints: Checkpoints) -> None:
 
 
 def origin_of_samples(run: Run) -> str:
-    """The places in a user's own code where samples are made, collated and split; empty if none is a user's."""
+    """Return where user code makes, collates and splits samples (file and line); empty if no user code does."""
     loader = run.config.loader
     own = {name: callable_of(f"loader.{name}", getattr(loader, name)) for name in ("collate_fn", "batch")}
     through = [f"loader.{name}{where}" for name, each in own.items() if (where := defined(each, "__call__"))]
@@ -272,7 +281,10 @@ def origin_of_samples(run: Run) -> str:
 
 
 def finish(run: Run, folder: RunFolder, checkpoints: Checkpoints) -> None:
-    """Write what a finished run leaves behind. Collective. Raises StorageError."""
+    """Write model.pt, best.json, the final record and report.html. Collective: every rank must call it.
+
+    Raises StorageError.
+    """
     run.heartbeat.enter("finish", run.step)
     run.strategy.sync_parameters()
     run.callbacks.on_end(run)
@@ -280,20 +292,20 @@ def finish(run: Run, folder: RunFolder, checkpoints: Checkpoints) -> None:
     failure = write_weights(folder.path / "model.pt", run.strategy.weights(), writes=run.world.is_first)
     if run.world.is_first and not failure:
         try:
-            if run.progress.best:  # of the last evaluation, too, which comes after the last save
+            if run.progress.best:  # may be from the last evaluation, which comes after the last save
                 checkpoints.note_best(run.progress.best)
             run.metrics.event("done", step=run.step, output_dir=str(folder.path))
             note_end(folder, step=run.step, total_steps=run.total_steps)
         except MusterError as error:
             failure = error
     if run.world.is_first and run.config.log.report:
-        run.metrics.close(run.step, run.clock.rest())  # the page has the last window and the last evaluation, too
+        run.metrics.close(run.step, run.clock.rest())  # before the report: it includes the last window and evaluation
         report(folder.path)
     run.world.together(failure)
 
 
 def report(path: Path) -> None:
-    """Write report.html. It is there to look at, and never fails a run."""
+    """Write report.html. A failure is printed and never fails the run."""
     try:
         write_report(path)
     except Exception as error:
@@ -303,7 +315,10 @@ def report(path: Path) -> None:
 def restore(
     config: Config, world: World, folder: RunFolder, strategy: Strategy, callbacks: Callbacks, window: Window
 ) -> Progress:
-    """Bring strategy, callbacks, sums of losses and generators where the checkpoint left them; from where this attempt trains. Collective."""
+    """Restore strategy, callbacks, loss sums and random number generators, and return the progress to continue from.
+
+    Without a checkpoint, only seed the generators. Collective: every rank must call it.
+    """
     saved = folder.saved
     seed_all(config.seed, world.rank, step=saved.step if saved else 0)
     if saved is None:
@@ -319,7 +334,7 @@ def restore(
 
 
 def known_best(config: Config, folder: Path, saved: Saved) -> dict[str, Any] | None:
-    """The best evaluation up to `saved`, of which best.json knows also where it came after the last save."""
+    """Return the best evaluation up to `saved`. best.json is read, too: only it has one after the last save."""
     metric, best = config.checkpoint.best, saved.manifest.get("best")
     if not metric:
         return None
@@ -336,31 +351,34 @@ def known_best(config: Config, folder: Path, saved: Saved) -> dict[str, Any] | N
 
 
 def ends_alike(config: Config, before: dict[str, Any]) -> bool:
-    """Whether what ends training is as in the config `before`: then a run that a callback has stopped stays stopped."""
+    """Return True if callbacks, epochs and max_steps are as in config `before`: a stopped run then stays stopped."""
     now = to_dict(config)
     return all(now[key] == before.get(key) for key in ("callbacks", "epochs", "max_steps"))
 
 
 def set_numerics(config: Config) -> None:
-    """Seeds and switches that have to be set before the first tensor."""
+    """Set seeds, determinism and thread count. Must be called before the first tensor is created."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not config.deterministic
     if config.virtual_world_size and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # as torchrun has it: a sum made by several threads rounds with their number
+        torch.set_num_threads(1)  # torchrun's default; the rounding of a sum depends on the number of threads
     _seed(config.seed)
 
 
 def kind_of(world: World) -> str:
-    """What the last bits of a product or a sum depend on, besides the order: the kind of processor, and torch's kernels."""
+    """Return GPU or processor model and torch version: besides the order, the last bits of a sum depend on them."""
     here = environment()
     return f"{here['gpu' if world.device.type == 'cuda' else 'processor']}, torch {here['torch']}"
 
 
 def seed_all(seed: int, rank: int, *, step: int) -> None:
-    """Each rank's own generators, for dropout and its kin. By step too: at another world size, where a checkpoint's
-    generators do not fit, masks would else begin anew with those of the first step."""
+    """Seed this rank's generators, for dropout and the like, from seed, rank and step.
+
+    The step matters on resume at another world size, where the checkpoint's generator states do not fit: without it,
+    dropout masks would repeat those of the first steps.
+    """
     words = f"{seed}/{rank}/{step}" if step else f"{seed}/{rank}"
     _seed(int.from_bytes(hashlib.sha256(words.encode()).digest()[:7]))
 
@@ -372,7 +390,7 @@ def _seed(seed: int) -> None:
 
 
 def identity(config: Config, data: Data, total_steps: int, kinds: list[str]) -> dict[str, Any]:
-    """What tells this run from another, for the manifest of its checkpoints."""
+    """Return the facts that identify this run, for the manifest of its checkpoints."""
     plain = to_dict(config)
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
     threads = torch.get_num_threads() if config.virtual_world_size else None
@@ -392,7 +410,7 @@ def first_weights(config: Config, world: World) -> dict[str, Any] | None:
         except MusterError as error:
             failure = error
     world.together(failure)
-    if source != config.init_from and len({*world.gather(Path(source).name)}) > 1:  # it has its digest for a name
+    if source != config.init_from and len({*world.gather(Path(source).name)}) > 1:  # the file name is its digest
         raise StorageError(f"init_from={config.init_from} changed while the nodes downloaded it: run again")
     return weights
 
@@ -414,7 +432,7 @@ def recipe(
     """
     wanted = signature(locate(config.model))
     offered: dict[str, Any] = {"num_classes": data.num_classes} if data.num_classes else {}
-    if "input_shape" in wanted:  # only then is a sample looked at
+    if "input_shape" in wanted:  # reading `data.input_shape` may load a sample
         offered["input_shape"] = data.input_shape
     schedule = build_schedule(
         config.scheduler,
@@ -456,9 +474,9 @@ def recipe(
 
 
 def announce(run: Run, folder: RunFolder, kinds: list[str]) -> None:
-    """Say in metrics.jsonl how this attempt begins, and to the user what it does not promise.
+    """Write to metrics.jsonl how this attempt begins, and print the limits of what it guarantees.
 
-    kinds: of the processors that the ranks compute on, where one hash of the weights is asked for.
+    kinds: processor kinds of the ranks (see `kind_of`); empty without `virtual_world_size`.
     """
     before, world = folder.before, run.world
     if run.strategy.caveat and world.is_first:
@@ -499,7 +517,7 @@ def announce(run: Run, folder: RunFolder, kinds: list[str]) -> None:
 
 
 def mixed_kinds(kinds: list[str], then: list[str] | None) -> Iterator[str]:
-    """What keeps virtual_world_size from one hash: ranks, or attempts (`then`: before), whose kernels round differently."""
+    """Yield why virtual_world_size may not give one hash: ranks, or attempts (`then`: earlier), round differently."""
     asked = "virtual_world_size gives one hash of the weights for one kind of processor and one torch"
     if len(kinds) > 1:
         yield f"{asked}, and the ranks compute on {'; '.join(kinds)}: another division of them gives another hash"

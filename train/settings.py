@@ -1,4 +1,4 @@
-"""The runtime's settings, as a run's config gives them."""
+"""Settings of the runtime, taken from a run's config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.folder import RunOptions
 
 
 def group_options(config: Config) -> GroupOptions:
-    """How its ranks form their process group."""
+    """Return how the run's ranks form their process group."""
     return GroupOptions(
         device=config.device.name,
         gpus=config.gpus,
@@ -27,7 +27,7 @@ def group_options(config: Config) -> GroupOptions:
 
 
 def run_options(config: Config) -> RunOptions:
-    """Where it lies and how it resumes."""
+    """Return where the run's files are and how it resumes."""
     return RunOptions(
         Path(config.output_dir),
         config=OmegaConf.to_yaml(OmegaConf.create(to_dict(config))),
@@ -40,5 +40,5 @@ def run_options(config: Config) -> RunOptions:
 
 
 def visit_of(config: Config, *, expected: int | None = None, quick: bool = False) -> Visit:
-    """What the doctor is asked for it."""
+    """Return what the doctor examines for the run; see `train.doctor.base.Visit`."""
     return Visit(config.output_dir, workers=config.loader.num_workers, expected=expected, quick=quick)

@@ -20,14 +20,16 @@ MEASURED = "measured/"
 
 
 class Window:
-    """Sums over samples, added up on the device; read, and begun anew, once a line.
+    """Sums of loss and metrics over samples, accumulated on the device; read and reset once per log line.
 
-    What stands in it goes into each checkpoint: each rank's own for a resume at the same world size, which adds up in the
-    same order, and the sum of all ranks for any other. Sums of one slice stay with the rank that works through it.
+    Each checkpoint contains the sums: each rank's own, for a resume at the same world size that adds in the same
+    order, and the sum over all ranks, for other world sizes. A slice's sums stay with the rank that computes the slice.
 
     Args:
-        slices: `virtual_world_size`, whose sums bear the number of their slice.
-        measures: whether steps give metrics, too; their samples are counted apart, as a resume may begin or end that.
+        world: the ranks of this attempt.
+        slices: `virtual_world_size`; each sum's name then contains the number of its slice.
+        measures: True if steps return metrics. Their samples are counted separately, as a resume may turn them on or
+            off.
     """
 
     def __init__(self, world: World, *, slices: int | None, measures: bool = False):
@@ -39,7 +41,7 @@ class Window:
         self._samples, self._measured, self._made = 0, 0, False
 
     def add(self, result: StepResult, *, samples: int) -> None:
-        """Take in a step of so many samples. One that was left out does not count where others were made."""
+        """Add the result of a step of `samples` samples. A skipped step counts only if all steps so far were skipped."""
         if self._made and result.skipped:
             return
         if not self._made and not result.skipped:
@@ -47,16 +49,19 @@ class Window:
             self._made = True
         self._samples += samples
         self._measured += samples * self._measures
-        loss = result.loss.detach().double() * samples  # exact: the loss is of 24 bits
+        loss = result.loss.detach().double() * samples  # exact in float64: a float32 loss has 24 bits
         for name, value in {LOSS: loss, **{f"{MEASURED}{key}": one for key, one in result.metrics.items()}}.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def own_loss(self) -> float:
-        """This rank's share of the sum of losses. Waits for the device."""
+        """Return this rank's part of the sum of losses. Waits for the device."""
         return float(self._sums.get(LOSS, 0.0))
 
     def close(self, loss: float) -> tuple[float, dict[str, float]]:
-        """The mean loss, of the sum over all ranks, and the means of what was measured; begins anew. Collective."""
+        """Return the mean loss and the mean metrics, and reset. Collective: every rank must call it.
+
+        loss: sum of losses over all ranks.
+        """
         own = {name.removeprefix(MEASURED): float(value) for name, value in self._sums.items() if name != LOSS}
         samples, measured = self._samples, self._measured
         self._begin()
@@ -65,18 +70,18 @@ class Window:
         return loss / samples, more
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has of it. Collective."""
+        """Return the state for a checkpoint. Collective: every rank must call it."""
         own = {name: float(value) for name, value in self._sums.items()}
         facts = {"samples": self._samples, "measured": self._measured, "made": self._made}
         shared = {**facts, "sums": self._world.sum_named(own)}
         return {NAME: shared, f"{own_prefix(self._world.rank)}{NAME}": {**facts, "sums": own}}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """None: it is saved as plain values."""
+        """Return no tensors to read into: the state is plain values."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave. A checkpoint without it leaves the window empty."""
+        """Restore the saved state. A checkpoint without one leaves the window empty."""
         own = state.get(f"{own_prefix(self._world.rank)}{NAME}")
         if found := own or state.get(NAME):
             self._samples, self._made = found["samples"], found["made"]
@@ -88,7 +93,7 @@ class Window:
             }
 
     def _takes(self, name: str) -> bool:
-        """Whether a sum of all ranks is this rank's to go on with."""
+        """Return True if this rank continues a sum over all ranks: with slices the slice's rank, else rank 0."""
         number = name.removeprefix(MEASURED).partition("/")[0]
         if self._slices and number.isdigit():
             return int(number) in leaves_of(self._world.rank, self._world.size, self._slices)
