@@ -28,7 +28,7 @@ def redacted(text: str) -> str:
 
 
 def redacted_all(value: Any) -> Any:
-    """Apply `redacted` to all strings in nested dicts and lists; a string that starts as a URL is one URL to its end."""
+    """Apply `redacted` to all strings in nested dicts and lists; a string that begins as a URL is a URL to its end."""
     if isinstance(value, str):
         return redacted(_stripped(value) if SCHEME.match(value) else value)
     if isinstance(value, dict):

@@ -41,7 +41,7 @@ class Window:
         self._samples, self._measured, self._made = 0, 0, False
 
     def add(self, result: StepResult, *, samples: int) -> None:
-        """Add the result of a step of `samples` samples. A skipped step counts only if all steps so far were skipped."""
+        """Add the result of a step of `samples` samples. Skipped steps count only if all so far were skipped."""
         if self._made and result.skipped:
             return
         if not self._made and not result.skipped:

@@ -1,1 +1,1 @@
-"""Checkpoints: whole or not there. manager.py saves, storage.py is the protocol, state.py the format, backends/ the places."""
+"""Atomic checkpoints: manager.py saves, storage.py commits, state.py defines the format, backends/ are the storage."""

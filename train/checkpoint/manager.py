@@ -1,7 +1,7 @@
-"""Saving while training goes on, and finding what to resume from.
+"""Asynchronous saving of checkpoints, and the search for the one to resume from.
 
-Every rank copies what it has to write and writes it behind the training's back; rank 0 then commits. storage.py is the
-protocol, state.py says who writes what.
+Every rank copies its share of the state and writes the copy in the background; rank 0 then commits. storage.py is the
+commit protocol; state.py divides the state among the ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OTHERS_S = 30.0
 
 
 class Checkpoints:
-    """The checkpoints of one run: written behind the training's back, one at a time, the newest `keep` kept."""
+    """The checkpoints of one run, written in the background one at a time; the newest `keep` are kept."""
 
     def __init__(
         self,
@@ -56,14 +56,16 @@ class Checkpoints:
         self._shares = Shares(world)
         self._writer: threading.Thread | None = None
         self._failures: list[StorageError] = []
-        self._saves = 0  # the same on every rank: by it the ranks' writers find each other on the board
+        self._saves = 0  # the same on every rank: it matches the ranks' writers on the board
 
     def save(self, *, state: dict[str, Any], position: dict[str, Any]) -> None:
-        """Copy what this rank writes of `state` and write it in the background. Waits for the save before. Collective.
+        """Copy this rank's share of `state` and write it in the background, after waiting for the previous save.
+
+        Collective: every rank must call it.
 
         Args:
-            state: what this rank owns or replicates; see strategies/base.py.
-            position: goes into the manifest; has at least `step`.
+            state: the state that this rank owns or replicates; see strategies/base.py.
+            position: facts for the manifest, at least `step`.
 
         Raises:
             StorageError: the last three checkpoints could not be written, or the run's folder or its storage is lost.
@@ -77,7 +79,7 @@ class Checkpoints:
         self._writer.start()
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is committed or given up."""
+        """Wait until the checkpoint being written is committed or has failed. Raises StorageError as `save` does."""
         if self._writer:
             self._writer.join()
             self._writer = None
@@ -85,12 +87,12 @@ class Checkpoints:
             raise self._failures[-1]
 
     def settle(self, seconds: float) -> None:
-        """Give the checkpoint that is being written a last chance, before the run ends for another reason."""
+        """Wait up to `seconds` for the checkpoint being written, before the run ends for another reason."""
         if self._writer:
             self._writer.join(timeout=seconds)
 
     def flush(self) -> None:
-        """Wait, and raise StorageError if the checkpoint was given up: for the last one of a run."""
+        """Wait for the last checkpoint of a run, and raise StorageError if it failed."""
         self.wait()
         if self._failures:
             raise self._failures[-1]
@@ -108,10 +110,10 @@ class Checkpoints:
             self.newest_step = step
         except StorageError as error:
             self._give_up(number, step, error)
-        except RuntimeError as error:  # the store is gone, and with it the group
+        except RuntimeError as error:  # the store is gone, and the process group with it
             failure = StorageError(f"checkpoint {name(step)} was not finished: {str(error).splitlines()[0]}")
             self._give_up(number, step, failure, alone=isinstance(error, DistError))
-        except BaseException as error:  # nothing that ends this thread may end it unseen
+        except BaseException as error:  # no error may end this thread unreported
             say(traceback_of(error))
             self._give_up(number, step, StorageError(f"cannot write checkpoint {name(step)}: {error!r}"))
 
@@ -128,7 +130,7 @@ class Checkpoints:
         return files
 
     def _commit(self, number: int, position: dict[str, Any], started: float) -> None:
-        """Rank 0: wait for every rank's files, make them a checkpoint, drop old ones."""
+        """Wait for every rank's files, commit them as a checkpoint and delete old ones. Rank 0 only."""
         step, attempt = int(position["step"]), self.world.attempt
         files = self._gather(number)
         self._see_folder()
@@ -136,7 +138,7 @@ class Checkpoints:
             raise StorageError(f"{name(step)} is not written: another attempt has taken this run over")
         facts = {"world_size": self.world.size, "attempt": attempt, "torch": torch.__version__}
         if not self.storage.commit(step, attempt, {**position, **self.facts, **facts}, files):
-            return  # an attempt that was cut off got so far too; a step is never written twice
+            return  # an earlier attempt, then cut off, committed this step; a step is never written twice
         attempts.note_commit(self.folder, attempt, step=step, path=self.storage.path(step))
         if best := position.get("best"):
             self.note_best(best)
@@ -154,7 +156,7 @@ class Checkpoints:
             say(f"muster: {name(step)} is saved, but older ones stay: {error}")
 
     def note_best(self, best: dict[str, Any]) -> None:
-        """On rank 0: say in the run's folder which checkpoint is the best, for people and tools to read."""
+        """Write the best evaluation and its checkpoint's path to best.json in the run's folder. Rank 0 only."""
         facts = {**best, "path": self.storage.path(best["step"])}
         replace_file(self.folder / BEST, lambda draft: draft.write_text(json.dumps(facts)))
 
@@ -185,7 +187,7 @@ class Checkpoints:
         with contextlib.suppress(RuntimeError):
             if not alone:
                 board.post_part(number, {"failed": str(error)})
-                if self.world.is_first:  # whoever still writes would bring the draft back
+                if self.world.is_first:  # wait for the others: a rank still writing would recreate the draft
                     board.parts(number, OTHERS_S)
         if self.world.is_first:
             if not isinstance(error, Unclear):
@@ -197,13 +199,14 @@ class Checkpoints:
 
 
 def newest(storage: Storage, world: World, *, on_bad: Callable[[str], None], own: bool = True) -> Saved | None:
-    """The newest checkpoint that verifies; bad ones are quarantined in a run's `own` storage. None if there never was one.
+    """Return the newest checkpoint that passes verification; None if there never was one.
 
-    Collective.
+    Bad checkpoints are passed to `on_bad` and, in the run's `own` storage, quarantined. Collective: every rank must
+    call it.
 
     Raises:
-        StorageError: one cannot be read, which does not make it a bad one.
-        NoValidCheckpoint: there are or were checkpoints, and none is valid. Never a silent start from zero.
+        StorageError: a checkpoint cannot be read; it is not treated as bad.
+        NoValidCheckpoint: checkpoints exist or existed, and none is valid; the run never silently starts from zero.
     """
     steps, bad = world.on_first(lambda: [storage.steps(), storage.bad()])
     for step in steps:
@@ -220,10 +223,12 @@ def newest(storage: Storage, world: World, *, on_bad: Callable[[str], None], own
 
 
 def verify(storage: Storage, step: int, world: World) -> Saved:
-    """A checkpoint after every file that its manifest names was compared, by the ranks side by side. Collective.
+    """Compare every file of a checkpoint with its manifest, in parallel over the ranks, and return the checkpoint.
+
+    Collective: every rank must call it.
 
     Raises:
-        Damaged: on every rank, says what is wrong with which file.
+        Damaged: on every rank; names a damaged file and its damage.
         StorageError: a file cannot be read.
     """
     found = world.on_first(lambda: _manifest(storage, step))
@@ -246,12 +251,13 @@ def verify(storage: Storage, step: int, world: World) -> Saved:
 
 
 def restore(saved: Saved, trained: Trained, *beside: Resumable) -> None:
-    """Bring `trained`, all that is `beside` it and the random number generators where they were. Each rank reads what it
-    needs. Collective.
+    """Restore `trained`, the parts `beside` it and the random number generators; each rank reads only what it needs.
+
+    Collective: every rank must call it.
 
     Raises:
-        ConfigError: the checkpoint is not one of this model and optimizer.
-        StorageError: it cannot be read.
+        ConfigError: the checkpoint is of another model or optimizer.
+        StorageError: the checkpoint cannot be read.
     """
     world = trained.world
     index = saved.index()
@@ -284,7 +290,7 @@ def restore(saved: Saved, trained: Trained, *beside: Resumable) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Every random number generator of this process, as tensors and plain values."""
+    """Return the state of every random number generator of this process, as tensors and plain values."""
     kind, words, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -297,6 +303,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore the random number generators from the value of `rng_state`."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, words, *rest = state["numpy"]
@@ -306,7 +313,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _manifest(storage: Storage, step: int) -> dict[str, Any] | str:
-    """The manifest, or what is wrong with it or with the index that it names."""
+    """Return the manifest, or as a string the damage to it or to the index that it names."""
     try:
         manifest = storage.manifest(step)
         if place_of(INDEX, manifest):

@@ -1,9 +1,9 @@
-"""One storage, one run: who may commit there.
+"""Exclusive ownership of a checkpoint storage: only the owner commits there.
 
-Two runs in two folders may be given one `checkpoint.storage`, and no lease on a folder tells them of each other. So an
-attempt leaves a marker `owner-N.json` at the root of the storage, created only if nobody else has. N only grows: whoever
-finds another marker than its own has lost the storage, and leaves it as it is. Nobody waits, so a run that was moved to
-another folder, or that comes back with an empty one, goes on at once, and it is the earlier one that ends.
+Two runs in two folders may be given the same `checkpoint.storage`, and the lease on a folder does not cover it. So an
+attempt creates a marker `owner-N.json` at the root of the storage, only if it does not exist. N only grows: a run that
+finds a newer marker than its own has lost the storage and leaves it as it is. A claim never waits, so a run that was
+moved to another folder, or that returns with an empty folder, continues at once, and the earlier one ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MARKER = re.compile(r"owner-([0-9]{8,18})\.json")
 
 
 class Owner:
-    """An attempt's claim on `storage`. All methods raise StorageError."""
+    """An attempt's claim on `storage`. All public methods raise StorageError."""
 
     def __init__(self, storage: Storage, *, folder: Path, attempt: str, agents: list[str]):
         self.storage, self.agents, self.token = storage, agents, 0
@@ -31,10 +31,10 @@ class Owner:
         self._marker |= {"attempt": attempt, "agents": agents}
 
     def claim(self, before: Attempt) -> None:
-        """Take the storage over; says so if it was another run's. `before` is the attempt before in the same folder.
+        """Take over the storage, and print so if another run owned it. `before`: the previous attempt in this folder.
 
         Raises:
-            Lost: this launch had it, and another run has taken it over since.
+            Lost: this launch owned the storage, and another run has taken it over since.
         """
         self.storage.prepare()
         token, holder = self.newest()
@@ -53,25 +53,28 @@ class Owner:
                     self.storage.backend.delete(_file(old))
 
     def check(self) -> None:
-        """Raises Lost if another attempt has taken the storage over. If somebody cleared the markers away, none has."""
+        """Raise Lost if another attempt has taken over the storage. If all markers were deleted, none has."""
         token, holder = self.newest()
         if token and holder != self._marker:
             raise self._lost(holder)
 
     def newest(self) -> tuple[int, dict[str, Any]]:
-        """The largest token, and the marker that has it; 0 and `{}` if there is none. Of a damaged one nothing is known."""
+        """Return the largest token and its marker: (0, {}) if there is none, (token, {}) if the marker is damaged."""
         token = max(self._tokens(), default=0)
         if not token:
             return 0, {}
         try:
             return token, self.storage.patiently(_file(token), lambda: self._read(token))
         except Damaged:
-            if max(self._tokens(), default=0) != token:  # somebody faster has just replaced it
+            if max(self._tokens(), default=0) != token:  # another attempt has just replaced it
                 return self.newest()
             return token, {}
 
     def _create(self, token: int) -> bool:
-        """Whether the token is this attempt's now. Looks again: a slow one may find a number free that others are past."""
+        """Create the marker; return True if this attempt owns it.
+
+        Reads the newest marker again: a slow attempt may create a number that others have already passed and cleared.
+        """
         try:
             with self.storage.doing("claim", FileExistsError):
                 self.storage.backend.create(_file(token), json.dumps(self._marker).encode())
@@ -89,7 +92,7 @@ class Owner:
             return read_marker(file.read())
 
     def _is_strange(self, holder: dict[str, Any], before: Attempt) -> bool:
-        """Whether the marker is of no earlier attempt at this run, as far as can be told."""
+        """Return True if the marker belongs, as far as is known, to no earlier attempt at this run."""
         own = self._marker
         return (
             holder.get("attempt") != before.attempt

@@ -1,7 +1,8 @@
-"""What manifest.json, index.json and best.json hold, checked where they are read: a disk flips bits, and people edit.
+"""Schemas of manifest.json, index.json, best.json and owner-N.json, checked on reading: disks flip bits, users edit.
 
-A manifest has a digest of its own, by which a changed number is noticed. Checkpoints of before have none; all that they may
-name is in the schema, so a manifest with more in it and no digest has lost it. Names of files are single parts of a path.
+A manifest contains its own digest, which reveals a changed number. Checkpoints of earlier versions have no digest, and
+no entries beyond the schema; a manifest with further entries and no digest has lost it. File names are single path
+components.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ def _dtype(name: str) -> str:
 
 
 Part = Annotated[str, AfterValidator(_part)]
-"""A single part of a path, with nothing in it that a file system or fsspec reads as more than a name."""
+"""A single path component, without characters that have a special meaning to a file system or fsspec."""
 Whole = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Record(BaseModel):
-    """Entries have the types that they are written with, and no others; of what is not named here, nothing is read."""
+    """Base of the schemas. Types are strict; entries that are not declared are allowed and ignored."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -51,23 +52,23 @@ T = TypeVar("T", bound=Record)
 
 
 class Facts(Record):
-    """Of a file."""
+    """Size in bytes and SHA-256 of a file."""
 
     size: Whole
     sha256: str
 
 
 class Best(Record):
-    """The best checkpoint so far."""
+    """best.json, and `best` of a manifest: the best evaluation so far."""
 
     metric: str
     value: float
     step: Whole
-    path: str = ""  # for people to read
+    path: str = ""  # of its checkpoint; for display only
 
 
 class Marker(Record):
-    """owner-N.json: whose a storage is."""
+    """owner-N.json: the owner of a storage."""
 
     folder: str
     host: str
@@ -76,7 +77,7 @@ class Marker(Record):
 
 
 class Manifest(Record):
-    """manifest.json. In an object store, the name of a file is ATTEMPT/FILE, else FILE."""
+    """manifest.json. Files are named ATTEMPT/FILE in an object store, FILE elsewhere."""
 
     format: Whole = 1
     step: Whole
@@ -106,7 +107,7 @@ class Manifest(Record):
 
 
 class Piece(Record):
-    """A part of a tensor, and where its bytes are."""
+    """A part of a tensor. `at`: byte offset in `file`."""
 
     offsets: list[Whole]
     sizes: list[Whole]
@@ -115,7 +116,7 @@ class Piece(Record):
 
 
 class Entry(Record):
-    """A tensor, in pieces."""
+    """A tensor and the pieces that cover it."""
 
     size: list[Whole]
     dtype: Annotated[str, AfterValidator(_dtype)]
@@ -134,31 +135,31 @@ class Entry(Record):
 
 
 class Value(Record):
-    """Where a plain value is."""
+    """File and byte offset of a plain value."""
 
     file: Part
     at: Whole
 
 
 class Index(Record):
-    """index.json."""
+    """index.json: the location of every tensor and plain value."""
 
     tensors: dict[str, Entry]
     values: dict[str, Value]
 
     def files(self) -> Iterator[str]:
-        """The names of the files that it reads from."""
+        """Yield the names of the files that the index refers to."""
         yield from (piece.file for entry in self.tensors.values() for piece in entry.pieces)
         yield from (value.file for value in self.values.values())
 
 
 def sealed(manifest: dict[str, Any]) -> bytes:
-    """The text of manifest.json, with the digest of all that is in it."""
+    """Return the content of manifest.json, with the digest of all its entries."""
     return json.dumps({**manifest, DIGEST: _digest(manifest)}, indent=1).encode()
 
 
 def read_manifest(text: bytes, *, step: int) -> dict[str, Any]:
-    """manifest.json of the checkpoint of `step`. Raises Damaged."""
+    """Parse and check manifest.json of the checkpoint of `step`. Raises Damaged."""
     manifest = _json(text)
     if DIGEST in manifest and manifest[DIGEST] != _digest({k: v for k, v in manifest.items() if k != DIGEST}):
         raise Damaged("it has changed since it was written: its own SHA-256 differs")
@@ -171,7 +172,7 @@ def read_manifest(text: bytes, *, step: int) -> dict[str, Any]:
 
 
 def read_index(text: bytes, manifest: dict[str, Any]) -> dict[str, Any]:
-    """index.json of a checkpoint with this manifest. Raises Damaged."""
+    """Parse and check index.json of a checkpoint with this manifest. Raises Damaged."""
     index = _json(text)
     there = {file.rpartition("/")[2] for file in manifest["files"]}
     if unknown := next((file for file in _checked(Index, index).files() if file not in there), None):
@@ -180,14 +181,14 @@ def read_index(text: bytes, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_marker(text: bytes) -> dict[str, Any]:
-    """owner-N.json. Raises Damaged."""
+    """Parse and check owner-N.json. Raises Damaged."""
     marker = _json(text)
     _checked(Marker, marker)
     return marker
 
 
 def read_best(folder: Path) -> Best | None:
-    """What best.json in a run's `folder` says; None if it cannot be read."""
+    """Read best.json in a run's `folder`; None if it is missing or damaged."""
     try:
         return _checked(Best, _json((folder / BEST).read_bytes()))
     except (OSError, Damaged):
@@ -195,7 +196,7 @@ def read_best(folder: Path) -> Best | None:
 
 
 def _digest(manifest: dict[str, Any]) -> str:
-    """Of a manifest as JSON has it: its keys are text, and have no order."""
+    """Return the SHA-256 of the manifest as JSON: with keys as strings, in sorted order."""
     plain = json.dumps(json.loads(json.dumps(manifest)), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(plain.encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from."""
+"""The choice of the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from train.errors import ConfigError, NoValidCheckpoint
 def find_checkpoint(
     place: Storage, resume: str, world: World, noted: Mapping[str, Any] | None
 ) -> tuple[Saved | None, list[str]]:
-    """The newest checkpoint in `place`, the run's own, else the one that `resume` names; and what was wrong with others. Collective.
+    """Return the run's newest valid checkpoint, else the one that `resume` names; and the damage to bad checkpoints.
+
+    Collective: every rank must call it.
 
     Args:
-        place: where the run's checkpoints go.
+        place: storage of the run's own checkpoints.
         world: the ranks of this attempt.
-        resume: `auto`, `never`, or a path or URL to start from where the run has no checkpoint of its own.
-        noted: the newest commit, {step, path}, as the record of the attempt before has it.
+        resume: `auto`, `never`, or a path or URL to start from if the run has no checkpoint of its own.
+        noted: newest commit, {step, path}, from the record of the previous attempt.
 
     Raises:
-        NoValidCheckpoint: there are or were some, and none is valid. Never a silent start from zero.
+        NoValidCheckpoint: checkpoints exist or existed, and none is valid; the run never silently starts from zero.
+        ConfigError: `resume` is no folder.
     """
     bad: list[str] = []
     world.on_first(place.prepare)
@@ -43,7 +46,7 @@ def find_checkpoint(
 
 
 def _named(named: str, world: World, bad: list[str]) -> Saved:
-    """The checkpoint of another run that `checkpoint.resume` names. Collective."""
+    """Return the checkpoint of another run that `checkpoint.resume` names. Collective."""
     root, _, last = named.rpartition("/")
     inside = Path(named, "checkpoints")
     found, nested = world.on_first(partial(_folders, named, inside))

@@ -1,4 +1,4 @@
-"""Who writes and who reads which piece of tensors that lie in pieces: torch's own planners decide.
+"""Assignment of the pieces of sharded tensors to ranks, for writing and reading, by torch's own planners.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -23,17 +23,19 @@ from train.checkpoint.state import Index, OwnPiece, Read, WritePlan, dtype_of
 
 
 class Sharded:
-    """As checkpoint.state.Replicated, for states in which something lies in pieces."""
+    """Divides a state with sharded tensors; same interface as checkpoint.state.Replicated."""
 
     def __init__(self, *, is_first: bool):
         self._is_first = is_first
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def local(self, state: Mapping[str, Any]) -> SavePlan:
+        """Return torch's plan for all that this rank has."""
         self._planner.set_up_planner(dict(state), is_coordinator=self._is_first)
         return self._planner.create_local_plan()
 
     def joint(self, plans: list[SavePlan]) -> list[WritePlan]:
+        """Return what each rank writes, from the plans of all ranks."""
         return [_plan(plan) for plan in self._planner.create_global_plan(plans)[0]]
 
 
@@ -53,7 +55,7 @@ def _plan(plan: SavePlan) -> WritePlan:
 
 
 def reads(index: Index, into: Mapping[str, Tensor]) -> Iterator[Read]:
-    """What this rank has to read to fill its pieces."""
+    """Yield the reads that fill this rank's pieces of the tensors `into`."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(into), Metadata({name: _metadata(index["tensors"][name]) for name in into}))
     pieces = {(name, tuple(piece["offsets"])): piece for name in into for piece in index["tensors"][name]["pieces"]}

@@ -1,9 +1,9 @@
-"""Who writes what of a state whose tensors may be sharded, and how any other layout reads it.
+"""The format of a checkpointed state: how ranks divide the writing, and how any other layout reads it.
 
-A rank's file holds the bytes of its pieces of tensors one after the other, then its plain values as torch.save writes
-them; `index.json` says which piece lies where. Nothing but plain values is ever unpickled, and those with
-`weights_only=True`. What replicas hold is divided here; where something lies in pieces, torch's planners decide
-(sharded.py), which take a second to import.
+A rank's file contains the bytes of its tensor pieces one after the other, then its plain values in torch.save's format;
+`index.json` gives the location of every piece. Only plain values are unpickled, with `weights_only=True`. Replicated
+state is divided here; a state with sharded tensors is divided by torch's planners (sharded.py), which take a second to
+import.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from train.dist.world import World
 from train.errors import StorageError
 
 Index = dict[str, Any]
-"""{"tensors": name -> {size, dtype, pieces: [{offsets, sizes, file, at}]}, "values": name -> {file, at}}; `at` in bytes."""
+"""{"tensors": name -> {size, dtype, pieces: [{offsets, sizes, file, at}]}, "values": name -> {file, at}}; `at`: bytes."""
 
 
 class OwnPiece(NamedTuple):
-    """What one rank writes of a tensor: of `size` the part of `sizes` that begins at `offsets`."""
+    """One rank's piece of a tensor of `size`: the block of shape `sizes` that begins at `offsets`."""
 
     name: str
     size: tuple[int, ...]
@@ -38,18 +38,19 @@ class OwnPiece(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """Size of the piece in bytes."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
 class WritePlan(NamedTuple):
-    """What one rank writes: pieces of tensors, and plain values by name."""
+    """The tensor pieces that one rank writes, and the names of its plain values."""
 
     pieces: list[OwnPiece]
     values: list[str]
 
 
 class Read(NamedTuple):
-    """Of a saved `piece` (see Index) the part of `lengths` that begins at `offsets`, to be put `into` a tensor like it."""
+    """A read of the block of shape `lengths` at `offsets` of a saved `piece` (see Index) `into` a tensor so shaped."""
 
     piece: dict[str, Any]
     dtype: torch.dtype
@@ -59,10 +60,10 @@ class Read(NamedTuple):
 
 
 class Replicated:
-    """Divides a state that no rank has in pieces: of what several ranks have, one writes each entry."""
+    """Divides a state without sharded tensors: of the ranks that have an entry, one writes it."""
 
     def local(self, state: Mapping[str, Any]) -> WritePlan:
-        """All that this rank has."""
+        """Return a plan with all entries that this rank has."""
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         pieces = [
             OwnPiece(name, tuple(each.shape), each.dtype, (0,) * each.dim(), tuple(each.shape))
@@ -71,7 +72,10 @@ class Replicated:
         return WritePlan(pieces, [name for name in state if name not in tensors])
 
     def joint(self, plans: list[WritePlan]) -> list[WritePlan]:
-        """What each rank is to write of all ranks' plans: every tensor falls to whoever has least to write so far."""
+        """Return what each rank writes, from the plans of all ranks.
+
+        Of the ranks that have an entry, a tensor goes to the one with the fewest bytes so far, a value to the lowest.
+        """
         owners: dict[str, list[int]] = {}
         pieces: dict[str, OwnPiece] = {}
         for rank, plan in enumerate(plans):
@@ -91,13 +95,13 @@ class Replicated:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What this rank writes of one state, in host memory."""
+    """This rank's part of one state, in host memory."""
 
     tensors: list[Tensor]
     values: dict[str, Any]
 
     def pieces(self) -> Iterator[Any]:
-        """The bytes of its file."""
+        """Yield the content of this rank's file, as buffers."""
         for tensor in self.tensors:
             yield as_bytes(tensor)
         blob = io.BytesIO()
@@ -106,7 +110,7 @@ class RankShare:
 
 
 class Shares:
-    """Divides states among the ranks. Plans are exchanged when a state's structure has changed, and kept until then."""
+    """Divides states among the ranks. Plans are exchanged only when a state's structure has changed."""
 
     def __init__(self, world: World):
         self._world = world
@@ -114,12 +118,13 @@ class Shares:
         self._plan = WritePlan([], [])
         self._copies: list[Tensor] = []
         self.index: Index = {}
-        """Of the state last divided; on rank 0."""
+        """Index of the last state divided; rank 0 only."""
 
     def divide(self, state: Mapping[str, Any]) -> RankShare:
-        """What this rank has to write of `state`, copied: replicated parts are written by one rank each. Collective.
+        """Copy this rank's part of `state`; each replicated entry is written by one rank.
 
-        The copies stay, and the next call writes over them: fresh memory takes several times as long as the copying.
+        The next call overwrites the copies: allocating new memory takes several times as long as copying. Collective:
+        every rank must call it.
         """
         structure = [_structure(name, value) for name, value in state.items()]
         if self._world.sum([float(structure != self._structure)])[0]:
@@ -129,7 +134,7 @@ class Shares:
         return RankShare(self._copies, {name: host_copy(state[name]) for name in self._plan.values})
 
     def _copy(self, tensors: list[Tensor]) -> None:
-        """Into host memory, on CUDA page-locked, so that all of it travels at once."""
+        """Copy tensors to host memory; on CUDA it is page-locked, so that all transfers are asynchronous."""
         fits = [(tensor.shape, tensor.dtype) for tensor in tensors] == [(c.shape, c.dtype) for c in self._copies]
         cuda = self._world.device.type == "cuda"
         if not fits:
@@ -162,7 +167,7 @@ class Shares:
 
 
 def _structure(name: str, value: Any) -> tuple[Any, ...]:
-    """All of an entry that decides who writes what of it."""
+    """Return the properties of an entry that determine the plan: name, shape, dtype and layout."""
     if not isinstance(value, Tensor):
         return (name,)
     layout = (value.device_mesh, value.placements) if in_pieces(value) else ()
@@ -170,9 +175,9 @@ def _structure(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def read(index: Index, names: Iterable[str], into: dict[str, Tensor], open_file: Any) -> dict[str, Any]:
-    """Fill the tensors `into` with their parts of the saved ones, and give the plain values among `names`.
+    """Fill the tensors `into` with their parts of the saved ones, and return the plain values among `names`.
 
-    `open_file` gives the stream of a file as a context. Raises StorageError.
+    `open_file` returns a context manager with a file's stream. Raises StorageError, and ValueError if a shape differs.
     """
     wanted: dict[str, list[Read]] = {}
     for each in _reads(index, into):
@@ -187,7 +192,7 @@ def read(index: Index, names: Iterable[str], into: dict[str, Tensor], open_file:
 
 
 def _reads(index: Index, into: dict[str, Tensor]) -> Iterator[Read]:
-    """What has to be read to fill `into`."""
+    """Yield the reads that fill the tensors `into`."""
     if sharded := {name: target for name, target in into.items() if in_pieces(target)}:
         from train.checkpoint.sharded import reads
 
@@ -204,7 +209,7 @@ def _reads(index: Index, into: dict[str, Tensor]) -> Iterator[Read]:
 
 
 def saved_tensors(index: Index, names: Iterable[str]) -> dict[str, SavedTensor]:
-    """Size and type of the tensors among `names`."""
+    """Return size and dtype of the tensors among `names`."""
     tensors = index["tensors"]
     return {
         name: SavedTensor(torch.Size(tensors[name]["size"]), dtype_of(tensors[name]["dtype"]))
@@ -214,7 +219,7 @@ def saved_tensors(index: Index, names: Iterable[str]) -> dict[str, SavedTensor]:
 
 
 def host_copy(value: Any) -> Any:
-    """A deep copy in host memory, so that training may continue while it is written."""
+    """Return a deep copy in host memory, so that training can continue while it is written."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -223,17 +228,17 @@ def host_copy(value: Any) -> Any:
 
 
 def as_bytes(tensor: Tensor) -> Any:
-    """The elements of a tensor in host memory, in the order of its dimensions, as a buffer."""
+    """Return the elements of a tensor in host memory as a buffer, in row-major order."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy() if tensor.numel() else b""
 
 
 def file_of(rank: int) -> str:
-    """The name of the file with what `rank` wrote."""
+    """Return the name of the file that `rank` writes."""
     return f"rank-{rank:05d}.bin"
 
 
 def _index(plans: list[WritePlan]) -> Index:
-    """Where everything will lie: tensors in the order of the plan, then plain values."""
+    """Return the location of every entry: in each file tensors in the order of the plan, then plain values."""
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for rank, plan in enumerate(plans):
@@ -249,7 +254,7 @@ def _index(plans: list[WritePlan]) -> Index:
 
 
 def _read_part(stream: Any, part: Read) -> Tensor:
-    """Of its first dimension no more is read than that."""
+    """Read only the needed rows of the first dimension, then narrow the other dimensions."""
     piece, sizes, offsets, lengths = part.piece, list(part.piece["sizes"]), part.offsets, part.lengths
     row = math.prod(sizes[1:]) * part.dtype.itemsize
     rows = lengths[0] if sizes else 1
@@ -272,13 +277,13 @@ def _read_values(where: dict[str, Any], open_file: Any) -> dict[str, Any]:
             blob = io.BytesIO(stream.read())
         try:
             values |= torch.load(blob, map_location="cpu", weights_only=True)
-        except Exception as error:  # pickle's own, which is no plain value
+        except Exception as error:  # an unpickling error: the data is not a plain value
             raise StorageError(f"{file} of the checkpoint holds what is no plain value: {error}") from error
     return {name: values[name] for name in where}
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Raises StorageError."""
+    """Return the torch.dtype of this name, without `torch.`. Raises StorageError."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise StorageError(f"the index of the checkpoint names {name}, which is no type of a tensor")

@@ -1,8 +1,8 @@
-"""The commit protocol, once for every place.
+"""The commit protocol of checkpoints, shared by all backends.
 
-Files are first written where nobody looks for a checkpoint; one last act, the backend's `publish`, makes them one.
-Until then a killed writer has left nothing but a draft. Every file's size and SHA-256 are in the manifest, whose own is
-in it, too: torch reads a file with flipped bits without a word.
+Files are first written to a draft, which is never read as a checkpoint; the backend's `publish` then commits the draft
+in one step. A writer killed before that leaves only a draft. The manifest contains the size and SHA-256 of every file,
+and its own SHA-256, because torch reads a file with flipped bits without an error.
 """
 
 from __future__ import annotations
@@ -34,31 +34,35 @@ Files = dict[str, dict[str, Any]]
 
 
 class Unclear(StorageError):
-    """The commit failed, and the checkpoint may be there all the same."""
+    """The commit failed, but the checkpoint may exist."""
 
 
 class Lost(StorageError):
-    """The run's folder or its storage is not the run's any more, and no later save will find it so."""
+    """The run has lost its folder or its storage; later saves would fail, too."""
 
 
 class Storage:
-    """The checkpoints of one run, by step. All methods raise StorageError."""
+    """The checkpoints of one run, by step. All methods raise StorageError.
+
+    Args:
+        place: a folder's path, an fsspec URL, `package.module.Class://...` for a custom backend, or a backend.
+    """
 
     def __init__(self, place: str | Backend):
         self.backend = _backend(place) if isinstance(place, str) else place
         self.root = redacted(self.backend.root)
 
     def path(self, step: int) -> str:
-        """The place of the checkpoint of `step`, for people."""
+        """Return the location of the checkpoint of `step`, for display."""
         return f"{self.root}/{name(step)}"
 
     def prepare(self) -> None:
-        """Make the place."""
+        """Create the storage's folder, if it is missing."""
         with self.doing("use"):
             self.backend.prepare()
 
     def clear(self) -> None:
-        """Clear away what killed writers left: for the place's owner alone."""
+        """Remove drafts that killed writers left. Only the owner of the storage may call it."""
         with self.doing("use"):
             for each in self.backend.list() if self.backend.renames else []:
                 if each.startswith((".step-", f"{OLD}-step-", DRAFT)):
@@ -66,16 +70,16 @@ class Storage:
 
     @contextlib.contextmanager
     def write(self, step: int, attempt: str, file: str) -> Iterator[Hashing]:
-        """A file of a draft, to be written from start to end; afterwards its `facts` are known."""
+        """Open a file of a draft for sequential writing; after the block its `facts` are final."""
         with self.doing(f"write {self.path(step)}"), self.backend.put(f"{self._draft(step, attempt)}/{file}") as to:
             yield Hashing(to)
 
     def commit(self, step: int, attempt: str, manifest: dict[str, Any], files: Files) -> bool:
-        """Make the draft a checkpoint; False if there is a whole one of this step, which is then left as it is.
+        """Commit the draft as a checkpoint. Return False if a valid one of this step exists, which is left unchanged.
 
         Raises:
-            StorageError: a file of the draft is not to be seen here, or it could not be published.
-            Unclear: it may have been published: the draft must be left.
+            StorageError: a file of the draft is not visible here, or the draft could not be published.
+            Unclear: the draft may have been published; it must not be removed.
         """
         draft, inside = self._draft(step, attempt), "" if self.backend.renames else f"{attempt}/"
         for file, facts in files.items():
@@ -93,22 +97,22 @@ class Storage:
         return True
 
     def abandon(self, step: int, attempt: str) -> None:
-        """Remove a draft, as far as that can be done."""
+        """Try to remove a draft; errors are ignored."""
         with contextlib.suppress(Exception):
             self.backend.delete(self._draft(step, attempt))
 
     def steps(self) -> list[int]:
-        """Committed checkpoints, newest first."""
+        """Return the steps of committed checkpoints, newest first."""
         with self.doing("list"):
             return [step for step in self._folders() if self._is_published(step)]
 
     def bad(self) -> list[str]:
-        """Names of checkpoints that were quarantined."""
+        """Return the names of quarantined checkpoints."""
         with self.doing("list"):
             return self._withdrawn("bad")
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """Raises Damaged if it is missing or not as it was written, StorageError if it cannot be read."""
+        """Read the manifest. Raises Damaged if it is missing or has changed, StorageError if it cannot be read."""
         manifest = self._record(step, MANIFEST, partial(read_manifest, step=step))
         if (given := manifest.get("format", 1)) != FORMAT:
             raise StorageError(
@@ -118,23 +122,23 @@ class Storage:
         return manifest
 
     def index(self, step: int, manifest: dict[str, Any]) -> dict[str, Any]:
-        """What lies where in the checkpoint with this manifest. Raises as `manifest` does."""
+        """Read the index of the checkpoint with this manifest. Raises as `manifest` does."""
         place = place_of(INDEX, manifest)
         if place is None:
             raise Damaged(f"{self.path(step)}/{MANIFEST}: it names no {INDEX}")
         return self._record(step, place, partial(read_index, manifest=manifest))
 
     def compare(self, step: int, file: str, expected: dict[str, Any]) -> None:
-        """Raises Damaged, which says what is wrong with the file; StorageError if it cannot be read."""
+        """Compare a file with its manifest entry. Raises Damaged with the difference, StorageError if unreadable."""
         self.patiently(f"{name(step)}/{file}", partial(self._compare, f"{name(step)}/{file}", expected))
 
     def withdraw(self, step: int, word: str = "bad") -> str:
-        """Make a checkpoint none, without losing it; gives its new name."""
+        """Withdraw a checkpoint by renaming it, which keeps its files; return its new name."""
         with self.doing(f"quarantine {self.path(step)}"):
             return self.backend.withdraw(name(step), word)
 
     def prune(self, *, keep: int, spare: int | None = None) -> None:
-        """Delete all but the newest `keep` and that of step `spare`, and drafts left at steps before the newest."""
+        """Delete all checkpoints but the newest `keep` and that of step `spare`, and drafts up to the newest step."""
         steps = self.steps()
         for old in steps[keep:]:
             if old != spare:
@@ -145,7 +149,7 @@ class Storage:
                     self.backend.delete(name(step))
 
     def remove(self, step: int) -> None:
-        """Delete a checkpoint so that at no moment half of one is there."""
+        """Delete a checkpoint; it is withdrawn first, so that a partial one is never visible."""
         with self.doing(f"delete {self.path(step)}"):
             try:
                 inside = "" if self.backend.renames else f"{name(step)}/{self.manifest(step)['attempt']}"
@@ -153,11 +157,11 @@ class Storage:
                 self.withdraw(step)
                 return
             self.backend.delete(self.backend.withdraw(name(step), OLD))
-            if inside:  # others may have been withdrawn there
+            if inside:  # in an object store withdrawn checkpoints may share the step's folder
                 self.backend.delete(inside)
 
     def start_over(self) -> None:
-        """Withdraw all checkpoints, the bad ones too, so that a run begins anew; nothing is lost."""
+        """Withdraw all checkpoints, bad ones too, so that a run starts from zero. No files are deleted."""
         for step in self.steps():
             self.withdraw(step, "previous")
         with self.doing("set the earlier run aside"):
@@ -165,7 +169,10 @@ class Storage:
                 self.backend.withdraw(each, "previous")
 
     def patiently(self, file: str, read: Callable[[], T]) -> T:
-        """What `read` gives. A file that is missing or wrong is damage; what else keeps it from being read may pass."""
+        """Call `read`, and retry on errors that may be temporary.
+
+        Raises Damaged if the file is missing or malformed, StorageError if the last try fails.
+        """
         for further in reversed(range(TRIES)):
             try:
                 return read()
@@ -209,7 +216,7 @@ class Storage:
         return True
 
     def _see(self, file: str, size: int) -> None:
-        """Wait until a file that another rank wrote is to be seen from here: a network file system may show it late."""
+        """Wait until another rank's file is visible with its full size: a network file system may show it late."""
         deadline, there = time.monotonic() + SEEN_WITHIN_S, -1
         while there != size:
             with contextlib.suppress(FileNotFoundError), self.doing(f"read {file}", FileNotFoundError):
@@ -225,7 +232,7 @@ class Storage:
             time.sleep(PAUSE_S / 10)
 
     def _folders(self) -> list[int]:
-        """The steps of which anything is there, newest first."""
+        """Return the steps that have a folder, committed or not, newest first."""
         found = {int(match[1]): each for each in self.backend.list() if (match := STEP.fullmatch(each))}
         return sorted((step for step, each in found.items() if each == name(step)), reverse=True)
 
@@ -233,7 +240,7 @@ class Storage:
         return self.backend.renames or MANIFEST in self.backend.list(name(step))
 
     def _is_named(self, step: int) -> bool:
-        """Whether a manifest, also one that was withdrawn, says what the files of the step's folder are."""
+        """Return True if the step's folder has a manifest, committed or withdrawn, that names its files."""
         return any(file.endswith(MANIFEST) and not file.startswith(OLD) for file in self.backend.list(name(step)))
 
     def _withdrawn(self, word: str) -> list[str]:
@@ -247,7 +254,7 @@ class Storage:
 
     @contextlib.contextmanager
     def doing(self, what: str, *passed: type[Exception]) -> Iterator[None]:
-        """Whatever a backend raises becomes one line."""
+        """Turn any exception of a backend into a one-line StorageError; exceptions `passed` are raised unchanged."""
         try:
             yield
         except MusterError:
@@ -262,31 +269,33 @@ class Storage:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that verified: where it lies, and its manifest."""
+    """A verified checkpoint: its storage and its manifest."""
 
     storage: Storage
     manifest: dict[str, Any]
 
     @property
     def step(self) -> int:
+        """Step of the checkpoint."""
         return int(self.manifest["step"])
 
     @property
     def path(self) -> str:
+        """Location of the checkpoint, for display."""
         return self.storage.path(self.step)
 
     def index(self) -> dict[str, Any]:
-        """What lies where in it. Raises StorageError."""
+        """Read the checkpoint's index. Raises StorageError."""
         return self.storage.index(self.step, self.manifest)
 
     def compare(self, file: str) -> None:
-        """Raises Damaged if the file is not as it was written; StorageError if it cannot be read."""
+        """Compare a file with the manifest. Raises Damaged if it has changed, StorageError if it cannot be read."""
         place = self._place(file)
         self.storage.compare(self.step, place, self.manifest["files"][place])
 
     @contextlib.contextmanager
     def open(self, file: str) -> Iterator[Any]:
-        """A file that the manifest names, wherever the backend keeps it. Raises StorageError."""
+        """Open a file of the checkpoint for reading, at its place in the backend. Raises StorageError."""
         place = self._place(file)
         opened = partial(self.storage.backend.get, f"{name(self.step)}/{place}")
         with self.storage.patiently(f"{name(self.step)}/{place}", opened) as stream:
@@ -299,12 +308,12 @@ class Saved:
 
 
 def place_of(file: str, manifest: dict[str, Any]) -> str | None:
-    """Where a file lies in the checkpoint; None if the manifest does not name it."""
+    """Return a file's name in the checkpoint, with its folder; None if the manifest does not list it."""
     return next((each for each in manifest["files"] if each.rpartition("/")[2] == file), None)
 
 
 def _backend(place: str) -> Backend:
-    """What `place` names. Some clients connect when they are made."""
+    """Return the backend that `place` names. Raises StorageError: some clients connect in their constructor."""
     try:
         return at(place)
     except MusterError:
@@ -314,6 +323,7 @@ def _backend(place: str) -> Backend:
 
 
 def name(step: int) -> str:
+    """Return the name of a step's checkpoint, `step-00000010`."""
     return f"step-{step:08d}"
 
 
@@ -328,17 +338,18 @@ class _Stream(Protocol):
 
 
 class Hashing:
-    """A stream that digests what passes through, from start to end."""
+    """A write-only stream that computes the size and SHA-256 of the data written."""
 
     def __init__(self, stream: _Stream):
         self._stream, self._size, self._digest = stream, 0, hashlib.sha256()
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Size in bytes and SHA-256 of what was meant to be written."""
+        """Size in bytes and SHA-256 of the data passed to `write`."""
         return {"size": self._size, "sha256": self._digest.hexdigest()}
 
     def write(self, data: Any) -> int:
+        """Write a buffer and return its size in bytes."""
         view = memoryview(data).cast("B")
         self._digest.update(view)
         self._size += len(view)

@@ -1,4 +1,4 @@
-"""The seam between checkpoints and what is trained: the runtime knows no model, only named state."""
+"""Interface between checkpoints and the trained state: the runtime knows no model, only named state."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ EXTRA = "_extra_state"
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """The whole of a tensor in a checkpoint, however many pieces it lies in."""
+    """Global size and dtype of a tensor in a checkpoint, however many pieces it is stored in."""
 
     size: torch.Size
     dtype: torch.dtype
 
 
 class Resumable(Protocol):
-    """What has a state in the checkpoints."""
+    """A part of the run with state in the checkpoints."""
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """The tensors to read the `saved` ones into, in this rank's layout; what is left out is not read. Collective."""
+        """Return the tensors to read the `saved` ones into, in this rank's layout; tensors left out are not read.
+
+        Collective: every rank must call it.
+        """
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take up a saved state: `targets` filled, and plain values. Collective."""
+        """Load a saved state: the filled `targets` and plain values. Collective: every rank must call it."""
 
 
 class Trained(Resumable, Protocol):
-    """What is trained across `world`."""
+    """State that is trained across the ranks of `world`."""
 
     world: World
 
 
 def own_prefix(rank: int) -> str:
-    """The beginning of the names of a rank's own state."""
+    """Return the prefix of the names of a rank's own state."""
     return f"rank-{rank:05d}/"

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: one file each. base.py is the seam."""
+"""Storage backends of checkpoints, one file each. base.py is the interface."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.imported import imported
 
 
 def at(place: str) -> Backend:
-    """The backend that `place` names: a folder's path, an fsspec URL, or `package.module.Class://...` for one's own.
+    """Return the backend of `place`: a folder's path, an fsspec URL, or `package.module.Class://...` (custom class).
 
     Raises:
         ConfigError: there is no such class, or the URL's file system is not installed.

@@ -1,4 +1,4 @@
-"""The seam between the checkpoint protocol and the places where checkpoints lie."""
+"""Interface between the commit protocol and the storage of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,65 +10,65 @@ MANIFEST = "manifest.json"
 
 
 class Unsure(Exception):
-    """`create` or `publish` failed in a way that leaves open whether the file or the checkpoint is there."""
+    """`create` or `publish` failed, and it is unknown whether the file or the checkpoint exists."""
 
 
 class Backend(ABC):
-    """Named files (`step-00000010/rank-00000.bin`), and one act that makes some of them a checkpoint.
+    """Storage of named files (`step-00000010/rank-00000.bin`), with an atomic commit of a draft as a checkpoint.
 
-    Methods raise what the place's own client raises, and FileNotFoundError for a file that is not there.
+    Methods raise the exceptions of the storage's own client, and FileNotFoundError for a missing file.
     """
 
     root: str
-    """The place, for people."""
+    """Location of the storage, for display."""
     renames: bool
-    """Whether `publish` moves a draft's files to the checkpoint's name (a folder) or they stay (an object store)."""
+    """True if `publish` renames a draft to the checkpoint's name (a folder), False if files stay (an object store)."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make the place, before a run first writes there."""
+        """Create the location, before a run first writes there."""
 
     @abstractmethod
     def put(self, name: str) -> AbstractContextManager[Any]:
-        """A stream to write a file of a draft; the file lasts when the context has ended well."""
+        """Return a context manager with a stream to write a draft's file; the file is durable after a clean exit."""
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> None:
-        """Write a small file, whole or not at all, unless there is one of this name.
+        """Write a small file atomically, unless a file of this name exists.
 
         Raises:
-            FileExistsError: there is one, with other content.
-            Unsure: it may have been written.
+            FileExistsError: the file exists, with other content.
+            Unsure: the file may have been written.
         """
 
     @abstractmethod
     def get(self, name: str) -> AbstractContextManager[Any]:
-        """A binary stream to read a file, which can seek."""
+        """Return a context manager with a seekable binary stream to read a file."""
 
     @abstractmethod
     def list(self, folder: str = "") -> list[str]:
-        """The names in `folder`, of files and folders; none if it is not there."""
+        """Return the names of files and folders in `folder`; an empty list if it does not exist."""
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Delete a file, or a folder with all that is in it; nothing happens if it is not there."""
+        """Delete a file, or a folder with its content; does nothing if it does not exist."""
 
     @abstractmethod
     def publish(self, draft: str, name: str, manifest: bytes) -> None:
-        """Make `draft` the checkpoint `name` with `manifest`, whole or not at all, and never over another.
+        """Commit `draft` atomically as the checkpoint `name` with `manifest`; never overwrite another.
 
         Raises:
             FileExistsError: there is another checkpoint of this name.
-            Unsure: it may have been published.
+            Unsure: the checkpoint may have been published.
         """
 
     @abstractmethod
     def withdraw(self, name: str, word: str) -> str:
-        """Undo `publish` in one act and lose nothing: `name` (or what `withdraw` gave) gets a name that begins with `word`.
+        """Undo `publish` in one step and keep all files: rename `name` (or an earlier result) to begin with `word`.
 
-        In an object store it is the manifest that gets the new name, in the folder where it was.
+        Returns the new name. In an object store only the manifest is renamed, within its folder.
         """

@@ -1,4 +1,4 @@
-"""Checkpoints in a POSIX folder: a draft is a hidden folder, its rename the commit."""
+"""Checkpoints in a POSIX folder: a draft is a hidden folder, and its rename is the commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train.files import create_file, sync_folder
 
 
 class Directory(Backend):
-    """`step-NNNNNNNN/` with the files of the ranks, the index and the manifest."""
+    """Stores a checkpoint as `step-NNNNNNNN/` with the ranks' files, the index and the manifest."""
 
     renames = True
 
@@ -28,7 +28,7 @@ class Directory(Backend):
     @contextlib.contextmanager
     def put(self, name: str) -> Iterator[Any]:
         path = self.folder / name
-        path.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was removed must not come back
+        path.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was deleted must not be recreated
         with path.open("wb") as file:
             yield file
             file.flush()
@@ -49,7 +49,7 @@ class Directory(Backend):
 
     def delete(self, name: str) -> None:
         path = self.folder / name
-        if path.is_symlink() or path.is_file():  # of a link, what it leads to is not ours
+        if path.is_symlink() or path.is_file():  # delete a link only, not its target
             path.unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 

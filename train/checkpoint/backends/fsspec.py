@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: files lie where they were put, and a manifest that is created once is the commit."""
+"""Checkpoints in an object store: files stay where they were written, and creating the manifest is the commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": 
 
 
 class ObjectStore(Backend):
-    """`step-NNNNNNNN/ATTEMPT/` with the files, `step-NNNNNNNN/manifest.json` that names them, by any file system of fsspec.
+    """Stores files in `step-NNNNNNNN/ATTEMPT/` and their `step-NNNNNNNN/manifest.json`, on any fsspec file system.
 
     Source: https://filesystem-spec.readthedocs.io
     """
@@ -36,7 +36,7 @@ class ObjectStore(Backend):
             raise ConfigError(f"checkpoint.storage={url}: {without(str(error), url)}; {hint}") from error
 
     def prepare(self) -> None:
-        """A file system needs its folder; a store that cannot be reached is to be noticed now."""
+        """Create the folder, which some file systems need; fails now if the store cannot be reached."""
         self.list()
         self.fs.makedirs(self.base, exist_ok=True)
 
@@ -45,7 +45,7 @@ class ObjectStore(Backend):
         return self.fs.open(self._key(name), "wb")  # type: ignore[no-any-return]
 
     def create(self, name: str, data: bytes) -> None:
-        """A request that failed may have been carried out, and its repetition be refused: what is there decides."""
+        """Create a file. On an error compare its content: the request may have succeeded and its retry been refused."""
         key = self._key(name)
         try:
             self.fs.pipe_file(key, data, mode="create")
@@ -81,7 +81,10 @@ class ObjectStore(Backend):
         self.create(f"{name}/{MANIFEST}", manifest)
 
     def withdraw(self, name: str, word: str) -> str:
-        """Killed in between it leaves both names, which is no less than there was. (gcsfs's own `mv` not every server knows.)"""
+        """Copy the manifest, then delete the original: a kill in between leaves both names and loses nothing.
+
+        Not every server supports gcsfs's own `mv`.
+        """
         folder, _, file = name.partition("/")
         aside = f"{folder}/{word}-{time.time_ns()}-{MANIFEST}"
         self.fs.copy(self._key(f"{folder}/{file or MANIFEST}"), self._key(aside))
