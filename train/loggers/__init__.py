@@ -1,1 +1,1 @@
-"""What a run says while it runs: one sink, one file."""
+"""Loggers of a run's records, one file each."""

@@ -1,4 +1,4 @@
-"""The seam between a run and what keeps or shows its records. One logger, one file, and a yaml under conf/loggers/."""
+"""Interface between a run and its loggers. Each logger has one file, and a yaml under conf/loggers/."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from train.timing.clock import Times
 
 
 class Logger:
-    """Gets every record of a run, on rank 0 alone. Built from its values plus `folder`, `name`, `step` and `total_steps`
-    where its constructor names them; `step` is where this attempt begins, and what a resumed run logs again lies after it.
+    """Base class of loggers, which receive every record of a run, on rank 0 only.
 
-    What a logger raises is said once, and the run does without it from then on.
+    A logger is built from its config values plus `folder`, `name`, `step` and `total_steps`, if its constructor names
+    them. `step` is the step at which this attempt begins; a resumed run logs the steps after it again.
+
+    If a logger raises, the error is printed once and the run continues without that logger.
     """
 
     def log(self, record: dict[str, Any]) -> None:
-        """One record: `kind` (train, eval, event) and its fields, as in metrics.jsonl."""
+        """Log one record: `kind` (train, eval, event) and its fields, as in metrics.jsonl."""
 
     def timing(self, step: int, ranks: Sequence[Times]) -> None:
-        """Where each rank's time went since it was last said, up to `step`. With every `train` record."""
+        """Log each rank's times since the last call, up to `step`. Called with `train` records."""
 
     def advance(self, step: int) -> None:
-        """A step is done. Called after every step: it must cost microseconds."""
+        """Report that a step is done. Called after every step: it must take microseconds."""
 
     def close(self) -> None:
-        """The attempt ends."""
+        """Close the logger at the end of the attempt."""

@@ -1,4 +1,4 @@
-"""The terminal: a progress bar, or lines for a log."""
+"""Console output: a progress bar, or lines for a log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from train.loggers.base import Logger
 
 
 def console(wanted: str, *, step: int, total_steps: int, restarts: int = 0) -> Logger:
-    """The logger that `wanted` names: `bar`, `plain`, `none`; `auto` is a bar in a terminal and lines in a log."""
+    """Return the logger `wanted`: `bar`, `plain`, `none`, or `auto`, a bar in a terminal and lines elsewhere."""
     if wanted == "none":
         return Logger()
     if wanted == "bar" or (wanted == "auto" and sys.stdout.isatty()):
@@ -19,7 +19,7 @@ def console(wanted: str, *, step: int, total_steps: int, restarts: int = 0) -> L
 
 
 class Lines(Logger):
-    """A line a record."""
+    """Prints one line per record."""
 
     def __init__(self, total_steps: int):
         self.total_steps = total_steps
@@ -29,9 +29,9 @@ class Lines(Logger):
 
 
 class Bar(Logger):
-    """A rich progress bar, with the lines above it.
+    """A rich progress bar, with the lines of other records above it.
 
-    restarts: attempts at this run before this one.
+    restarts: number of earlier attempts at this run.
     """
 
     def __init__(self, *, step: int, total_steps: int, restarts: int = 0):
@@ -54,7 +54,7 @@ class Bar(Logger):
             self.ranks = several(record["world_size"], "rank")
             if self.restarts:
                 self.ranks += f", {several(self.restarts, 'restart')}"
-        if record["kind"] == "train":  # the bar carries it: a terminal need not scroll
+        if record["kind"] == "train":  # shown in the bar, so that the terminal does not scroll
             said = f"loss {record['loss']:.4f}, {record['samples_per_s']:.0f} samples/s, {self.ranks}"
             self.bar.update(self.task, description=said)
         else:
@@ -65,7 +65,7 @@ class Bar(Logger):
 
 
 def several(number: int, what: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Return `1 rank`, `2 ranks`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
@@ -73,7 +73,7 @@ OF_A_STEP = ("step", "epoch", "loss", "lr", "grad_norm", "samples", "samples_per
 
 
 def describe(record: dict[str, Any], total_steps: int) -> str:
-    """One line for a person."""
+    """Format a record as one readable line."""
     fields = {name: value for name, value in record.items() if name != "kind"}
     if record["kind"] == "train":
         return (

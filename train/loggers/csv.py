@@ -1,4 +1,4 @@
-"""Tables that a spreadsheet opens."""
+"""CSV tables of train and eval records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.loggers.base import Logger
 
 
 class Csv(Logger):
-    """`folder`/train.csv and eval.csv: a row a record, of which those after `step` are dropped first."""
+    """Writes `folder`/train.csv and eval.csv, one row per record; existing rows after `step` are dropped first."""
 
     def __init__(self, folder: Path, step: int):
         self._folder, self._columns = folder, dict[str, list[str]]()

@@ -1,6 +1,6 @@
-"""metrics.jsonl: one JSON object a line, the record that all else is made of.
+"""metrics.jsonl: the run's record, one JSON object per line, from which reports are made.
 
-A line that a kill has cut short, or whose entries a disk or a hand has made of another type, is as if missing.
+A line that is cut short by a kill, or whose entries have a wrong type after a disk error or an edit, is ignored.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Whole = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Line(BaseModel):
-    """What every line of its kind has; there may be more in it."""
+    """Base of the schemas: required entries of a line of one kind; further entries are allowed."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
 class Values(Line):
-    """Numbers; null stands for what is not finite."""
+    """A line of numbers; null stands for a value that is not finite."""
 
     __pydantic_extra__: dict[str, float | None] = Field(init=False)
     kind: str
@@ -37,6 +37,8 @@ class Values(Line):
 
 
 class Train(Values):
+    """A `train` line."""
+
     loss: float | None
     lr: float | None
     grad_norm: float | None
@@ -45,6 +47,8 @@ class Train(Values):
 
 
 class Event(Line):
+    """An `event` line. time: seconds since the epoch."""
+
     event: str
     time: float = 0.0
     step: Whole = 0
@@ -56,9 +60,9 @@ KINDS: dict[str, type[BaseModel]] = {"train": Train, "eval": Values, "event": Ev
 
 
 class Jsonl(Logger):
-    """Appends to `folder`/metrics.jsonl, from which the lines after `step` are dropped first: they will be made again.
+    """Appends to `folder`/metrics.jsonl; existing lines after `step` are dropped first, as training repeats them.
 
-    Lines that a full disk does not take are kept until it does; the checkpoints decide when that ends the run.
+    Lines that cannot be written to a full disk are kept and retried; only failing checkpoints end the run.
 
     Raises:
         StorageError: the file cannot be opened.
@@ -93,15 +97,17 @@ class Jsonl(Logger):
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replace NaN and infinity, which JSON does not have, by null."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
 
 
 def truncate(path: Path, step: int, *, evaluated: int | None = None) -> None:
-    """Drop the `train` lines after `step` and the `eval` lines after `evaluated`, or `step`, which will be made again, and a
-    line cut short by a kill."""
+    """Drop `train` lines after `step` and `eval` lines after `evaluated` (default: `step`), which will be repeated.
+
+    Invalid lines, such as one cut short by a kill, are dropped, too.
+    """
     if path.exists():
         newest = {"train": step, "eval": step if evaluated is None else evaluated}
         kept = [line for line in read(path) if line["kind"] not in newest or line["step"] <= newest[line["kind"]]]
@@ -109,7 +115,7 @@ def truncate(path: Path, step: int, *, evaluated: int | None = None) -> None:
 
 
 def read(path: Path, kinds: Mapping[str, type[BaseModel]] = KINDS) -> list[dict[str, Any]]:
-    """All lines of a metrics.jsonl, or of a file like it whose lines are of other `kinds`, that are as they were written."""
+    """Return all valid lines of metrics.jsonl, or of a similar file with other `kinds` of lines."""
     lines = []
     for text in path.read_bytes().splitlines() if path.exists() else []:
         try:
@@ -123,5 +129,5 @@ def read(path: Path, kinds: Mapping[str, type[BaseModel]] = KINDS) -> list[dict[
 
 
 def last_step(folder: Path) -> int:
-    """The furthest step that any attempt in `folder` has logged."""
+    """Return the largest step that any attempt in `folder` has logged; 0 without one."""
     return max((line["step"] for line in read(folder / NAME) if line["kind"] == "train"), default=0)

@@ -1,4 +1,4 @@
-"""What a run says while it runs, as records for its loggers."""
+"""The records that a run sends to its loggers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.timing.record import Timing
 
 
 class Metrics:
-    """Makes records and hands them to the loggers; on ranks that have none it does nothing."""
+    """Creates records and passes them to the loggers; does nothing on ranks without loggers."""
 
     def __init__(self, loggers: list[Logger], *, samples: int, windows: Timing | None = None):
         self._loggers, self._since, self._windows = loggers, (samples, time.perf_counter()), windows
@@ -25,13 +25,13 @@ class Metrics:
         self._output_lost = ""
 
     def begin(self) -> None:
-        """Training begins: the time before does not count into its speed."""
+        """Start the clock of the training speed, when training begins."""
         self._since = (self._since[0], time.perf_counter())
 
     def train(
         self, *, step: int, epoch: int, loss: float, lr: float, grad_norm: float, samples: int, more: dict[str, float]
     ) -> None:
-        """One `train` record, with `more` values at its end."""
+        """Log a `train` record, with the `more` values at its end."""
         (samples_then, then), now = self._since, time.perf_counter()
         self._since = (samples, now)
         speed = round((samples - samples_then) / (now - then), 1)
@@ -39,17 +39,17 @@ class Metrics:
         self._log("train", **known, samples=samples, samples_per_s=speed, **more)
 
     def eval(self, *, step: int, epoch: int, seconds: float, values: dict[str, float]) -> None:
-        """One `eval` record. `seconds` is how long it took, which does not count into the training's speed."""
+        """Log an `eval` record. `seconds`: duration of the evaluation, excluded from the training speed."""
         samples, then = self._since
         self._since = (samples, then + seconds)
         self._log("eval", step=step, epoch=epoch, **values)
 
     def event(self, event: str, **details: Any) -> None:
-        """One `event` record: start, resume, checkpoint, preempted, restart, straggler, done and their kin."""
+        """Log an `event` record: start, resume, checkpoint, preempted, restart, straggler, done and others."""
         self._log("event", event=event, time=round(time.time(), 3), **redacted_all(details))
 
     def timing(self, step: int, ranks: list[Times]) -> None:
-        """Where each rank's time went up to `step`; an event if one keeps the others waiting."""
+        """Log each rank's times up to `step`, and a `straggler` event if the others wait for one rank."""
         with self._lock:
             for logger in [*self._loggers]:
                 self._surely(logger, partial(logger.timing, step, ranks))
@@ -57,19 +57,19 @@ class Metrics:
             self.event("straggler", **late)
 
     def advance(self, step: int) -> None:
-        """A step is done."""
+        """Report that a step is done."""
         for logger in self._loggers:
             self._surely(logger, partial(logger.advance, step))
 
     def close(self, step: int = 0, rest: Times | None = None) -> None:
-        """The attempt ends at `step`, `rest` after what `timing` has been told. A second call does nothing."""
+        """Close all loggers at `step`. `rest`: times since the last call of `timing`. A second call does nothing."""
         windows, self._windows = self._windows, None
         if windows:
             windows.close(step, rest or Times())
         with self._lock:
             for logger in self._loggers:
                 self._surely(logger, logger.close)
-            self._loggers = []  # the run has ended while a checkpoint was being written
+            self._loggers = []  # a checkpoint writer may still report after the end of the run
 
     def _log(self, kind: str, **fields: Any) -> None:
         with self._lock:
@@ -80,7 +80,7 @@ class Metrics:
             self.event("note", text=f"{why}: what is printed is dropped, and the run goes on")
 
     def _surely(self, logger: Logger, act: Callable[[], Any]) -> None:
-        """A logger that fails never fails the run."""
+        """Call a logger; if it raises, print the error and remove it. A logger never fails the run."""
         try:
             act()
         except Exception as error:

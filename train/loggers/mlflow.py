@@ -1,4 +1,4 @@
-"""MLflow. `pip install mlflow`; with a tracking server mlflow-skinny is enough."""
+"""MLflow logger. `pip install mlflow`; with a tracking server mlflow-skinny is enough."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from train.loggers.base import Logger
 from train.loggers.tensorboard import scalars
 
 LONGEST = 500
-"""Characters of a parameter's value that every server takes."""
+"""Maximum length of a parameter's value, in characters, that every server accepts."""
 
 
 class Mlflow(Logger):
-    """One run there for one folder here: a resumed run goes on with it, and a step that it has is not sent again.
+    """Logs to one MLflow run per run folder. A resumed run continues it; steps already logged are not sent again.
 
-    uri: of the tracking server; none: as MLFLOW_TRACKING_URI has it, else `folder`/mlflow.db (`mlflow ui --backend-store-uri
-        sqlite:///...`), which needs the whole of mlflow.
+    uri: tracking server; none: MLFLOW_TRACKING_URI, else `folder`/mlflow.db (`mlflow ui --backend-store-uri
+        sqlite:///...`), which needs the full mlflow package.
 
     Source: https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html
     """

@@ -1,4 +1,4 @@
-"""A page for Prometheus to scrape; chosen by `metrics.port`."""
+"""Prometheus logger: a metrics page for Prometheus to scrape."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from train.timing.clock import PARTS, Times
 
 
 class Prometheus(Logger):
-    """Answers `http://host:port/metrics` on rank 0 with where the run stands.
+    """Serves the run's progress at `http://host:port/metrics` on rank 0.
 
-    muster_step, muster_total_steps, muster_world_size; muster_train{name} and muster_eval{name}: the last values;
-    muster_samples; muster_events_total{event}; muster_rank_seconds_total{rank,part}: where each rank's time goes.
+    muster_step, muster_total_steps, muster_world_size; muster_train{name} and muster_eval{name}: last values;
+    muster_samples; muster_events_total{event}; muster_rank_seconds_total{rank,part}: time of each rank by part.
 
     Args:
-        host: the address to listen at; the default is to be reached from this host alone, 0.0.0.0 from everywhere.
+        name: name of the run, the label `run` of all metrics.
+        step: step at which this attempt begins.
+        total_steps: total steps of the run.
+        port: TCP port to listen on.
+        host: address to listen on; the default is reachable from this host only, 0.0.0.0 from everywhere.
 
     Source: https://prometheus.github.io/client_python/
     """

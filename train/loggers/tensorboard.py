@@ -1,4 +1,4 @@
-"""TensorBoard's own event files, in the run's folder."""
+"""TensorBoard logger: event files in the run's folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COORDINATES = ("kind", "step", "epoch", "samples")
 
 
 class TensorBoard(Logger):
-    """`folder`/tensorboard: the numbers of every `train` and `eval` record, by step, and the config as hyperparameters."""
+    """Writes the numbers of `train` and `eval` records and the config, as hyperparameters, to `folder`/tensorboard."""
 
     def __init__(self, folder: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -28,14 +28,14 @@ class TensorBoard(Logger):
     def log(self, record: dict[str, Any]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
-        # Together: SummaryWriter.add_scalar costs the training loop ten times as long for each of them.
+        # All in one summary: SummaryWriter.add_scalar takes ten times as long for each value.
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in scalars(record).items()]
         if values:
             writer: Any = self._writer.file_writer
             writer.add_summary(Summary(value=values), record["step"])
 
     def _tell_config(self, config: dict[str, Any]) -> None:
-        """In the run's own event file: SummaryWriter.add_hparams would make another run of it."""
+        """Write the config to the run's own event file: SummaryWriter.add_hparams would create another run."""
         from torch.utils.tensorboard import summary
 
         plain = (bool, int, float, str)
@@ -44,7 +44,7 @@ class TensorBoard(Logger):
         writer: Any = self._writer.file_writer
         experiment, session, _ = make(
             values, {"eval/loss": 0.0, "train/loss": 0.0}
-        )  # the third says that the run has ended
+        )  # the third summary marks the run as ended
         writer.add_summary(experiment)
         writer.add_summary(session)
 
@@ -53,7 +53,7 @@ class TensorBoard(Logger):
 
 
 def scalars(record: dict[str, Any]) -> dict[str, Any]:
-    """The values of a `train` or `eval` record, as `train/loss`; of an event none."""
+    """Return the values of a `train` or `eval` record, named `train/loss`; an empty dict for an event."""
     if record["kind"] == "event":
         return {}
     return {f"{record['kind']}/{name}": value for name, value in record.items() if name not in COORDINATES}

@@ -1,4 +1,4 @@
-"""Weights & Biases. `pip install wandb`."""
+"""Weights & Biases logger. `pip install wandb`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from train.loggers.tensorboard import scalars
 
 
 class Wandb(Logger):
-    """One run there for one folder here: a resumed run goes on with it, and a step that it has is not sent again.
+    """Logs to one W&B run per run folder. A resumed run continues it; steps already logged are not sent again.
 
-    mode: online, offline (`folder`/wandb, to be sent later with `wandb sync`) or disabled; none: as WANDB_MODE has it.
+    mode: online, offline (`folder`/wandb, to be sent later with `wandb sync`) or disabled; none: from WANDB_MODE.
 
     Source: https://docs.wandb.ai/ref/python/init
     """
@@ -41,7 +41,7 @@ class Wandb(Logger):
 
     def log(self, record: dict[str, Any]) -> None:
         if values := scalars(record):
-            self._run.log(values, step=record["step"])  # which leaves out a step that is behind the run's own
+            self._run.log(values, step=record["step"])  # wandb ignores steps that it already has
 
     def close(self) -> None:
         self._run.finish()

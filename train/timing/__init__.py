@@ -1,1 +1,1 @@
-"""Where the time of a run goes, rank by rank."""
+"""Time accounting of a run, by rank."""

@@ -1,4 +1,4 @@
-"""What a rank does with its time between two log lines."""
+"""Time accounting of one rank between two log lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARTS = ("seconds", "data", "wait", "evaluation", "checkpoint")
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one rank: all of them, and those it waited for data and for other ranks, evaluated and saved."""
+    """Seconds of one rank: in total, waiting for data, waiting for other ranks, in evaluation and in checkpoints."""
 
     seconds: float = 0.0
     data: float = 0.0
@@ -25,21 +25,22 @@ class Times:
 
     @property
     def own(self) -> float:
-        """What it took to have its share of the gradient and to step: the others wait for that, and for its data."""
+        """Seconds for data, this rank's share of the gradient and its steps: the time that other ranks wait for."""
         return max(0.0, self.seconds - self.wait - self.evaluation - self.checkpoint)
 
     def __add__(self, other: Times) -> Times:
         return Times(*(getattr(self, part) + getattr(other, part) for part in PARTS))
 
     def row(self) -> list[float]:
+        """Return the seconds in the order of `PARTS`."""
         return [getattr(self, part) for part in PARTS]
 
 
 class Clock:
-    """Adds up this rank's times; reading it begins anew.
+    """Accumulates this rank's times; `read` resets it.
 
     Args:
-        waited_s: seconds waited for others since it was last asked (Strategy.waited_s).
+        waited_s: returns the seconds waited for other ranks since its last call (Strategy.waited_s).
     """
 
     def __init__(self, waited_s: Callable[[], float] = lambda: 0.0):
@@ -48,13 +49,13 @@ class Clock:
         self._within, self._asked = "", 0
 
     def begin(self) -> None:
-        """Training begins; what was before does not count."""
+        """Start counting, when training begins."""
         self._waited_s()
         self._since = time.perf_counter()
 
     @contextlib.contextmanager
     def spending(self, part: str) -> Iterator[None]:
-        """What takes place inside is a `part`: evaluation or checkpoint. Of two, the inner one counts alone."""
+        """Count the time in this context as `part`: evaluation or checkpoint. Nested, only the inner part counts it."""
         outer, began, before = self._within, time.perf_counter(), sum(self._spent.values())
         self._within = part
         try:
@@ -64,7 +65,7 @@ class Clock:
             self._spent[part] += time.perf_counter() - began - (sum(self._spent.values()) - before)
 
     def waiting(self, data: Iterable[Item]) -> Iterator[Item]:
-        """The same items; the time that each takes to come is a wait for data, outside of an evaluation."""
+        """Yield the items of `data`, and count the time to get each as waiting for data, unless inside `spending`."""
         items = iter(data)
         while True:
             began = time.perf_counter()
@@ -76,31 +77,32 @@ class Clock:
             yield item
 
     def read(self) -> Times:
-        """Since it was last read. On CUDA the steps up to now have to be done."""
+        """Return the times since the last call, and reset. On CUDA all steps so far must have finished."""
         times = replace(self.rest(), wait=self._waited_s())
         self._since, self._spent = self._since + times.seconds, dict.fromkeys(self._spent, 0.0)
         return times
 
     def is_due(self, world_size: int) -> bool:
-        """Whether to read it at this log line: of a large world only at every so many-th, for all ranks' times go to all.
+        """Return True if the clock is to be read at this log line.
 
-        Counts the calls, which have to be the same ones on every rank.
+        With more than `RANKS_AT_EVERY_LINE` ranks it is read less often, because all ranks' times go to all ranks.
+        The calls are counted, so every rank must make the same calls.
         """
         self._asked += 1
         return self._asked % (-(-world_size // RANKS_AT_EVERY_LINE)) == 0
 
     def rest(self) -> Times:
-        """What is there to read, less the waits, whether or not the last step was finished."""
+        """Return the times since the last read, without the waits for ranks; the last step need not have finished."""
         return Times(seconds=time.perf_counter() - self._since, **self._spent)
 
 
 def spread(times: Times, *, rank: int, size: int) -> list[float]:
-    """This rank's times among zeros, so that the sum over ranks is everybody's."""
+    """Return this rank's times in a row of zeros for the others, so that the sum over ranks has all ranks' times."""
     row = times.row()
     return [0.0] * (rank * len(row)) + row + [0.0] * ((size - 1 - rank) * len(row))
 
 
 def gathered(values: Sequence[float]) -> list[Times]:
-    """Everybody's times, of the sum of all ranks' `spread`."""
+    """Return all ranks' times from the sum of their `spread`."""
     number = len(PARTS)
     return [Times(*values[first : first + number]) for first in range(0, len(values), number)]

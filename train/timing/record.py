@@ -1,6 +1,6 @@
-"""timing.jsonl: where the time of every rank went, over all attempts; steps that a restart repeated are in it twice.
+"""timing.jsonl: the time accounting of every rank over all attempts; steps repeated after a restart are in it twice.
 
-Its lines have a `kind`: `attempt` {time, began, step, attempt, world_size, hosts, host_of_rank, environment}, `window` {time, first,
+Each line has a `kind`: `attempt` {time, began, step, attempt, world_size, hosts, host_of_rank, environment}, `window` {time, first,
 step, seconds, data, wait, evaluation, checkpoint}, `end` {time, first, step, seconds, evaluation, checkpoint}. Times in seconds;
 `data` and `wait` have one number for each rank.
 """
@@ -31,7 +31,7 @@ NAME = "timing.jsonl"
 
 
 class TimingLine(BaseModel):
-    """Entries that every line has."""
+    """Entries of every line. time: seconds since the epoch."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     time: float
@@ -39,6 +39,8 @@ class TimingLine(BaseModel):
 
 
 class AttemptLine(TimingLine):
+    """An `attempt` line: the process's start, hosts and environment."""
+
     began: float
     hosts: list[str]
     host_of_rank: list[int]
@@ -46,6 +48,8 @@ class AttemptLine(TimingLine):
 
 
 class EndLine(TimingLine):
+    """An `end` line: the seconds from step `first` to the end of the attempt."""
+
     first: int
     seconds: float
     evaluation: float
@@ -53,19 +57,21 @@ class EndLine(TimingLine):
 
 
 class WindowLine(EndLine):
+    """A `window` line: the seconds from step `first` to `step`, and each rank's waits."""
+
     data: list[float]
     wait: list[float]
 
 
 KINDS: dict[str, type[BaseModel]] = {"attempt": AttemptLine, "window": WindowLine, "end": EndLine}
 WINDOW_S = 0.5
-RANKS_PER_S = 32  # a line has two numbers for each rank: of large worlds there is one more seldom
+RANKS_PER_S = 32  # a line has two numbers per rank: large worlds write lines less often
 
 
 class Timing:
-    """On rank 0: adds log lines up to windows, writes them, and looks for stragglers.
+    """Combines log lines to windows, writes them, and detects stragglers. Rank 0 only.
 
-    A file that cannot be written is said once; the run goes on without it.
+    A write error is printed once; the run continues without the file.
     """
 
     def __init__(self, folder: Path, *, hosts: Sequence[str], attempt: str, step: int):
@@ -81,7 +87,7 @@ class Timing:
         )  # fmt: skip
 
     def add(self, step: int, ranks: Sequence[Times]) -> dict[str, Any] | None:
-        """Everybody's times up to `step`. Gives back what there is to say of a straggler."""
+        """Add all ranks' times up to `step`. Return the fields of a `straggler` event, or None."""
         self._window = [so_far + now for so_far, now in zip(self._window, ranks, strict=True)]
         self._last = step
         if self._window[0].seconds < self._least_s:
@@ -91,7 +97,7 @@ class Timing:
         return self._described(late, step) if late else None
 
     def close(self, step: int, rest: Times) -> None:
-        """The attempt ends at `step`, `rest` after the last log line."""
+        """Write the end of the attempt at `step`. `rest`: times since the last log line."""
         global _ended
         if self._window[0].seconds:
             self._write_window()
@@ -122,15 +128,18 @@ class Timing:
                 file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **fields}) + "\n")
         except OSError as error:
             self._failed = True
-            if error.errno not in (errno.EMFILE, errno.ENFILE):  # the run itself ends for want of them, and says so
+            if error.errno not in (
+                errno.EMFILE,
+                errno.ENFILE,
+            ):  # out of descriptors: the run itself ends with that error
                 say(f"muster: {storage_error(f'write {NAME}:', error)}")
 
 
-_ended = 0.0  # when the job of a sweep before this one had ended, in this process
+_ended = 0.0  # time at which the sweep's previous job in this process ended
 
 
 def began() -> float:
-    """When this process began to work for this run, as seconds since the epoch; where the system does not say, now."""
+    """Return when this process began to work for this run, in seconds since the epoch; now if that is not known."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -140,8 +149,8 @@ def began() -> float:
 
 
 def environment() -> dict[str, Any]:
-    """What this process runs with."""
-    import torch  # not for those who only read
+    """Return command, versions, processor, GPU and threads of this process."""
+    import torch  # here, so that readers of timing.jsonl do not import it
 
     on_cuda = torch.cuda.is_available()
     return {
@@ -157,7 +166,7 @@ def environment() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Vendor and vector instructions, by which torch and MKL choose their kernels; where the system does not say, what it is."""
+    """Return CPU vendor (else architecture) and vector instructions, by which torch and MKL choose their kernels."""
     import torch
 
     found = None

@@ -1,4 +1,4 @@
-"""Finds the rank that the others wait for, step after step."""
+"""Detection of stragglers: ranks that the others repeatedly wait for."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from statistics import median
 from train.timing.clock import Times
 
 WINDOWS = 3
-"""In so many in a row the same rank has to be late: a slow disk or processor is, a moment's noise is not."""
+"""Consecutive windows in which the same rank must be late: a slow disk or processor persists, noise does not."""
 SHARE = 0.2
-"""Of the time, lost by all for it: below that it is not worth a night's work."""
+"""Minimum share of the time that all ranks lose; less is not worth fixing."""
 
 
 @dataclass(frozen=True)
 class Late:
-    """The rank that is late, the share of the time that all lose by it, and what it spends that time on."""
+    """A late rank. share: of the time, lost by all ranks. cause: `data` or `compute`, where the rank spends it."""
 
     rank: int
     share: float
@@ -24,14 +24,17 @@ class Late:
 
 
 class Stragglers:
-    """Looks at window after window, on rank 0."""
+    """Detects stragglers over consecutive windows. Rank 0 only."""
 
     def __init__(self) -> None:
         self._late: list[Late] = []
         self._told = -1
 
     def look(self, window: Sequence[Times]) -> Late | None:
-        """Who is late in `window`, and was in the two before; a rank is named once, until another is late or none."""
+        """Return the rank that is late in `window` and was in the two before, else None.
+
+        A rank is returned once, until another rank or no rank is late.
+        """
         late = latest(window)
         if late is None or (self._late and self._late[-1].rank != late.rank):
             self._late, self._told = [], -1
@@ -45,7 +48,7 @@ class Stragglers:
 
 
 def latest(window: Sequence[Times]) -> Late | None:
-    """The rank that takes longest for its own, if all lose much by it."""
+    """Return the rank with the longest own time in `window`, if all ranks lose at least `SHARE` by it."""
     if len(window) < 2:
         return None
     rank = max(range(len(window)), key=lambda each: window[each].own)
