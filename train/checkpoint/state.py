@@ -24,7 +24,10 @@ from train.dist.world import World
 from train.errors import StorageError
 
 Index = dict[str, Any]
-"""{"tensors": name -> {size, dtype, pieces: [{offsets, sizes, file, at}]}, "values": name -> {file, at}}; `at` bytes."""
+"""{"tensors": name -> {size, dtype, pieces: [{offsets, sizes, file, at}]}, "values": name -> {file, at}}.
+
+at: offset in bytes.
+"""
 
 
 class OwnPiece(NamedTuple):

@@ -1,1 +1,1 @@
-"""After the run: one page on what it did."""
+"""Reports on runs: an HTML page, and a live view in the terminal."""

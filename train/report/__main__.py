@@ -1,4 +1,4 @@
-"""`python -m train.report RUN [RUN...]`: the page on a run, or one that compares several; `--watch` follows them."""
+"""`python -m train.report RUN [RUN...]`: write a report on a run, or compare several; `--watch` follows them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train.report.page import NAME, write_page
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """What the command line asks for: 0, or 2 if a folder is no run's, 5 if the page cannot be written."""
+    """Run the command line. Return 0, 2 if a folder is not a run's, or 5 if the page cannot be written."""
     parser = argparse.ArgumentParser(prog="python -m train.report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a folder of such folders")
     parser.add_argument("--output", type=Path, help="the file to write; of one run, report.html in its folder")
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def of(run: Path) -> list[Path]:
-    """The folder itself, or, where it is no run's, those in it that are, oldest first."""
+    """Return the folder itself if it is a run's, else the run folders in it, sorted by name."""
     if (run / jsonl.NAME).exists():
         return [run]
     inside = sorted(path.parent for path in run.glob(f"*/{jsonl.NAME}"))

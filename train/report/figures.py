@@ -1,4 +1,4 @@
-"""The report's pictures, as what Plotly's script draws: https://plotly.com/javascript/reference/."""
+"""The report's figures, as data for Plotly's script: https://plotly.com/javascript/reference/."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.report.history import LOSSES, History, differing
 
 Figure = dict[str, Any]
 MOST_POINTS = 2000
-"""Of a curve; of a longer one every so many-th."""
+"""Maximum number of points of a curve; longer curves are thinned out evenly."""
 COLOURS = {
     "steps": "#2e9e6b", "compute": "#2e9e6b", "data wait": "#e8a33d", "data": "#e8a33d", "wait": "#8c8f98", "evaluation": "#5b8def",
     "checkpoint": "#9a6fd0", "repeated steps": "#d9534f", "start": "#57b5c4", "restart": "#c47f57", "down": "#7a5c5c",
@@ -24,7 +24,7 @@ WORDS = {
 
 
 def curves(histories: Sequence[History]) -> list[Figure]:
-    """Loss, what evaluations give, learning rate and speed over steps and over time, one figure each."""
+    """Return a figure each of loss, evaluation metrics, learning rate, speed and gradient norm, over steps and time."""
     measured = [name for history in histories for line in history.evals for name in line]
     more = [name for history in histories for line in history.train[:1] for name in line]
     known = {"kind", "step", "epoch", "samples", "loss", *OF_A_STEP}
@@ -68,7 +68,7 @@ def _curve(histories: Sequence[History], name: str) -> Figure:
 
 
 def _marks(history: History) -> list[dict[str, Any]]:
-    """Restarts, preemptions, changes of the world size and stragglers, where they were."""
+    """Return the steps and times of restarts, preemptions, world size changes and stragglers; at most the last 60."""
     found: list[dict[str, Any]] = []
     size = None
     for line in history.events:
@@ -89,7 +89,7 @@ def _marks(history: History) -> list[dict[str, Any]]:
 
 
 def where_time_went(histories: Sequence[History]) -> Figure | None:
-    """One bar a run, of wall-clock time."""
+    """Return a figure with one bar per run: the shares of its wall-clock time; None if no times are recorded."""
     known = [history for history in histories if history.seconds][::-1]
     if not known:
         return None
@@ -108,7 +108,7 @@ def where_time_went(histories: Sequence[History]) -> Figure | None:
 
 
 def ranks(history: History) -> Figure | None:
-    """What each rank of the last attempt did in its steps."""
+    """Return a figure of each rank's step time in the last attempt; None with fewer than two ranks."""
     rows, hosts = history.by_rank, history.hosts
     if len(rows) < 2:
         return None
@@ -128,14 +128,14 @@ def ranks(history: History) -> Figure | None:
 
 
 def _bars(title: str, data: list[Figure], xaxis: Figure, yaxis: Figure, *, height: int) -> Figure:
-    """Lying bars, stacked, a row for each name."""
+    """Return a figure of horizontal stacked bars, one row per name."""
     traces = [{"type": "bar", "orientation": "h", **trace} for trace in data]
     layout = {"barmode": "stack", "xaxis": xaxis, "yaxis": {"type": "category", **yaxis}}
     return {"title": title, "data": traces, "layout": layout, "height": height, "wide": True}
 
 
 def checkpoints(history: History) -> Figure | None:
-    """How large they were and how long they took to write."""
+    """Return a figure of the checkpoints' sizes and write times; None with fewer than two."""
     lines = _thinned(history.of_event("checkpoint"))
     if len(lines) < 2:
         return None
@@ -154,7 +154,10 @@ def checkpoints(history: History) -> Figure | None:
 
 
 def parallel(histories: Sequence[History]) -> Figure | None:
-    """A sweep: one line a run through what differs and what came of it."""
+    """Return a parallel-coordinates figure of a sweep, one line per run: differing keys and results.
+
+    None with fewer than three runs or two axes.
+    """
     if len(histories) < 3:
         return None
     axes = []
@@ -184,7 +187,7 @@ def parallel(histories: Sequence[History]) -> Figure | None:
 
 
 def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Numbers as they are, words as the number of their place."""
+    """Return an axis: numbers unchanged, other values as the index of their first occurrence."""
     if all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
         return {"label": name, "values": list(values)}
     words = list(dict.fromkeys(str(value) for value in values))
@@ -197,7 +200,7 @@ def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    """`3 s`, `4 min 5 s`, `2 h 3 min`, `5 d 2 h`."""
+    """Format seconds: `3.0 s`, `4 min 5 s`, `2 h 3 min`, `5 d 2 h`."""
     whole = round(seconds)
     if whole < 10:
         return f"{seconds:.1f} s"
@@ -209,7 +212,7 @@ def duration(seconds: float) -> str:
 
 
 def _thinned(lines: Sequence[Any]) -> list[Any]:
-    """At most MOST_POINTS of them, the last among them."""
+    """Return at most MOST_POINTS of the lines, evenly spaced, including the last."""
     every = -(-len(lines) // MOST_POINTS) or 1
     return [*lines[-1::-every]][::-1]
 

@@ -1,4 +1,4 @@
-"""What a run's folder tells of it: read once, for the page, the live view and the table of a sweep."""
+"""A run's history, read from its folder once, for the page, the live view and the sweep table."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from train.timing import record as timing
 
 Line = dict[str, Any]
 LOSSES = ("down", "restart", "start", "repeated steps", "data wait", "checkpoint", "evaluation")
-"""What wall-clock time goes to that is no step that counts."""
+"""Categories of wall-clock time other than steps that count."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """One attempt, as timing.jsonl has it. Times are seconds since the epoch.
+    """One attempt, from timing.jsonl. Times are in seconds since the epoch.
 
-    began: of the process. trained: when its loop began. ended: its last sign. resumed_at: the step it began with.
+    began: start of the process. trained: start of its training loop. ended: its last record.
+    resumed_at: first step. facts, windows, end: its lines, by kind.
     """
 
     began: float
@@ -40,13 +41,14 @@ class Stretch:
 
     @property
     def last_step(self) -> int:
+        """Last step on record; `resumed_at` if there is none."""
         last: int = max([self.resumed_at, *(line["step"] for line in self.windows), (self.end or {}).get("step", 0)])
         return last
 
 
 @dataclass(frozen=True)
 class History:
-    """A run, from its files; of whatever is not there it knows nothing, and raises nothing."""
+    """A run's history, from its files. Missing files give empty values, not errors."""
 
     folder: Path
     lines: list[Line]
@@ -56,7 +58,7 @@ class History:
 
     @classmethod
     def of(cls, folder: Path) -> History:
-        """Read `folder`. Raises OSError."""
+        """Read the history from `folder`. Raises OSError."""
         return cls(
             folder=folder,
             lines=jsonl.read(folder / jsonl.NAME),
@@ -67,55 +69,62 @@ class History:
 
     @property
     def name(self) -> str:
+        """Name of the run's folder."""
         return self.folder.resolve().name
 
     @cached_property
     def train(self) -> list[Line]:
+        """The `train` lines."""
         return [line for line in self.lines if line["kind"] == "train"]
 
     @cached_property
     def evals(self) -> list[Line]:
+        """The `eval` lines."""
         return [line for line in self.lines if line["kind"] == "eval"]
 
     @cached_property
     def events(self) -> list[Line]:
+        """The `event` lines."""
         return [line for line in self.lines if line["kind"] == "event"]
 
     @cached_property
     def begins(self) -> list[Line]:
-        """One `start` or `resume` for each attempt that came to train."""
+        """The `start` or `resume` event of each attempt that reached training."""
         return [line for line in self.events if line["event"] in ("start", "resume")]
 
     def of_event(self, *names: str) -> list[Line]:
+        """Return the events with these names."""
         return [line for line in self.events if line["event"] in names]
 
     @property
     def total_steps(self) -> int | None:
+        """Total steps of the run, from its last attempt; None if not known."""
         return self.begins[-1].get("total_steps") if self.begins else None
 
     @property
     def world_size(self) -> int | None:
+        """World size of the last attempt; None if not known."""
         return self.begins[-1].get("world_size") if self.begins else None
 
     @property
     def step(self) -> int:
-        """The last step on record."""
+        """Last step on record."""
         return max([line["step"] for line in (*self.train, *self.evals)], default=0)
 
     @property
     def state(self) -> str:
-        """done, preempted, failed, running or none, as outcome.json has it."""
+        """Outcome in outcome.json: done, preempted, failed, running or another; none if there is none."""
         return str(self.outcome.get("outcome") or "none")
 
     @cached_property
     def last_values(self) -> dict[str, float]:
-        """Of the last evaluation, by name."""
+        """Metrics of the last evaluation, by name."""
         last = self.evals[-1] if self.evals else {}
         return {name: value for name, value in last.items() if name not in ("kind", "step", "epoch")}
 
     @cached_property
     def stretches(self) -> list[Stretch]:
-        """All attempts that came to train, without those that found the run finished."""
+        """All attempts that reached training, except those that found the run finished."""
         found: list[Stretch] = []
         for at, line in enumerate(self.timings):
             if line["kind"] != "attempt":
@@ -133,12 +142,12 @@ class History:
 
     @cached_property
     def seconds(self) -> float:
-        """From the first process's begin to the last sign of the run."""
+        """Seconds from the start of the first process to the run's last record."""
         return max(0.0, self.stretches[-1].ended - self.stretches[0].began) if self.stretches else 0.0
 
     @cached_property
     def spent(self) -> dict[str, float]:
-        """Seconds of wall-clock time by what they went to: `steps` that count, and LOSSES. They add up to `seconds`."""
+        """Seconds of wall-clock time by category: `steps` that count, and LOSSES. They add up to `seconds`."""
         spent = dict.fromkeys(("steps", *LOSSES), 0.0)
         for at, stretch in enumerate(self.stretches):
             before = self.stretches[at - 1] if at else None
@@ -156,17 +165,17 @@ class History:
                 spent["repeated steps"] += again * (own + data)
                 spent["data wait"] += (1 - again) * data
                 spent["steps"] += (1 - again) * own
-        spent["steps"] += max(0.0, self.seconds - sum(spent.values()))  # between the lines' own clocks
+        spent["steps"] += max(0.0, self.seconds - sum(spent.values()))  # gaps between the lines' clocks
         return spent
 
     @property
     def goodput(self) -> float | None:
-        """The share of wall-clock time that went into steps that count."""
+        """Share of wall-clock time spent in steps that count, from 0 to 1; None if no times are recorded."""
         return self.spent["steps"] / self.seconds if self.seconds else None
 
     @cached_property
     def by_rank(self) -> list[dict[str, float]]:
-        """Seconds of each rank's steps in the last attempt: computing, waiting for data, and for other ranks."""
+        """Seconds of each rank in the last attempt: `compute`, `data` (waits for data), `wait` (for other ranks)."""
         if not self.stretches or not (windows := self.stretches[-1].windows):
             return []
         found = [dict.fromkeys(("compute", "data", "wait"), 0.0) for _ in windows[-1]["data"]]
@@ -179,12 +188,15 @@ class History:
 
     @property
     def hosts(self) -> list[str]:
-        """Of each rank of the last attempt."""
+        """Host of each rank of the last attempt."""
         facts = self.stretches[-1].facts if self.stretches else {}
         return [facts["hosts"][number] for number in facts.get("host_of_rank", ())]
 
     def time_of(self, step: int) -> float | None:
-        """When `step` was done for good, in seconds since the run began, between the nearest two that are known."""
+        """Return the time at which `step` was last done, in seconds since the run began, by linear interpolation.
+
+        None if no times are recorded.
+        """
         known, times = self._clock
         if not known:
             return None
@@ -196,7 +208,7 @@ class History:
 
     @cached_property
     def _clock(self) -> tuple[list[int], list[float]]:
-        """Steps and their times; of a step that was made twice the later time."""
+        """Known steps and their times; of a repeated step the later time."""
         times: dict[int, float] = {}
         zero = self.stretches[0].began if self.stretches else 0.0
         for stretch in self.stretches:
@@ -207,7 +219,7 @@ class History:
 
     @cached_property
     def ledger(self) -> tuple[bool | None, str]:
-        """Whether the samples on record are those of the plan, each step once, and a line on it."""
+        """True if the samples on record match the plan and no step is there twice (None: not known); and a summary."""
         size = next((line["samples_per_epoch"] for line in self.events if "samples_per_epoch" in line), None)
         if not size or not self.train or not self.config:
             return None, "not known: there are no steps on record"
@@ -236,7 +248,7 @@ UNTOLD = ("name", "output_dir")
 
 
 def differing(histories: list[History]) -> dict[str, list[Any]]:
-    """Keys whose values differ between runs, with the value of each; names and the like aside."""
+    """Return config key -> value of each run, for keys whose values differ, except names, folders and `log.`."""
     flats = [flatten(history.config) for history in histories]
     names = dict.fromkeys(name for each in flats for name in each if name not in UNTOLD and not name.startswith("log."))
     found = {name: [each.get(name) for each in flats] for name in names}

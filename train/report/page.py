@@ -1,4 +1,4 @@
-"""report.html: one page, in one file, on what one run did or several; it needs no network."""
+"""report.html: a report on one run or several, in one file that needs no network."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from train.report.history import History, differing
 
 NAME = "report.html"
 LAST = 200
-"""So many events are shown, the last ones."""
+"""Maximum number of events shown; the last ones are."""
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html on the run in it. Raises OSError, StorageError."""
+    """Write `folder`/report.html about the run in `folder`. Raises OSError, StorageError."""
     return write_page([History.of(folder)], folder / NAME)
 
 
 def write_page(histories: Sequence[History], path: Path) -> Path:
-    """Write one page on all of them to `path`. Raises OSError, StorageError."""
+    """Write one page about all `histories` to `path`. Raises OSError, StorageError."""
     page = Page()
     if len(histories) == 1:
         title = f"Run {histories[0].name}"
@@ -47,20 +47,21 @@ def write_page(histories: Sequence[History], path: Path) -> Path:
 
 
 def plotly() -> str:
-    """Plotly's own script, as its package brings it."""
-    found = find_spec("plotly")  # to import all of it would take longer than the rest of the page
+    """Return Plotly's script from its installed package. Raises FileNotFoundError."""
+    found = find_spec("plotly")  # not imported: that would take longer than the rest of the page
     if not found or not found.origin:
         raise FileNotFoundError("plotly is not installed: pip install plotly")
     return Path(found.origin).with_name("package_data").joinpath("plotly.min.js").read_text()
 
 
 class Page:
-    """The figures of a page; each goes where its number stands."""
+    """The figures of a page; the script draws each in the element with its number."""
 
     def __init__(self) -> None:
         self.figures: list[Figure] = []
 
     def plots(self, wanted: Iterable[Figure | None]) -> str:
+        """Add figures, except None, and return the HTML for them."""
         return f'<div class="plots">{"".join(self._plot(figure) for figure in wanted if figure)}</div>'
 
     def _plot(self, figure: Figure) -> str:
@@ -72,7 +73,7 @@ class Page:
 
 
 def one(history: History, page: Page) -> list[str]:
-    """The body of the page on one run."""
+    """Return the body of a page about one run."""
     said = history.outcome.get("error") or ""
     facts = {
         "steps": f"{history.step:,}" + (f" of {history.total_steps:,}" if history.total_steps else ""),
@@ -129,7 +130,7 @@ def one(history: History, page: Page) -> list[str]:
 
 
 def compared(histories: Sequence[History], page: Page) -> list[str]:
-    """The body of the page on several runs."""
+    """Return the body of a page about several runs."""
     differs = differing(list(histories))
     values = list(dict.fromkeys(name for history in histories for name in history.last_values))
     head = ("run", "", *differs, "step", *values, "samples/s", "duration", "goodput")
@@ -226,5 +227,5 @@ def _cell(text: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """For a script element, which no text within may end."""
+    """Return JSON for a script element; `</` is escaped, as it could end the element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")

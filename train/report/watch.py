@@ -1,4 +1,4 @@
-"""`python -m train.report --watch RUN [RUN...]`: how runs stand, in the terminal, from their files alone."""
+"""`python -m train.report --watch RUN [RUN...]`: show the progress of runs in the terminal, from their files alone."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ EVERY_S = 1.0
 LEVELS = "▁▂▃▄▅▆▇█"
 SILENT_S = 60.0
 SPEEDS = 20
-"""Log lines over which speed is taken."""
+"""Number of timing windows over which speed is averaged."""
 STYLES = {"done": "green", "running": "blue", "preempted": "yellow", "failed": "red", "rank_lost": "red"}
 
 
 def watch(folders: Sequence[Path], *, once: bool = False) -> int:
-    """Show them until all are done, nobody reads it any more, or Ctrl-C."""
+    """Show the runs until all are done, the output has no reader, or Ctrl-C. Returns 0."""
     console = Console()
     if once:
         console.print(Group(*(_surely_shown(folder, console.width) for folder in folders)))
@@ -56,7 +56,7 @@ def _surely_shown(folder: Path, width: int) -> Group:
 
 
 def shown(folder: Path, width: int, *, now: float | None = None) -> Group:
-    """Three lines on one run: how far it is, how it does, and what happened last."""
+    """Return up to three lines about one run: progress, loss and speed, and the last event or error."""
     if not (folder / NAME).exists():
         return Group(Text.assemble((str(folder), "bold"), "  has not begun: no metrics.jsonl there yet"))
     history = History.of(folder)
@@ -87,7 +87,7 @@ def _how_far(history: History, now: float) -> Table:
 
 
 def _left(history: History, now: float) -> str:
-    """At the speed of the last log lines, for as long as somebody is at work."""
+    """Return the time left at the current speed and the goodput; the duration if the run does not run."""
     speed, good = _steps_per_s(history), f"goodput {100 * (history.goodput or 0):.0f} %"
     if history.state != "running":
         return f"took {duration(history.seconds)}, {good}" if history.seconds else ""
@@ -100,7 +100,7 @@ def _left(history: History, now: float) -> str:
 
 
 def _times(folder: Path) -> list[float]:
-    """When something was last written of the run."""
+    """Return when the run's files were last written, in seconds since the epoch."""
     return [path.stat().st_mtime for path in (folder / NAME, folder / timing.NAME) if path.exists()]
 
 
@@ -128,8 +128,10 @@ def _how_well(history: History, width: int) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`width` characters at most, each the mean of as many values, from the lowest to the highest level; of positive
-    values their logarithms are shown."""
+    """Return a chart of at most `width` characters, each the mean of equally many values, scaled to the full range.
+
+    Positive values are shown on a logarithmic scale.
+    """
     size = max(1, -(-len(values) // width))
     means = [sum(part) / len(part) for at in range(0, len(values), size) if (part := values[at : at + size])]
     means = [math.log(mean) for mean in means] if min(means) > 0 else means
