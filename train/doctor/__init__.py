@@ -1,1 +1,1 @@
-"""Whether this cluster can train: looked at before a long run, by the ranks that will do it. One check, one file in checks/."""
+"""Checks of a cluster before a long run, made by the ranks that will train. Each check has a file in checks/."""

@@ -1,6 +1,6 @@
-"""`torchrun ... -m train.doctor [options] [overrides]`: can this cluster train? Run it as the job will be run.
+"""`torchrun ... -m train.doctor [options] [overrides]`: check if this cluster can train. Run it as the job will be run.
 
-`python -m train.doctor --lint slurm/ k8s/` looks for mistakes in what is submitted, and needs no cluster.
+`python -m train.doctor --lint slurm/ k8s/` finds mistakes in batch scripts and manifests, and needs no cluster.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ FAILED = 1
 
 
 def main() -> None:
+    """Run the command line and end this process with its exit code."""
     output.endure()
     parser = argparse.ArgumentParser(prog="python -m train.doctor", description=__doc__)
     parser.add_argument("--expect", type=int, metavar="RANKS", help="how many ranks there should be")
@@ -48,7 +49,10 @@ def main() -> None:
 
 
 def visited(config: Config, given: argparse.Namespace) -> int:
-    """Let all ranks look, and rank 0 say what is wrong; 0, or 1 if training cannot work. Collective. Raises MusterError."""
+    """Run all checks on all ranks and report them on rank 0. Return 0, or 1 if training cannot work.
+
+    Collective: every rank must call it. Raises MusterError.
+    """
     place = Place.from_env(config.dist.init_method)
     world = start(group_options(config), place)
     results = examine(world, visit_of(config, expected=given.expect, quick=given.quick))
@@ -63,7 +67,7 @@ def visited(config: Config, given: argparse.Namespace) -> int:
 
 
 def looked_into(paths: list[Path]) -> int:
-    """Print the mistakes in files; 0 if there are none."""
+    """Print the mistakes in files. Return 0 if there are none, else 1."""
     mistakes = lint(paths)
     for mistake in mistakes:
         print(mistake)

@@ -1,7 +1,7 @@
-"""The seam between the doctor and its checks.
+"""Interface between the doctor and its checks.
 
-Every rank looks at what it alone can see and gives facts, which are JSON; rank 0 judges all of them. So what a check
-finds is a pure function of facts, and a test needs no broken cluster to see it found.
+Every rank collects the facts that only it can see, as JSON; rank 0 judges the facts of all ranks. So the findings of a
+check are a pure function of facts, and testing them needs no broken cluster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong. `fails`: training cannot work so; otherwise it works, slowly or by luck. remedy: what to do."""
+    """A problem. fails: True if training cannot work, False if it may be slow or unreliable. remedy: what to do."""
 
     what: str
     remedy: str
@@ -28,10 +28,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Visit:
-    """What the doctor was asked.
+    """Options of an examination.
 
-    output_dir: the folder that a run would write to. workers: of the loader, a rank.
-    expected: how many ranks there should be; None: as many as came. quick: no speed tests.
+    output_dir: folder that a run would write to. workers: loader workers per rank.
+    expected: number of ranks expected; None: the launcher's number, if it is known. quick: True skips speed tests.
     """
 
     output_dir: str
@@ -41,32 +41,35 @@ class Visit:
 
 
 class Check:
-    """One thing that has to be right. A subclass in checks/ is found by itself."""
+    """Base class of checks. Subclasses in checks/ are discovered automatically."""
 
     name: ClassVar[str]
     slow: ClassVar[bool] = False
-    """Whether it takes seconds, and is left out of a quick visit."""
+    """True if the check takes seconds; a quick visit skips it."""
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
-        """What this rank sees. Collective, if it has to be."""
+        """Return this rank's facts. May be collective: every rank calls it."""
         raise NotImplementedError
 
     def judge(self, ranks: Sequence[Facts], visit: Visit) -> list[Finding]:
-        """What is wrong, of all ranks' facts in their order; each has `rank`, `host` and `local_rank` too. On rank 0."""
+        """Return the findings from all ranks' facts, in rank order; called on rank 0 only.
+
+        The facts of each rank also have `rank`, `host` and `local_rank`.
+        """
         raise NotImplementedError
 
     def summary(self, ranks: Sequence[Facts]) -> str:
-        """One line of what was seen."""
+        """Return a one-line summary of the facts."""
         return ""
 
 
 def whereabouts(world: World) -> dict[str, Any]:
-    """What every rank's facts begin with. A host may be several nodes: containers have names of their own."""
+    """Return the facts that identify a rank. One machine may have several hosts: containers have their own names."""
     return {"rank": world.rank, "host": socket.gethostname(), "local_rank": int(os.environ.get("LOCAL_RANK", "0"))}
 
 
 def by_value(ranks: Sequence[Facts], key: str) -> dict[Any, list[str]]:
-    """The hosts with each value of `key`."""
+    """Return value of `key` -> hosts with that value."""
     found: dict[Any, list[str]] = {}
     for facts in ranks:
         hosts = found.setdefault(facts.get(key), [])
@@ -76,12 +79,12 @@ def by_value(ranks: Sequence[Facts], key: str) -> dict[Any, list[str]]:
 
 
 def one_a_host(ranks: Sequence[Facts]) -> list[Facts]:
-    """The facts of the first rank of each host."""
+    """Return the facts of the first rank of each host."""
     return list({facts["host"]: facts for facts in reversed(ranks)}.values())[::-1]
 
 
 def outliers(values: Mapping[str, float], *, factor: float) -> list[str]:
-    """The names whose value is below the median's `factor`-th part; robust, for the slow do not move a median."""
+    """Return the names whose value is below the median divided by `factor`. Slow values do not move the median."""
     ordered = sorted(values.values())
     middle = ordered[len(ordered) // 2] if ordered else 0.0
     return [name for name, value in values.items() if value * factor < middle]

@@ -1,4 +1,4 @@
-"""Mistakes in batch scripts and manifests that cost a night, found by reading them."""
+"""Linter for costly mistakes in batch scripts and manifests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from train.errors import ConfigError
 from train.launch.spec import SHUTDOWN
 
 Rule = Callable[[str], Iterator[tuple[int, str]]]
-"""The text of a file -> (line, what is wrong and what to do)."""
+"""Maps the text of a file to (line number, mistake and remedy)."""
 
 
 def lint(paths: list[Path]) -> list[str]:
-    """`file:line: mistake` for all files; of a folder *.sbatch, *.sh, *.yaml and *.yml. Raises ConfigError."""
+    """Return `file:line: mistake` for all files; of a folder its *.sbatch, *.sh, *.yaml and *.yml. Raises ConfigError."""
     found = []
     for path in paths:
         if not path.exists():
@@ -32,12 +32,14 @@ def lint(paths: list[Path]) -> list[str]:
 
 
 def blank_in_directive(text: str) -> Iterator[tuple[int, str]]:
+    """Find `# SBATCH`, which Slurm reads as a comment."""
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(r"#\s+SBATCH\b|##+\s*SBATCH\b", line):
             yield number, "Slurm takes this for a comment: write #SBATCH without a blank"
 
 
 def directive_too_late(text: str) -> Iterator[tuple[int, str]]:
+    """Find #SBATCH directives after the first command, which Slurm ignores."""
     commands = False
     for number, line in enumerate(text.splitlines(), 1):
         if commands and line.startswith("#SBATCH"):
@@ -46,6 +48,7 @@ def directive_too_late(text: str) -> Iterator[tuple[int, str]]:
 
 
 def processors_lost(text: str) -> Iterator[tuple[int, str]]:
+    """Find srun without --cpus-per-task, which it does not inherit from sbatch."""
     if not re.search(r"^#SBATCH\s+(?:--cpus-per-task|-c)\b", text, re.M) or "SRUN_CPUS_PER_TASK" in text:
         return
     for number, line in enumerate(text.splitlines(), 1):
@@ -54,11 +57,13 @@ def processors_lost(text: str) -> Iterator[tuple[int, str]]:
 
 
 def no_warning(text: str) -> Iterator[tuple[int, str]]:
+    """Find torchrun jobs without --signal, which the time limit kills before they can save."""
     if re.search(r"^#SBATCH", text, re.M) and "torchrun" in text and not re.search(r"^#SBATCH\s+--signal", text, re.M):
         yield 1, "no #SBATCH --signal=B:USR1@120: the time limit kills the run before it can save"
 
 
 def flag_over_variable(text: str) -> Iterator[tuple[int, str]]:
+    """Find torchrun flags that override a PET_ variable set in the same file."""
     for number, line in enumerate(text.splitlines(), 1):
         for flag, variable in (
             ("nnodes", "NNODES"),
@@ -73,6 +78,7 @@ def flag_over_variable(text: str) -> Iterator[tuple[int, str]]:
 
 
 def manifests(text: str) -> list[Any]:
+    """Return the YAML documents that are mappings; an empty list if the text is not valid YAML."""
     try:
         return [document for document in yaml.safe_load_all(text) if isinstance(document, dict)]
     except yaml.YAMLError:
@@ -80,6 +86,7 @@ def manifests(text: str) -> list[Any]:
 
 
 def grace_too_short(text: str) -> Iterator[tuple[int, str]]:
+    """Find pods with a grace period shorter than the time that workers may take to save."""
     for match in re.finditer(r"terminationGracePeriodSeconds:\s*(\d+)", text):
         timeout = re.search(rf"(?:{SHUTDOWN}|GRACE_S)\D+?value:\s*\D?(\d+)", text)
         needed = int(timeout[1]) if timeout else 30
@@ -91,6 +98,7 @@ def grace_too_short(text: str) -> Iterator[tuple[int, str]]:
 
 
 def service_as_endpoint(text: str) -> Iterator[tuple[int, str]]:
+    """Find rendezvous endpoints that name a load-balanced Service instead of one pod."""
     documents = manifests(text)
     services = {
         d["metadata"]["name"]
@@ -106,6 +114,7 @@ def service_as_endpoint(text: str) -> Iterator[tuple[int, str]]:
 
 
 def trainer_missing(text: str) -> Iterator[tuple[int, str]]:
+    """Find TrainJobs without spec.trainer, which get no PET_ variables."""
     for document in manifests(text):
         if document.get("kind") == "TrainJob" and "trainer" not in (document.get("spec") or {}):
             line = next((n for n, t in enumerate(text.splitlines(), 1) if t.startswith("kind: TrainJob")), 1)

@@ -1,4 +1,4 @@
-"""What the doctor found: a table and a heat map in the terminal, doctor.json, links.png."""
+"""Output of the doctor: a table and a heat map in the terminal, doctor.json, links.png."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.text import Text
 from train.files import replace_file
 
 SHADES = ("green", "yellow", "dark_orange", "red")
-"""Of a link at the median and faster, above half of it, above a quarter, and slower."""
+"""Colors of links from the median's speed up, from a half, from a quarter, and slower."""
 
 
 def show(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """The table, what is wrong and what to do, and which links are slow."""
+    """Print the table of checks, the findings with their remedies, and the link speeds of more than two ranks."""
     table = Table("check", "", "seen", "s", box=None, pad_edge=False)
     for result in results:
         worst = "fail" if any(f["fails"] for f in result["findings"]) else "warn" if result["findings"] else "ok"
@@ -35,7 +35,7 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def wrong(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """What fails, and what is only to be known, a line each."""
+    """Return the findings that fail and those that only warn, one line each."""
     lines = [
         (finding["fails"], f"{result['check']}: {finding['what']}; {finding['remedy']}")
         for result in results
@@ -45,7 +45,7 @@ def wrong(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[str]]:
 
 
 def matrix(results: Sequence[dict[str, Any]]) -> dict[int, dict[int, float]]:
-    """rank -> rank -> MB/s, of the links that were measured."""
+    """Return rank -> rank -> MB/s of the measured links, in both directions."""
     found: dict[int, dict[int, float]] = {}
     for result in results:
         for facts in result["ranks"] if result["check"] == "links" else ():
@@ -57,6 +57,7 @@ def matrix(results: Sequence[dict[str, Any]]) -> dict[int, dict[int, float]]:
 
 
 def heat_map(speeds: dict[int, dict[int, float]], console: Console) -> None:
+    """Print the link speeds as a matrix of colored blocks."""
     values = sorted(speed for row in speeds.values() for speed in row.values())
     usual = values[len(values) // 2]
     console.print(f"\nMB/s between ranks, {SHADES[0]} at the median of {usual:.0f} and above:")
@@ -69,7 +70,7 @@ def heat_map(speeds: dict[int, dict[int, float]], console: Console) -> None:
 
 
 def write(results: Sequence[dict[str, Any]], folder: Path) -> None:
-    """doctor.json and, of more than one rank, links.png in `folder`. Raises StorageError."""
+    """Write doctor.json and, if links were measured, links.png to `folder`. Raises StorageError."""
     failed = [result["check"] for result in results if any(f["fails"] for f in result["findings"])]
     text = json.dumps({"ok": not failed, "failed": failed, "checks": list(results)}, indent=1)
     replace_file(folder / "doctor.json", lambda draft: draft.write_text(text + "\n"))

@@ -1,4 +1,4 @@
-"""A visit: all checks on all ranks, and what rank 0 makes of them."""
+"""A visit of the doctor: all checks run on all ranks, and rank 0 judges their facts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.redact import redacted_all
 
 
 def all_checks() -> list[Check]:
-    """One of each class in checks/, the quick ones first."""
+    """Return an instance of each class in checks/, quick ones first."""
     for module in pkgutil.iter_modules(checks.__path__):
         importlib.import_module(f"{checks.__name__}.{module.name}")
     found = [kind() for kind in Check.__subclasses__() if kind.__module__.startswith(f"{checks.__name__}.")]
@@ -24,7 +24,10 @@ def all_checks() -> list[Check]:
 
 
 def examine(world: World, visit: Visit) -> list[dict[str, Any]]:
-    """For each check its name, a line on what was seen, the facts and the findings; empty but on rank 0. Collective."""
+    """Return for each check its name, summary, seconds, findings and the ranks' facts; empty except on rank 0.
+
+    Collective: every rank must call it.
+    """
     results = []
     for check in all_checks():
         if check.slow and visit.quick:
@@ -32,7 +35,7 @@ def examine(world: World, visit: Visit) -> list[dict[str, Any]]:
         began, facts = time.perf_counter(), dict[str, Any]()
         try:
             facts = check.look(world, visit)
-        except (OSError, ValueError, KeyError) as error:  # one machine lacks what another has
+        except (OSError, ValueError, KeyError) as error:  # a machine may lack a file or tool that others have
             facts = {"cannot": located(error)}
         ranks = world.gather({**whereabouts(world), **facts})
         if not world.is_first:

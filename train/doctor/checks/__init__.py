@@ -1,1 +1,1 @@
-"""The checks. Each file has one."""
+"""The doctor's checks, one per file."""

@@ -1,4 +1,4 @@
-"""Names, addresses and interfaces by which ranks find each other."""
+"""Check of host names, addresses and network interfaces."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from train.doctor.base import Check, Facts, Finding, Visit, by_value, one_a_host
 
 
 class Addresses(Check):
+    """MASTER_ADDR is one host for all and not loopback; own names and MTUs fit."""
+
     name = "addresses"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
@@ -89,10 +91,11 @@ def resolved(name: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
+    """Return True for a loopback address; a zone (`%eth0`) is ignored."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def mtus() -> dict[str, int]:
-    """Of each interface. Linux."""
+    """Return the MTU of each interface in bytes. Linux only."""
     found = {path.parent.name: path.read_text().strip() for path in Path("/sys/class/net").glob("*/mtu")}
     return {name: int(size) for name, size in found.items() if size.isdigit()}

@@ -1,4 +1,4 @@
-"""The nodes' clocks, by which logs are compared and leases seem old."""
+"""Check of the nodes' clocks, which the comparison of logs relies on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ MOST_S = 2.0
 
 
 class Clocks(Check):
+    """The hosts' clocks are within `MOST_S` seconds of their median."""
+
     name = "clocks"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
-        world.sum([0.0])  # all leave it within a few milliseconds
+        world.sum([0.0])  # all ranks leave this collective within a few milliseconds
         return {"time": time.time()}
 
     def judge(self, ranks: Sequence[Facts], visit: Visit) -> list[Finding]:

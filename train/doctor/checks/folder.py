@@ -1,4 +1,4 @@
-"""The run's folder: seen by all, with room, and fast enough."""
+"""Check of the run's folder: shared by all ranks, with enough space and speed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from train.doctor.base import Check, Facts, Finding, Visit, by_value
 
 MEGABYTES = 64
 LEAST_FREE_GB, LEAST_SPEED = 1.0, 20.0
-"""GB, and MB/s at which a checkpoint would be written."""
+"""Minimum free space in GB, and minimum write speed of a checkpoint in MB/s."""
 
 
 class OutputFolder(Check):
+    """The run's folder is writable and shared by all ranks, has free space and is fast enough."""
+
     name = "folder"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
@@ -81,7 +83,7 @@ class OutputFolder(Check):
 
 
 def _speed(folder: Path) -> float:
-    """MB/s of a file that is on the disk when it is done."""
+    """Return the write speed in MB/s of a file of `MEGABYTES` MiB, fsync included; 0 on an error."""
     path, block = folder / f".muster-doctor-{uuid.uuid4().hex}", os.urandom(1 << 20)
     began = time.perf_counter()
     try:

@@ -1,4 +1,4 @@
-"""GPUs: memory that is free, errors, throttling, two ranks on one device."""
+"""Check of GPUs: free memory, memory errors, throttling, two ranks on one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.dist.world import World
 from train.doctor.base import Check, Facts, Finding, Visit
 
 FREE = 0.8
-"""The least share of a device's memory that nobody else should have."""
+"""Minimum free share of a device's memory."""
 HOT = 85.0  # degrees Celsius
 ASKED = (
     "uuid",
@@ -27,6 +27,8 @@ TIMEOUT_S = 10.0
 
 
 class Gpus(Check):
+    """Each rank has a GPU of its own with free memory, no memory errors, no throttling and the same driver."""
+
     name = "gpus"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
@@ -82,7 +84,7 @@ class Gpus(Check):
 
 
 def asked() -> str:
-    """What nvidia-smi says of all devices, as CSV; empty where it is not."""
+    """Return nvidia-smi's values for all devices as CSV; empty if it is missing or fails."""
     if not shutil.which("nvidia-smi"):
         return ""
     line = ["nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits"]
@@ -91,7 +93,7 @@ def asked() -> str:
 
 
 def told(uuid: str, text: str) -> dict[str, Any]:
-    """Of one device. A value that the device does not have (`[N/A]`) is left out.
+    """Parse the values of one device. A value that the device does not have (`[N/A]`) is left out.
 
     Source: `nvidia-smi --help-query-gpu`.
     """

@@ -1,4 +1,4 @@
-"""How fast each pair of ranks talks, and which is slower than the rest."""
+"""Check of the link between each pair of ranks, for links slower than the rest."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ SIZE = 1 << 20
 ROUNDS = 5
 SLOWER = 4.0
 MOST_RANKS = 32
-"""Of more than so many ranks one of each host is measured, and at most so many."""
+"""With more ranks than this, only the first rank of each host is measured, and at most this many."""
 
 
 class Links(Check):
+    """No link is slower than the median link divided by `SLOWER`."""
+
     name = "links"
     slow = True
 
@@ -29,7 +31,7 @@ class Links(Check):
         ]
         chosen = chosen[:MOST_RANKS]
         found: dict[str, list[float]] = {}
-        for distance in range(1, len(chosen)):  # in each round every rank is in one pair at most
+        for distance in range(1, len(chosen)):  # in each round every rank is in at most two pairs
             for first, second in pairs(len(chosen), distance):
                 a, b = chosen[first], chosen[second]
                 if world.rank in (a, b):
@@ -58,12 +60,12 @@ class Links(Check):
 
 
 def pairs(number: int, distance: int) -> list[tuple[int, int]]:
-    """Those whose difference is `distance`."""
+    """Return the pairs of numbers below `number` whose difference is `distance`."""
     return [(first, first + distance) for first in range(number - distance)]
 
 
 def talk(world: World, other: int, *, begins: bool) -> list[float]:
-    """[seconds one way of a byte, MB/s of a megabyte] between this rank and another. Both call it."""
+    """Measure a link: return [one-way seconds of one byte, MB/s of one MiB]. Both ranks of the link must call it."""
     medians = []
     for size in (1, SIZE):
         buffer, times = torch.zeros(size, dtype=torch.uint8, device=world.device), []

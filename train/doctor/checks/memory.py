@@ -1,4 +1,4 @@
-"""Memory, shared memory and file descriptors."""
+"""Check of memory, shared memory and file descriptors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from train.doctor.base import Check, Facts, Finding, Visit, one_a_host
 
 GIB = 2**30
 LEAST, LEAST_SHARED = 1.0, 0.25
-"""GiB a rank, and of /dev/shm for a rank whose loader has workers."""
+"""Minimum GiB per rank of free memory, and of /dev/shm if the loader has workers."""
 LEAST_FILES = 1024
 
 
 class Memory(Check):
+    """Each host has enough memory, /dev/shm and file descriptors for its ranks."""
+
     name = "memory"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
@@ -64,7 +66,7 @@ class Memory(Check):
 
 
 def free() -> float:
-    """Bytes that can be had: of the machine, or what its control group leaves."""
+    """Return the available memory in bytes: of the machine, or the rest of its cgroup's limit if that is less."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = float(lines["MemAvailable"].split()[0]) * 1024
     try:

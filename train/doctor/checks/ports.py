@@ -1,4 +1,4 @@
-"""Ports that ranks may listen at: each rank has several connections to every other."""
+"""Check of the ports that ranks may listen on: each rank has several connections to every other."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from train.doctor.base import Check, Facts, Finding, Visit, by_value, one_a_host
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LEAST = 1000
-"""Ports that a host should have left."""
+"""Minimum number of free ports of a host."""
 
 
 class Ports(Check):
+    """Each host has free ports; port range and MASTER_PORT are the same on all hosts."""
+
     name = "ports"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
@@ -54,7 +56,7 @@ class Ports(Check):
 
 
 def listened() -> set[int]:
-    """TCP ports of this host that are in use."""
+    """Return the TCP ports of this host that are in use."""
     found = set[int]()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         lines = table.read_text().splitlines()[1:] if table.exists() else []

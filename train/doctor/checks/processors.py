@@ -1,4 +1,4 @@
-"""Processors that ranks can really use, against the threads that they start."""
+"""Check of the processors that ranks can use against the threads that they start."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from train.doctor.base import Check, Facts, Finding, Visit
 
 
 class Processors(Check):
+    """The ranks of a host start no more threads than it has usable processors, and Slurm's request is met."""
+
     name = "processors"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
@@ -56,7 +58,7 @@ class Processors(Check):
 
 
 def quota() -> float | None:
-    """Processors that the control group allows (cpu.max in cgroup v2)."""
+    """Return the number of processors that the cgroup allows (cpu.max in cgroup v2); None if it sets no limit."""
     try:
         most, _, period = Path("/sys/fs/cgroup/cpu.max").read_text().partition(" ")
     except OSError:

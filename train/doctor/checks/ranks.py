@@ -1,4 +1,4 @@
-"""Every rank that was meant to be there."""
+"""Check of the number of ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from train.doctor.base import Check, Facts, Finding, Visit, by_value
 
 
 class Ranks(Check):
+    """All expected ranks are present, and all belong to one Slurm job."""
+
     name = "ranks"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How fast each rank multiplies matrices while all do, and how fast they add up together."""
+"""Check of compute speed: matrix products on all ranks at once, and all-reduce."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ SIDE = {"cpu": 512, "cuda": 4096}
 ROUNDS = 10
 SLOWER = 1.5
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
-"""Bytes of the sums."""
+"""Sizes of the all-reduces in bytes."""
 
 
 class Speed(Check):
+    """No rank multiplies matrices slower than the median rank divided by `SLOWER`."""
+
     name = "speed"
     slow = True
 
@@ -53,7 +55,7 @@ class Speed(Check):
 
 
 def timed(world: World, act: Any) -> float:
-    """The median of some rounds, seconds."""
+    """Return the median seconds of `act` over `ROUNDS` rounds, after one warm-up call."""
     times = []
     act()
     for _ in range(ROUNDS):

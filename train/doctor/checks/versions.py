@@ -1,4 +1,4 @@
-"""The same software on every node."""
+"""Check of software versions on all nodes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from train.dist.world import World
 from train.doctor.base import Check, Facts, Finding, Visit, by_value
 
 MUST = ("torch", "nccl", "kit")
-"""Ranks that differ in one of these do not train together."""
+"""Software whose versions must be equal on all ranks for training to work."""
 
 
 class Versions(Check):
+    """All nodes have the same software versions, GPUs and machine type."""
+
     name = "versions"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
@@ -44,10 +46,12 @@ class Versions(Check):
         return ", ".join(f"{name} {ranks[0][name]}" for name in self.names(ranks) if ranks[0][name])
 
     def names(self, ranks: Sequence[Facts]) -> list[str]:
+        """Return the names of the compared facts."""
         return [name for name in ranks[0] if name not in ("rank", "host", "local_rank")]
 
 
 def installed(name: str) -> str:
+    """Return the installed version of a package; `checkout` if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
