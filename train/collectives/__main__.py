@@ -1,4 +1,4 @@
-"""`python -m train.collectives [options]`: all-reduce algorithms, seen and timed, under torchrun or by itself."""
+"""`python -m train.collectives [options]`: check, time and plot all-reduce algorithms, with or without torchrun."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT = timedelta(seconds=120)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, or start the processes that do; the exit code."""
+    """Measure, or replace this process by torchrun to do so, and return the exit code."""
     try:
         options, place = parse(arguments), Place.from_env()
         if "RANK" not in os.environ:
@@ -42,7 +42,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(options: Options, place: Place) -> None:
-    """Form the group, measure, and write what was found. Collective. Raises MusterError."""
+    """Form the process group, measure, and write the results. Collective: every rank must call it.
+
+    Raises MusterError.
+    """
     sizes, device = world_sizes(options, place.world_size), choose_device(options, place)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
@@ -57,7 +60,7 @@ def measure(options: Options, place: Place) -> None:
 
 
 def choose_device(options: Options, place: Place) -> torch.device:
-    """This rank's device. Raises ConfigError."""
+    """Return this rank's device: its GPU, or the CPU if there are too few. Raises ConfigError."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     enough = there >= place.local_world_size
     if options.device == "cuda" and not enough:
@@ -68,7 +71,7 @@ def choose_device(options: Options, place: Place) -> torch.device:
 
 
 def leave(figures: Figures, options: Options) -> None:
-    """The table on the terminal, the picture and the numbers in the folder. Raises StorageError."""
+    """Print the table, and write plot and numbers to the output folder. Raises StorageError."""
     write_json(options.out / "collectives.json", figures.as_json())
     draw(figures, options.out / "collectives.png")
     show(figures)

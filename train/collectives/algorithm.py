@@ -1,4 +1,4 @@
-"""The seam between an all-reduce algorithm and what checks, times and draws it."""
+"""Interface of all-reduce algorithms, for checking, timing and plotting them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from train.collectives.link import Link
 
 @dataclass(frozen=True)
 class Cost:
-    """What one all-reduce costs by theory, whatever the network.
+    """Theoretical cost of one all-reduce, independent of the network.
 
-    messages: rounds that have to follow one another, each of which waits for a message.
-    nbytes: bytes that have to follow one another on the longest path.
-    busiest_bytes: bytes that the rank that sends most sends.
+    messages: number of sequential rounds, each of which waits for a message.
+    nbytes: bytes sent sequentially on the longest path.
+    busiest_bytes: bytes sent by the rank that sends most.
     """
 
     messages: int
@@ -25,19 +25,22 @@ class Cost:
 
 
 class Algorithm(ABC):
-    """One way to sum a tensor over ranks. All of them send 2 (W - 1) n bytes in all; they differ in who sends when."""
+    """An all-reduce algorithm. Each sends 2 (W - 1) n bytes in total; they differ in which rank sends when."""
 
     name: str
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, link: Link) -> None:
-        """Replace the contiguous `tensor`, [n], by its sum over the ranks of `link`. Collective."""
+        """Replace the contiguous `tensor`, [n], by its sum over the ranks of `link`.
+
+        Collective: every rank of `link` must call it.
+        """
 
     @abstractmethod
     def cost(self, world_size: int, nbytes: float) -> Cost:
-        """Of a tensor of `nbytes`, where every rank can send and receive at the same time."""
+        """Return the cost for a tensor of `nbytes`, if every rank can send and receive at the same time."""
 
 
 def rounds_of_doubling(world_size: int) -> int:
-    """How often one has to double to get from one rank to all: log2, rounded up."""
+    """Return the number of doublings from one rank to `world_size` ranks: log2, rounded up."""
     return (world_size - 1).bit_length()

@@ -1,4 +1,4 @@
-"""What is measured: each algorithm and the backend's own collectives, as one call with a result that is known."""
+"""The measured collectives: each algorithm and the backend's own, as one call with a known result."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from train.collectives.ring import Ring
 from train.collectives.tree import Tree
 
 ALGORITHMS: tuple[Algorithm, ...] = (ReduceBroadcast(), Tree(), Ring(), HalvingDoubling())
-PATTERN, WEIGHTS = 7, 8  # with small whole numbers a sum in float32 is exact, in whatever order it is made
+PATTERN, WEIGHTS = 7, 8  # float32 sums of small integers are exact in any order
 
 
 @dataclass(frozen=True)
 class Collective:
-    """call: carries it out on a tensor, [n]. expected: of a world size, what it must give where rank r has weight(r) x."""
+    """A collective to measure.
+
+    call: runs it on a tensor, [n]. expected: maps a pattern x and a world size to the correct result, where rank r has
+    weight(r) x. algorithm: None for the backend's own collectives.
+    """
 
     name: str
     call: Callable[[Tensor, Link], Tensor]
@@ -30,18 +34,18 @@ class Collective:
     algorithm: Algorithm | None = None
 
     def is_exact(self, link: Link, count: int, device: torch.device) -> bool:
-        """Whether `count` float32 values come out as they must. Collective."""
+        """Return True if the result for `count` float32 values is correct. Collective: every rank must call it."""
         pattern = (torch.arange(count, device=device) % PATTERN).float()
         return torch.equal(self.call(pattern * weight(link.rank), link), self.expected(pattern, link.size))
 
 
 def weight(rank: int) -> int:
-    """What tells a rank's values from its neighbours'."""
+    """Return the factor of a rank's values, which differs from its neighbors'."""
     return rank % WEIGHTS + 1
 
 
 def collectives(backend: str) -> list[Collective]:
-    """All that are compared, the algorithms first; the rest bear the backend's name."""
+    """Return all compared collectives: the algorithms, then the backend's own, whose names begin with `backend`."""
     own = (
         ("all_reduce", _all_reduce, sum_of),
         ("all_gather", _all_gather, all_of),
@@ -54,17 +58,17 @@ def collectives(backend: str) -> list[Collective]:
 
 
 def sum_of(pattern: Tensor, world_size: int) -> Tensor:
-    """[n], all ranks' values added."""
+    """Return the sum of all ranks' values, [n]."""
     return pattern * sum(map(weight, range(world_size)))
 
 
 def all_of(pattern: Tensor, world_size: int) -> Tensor:
-    """[W, n], all ranks' values."""
+    """Return all ranks' values, [W, n]."""
     return torch.stack([pattern * weight(rank) for rank in range(world_size)])
 
 
 def first_of(pattern: Tensor, world_size: int) -> Tensor:
-    """[n], rank 0's values."""
+    """Return rank 0's values, [n]."""
     return pattern * weight(0)
 
 

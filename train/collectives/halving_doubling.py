@@ -1,4 +1,4 @@
-"""Recursive halving and doubling: as few bytes as a ring in as few rounds as a tree."""
+"""Recursive halving and doubling: the bytes of a ring in the rounds of a tree."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from train.collectives.link import Link
 
 
 class HalvingDoubling(Algorithm):
-    """A reduce-scatter in which pairs exchange halves of what they still work on, then the same way back.
+    """A reduce-scatter in which pairs of ranks exchange halves of their current part, then an all-gather in reverse.
 
-    It takes a power of two of ranks: the surplus ranks first fold their tensors into a neighbour's, and get the sum last.
+    It needs a power of two of ranks: each surplus rank first adds its tensor to a neighbor's, and receives the sum at
+    the end.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
     """
@@ -57,12 +58,12 @@ class HalvingDoubling(Algorithm):
 
 
 def core_of(world_size: int) -> int:
-    """The largest power of two that is not above `world_size`."""
+    """Return the largest power of two up to `world_size`."""
     return 1 << (world_size.bit_length() - 1)
 
 
 def halvings(length: int, *, index: int, core: int) -> list[tuple[int, slice, slice]]:
-    """Round by round the peer's index, and the parts of a tensor of `length` that `index` keeps and gives away."""
+    """Return for each round the peer's index, and the slices of a tensor of `length` that `index` keeps and sends."""
     share, longer = divmod(length, core)
     edges = [0, *accumulate(share + (chunk < longer) for chunk in range(core))]
     low, high, rounds = 0, core, []

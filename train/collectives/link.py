@@ -1,4 +1,4 @@
-"""What an algorithm may use: a rank among others, and messages between two of them, whose bytes are counted."""
+"""Point-to-point messages within a process group, with a count of the bytes sent."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class Link:
-    """This rank's connections within a process group. Peers are named by their rank in the group.
+    """This rank's connections within a process group. Peers are given by their rank in the group.
 
-    sent_bytes: what this rank has sent since the start.
+    sent_bytes: bytes that this rank has sent so far.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -18,18 +18,18 @@ class Link:
         self.sent_bytes = 0
 
     def send(self, tensor: Tensor, *, to: int) -> None:
-        """Send `tensor`, and wait until it may be overwritten. Nothing is sent of an empty one, nor received."""
+        """Send `tensor`, and wait until it may be overwritten. Empty tensors are neither sent nor received."""
         if tensor.numel():
             dist.send(tensor, group=self.group, group_dst=to)
             self.sent_bytes += tensor.nbytes
 
     def receive(self, tensor: Tensor, *, source: int) -> None:
-        """Fill `tensor` with what `source` sends."""
+        """Receive `tensor` from `source`."""
         if tensor.numel():
             dist.recv(tensor, group=self.group, group_src=source)
 
     def exchange(self, sent: Tensor, *, to: int, received: Tensor, source: int) -> None:
-        """Send and receive at the same time, so that a circle of ranks that all send first does not stand still."""
+        """Send and receive at the same time: a circle of ranks that all send first would deadlock."""
         operations = []
         if sent.numel():
             operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=to))

@@ -1,4 +1,4 @@
-"""Check, then time, over message sizes and world sizes."""
+"""Checks and timings of collectives over message sizes and world sizes."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from train.collectives.model import Network, fit
 from train.collectives.wire import written_bytes
 from train.errors import MusterError
 
-ENOUGH_BYTES = 256 * 1024  # what one turn moves at least: ranks leave a barrier as far apart as a message takes
+ENOUGH_BYTES = 256 * 1024  # minimum per turn: ranks leave a barrier up to a message's time apart
 MOST_CALLS = 50
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One collective at one size. seconds: a call on its slowest rank, the median over turns."""
+    """Measurement of one collective at one size. seconds: time of a call on its slowest rank, median over turns."""
 
     name: str
     world_size: int
     nbytes: int
     seconds: float
     model_seconds: float | None
-    """None for the backend's own, which keeps its algorithm to itself."""
+    """Seconds by the alpha-beta model; None for the backend's own collectives, whose algorithm is unknown."""
     sent_bytes: list[int] | None
-    """By rank, counted in one call; of the backend's own by the kernel, headers and all, or None where it cannot."""
+    """Bytes sent by each rank in one call; for the backend's own collectives the kernel's count, headers included, or
+    None if it has none."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """All that one run has measured. ping_pong: (bytes, seconds one way) of a message between ranks 0 and 1."""
+    """All measurements of one run. ping_pong: (bytes, one-way seconds) of messages between ranks 0 and 1."""
 
     backend: str
     device: str
@@ -49,14 +50,19 @@ class Figures:
     measured: list[Measured]
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures as nested dicts and lists."""
         return asdict(self)
 
 
 class Bench:
-    """Measures the first W ranks of the process group, W by W; the others wait. All methods are collective.
+    """Measures collectives on the first W ranks of the process group, for each W; the other ranks wait.
+
+    All methods are collective: every rank must call them.
 
     Args:
-        rounds: turns that each collective gets, of which the median counts.
+        device: device of the tensors.
+        backend: name of the process group's backend.
+        rounds: number of timings of each collective, of which the median is taken.
     """
 
     def __init__(self, device: torch.device, *, backend: str, rounds: int):
@@ -65,7 +71,7 @@ class Bench:
         self.counts_own = device.type == "cpu" and written_bytes() is not None
 
     def measure(self, *, world_sizes: Sequence[int], sizes: Sequence[int]) -> Figures:
-        """Figures of messages of `sizes` bytes. Raises MusterError if a collective's result is wrong."""
+        """Measure all collectives with messages of `sizes` bytes. Raises MusterError if a result is wrong."""
         links = {world_size: self.link(world_size) for world_size in sorted({2, *world_sizes})}
         ping_pong = self.ping_pong(links[2], sizes)
         network = fit(*zip(*ping_pong, strict=True))
@@ -78,17 +84,17 @@ class Bench:
         return Figures(self.backend, self.device.type, torch.__version__, network, ping_pong, measured)
 
     def link(self, world_size: int) -> Link | None:
-        """Connections among the first `world_size` ranks; None on the others."""
+        """Return the link among the first `world_size` ranks; None on the other ranks."""
         group = dist.new_group(list(range(world_size)))
         return Link(group) if isinstance(group, dist.ProcessGroup) else None
 
     def ping_pong(self, link: Link | None, sizes: Sequence[int]) -> list[tuple[int, float]]:
-        """For each of `sizes` the seconds that a message takes from rank 0 to rank 1, which sends it back."""
+        """Return (bytes, one-way seconds) for each of `sizes`, from messages that rank 1 returns to rank 0."""
         calls = [(partial(there_and_back, torch.zeros(nbytes // 4, device=self.device)), nbytes) for nbytes in sizes]
         return [(nbytes, seconds / 2) for nbytes, seconds in zip(sizes, self._medians(calls, link), strict=True)]
 
     def compare(self, link: Link | None, world_size: int, nbytes: int, network: Network) -> list[Measured]:
-        """All collectives at one size, by turns, so that what else the machine does falls on each of them alike."""
+        """Measure all collectives at one size, in turns, so that other load on the machine affects all equally."""
         self._check(link, world_size, nbytes)
         tensor = torch.zeros(nbytes // 4, device=self.device)
         calls = [partial(each.call, tensor) for each in self.collectives]
@@ -148,7 +154,7 @@ def _sent_until_now(collective: Collective, link: Link) -> int:
 
 
 def there_and_back(tensor: Tensor, link: Link) -> None:
-    """Rank 0 sends `tensor` to rank 1, which sends it back. Collective."""
+    """Send `tensor` from rank 0 to rank 1 and back. Ranks 0 and 1 must call it; other ranks must not."""
     for sender in (0, 1):
         if link.rank == sender:
             link.send(tensor, to=1 - sender)

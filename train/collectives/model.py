@@ -1,4 +1,4 @@
-"""The alpha-beta model: a message of n bytes takes alpha + beta n seconds, whoever sends it to whom, whatever else is sent.
+"""The alpha-beta model: a message of n bytes takes alpha + beta n seconds, for any two ranks and any other traffic.
 
 Source: Hockney, "The communication challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 1994.
 """
@@ -15,21 +15,21 @@ from train.collectives.algorithm import Cost
 
 @dataclass(frozen=True)
 class Network:
-    """alpha_s: seconds that any message takes. beta_s: seconds for each of its bytes."""
+    """Parameters of the model. alpha_s: seconds per message. beta_s: seconds per byte."""
 
     alpha_s: float
     beta_s: float
 
     def seconds(self, cost: Cost) -> float:
-        """What one all-reduce should take; the additions cost nothing here."""
+        """Return the predicted seconds of one all-reduce; the time of the additions is ignored."""
         return cost.messages * self.alpha_s + cost.nbytes * self.beta_s
 
 
 def fit(nbytes: Sequence[float], seconds: Sequence[float]) -> Network:
-    """The network whose messages of `nbytes` come closest to the measured `seconds`, both constants at least 0.
+    """Fit alpha and beta, both at least 0, to the measured `seconds` of messages of `nbytes`, by least squares.
 
-    Errors count relative to what was measured: with absolute ones the largest messages alone would decide, and alpha,
-    which is lost in their noise, would be anything.
+    Errors are relative to the measured times: with absolute errors the largest messages alone would determine the fit,
+    and alpha would be arbitrary, as it is lost in their noise.
     """
     sizes, times = np.asarray(nbytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     terms = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]

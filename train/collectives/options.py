@@ -17,7 +17,7 @@ SIZES = "1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB"
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. ranks: the processes to start, where no launcher has started them."""
+    """Options of a measurement. ranks: number of processes to start if no launcher has started them."""
 
     ranks: int
     sizes: list[int]
@@ -28,14 +28,15 @@ class Options:
 
 
 class Parser(argparse.ArgumentParser):
-    """One that raises where argparse would print a page and exit."""
+    """An argument parser that raises ConfigError, where argparse prints the usage and exits."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise ConfigError."""
         raise ConfigError(f"{message}; `python -m train.collectives --help` lists all options")
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Raises ConfigError; exits after --help."""
+    """Parse the command line; exits after --help. Raises ConfigError."""
     parser = Parser(prog="python -m train.collectives", description="All-reduce algorithms, checked, timed and drawn.")
     parser.add_argument(
         "--ranks", type=int, default=4, help="processes to start here, outside of torchrun (%(default)s)"
@@ -53,7 +54,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def world_sizes(options: Options, world_size: int) -> list[int]:
-    """The world sizes to measure in a world of `world_size` ranks. Raises ConfigError."""
+    """Return the world sizes to measure with `world_size` ranks. Raises ConfigError."""
     if world_size < 2:
         raise ConfigError(
             "a world of 1 rank has nobody to send to: use --ranks, or torchrun's --nproc-per-node, of 2 or more"

@@ -1,4 +1,4 @@
-"""The figures as a picture: points that were measured, lines that the model draws through them."""
+"""Plot of the figures: measured points, and lines of the model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from train.files import replace_file
 
 COLOURS = dict(zip((each.name for each in ALGORITHMS), ("#d55e00", "#009e73", "#0072b2", "#cc79a7"), strict=True))
 MARKS = dict(zip((each.name for each in ALGORITHMS), "sDo^", strict=True))
-LINES = dict(zip((each.name for each in ALGORITHMS), ("-", "--", "-", "--"), strict=True))  # where two coincide
+LINES = dict(
+    zip((each.name for each in ALGORITHMS), ("-", "--", "-", "--"), strict=True)
+)  # dashed, to show lines that coincide
 
 
 def draw(figures: Figures, path: Path) -> None:
-    """Write a PNG: the fit of single messages, then all-reduces, one panel a world size. Raises StorageError."""
+    """Write a PNG: the fit of single messages, then all-reduces, one panel per world size. Raises StorageError."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -46,7 +48,7 @@ def draw(figures: Figures, path: Path) -> None:
 
 
 def draw_fit(axis: Any, figures: Figures) -> None:
-    """Single messages, and alpha + beta n."""
+    """Plot the times of single messages and the fit, alpha + beta n."""
     sizes, seconds = np.array(figures.ping_pong).T
     along = np.geomspace(sizes[0], sizes[-1], 100)
     network = figures.network
@@ -58,7 +60,7 @@ def draw_fit(axis: Any, figures: Figures) -> None:
 
 
 def draw_world(axis: Any, figures: Figures, world_size: int) -> None:
-    """Every algorithm's all-reduce and the backend's own, among `world_size` ranks."""
+    """Plot the all-reduce of every algorithm and of the backend among `world_size` ranks."""
     here = [each for each in figures.measured if each.world_size == world_size]
     for algorithm in ALGORITHMS:
         mine = [each for each in here if each.name == algorithm.name]
@@ -78,7 +80,7 @@ def draw_world(axis: Any, figures: Figures, world_size: int) -> None:
 
 
 def dress(axis: Any, sizes: list[int]) -> None:
-    """Logarithmic axes with the units that people use."""
+    """Set logarithmic axes with readable units."""
     from matplotlib.ticker import NullLocator
 
     axis.set_xscale("log", base=2)

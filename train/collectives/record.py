@@ -1,4 +1,4 @@
-"""Figures in a file."""
+"""Writing of figures to a JSON file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.files import replace_file
 
 
 def write_json(path: Path, figures: dict[str, Any]) -> None:
-    """Write `figures`, and the folder that they lie in. Raises StorageError."""
+    """Write `figures` to `path`, and create its folder. Raises StorageError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

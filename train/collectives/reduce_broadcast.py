@@ -1,4 +1,4 @@
-"""All to one, one to all: what everybody writes first."""
+"""Reduce to rank 0, then broadcast: the simplest all-reduce."""
 
 from __future__ import annotations
 

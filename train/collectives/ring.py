@@ -1,4 +1,4 @@
-"""Ring: every rank sends to the next one only, a chunk at a time."""
+"""Ring all-reduce: every rank sends only to the next rank, one chunk at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Ring(Algorithm):
 
     def all_reduce(self, tensor: Tensor, link: Link) -> None:
         chunks = tensor.tensor_split(link.size)
-        inbox = torch.empty_like(chunks[0])  # the longest
+        inbox = torch.empty_like(chunks[0])  # the first chunk is the longest
         following, preceding = (link.rank + 1) % link.size, (link.rank - 1) % link.size
         for step in range(link.size - 1):
             done, next_ = chunks[(link.rank - step) % link.size], chunks[(link.rank - step - 1) % link.size]

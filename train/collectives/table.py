@@ -1,4 +1,4 @@
-"""The figures on a terminal."""
+"""Tables of the figures for the terminal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from train.collectives.algorithm import Algorithm
 from train.collectives.collective import ALGORITHMS
 from train.collectives.measure import Figures, Measured
 
-WIDTH = 150  # of a log, which no terminal shows
+WIDTH = 150  # if the output is not a terminal
 
 
 def show(figures: Figures) -> None:
-    """Print what was measured, beside what theory says."""
+    """Print the measurements beside the values of theory."""
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH
@@ -30,7 +30,7 @@ def show(figures: Figures) -> None:
 
 
 def times(figures: Figures) -> Table:
-    """Milliseconds a call, and how often the model's time that is."""
+    """Return a table of milliseconds per call, and their ratio to the model's time."""
     names = list(dict.fromkeys(each.name for each in figures.measured))
     table = Table(title="milliseconds a call (x: over the model's)", title_justify="left")
     for heading in ("ranks", "bytes", *names):
@@ -45,7 +45,7 @@ def times(figures: Figures) -> Table:
 
 
 def bytes_sent(figures: Figures) -> Table:
-    """What the ranks sent for one all-reduce of the largest message, counted, and by theory."""
+    """Return a table of the bytes sent for one all-reduce of the largest message: counted, and by theory."""
     largest = max(each.nbytes for each in figures.measured)
     table = Table(title=f"sent for one all-reduce of n = {in_words(largest)}", title_justify="left")
     for heading in ("ranks", "algorithm", "rounds", "by the busiest rank", "theory", "by all ranks", "theory"):
@@ -61,7 +61,7 @@ def bytes_sent(figures: Figures) -> Table:
 
 
 def in_words(nbytes: int) -> str:
-    """1048576 as 1 MiB."""
+    """Format bytes: 1048576 as `1 MiB`."""
     return ByteSize(nbytes).human_readable(separator=" ").replace(".0 ", " ")
 
 

@@ -1,4 +1,4 @@
-"""Binomial tree: half of the ranks that are left send to the other half, round by round."""
+"""Binomial tree all-reduce: in each round half of the remaining ranks send to the other half."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from train.collectives.link import Link
 
 
 class Tree(Algorithm):
-    """A reduction up a binomial tree to rank 0 and a broadcast down the same tree, of whole tensors.
+    """A reduction of whole tensors up a binomial tree to rank 0, then a broadcast down the same tree.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
     """
@@ -35,7 +35,7 @@ class Tree(Algorithm):
 
 
 def family(rank: int, world_size: int) -> tuple[int | None, list[int]]:
-    """The rank's parent, None for rank 0, and its children, the one with the smallest subtree first."""
+    """Return the rank's parent (None for rank 0) and its children, the one with the smallest subtree first."""
     lowest_bit = rank & -rank or 1 << rounds_of_doubling(world_size)
     steps = (1 << bit for bit in range(lowest_bit.bit_length() - 1))
     return (rank - lowest_bit if rank else None), [rank + step for step in steps if rank + step < world_size]

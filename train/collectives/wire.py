@@ -1,4 +1,4 @@
-"""What a process has really sent, whoever sent it."""
+"""Count of the bytes that a process has sent, by any library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ COUNTERS = Path("/proc/self/io")
 
 
 def written_bytes() -> int | None:
-    """Bytes that this process has handed to write(2) and its kin, which is how gloo sends; None where nobody counts.
+    """Return the bytes that this process has passed to write(2) and similar calls, which gloo uses; None if unknown.
 
     Source: proc_pid_io(5), wchar.
     """
