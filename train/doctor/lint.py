@@ -17,7 +17,7 @@ Rule = Callable[[str], Iterator[tuple[int, str]]]
 
 
 def lint(paths: list[Path]) -> list[str]:
-    """Return `file:line: mistake` for all files; of a folder its *.sbatch, *.sh, *.yaml and *.yml. Raises ConfigError."""
+    """Return `file:line: mistake` for all files, and *.sbatch, *.sh, *.yaml, *.yml in folders. Raises ConfigError."""
     found = []
     for path in paths:
         if not path.exists():

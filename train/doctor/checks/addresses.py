@@ -80,6 +80,7 @@ class Addresses(Check):
 
 
 def resolved(name: str) -> list[str]:
+    """Return the addresses of a host name; an empty list if it has none."""
     try:
         return (
             sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
