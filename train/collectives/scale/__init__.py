@@ -1,1 +1,1 @@
-"""Step time, memory and bytes of each strategy at world sizes that nobody here has: a model, on paper."""
+"""Analytical model of step time, memory and bytes sent of each strategy at large world sizes."""

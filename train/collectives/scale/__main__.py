@@ -1,4 +1,4 @@
-"""`python -m train.collectives.scale [options]`: each strategy from 8 to 16,384 ranks, by a model."""
+"""`python -m train.collectives.scale [options]`: predict each strategy from 8 to 16,384 ranks by a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from train.faults.exit import tell
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Predict, print and write; the exit code."""
+    """Predict, print and write the results, and return the exit code."""
     try:
         job, folder = parse(arguments)
         leave(predict(job), job, folder)
@@ -29,14 +29,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def predict(job: Job) -> Prediction:
-    """Every strategy at every world size."""
+    """Return the prediction of every strategy at every world size."""
     return {
         name: {world_size: step(job, world_size) for world_size in WORLD_SIZES} for name, step in STRATEGIES.items()
     }
 
 
 def leave(prediction: Prediction, job: Job, folder: Path) -> None:
-    """The table on the terminal, the picture and the numbers in the folder. Raises StorageError."""
+    """Print the table, and write plot and numbers to the output folder. Raises StorageError."""
     steps = {name: {size: asdict(step) for size, step in steps.items()} for name, steps in prediction.items()}
     write_json(folder / "scale.json", {"job": asdict(job), "steps": steps})
     draw(prediction, folder / "scale.png")

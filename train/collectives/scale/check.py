@@ -1,7 +1,7 @@
-"""`python -m train.collectives.scale.check`: the model's ddp beside DDP as it runs here, at 1, 2 and 4 ranks.
+"""`python -m train.collectives.scale.check`: compare the model's ddp with DDP measured here, at 1, 2 and 4 ranks.
 
-The time of one rank and a network fitted in the same run are the model's input; what it says of more ranks is held
-against them: the time of a step, and the bytes that a rank sends, as the kernel has counted them.
+The model's inputs are the measured time of one rank and a network fitted in the same run. Its predictions for more
+ranks are compared with measurements: the time of a step, and the bytes that a rank sends, as counted by the kernel.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ TOKENS, VOCABULARY, SAMPLES = 128, 256, 4
 
 @dataclass(frozen=True)
 class Checked:
-    """DDP at one world size. sent_bytes: a step's, of the rank that sends most; None where they were not counted."""
+    """DDP at one world size: measured, and by the model.
+
+    seconds: per step. sent_bytes: per step, of the rank that sends most; None if not counted.
+    """
 
     world_size: int
     seconds: float
@@ -52,7 +55,7 @@ class Checked:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check, or start the processes that do; the exit code."""
+    """Run the check, or replace this process by torchrun to do so, and return the exit code."""
     parser = Parser(
         prog="python -m train.collectives.scale.check", description="The model beside DDP, at 1 to 4 ranks."
     )
@@ -75,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check(*, rounds: int, steps: int, out: Path) -> None:
-    """Measure, predict, and show both. Collective. Raises MusterError."""
+    """Measure, predict, and show both. Collective: every rank must call it. Raises MusterError."""
     dist.init_process_group("gloo")
     bench = Bench(torch.device("cpu"), backend="gloo", rounds=rounds)
     links = {world_size: bench.link(world_size) for world_size in WORLD_SIZES}
@@ -93,7 +96,7 @@ def check(*, rounds: int, steps: int, out: Path) -> None:
 
 
 def stepper(link: Link | None) -> Callable[[], None] | None:
-    """One training step with the ranks of `link`, on samples of this rank's own; None on ranks that are not among them."""
+    """Return a function that trains one step with the ranks of `link`, on local samples; None on other ranks."""
     if link is None:
         return None
     torch.manual_seed(0)
@@ -112,14 +115,17 @@ def stepper(link: Link | None) -> Callable[[], None] | None:
 
 
 def model_here() -> Gpt:
-    """A GPT small enough for a CPU, large enough to keep one busy."""
+    """Return a GPT that is small enough for a CPU and large enough to keep it busy."""
     return Gpt(input_shape=[TOKENS], num_classes=VOCABULARY, num_layers=4, num_heads=4, hidden_dim=256, dropout=0.0)
 
 
 def measure(
     turns: dict[int, Callable[[], None] | None], *, rounds: int, steps: int
 ) -> tuple[dict[int, float], dict[int, float | None]]:
-    """Seconds and bytes of a step by world size, of the slowest rank and of the busiest one. Collective."""
+    """Return seconds per step of the slowest rank, and bytes per step of the busiest rank, by world size.
+
+    Collective: every rank must call it.
+    """
     seconds = torch.zeros(1 + rounds, len(turns), dtype=torch.float64)
     sent = torch.zeros(len(turns), dtype=torch.float64)
     for turn in range(1 + rounds):
@@ -133,21 +139,23 @@ def measure(
                 sent[at] = (after - before) / steps if after is not None and before is not None else torch.nan
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     dist.all_reduce(sent, dist.ReduceOp.MAX)
-    medians = [statistics.median(column) for column in seconds[1:].T.tolist()]  # the first turn lays out DDP's buckets
+    medians = [
+        statistics.median(column) for column in seconds[1:].T.tolist()
+    ]  # without the first turn, in which DDP builds its buckets
     return dict(zip(turns, medians, strict=True)), {
         size: None if nbytes != nbytes else nbytes for size, nbytes in zip(turns, sent.tolist(), strict=True)
     }
 
 
 def job(network: Network, *, seconds: float) -> Job:
-    """What was trained here, with the computation as it was measured on one rank."""
+    """Return the measured workload as a job; its computation takes the `seconds` per step of one rank."""
     parameters = sum(parameter.numel() for parameter in model_here().parameters())
     workload = Workload(parameters, 4, SAMPLES, flops=seconds / SAMPLES, boundary_bytes=0, activation_bytes=0)
     return Job(workload, Machine(flops_per_s=1.0, outer=network, inner=network))
 
 
 def show(found: list[Checked], network: Network) -> None:
-    """Print measured and predicted side by side."""
+    """Print measured and predicted values side by side."""
     table = Table("ranks", "ms a step", "model", "model is off by", "MB sent a rank", "model")
     for each in found:
         model = each.model

@@ -1,4 +1,4 @@
-"""What a prediction is made from: what is trained, on what, and how it is cut up."""
+"""Inputs of a prediction: the workload, the machine, and how the work is divided."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from train.collectives.model import Network
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and what a rank trains of it in one step.
+    """A model, and the work of a rank in one step.
 
-    parameters: P, how many. layers: L, alike, with P / L parameters each. samples: b, of one rank and step.
-    flops: of forward and backward of one sample. boundary_bytes: what one sample hands from a layer to the next.
-    activation_bytes: what backward needs of one sample, all layers together.
-    value_bytes: of a parameter, and of its gradient, as they are kept and sent. optimizer_bytes: for each parameter.
+    parameters: P, number of parameters. layers: L equal layers, with P / L parameters each.
+    samples: b, per rank and step. flops: operations of forward and backward per sample.
+    boundary_bytes: bytes per sample passed from a layer to the next.
+    activation_bytes: bytes per sample kept for backward, over all layers.
+    value_bytes: bytes of a parameter, and of its gradient, stored and sent. optimizer_bytes: bytes per parameter.
     """
 
     parameters: float
@@ -28,7 +29,7 @@ class Workload:
 
     @property
     def nbytes(self) -> float:
-        """n: of all parameters, or of all gradients."""
+        """n: bytes of all parameters, or of all gradients."""
         return self.parameters * self.value_bytes
 
 
@@ -42,10 +43,13 @@ def transformer(
     value_bytes: float,
     optimizer_bytes: float,
 ) -> Workload:
-    """A decoder of `hidden` channels on samples of `sequence` tokens, nothing recomputed, attention never in memory.
+    """Return the workload of a decoder with `hidden` channels on samples of `sequence` tokens.
 
-    6 P operations a token (Kaplan et al., "Scaling Laws for Neural Language Models", 2020); 34 bytes a channel, token
-    and layer at two bytes a value (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022).
+    Assumes no recomputation, and attention that is never stored. 6 P operations per token; 34 bytes per channel, token
+    and layer at two bytes per value.
+
+    Source: Kaplan et al., "Scaling Laws for Neural Language Models", 2020; Korthikanti et al., "Reducing Activation
+    Recomputation in Large Transformer Models", 2022.
     """
     values = sequence * hidden
     return Workload(
@@ -59,7 +63,7 @@ def transformer(
 
 @dataclass(frozen=True)
 class Machine:
-    """Ranks in nodes of `node_size`: within a node they talk over `inner`, else over `outer`. flops_per_s: of a rank."""
+    """Nodes of `node_size` ranks, connected by `inner` within a node, else by `outer`. flops_per_s: per rank."""
 
     flops_per_s: float
     outer: Network
@@ -67,17 +71,18 @@ class Machine:
     node_size: int = 1
 
     def network(self, ranks: int, *, apart: int = 1) -> Network:
-        """What connects `ranks` ranks, each `apart` from the one before: the slower one as soon as they leave a node."""
+        """Return the network of `ranks` ranks at a distance of `apart`: `outer` if they do not fit into one node."""
         return self.inner if ranks * apart <= self.node_size else self.outer
 
 
 @dataclass(frozen=True)
 class Job:
-    """A workload on a machine, and the sizes that a strategy is told.
+    """A workload on a machine, and the sizes of the strategies.
 
     group: ranks of a shard group (hybrid). tensor: ranks that share a layer. stages, micro_batches: of a pipeline.
-    every: steps between two averages of local SGD. servers: of the ranks. bucket_bytes: of an all-reduce of gradients.
-    recursive: collectives take log2 W rounds, as halving and doubling does, in place of a ring's W - 1.
+    every: steps between two averages of local SGD. servers: number of parameter servers among the ranks.
+    bucket_bytes: bytes per all-reduce of gradients.
+    recursive: True if collectives take log2 W rounds, as halving and doubling, instead of a ring's W - 1.
     """
 
     workload: Workload

@@ -16,7 +16,7 @@ WORLD_SIZES = [2**power for power in range(3, 15)]
 
 
 def parse(arguments: Sequence[str]) -> tuple[Job, Path]:
-    """The job, and the folder to write to. Raises ConfigError; exits after --help."""
+    """Return the job and the output folder; exits after --help. Raises ConfigError."""
     given = _parser().parse_args(arguments)
     for name in ("parameters", "layers", "hidden", "sequence", "samples", "flops_per_s", "node_size", "group", "tensor", "stages", "micro_batches", "every", "servers"):  # fmt: skip
         if getattr(given, name) <= 0:

@@ -1,4 +1,4 @@
-"""The prediction as a table and as a picture."""
+"""Output of a prediction as a table and a plot."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from train.collectives.table import WIDTH
 from train.files import replace_file
 
 Prediction = dict[str, dict[int, CostedStep]]
-"""By strategy, then by world size."""
+"""Strategy -> world size -> step."""
 SHOWN = (8, 64, 512, 4096, 16384)
 MARKS = "osD^vP*X"
 
 
 def show(prediction: Prediction) -> None:
-    """Print a row a strategy: seconds, GB of memory and GB sent, by world size."""
+    """Print tables of seconds, GB of memory and GB sent: one row per strategy, one column per world size."""
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH
@@ -32,7 +32,7 @@ def show(prediction: Prediction) -> None:
 
 
 def table(prediction: Prediction, title: str, value: Callable[[CostedStep], str]) -> Table:
-    """A row a strategy, a column a world size."""
+    """Return a table with one row per strategy and one column per world size."""
     result = Table("ranks", *(f"{world_size:,}" for world_size in SHOWN), title=title, title_justify="left")
     for name, steps in prediction.items():
         result.add_row(name, *(value(steps[world_size]) for world_size in SHOWN))
@@ -55,7 +55,7 @@ def draw(prediction: Prediction, path: Path) -> None:
     for axis, (title, value) in zip(axes, panels, strict=True):
         for at, (name, steps) in enumerate(prediction.items()):
             points = [value(step) for step in steps.values()]
-            width = 11 - 8 * at / len(prediction)  # hollow and ever smaller: where several coincide, all are seen
+            width = 11 - 8 * at / len(prediction)  # hollow, of decreasing size: coinciding points stay visible
             axis.plot(list(steps), points, f"{MARKS[at]}-", label=name, ms=width, mfc="none", mew=1.3, lw=1.2)
         axis.set_xscale("log", base=2)
         if "memory" in title:
@@ -78,5 +78,5 @@ def _seconds(step: CostedStep) -> str:
 
 
 def _figure(value: float) -> str:
-    """Three digits, without an exponent."""
+    """Format a number with three digits, without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 else "0" if value == 0 else "< 0.001"

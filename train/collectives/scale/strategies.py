@@ -1,8 +1,9 @@
-"""One optimizer step of each strategy, as a pure function of the job and the world size W.
+"""Cost of one optimizer step of each strategy, as a pure function of the job and the world size W.
 
-n = P v bytes are all parameters, or all gradients; b samples a rank, whatever W (so the global batch grows with it).
-A gather or a reduce-scatter of n bytes over W ranks sends (W-1)/W n a rank in W - 1 rounds (log2 W where recursive); an
-all-reduce is one of each. A round takes alpha, a byte beta; ranks send and receive at once and nobody is in another's way.
+n = P v is the number of bytes of all parameters, or of all gradients. b samples per rank at any W: the global batch
+grows with W. A gather or a reduce-scatter of n bytes over W ranks sends (W-1)/W n bytes per rank in W - 1 rounds (log2 W
+if recursive); an all-reduce is one of each. A round takes alpha, a byte beta; ranks send and receive at the same time,
+without contention.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from train.collectives.scale.job import Job
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends: seconds that it takes, and bytes."""
+    """Seconds that a rank takes to send, and bytes that it sends."""
 
     seconds: float = 0.0
     nbytes: float = 0.0
@@ -28,7 +29,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class CostedStep:
-    """One optimizer step. memory_bytes and sent_bytes are those of the rank that has most."""
+    """Cost of one optimizer step. memory_bytes and sent_bytes are the maximum over ranks."""
 
     compute_s: float
     communication_s: float
@@ -37,19 +38,19 @@ class CostedStep:
 
     @property
     def seconds(self) -> float:
-        """Where nothing is sent while something is computed."""
+        """Seconds without overlap of communication and computation."""
         return self.compute_s + self.communication_s
 
     @property
     def least_seconds(self) -> float:
-        """Where all that is sent is sent while something is computed."""
+        """Seconds with full overlap of communication and computation."""
         return max(self.compute_s, self.communication_s)
 
 
 def ddp(job: Job, world_size: int) -> CostedStep:
     """b F / S + all_reduce(n, W), in buckets; memory P (2 v + o) + b A.
 
-    Assumes: every rank as fast as every other.
+    Assumes: all ranks are equally fast.
     """
     return _step(job, all_reduce(job, job.workload.nbytes, world_size), state=_whole(job))
 
@@ -57,7 +58,7 @@ def ddp(job: Job, world_size: int) -> CostedStep:
 def zero(job: Job, world_size: int) -> CostedStep:
     """ddp + gather(n, W) of the parameters that each rank has updated; memory P (2 v + o / W) + b A.
 
-    Assumes: the broadcasts of all owners run side by side, and so move what one gather moves.
+    Assumes: the broadcasts of all owners run in parallel, and together cost one gather.
     """
     work = job.workload
     traffic = all_reduce(job, work.nbytes, world_size) + gather(job, work.nbytes, world_size)
@@ -66,10 +67,10 @@ def zero(job: Job, world_size: int) -> CostedStep:
 
 
 def fsdp(job: Job, world_size: int) -> CostedStep:
-    """b F / S + 3 gather(n, W), a layer at a time: parameters twice, gradients once; memory P (2 v + o) / W + two layers + b A.
+    """b F / S + 3 gather(n, W), layer by layer: parameters twice, gradients once; memory P (2 v + o) / W + two layers + b A.
 
-    Assumes: a layer's parameters are freed after its forward, the next layer's are fetched meanwhile, and no parameter has
-    fewer rows than there are ranks (fully_shard pads it to one row a rank).
+    Assumes: a layer's parameters are freed after its forward while the next layer's are gathered, and no parameter has
+    fewer rows than there are ranks (fully_shard pads it to one row per rank).
     """
     return _step(job, _sharded(job, world_size), state=_whole(job) / world_size + _two_layers(job))
 
@@ -77,7 +78,7 @@ def fsdp(job: Job, world_size: int) -> CostedStep:
 def hybrid(job: Job, world_size: int) -> CostedStep:
     """fsdp within groups of N + all_reduce(n / N, W / N) between them; memory P (2 v + o) / N + two layers + b A.
 
-    Assumes: the ranks of a group follow one another, so that a group of a node's size stays within the node.
+    Assumes: the ranks of a group are consecutive, so that a group of a node's size stays within the node.
     """
     group = min(job.group, world_size)
     between = all_reduce(job, job.workload.nbytes / group, world_size // group, apart=group)
@@ -87,7 +88,7 @@ def hybrid(job: Job, world_size: int) -> CostedStep:
 def tensor_parallel(job: Job, world_size: int) -> CostedStep:
     """b F / S + 4 L all_reduce(b T h, T) + all_reduce(n / T, W / T); memory P (2 v + o) / T + b A.
 
-    T ranks share b T samples, h bytes each between layers. Assumes: all of a layer is cut, none of it kept by all T ranks.
+    T ranks share b T samples, with h bytes each between layers. Assumes: layers are fully sharded, no part replicated.
     """
     work, tensor = job.workload, min(job.tensor, world_size)
     activations = work.boundary_bytes * work.samples * tensor
@@ -99,7 +100,7 @@ def tensor_parallel(job: Job, world_size: int) -> CostedStep:
 def pipeline(job: Job, world_size: int) -> CostedStep:
     """b F / S (1 + (p-1)/m) + 2 m messages of b p h / m + all_reduce(n / p, W / p); memory P (2 v + o) / p + min(p, m) b A / m.
 
-    p stages share b p samples in m micro-batches: the bubble is (p-1)/(m+p-1) of the step. Assumes: 1F1B, stages alike.
+    p stages share b p samples in m micro-batches: the bubble is (p-1)/(m+p-1) of the step. Assumes: 1F1B, equal stages.
     """
     work, stages, pieces = job.workload, min(job.stages, world_size), job.micro_batches
     handed = work.boundary_bytes * work.samples * stages
@@ -113,18 +114,19 @@ def pipeline(job: Job, world_size: int) -> CostedStep:
 
 
 def local_sgd(job: Job, world_size: int) -> CostedStep:
-    """b F / S + all_reduce(n, W) / H: parameters are averaged every H steps; memory as ddp, whose gradients stay at home.
+    """b F / S + all_reduce(n, W) / H: parameters are averaged every H steps; memory as ddp; gradients stay local.
 
-    Assumes: that H steps apart train as well, which this does not know.
+    Assumes: averaging every H steps trains as well, which this model does not examine.
     """
     whole = all_reduce(job, job.workload.nbytes, world_size)
     return _step(job, Traffic(whole.seconds / job.every, whole.nbytes / job.every), state=_whole(job))
 
 
 def parameter_server(job: Job, world_size: int) -> CostedStep:
-    """b F / S + 2 (W-K) (alpha + n / K beta): each of K servers takes a gradient from each trainer and sends parameters back.
+    """b F / S + 2 (W-K) (alpha + n / K beta): K servers receive gradients from each trainer and return parameters.
 
-    Memory P (2 v + o) + b A; bytes are a server's. Assumes: synchronous, servers that add and update in no time.
+    Memory P (2 v + o) + b A; bytes sent are the larger of a server's and a trainer's. Assumes: synchronous updates;
+    servers add and update in no time.
     """
     servers = min(job.servers, world_size - 1)
     share, trainers = job.workload.nbytes / servers, world_size - servers
@@ -139,17 +141,20 @@ STRATEGIES: dict[str, Callable[[Job, int], CostedStep]] = {
 
 
 def all_reduce(job: Job, nbytes: float, ranks: int, *, apart: int = 1) -> Traffic:
-    """2 (W-1)/W n bytes in 2 (W-1) rounds for each bucket."""
+    """Return the traffic of an all-reduce: 2 (W-1)/W n bytes, in 2 (W-1) rounds for each bucket."""
     return collective(job, nbytes, ranks, passes=2, calls=math.ceil(nbytes / job.bucket_bytes), apart=apart)
 
 
 def gather(job: Job, nbytes: float, ranks: int) -> Traffic:
-    """(W-1)/W n bytes in W - 1 rounds; a reduce-scatter is the same the other way round."""
+    """Return the traffic of a gather or a reduce-scatter: (W-1)/W n bytes in W - 1 rounds."""
     return collective(job, nbytes, ranks, passes=1, calls=1)
 
 
 def collective(job: Job, nbytes: float, ranks: int, *, passes: int, calls: int, apart: int = 1) -> Traffic:
-    """`calls` collectives of `nbytes` in all, each of which goes round `passes` times, among ranks `apart` from each other."""
+    """Return the traffic of `calls` collectives with `nbytes` in total, of `passes` passes each.
+
+    apart: distance between the ranks.
+    """
     if ranks == 1:
         return Traffic()
     network = job.machine.network(ranks, apart=apart)
