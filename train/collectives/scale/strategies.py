@@ -1,9 +1,9 @@
 """Cost of one optimizer step of each strategy, as a pure function of the job and the world size W.
 
 n = P v is the number of bytes of all parameters, or of all gradients. b samples per rank at any W: the global batch
-grows with W. A gather or a reduce-scatter of n bytes over W ranks sends (W-1)/W n bytes per rank in W - 1 rounds (log2 W
-if recursive); an all-reduce is one of each. A round takes alpha, a byte beta; ranks send and receive at the same time,
-without contention.
+grows with W. A gather or a reduce-scatter of n bytes over W ranks sends (W-1)/W n bytes per rank in W - 1 rounds
+(log2 W if recursive); an all-reduce is one of each. A round takes alpha, a byte beta; ranks send and receive at the same
+time, without contention.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def zero(job: Job, world_size: int) -> CostedStep:
 
 
 def fsdp(job: Job, world_size: int) -> CostedStep:
-    """b F / S + 3 gather(n, W), layer by layer: parameters twice, gradients once; memory P (2 v + o) / W + two layers + b A.
+    """b F / S + 3 gather(n, W), layer by layer; memory P (2 v + o) / W + two layers + b A.
+
+    Parameters are gathered twice, gradients reduced once.
 
     Assumes: a layer's parameters are freed after its forward while the next layer's are gathered, and no parameter has
     fewer rows than there are ranks (fully_shard pads it to one row per rank).
@@ -98,7 +100,9 @@ def tensor_parallel(job: Job, world_size: int) -> CostedStep:
 
 
 def pipeline(job: Job, world_size: int) -> CostedStep:
-    """b F / S (1 + (p-1)/m) + 2 m messages of b p h / m + all_reduce(n / p, W / p); memory P (2 v + o) / p + min(p, m) b A / m.
+    """b F / S (1 + (p-1)/m) + 2 m messages of b p h / m + all_reduce(n / p, W / p).
+
+    Memory P (2 v + o) / p + min(p, m) b A / m.
 
     p stages share b p samples in m micro-batches: the bubble is (p-1)/(m+p-1) of the step. Assumes: 1F1B, equal stages.
     """
