@@ -1,8 +1,9 @@
 """timing.jsonl: the time accounting of every rank over all attempts; steps repeated after a restart are in it twice.
 
-Each line has a `kind`: `attempt` {time, began, step, attempt, world_size, hosts, host_of_rank, environment}, `window` {time, first,
-step, seconds, data, wait, evaluation, checkpoint}, `end` {time, first, step, seconds, evaluation, checkpoint}. Times in seconds;
-`data` and `wait` have one number for each rank.
+Each line has a `kind`: `attempt` {time, began, step, attempt, world_size, hosts, host_of_rank, environment},
+`window` {time, first, step, seconds, data, wait, evaluation, checkpoint} or
+`end` {time, first, step, seconds, evaluation, checkpoint}. Times are in seconds; `data` and `wait` have one number per
+rank.
 """
 
 from __future__ import annotations

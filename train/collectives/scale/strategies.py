@@ -2,8 +2,8 @@
 
 n = P v is the number of bytes of all parameters, or of all gradients. b samples per rank at any W: the global batch
 grows with W. A gather or a reduce-scatter of n bytes over W ranks sends (W-1)/W n bytes per rank in W - 1 rounds
-(log2 W if recursive); an all-reduce is one of each. A round takes alpha, a byte beta; ranks send and receive at the same
-time, without contention.
+(log2 W if recursive); an all-reduce is one of each. A round takes alpha, a byte beta. Ranks send and receive at the
+same time, without contention.
 """
 
 from __future__ import annotations
