@@ -1,1 +1,1 @@
-"""How one optimizer step is carried out across the world: one file and one yaml each. base.py is the seam."""
+"""Strategies: how an optimizer step runs across ranks. One file and one yaml each; base.py defines the interface."""

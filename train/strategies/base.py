@@ -1,13 +1,13 @@
-"""The seam between the loop, which knows no strategy, and the strategies.
+"""The interface between the training loop and the strategies.
 
-A strategy is built from its config group alone and says, before any process group exists, what it cannot do. Then it
-builds the model, lays it out over the ranks and makes the optimizer; it carries out one optimizer step on this rank's
-micro-batches and measures a micro-batch of evaluation. Its state is flat: names that every rank spells
-alike (`model/<parameter>`, `optimizer/<parameter>/<value>`, `optimizer/groups`, `scaler`,
-`buffers/<name>` of what no state dict has), each with what this rank
-owns or replicates of it, and names that begin with
-`own_prefix`, which are this rank's alone. Who writes what, and how a layout
-is read by another, is the checkpoint's business.
+The loop knows only this interface. A strategy is built from its config group alone and rejects unsupported options
+before a process group exists. It then builds the model, distributes it over the ranks and builds the optimizer. It runs
+one optimizer step on this rank's micro-batches and evaluates one micro-batch.
+
+The state is a flat dict. Shared names are the same on every rank: `model/<parameter>`, `optimizer/<parameter>/<value>`,
+`optimizer/groups`, `scaler`, and `buffers/<name>` for buffers in no state dict. Each rank holds the part that it owns or
+replicates. Names that begin with `own_prefix` belong to one rank alone. The checkpoint decides which rank writes which
+part and how a different layout reads it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from train.objectives.measure import Measures
 from train.strategies.honours import honoured
 
 BuildOptimizer = Callable[..., torch.optim.Optimizer]
-"""(pairs of name and parameter, elsewhere=names that only other ranks have) -> optimizer"""
+"""(pairs of name and parameter, elsewhere=names of parameters that only other ranks hold) -> optimizer"""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a strategy needs to build and to run a training step.
+    """Everything that a strategy needs to build and run a training step.
 
-    seed, slices: with `slices`, what `virtual_world_size` asks for; see slices.py.
-    measures: to be updated with what an evaluation gives. train_metrics: whether a step measures, too.
-    optimizer_options: the keys that the config sets; in a parameter group they beat what a checkpoint holds.
+    slices: the config's `virtual_world_size`, see slices.py. seed: seeds the generators of each slice.
+    measures: metrics that `evaluate` updates. train_metrics: whether training steps compute metrics, too.
+    optimizer_options: the option keys that the config sets; in a parameter group they override the checkpoint's values.
     """
 
     build_model: Callable[[], nn.Module]
@@ -60,13 +60,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step.
+    """Result of one optimizer step.
 
-    loss: [] this rank's share of the global batch's mean loss; the shares of all ranks add up to it.
-    norm: [] the L2 norm of the global gradient before clipping, the same on every rank; or what finds it until the next
-        step begins, where nobody needed to know it. Collective.
-    skipped: the gradient was not finite, and the step left no trace.
-    metrics: this rank's sums of the objective's metrics, where the recipe asks for them.
+    loss: [] this rank's share of the global batch's mean loss; the shares of all ranks sum to the mean.
+    norm: [] L2 norm of the global gradient before clipping, the same on every rank. If the step itself did not need the
+        norm, a function that computes it, valid until the next step begins. Collective.
+    skipped: True if the gradient was not finite; the step then changed nothing.
+    metrics: this rank's sums of the objective's metrics, if the recipe sets `train_metrics`.
     """
 
     loss: Tensor
@@ -76,110 +76,113 @@ class StepResult:
 
     @property
     def grad_norm(self) -> Tensor:
+        """[] L2 norm of the global gradient before clipping. Collective if `norm` is a function."""
         return self.norm() if callable(self.norm) else self.norm
 
 
 class Strategy(ABC):
-    """Carries out the training of one model across `world`, which it has from `build` on."""
+    """Trains one model across `world`, which is set by `build`."""
 
     world: World
     honours: ClassVar[Collection[str]] = frozenset()
-    """The keys of the config, of those in honours.MADE_BY, that it honours; any other that is given is refused."""
+    """The config keys of honours.MADE_BY that this strategy supports; setting any other of them is a ConfigError."""
 
     @property
     def caveat(self) -> str:
-        """What the kit promises and this strategy, as it is configured, does not keep, in a line; none if empty."""
+        """One line that names the guarantee of the kit that this configured strategy does not give; empty if none."""
         return ""
 
     def layout(self, world_size: int) -> Layout:
-        """Which rank is which part of what. Raises ConfigError for a world size that does not fit."""
+        """The grid of ranks for a world size. Raises ConfigError for a world size that does not fit."""
         return Layout({DATA: world_size})
 
     def check(self, config: Config, world_size: int) -> None:
-        """Before any process group. Raises ConfigError for what does not go together, with what does."""
+        """Validate the config before a process group exists. Raises ConfigError, which says which values are valid."""
         self.layout(world_size)
 
     @property
     def data_shard(self) -> tuple[int, int] | None:
-        """(index, number) of this rank's slice of every global batch; None for a rank that trains on no samples."""
+        """(index, number of shards) of this rank's part of every global batch; None if it trains on no samples."""
         return self.layout(self.world.size).shard(self.world.rank)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained by the names of the state, as this rank has it, equal on all ranks that have it.
+        """The model's parameters by their names in the state, as this rank holds them.
+
+        A parameter has the same values on all ranks that hold it.
 
         Raises:
-            ConfigError: there are none whose values all ranks agree on after every step.
+            ConfigError: the strategy does not keep the parameters equal across ranks after every step.
         """
         raise ConfigError(f"strategy={type(self).__name__}: its parameters are not there for callbacks to read")
 
     @property
     @abstractmethod
     def lr(self) -> float:
-        """The learning rate of the last step, of the first parameter group."""
+        """Learning rate of the first parameter group in the last step."""
 
     @abstractmethod
     def build(self, recipe: Recipe, world: World) -> None:
-        """Make the model, lay it out over the ranks of `world`, then make the optimizer. Collective."""
+        """Build the model, distribute it over the ranks of `world`, then build the optimizer. Collective."""
 
     @abstractmethod
     def step(self, step: int, batches: list[Batch]) -> StepResult:
-        """One optimizer step on this rank's micro-batches of global step `step`. Collective."""
+        """Run one optimizer step on this rank's micro-batches of global step `step`. Collective."""
 
     def waited_s(self) -> float:
-        """Seconds that this rank has waited for the gradients of others since it was last asked; 0 if that is not known.
+        """Exposed communication time in seconds since the last call: this rank's wait for other ranks' gradients.
 
-        The steps up to now have to be done.
+        0 if it is not measured. All steps so far must have finished on the device.
         """
         return 0.0
 
     @abstractmethod
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
-        """Metrics of one micro-batch, summed over its samples, of the model as it would be saved. Collective."""
+        """Metrics of one micro-batch, summed over its samples, for the model as it would be saved. Collective."""
 
     @abstractmethod
     def is_finite(self) -> bool:
-        """Whether the parameters are; the same on every rank. Waits for the device. Collective."""
+        """True if all parameters are finite, the same on every rank. Synchronizes with the device. Collective."""
 
     @abstractmethod
     def sync_parameters(self) -> None:
-        """Make the ranks' parameters equal, where the strategy lets them differ between steps. Collective."""
+        """Make the parameters equal on all ranks, if the strategy lets them differ between steps. Collective."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What a resume needs: tensors, DTensors and plain values by name, as far as this rank has them. Collective."""
+        """The state for a resume: this rank's tensors, DTensors and plain values by name. Collective."""
 
     @abstractmethod
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """What to read the `saved` tensors into, in this rank's layout; what is left out is not read. Collective.
+        """Tensors in this rank's layout to read the `saved` ones into; names left out are not read. Collective.
 
         Raises:
-            ConfigError: they are not those of this model.
+            ConfigError: the saved tensors do not match this model.
         """
 
     @abstractmethod
     def load(self, state: dict[str, Any]) -> None:
-        """Take up a saved state: `targets` filled, and plain values. Own names are there at the same world size only.
+        """Load a saved state: the filled `targets` and the plain values. Collective.
 
-        Collective.
+        Names with `own_prefix` are present only at the world size that saved them.
 
         Raises:
-            ConfigError: it does not fit this model and optimizer.
+            ConfigError: the state does not fit this model and optimizer.
         """
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
-        """The finished model's state dict by unwrapped names, the same ones in the same order on every rank. Collective.
+        """The finished model's state dict, with unwrapped names in the same order on every rank. Collective.
 
-        What lies in pieces is a DTensor, or a function that makes it whole on rank 0 at least; that is collective, too.
-        A module's extra state is a plain value.
+        A sharded entry is a DTensor, or a function that returns the full tensor on rank 0 at least; calling the function
+        is collective, too. A module's extra state is a plain value.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Let go of what `build` has started, when all ranks have come to a good end. Collective."""
+        """Release what `build` started, after all ranks have finished without an error. Collective."""
 
 
 def check_slices(config: Config, strategy: Strategy, world_size: int) -> None:
-    """Raises ConfigError where a step cannot be computed as `virtual_world_size` ranks would."""
+    """Raise ConfigError if a step cannot be computed as on `virtual_world_size` ranks."""
     if not (slices := config.virtual_world_size):
         return
     said = f"virtual_world_size={slices}"

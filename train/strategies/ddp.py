@@ -1,4 +1,4 @@
-"""DistributedDataParallel, with gradients compressed on the wire by choice."""
+"""DistributedDataParallel, with optional compression of the gradients that are exchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HALVES = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 
 @dataclass(kw_only=True, eq=False)
 class Ddp(ConfiguredReplicas):
-    """DDP over all ranks; with one rank, plain training."""
+    """DDP over all ranks; plain training on one rank."""
 
     compression: Literal["none", "bf16", "fp16", "powersgd"]
     powersgd_rank: Annotated[int, Ge(1)]
@@ -37,11 +37,13 @@ class Ddp(ConfiguredReplicas):
 
     @property
     def caveat(self) -> str:
+        """The loss of PowerSGD's error feedback on a resume at another world size; empty for other compressions."""
         if self.compression != "powersgd":
             return ""
         return "strategy.compression=powersgd: a resume at another world size forgets what the compression has missed so far"
 
     def check(self, config: Config, world_size: int) -> None:
+        """Raise ConfigError for options that do not combine with the chosen compression."""
         super().check(config, world_size)
         self.refuse_with_slices(config, compression=self.compression)
         if self.compression == "powersgd" and config.precision is Precision.fp16:
@@ -52,10 +54,12 @@ class Ddp(ConfiguredReplicas):
             )
 
     def choose_reduction(self, ddp: DistributedDataParallel) -> None:
+        """Register the communication hook of the chosen compression."""
         if self.compression == "none":
             super().choose_reduction(ddp)
         if hook := HALVES.get(self.compression):
-            # By its name torch refuses the hook for bf16 where there is no NCCL, though gloo adds up bf16 as well.
+            # torch recognizes the bf16 hook by name and rejects it without NCCL, although gloo reduces bf16, too; a
+            # lambda has another name.
             ddp.register_comm_hook(None, lambda group, bucket: hook(group, bucket))
         if self.compression == "powersgd":
             self.powersgd = PowerSgd(
@@ -63,22 +67,26 @@ class Ddp(ConfiguredReplicas):
             )
 
     def needs_warm_up(self) -> bool:
-        """PowerSGD's memory is by bucket."""
+        """Return True also for PowerSGD, which keeps its state per bucket."""
         return self.compression == "powersgd" or super().needs_warm_up()
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
+        """Run one optimizer step, after a warm-up if one is needed. Collective."""
         self.warm_up(batches)
         if self.powersgd:
             self.powersgd.begin(step)
         return super().step(step, batches)
 
     def state(self) -> dict[str, Any]:
+        """The state of DDP and of PowerSGD. Collective."""
         return super().state() | (self.powersgd.state() if self.powersgd else {})
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Tensors to read the `saved` ones into, PowerSGD's included. Collective."""
         return super().targets(saved) | (self.powersgd.targets(saved) if self.powersgd else {})
 
     def load(self, state: dict[str, Any]) -> None:
+        """Load a saved state, PowerSGD's included. Collective."""
         super().load(state)
         if self.powersgd:
             self.powersgd.load(state)

@@ -1,6 +1,6 @@
-"""Fully sharded data parallelism: every rank keeps a slice of each parameter, its gradient and its optimizer state.
+"""Fully sharded data parallelism: each rank holds a shard of each parameter, its gradient and its optimizer state.
 
-A unit's parameters are gathered whole just before it computes, and given up after it; gradients are reduced to slices.
+A unit's parameters are all-gathered just before it computes and freed after it; gradients are reduce-scattered.
 
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
 """
@@ -36,14 +36,14 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 @dataclass(kw_only=True, eq=False)
 class Fsdp(Stepping):
-    """FSDP over all ranks, the same arithmetic with one rank.
+    """FSDP over all ranks, with the same arithmetic on one rank.
 
     Args:
-        units: patterns of names or classes of the modules that are gathered one at a time; none: see `units_of`.
-        param_dtype: parameters are gathered, and units compute, in it; slices and reductions stay in fp32.
-        reshard_after_forward: give a unit's parameters up between forward and backward, and gather them twice.
-        activation_checkpointing: keep no activation within a unit, and compute them again in backward.
-        cpu_offload: slices, gradients and the optimizer live in the host's memory; CUDA only.
+        units: patterns of names or classes of the modules that are gathered one at a time; None: see `units_of`.
+        param_dtype: dtype for all-gathers and computation in units; shards and reductions stay in fp32.
+        reshard_after_forward: free a unit's parameters after forward and gather them again for backward.
+        activation_checkpointing: store no activations within a unit; recompute them in backward.
+        cpu_offload: keep shards, gradients and optimizer state in host memory; CUDA only.
     """
 
     honours = frozenset({*Stepping.honours, "compile"})
@@ -55,6 +55,7 @@ class Fsdp(Stepping):
     cpu_offload: Annotated[bool, FREE]
 
     def check(self, config: Config, world_size: int) -> None:
+        """Raise ConfigError for options that do not combine with sharding."""
         self.layout(world_size)
         if self.param_dtype and config.precision is Precision.fp16:
             raise ConfigError("strategy.param_dtype=bf16 does not go with precision=fp16: use precision=fp32 or bf16")
@@ -69,7 +70,12 @@ class Fsdp(Stepping):
             )
 
     def build(self, recipe: Recipe, world: World) -> None:
-        self.world, self.model = world, recipe.build_model()  # on the host: no device ever holds the whole
+        """Build the model on the host, shard its units and then the rest, and build the optimizer step. Collective.
+
+        Raises:
+            ConfigError: the model cannot be sharded as configured.
+        """
+        self.world, self.model = world, recipe.build_model()  # on the host: no device ever holds the full model
         begin_alike(self.model)
         refuse_sparse(self.model, "a strategy that shards")
         units = named_units(self.model, self.units) if self.units else units_of(self.model)
@@ -91,7 +97,9 @@ class Fsdp(Stepping):
             if recipe.compile:
                 unit.compile()
             fully_shard(unit, mp_policy=policy, **options)
-        whole = replace(policy, output_dtype=torch.float32) if self.param_dtype else policy  # what the loss is made of
+        whole = (
+            replace(policy, output_dtype=torch.float32) if self.param_dtype else policy
+        )  # the loss is computed from fp32 outputs
         self.sharded = fully_shard(self.model, mp_policy=whole, **options)
         shards = [*layout.sizes.values()][-1]
         lockstep = Lockstep(self.model, units, world, shards=shards) if world.size > 1 else None
@@ -100,7 +108,7 @@ class Fsdp(Stepping):
         )
 
     def _refuse_model(self, units: Sequence[nn.Module]) -> None:
-        """Raise ConfigError for a model that torch cannot cut, or that would train as another."""
+        """Raise ConfigError for a model that torch cannot shard, or whose training would change."""
         name = type(self).__name__.lower()
         for unit in units if self.activation_checkpointing else ():
             if any(isinstance(module, _BatchNorm) for module in unit.modules()):
@@ -133,13 +141,18 @@ class Fsdp(Stepping):
 
 
 class ShardedStep(OptimizerStep):
-    """Of units that gather and reduce, to which all ranks come in one order; without a `lockstep` a plain one."""
+    """OptimizerStep for sharded units; a `lockstep` checks that all ranks reach the units in the same order."""
 
     def __init__(self, *args: Any, lockstep: Lockstep | None, **options: Any):
         super().__init__(*args, **options)
         self._lockstep = lockstep
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
+        """Accumulate the gradient; return this rank's share of the loss, []. Collective.
+
+        Raises:
+            ConfigError: ranks call different units.
+        """
         if self._lockstep:
             self._lockstep.begin()
         loss = super().backward(step, batches)
@@ -148,6 +161,11 @@ class ShardedStep(OptimizerStep):
         return loss
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
+        """Metrics of one micro-batch, summed over its samples. Collective.
+
+        Raises:
+            ConfigError: ranks call different units.
+        """
         measured = super().evaluate(batch)
         if self._lockstep:
             self._lockstep.agree(END)
@@ -155,18 +173,19 @@ class ShardedStep(OptimizerStep):
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that a model is a row of: what its Sequentials, ModuleLists and ModuleDicts hold, outermost first.
+    """The elements of the model's Sequentials, ModuleLists and ModuleDicts, outermost only.
 
-    Transformer blocks, residual blocks, layers. One that shares a parameter with a module outside of it is none.
+    These are transformer blocks, residual blocks or layers. A module that shares a parameter with a module outside it is
+    left out.
     """
     return [unit for unit in _elements(model) if not _shares(unit, model)]
 
 
 def named_units(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """The modules whose name or class matches a pattern, innermost first.
+    """The modules whose name or class name matches a pattern, innermost first.
 
     Raises:
-        ConfigError: a pattern matches none, or one that shares a parameter with a module outside of it.
+        ConfigError: a pattern matches no module, or a match shares a parameter with a module outside it.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern in patterns:
@@ -197,6 +216,6 @@ def _elements(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shares(unit: nn.Module, model: nn.Module) -> bool:
-    """Whether a module outside of `unit` has one of its parameters as its own."""
+    """Return True if a module outside `unit` directly holds one of its parameters."""
     inside, own = set(unit.modules()), set(unit.parameters())
     return any(own.intersection(module.parameters(recurse=False)) for module in model.modules() if module not in inside)

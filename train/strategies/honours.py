@@ -1,4 +1,4 @@
-"""Which of the kit's keys a strategy honours: one that was given and is not honoured is refused before any rank trains."""
+"""Config keys that a strategy supports. Setting an unsupported key is a ConfigError before any rank trains."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MADE_BY = {
     "scheduler": {"lr"},
     "metrics": {"evaluate"},
 }
-"""Key -> the methods that honour it."""
+"""Config key -> the strategy methods that implement it."""
 METHODS = set().union(*MADE_BY.values())
 CONSTANT = "train.optim.constant."
 
 
 def honoured(kind: type) -> frozenset[str]:
-    """The keys that the nearest class to say so declares as its `honours`.
+    """The config keys that the strategy class `kind` supports.
 
-    A class below that one that replaces a method, and neither calls the method it replaces nor declares `honours`
-    itself, loses what that method makes true.
+    Starts from the `honours` of the nearest class in the MRO that declares it. A subclass below that class loses the
+    keys of a method that it overrides, unless the override calls the overridden method.
     """
     lost: set[str] = set()
     for each in kind.__mro__:
@@ -42,7 +42,7 @@ def honoured(kind: type) -> frozenset[str]:
 
 
 def check_honoured(config: Config, strategy: Any) -> None:
-    """Raise ConfigError for a key that was given and that `strategy` does not honour."""
+    """Raise ConfigError for a key that the config sets and `strategy` does not support."""
     kept = honoured(type(strategy))
     for key, value in given(config).items():
         if key not in kept:
@@ -54,7 +54,7 @@ def check_honoured(config: Config, strategy: Any) -> None:
 
 
 def given(config: Config) -> dict[str, Any]:
-    """The keys of MADE_BY whose value asks for something, but virtual_world_size, which is checked by itself."""
+    """The keys of MADE_BY that the config sets to a value with an effect; virtual_world_size has its own check."""
     asked = {
         "grad_clip": config.grad_clip,
         "precision": config.precision.name if config.precision is not Precision.fp32 else None,
@@ -69,7 +69,7 @@ def given(config: Config) -> dict[str, Any]:
 
 
 def _extends(name: str, method: Any) -> bool:
-    """Whether a method of a subclass calls the one of the same name that it replaces."""
+    """Return True if a subclass's method calls the method of the same name that it overrides."""
     function: Any = method.fget if isinstance(method, property) else method
     if not callable(function):
         return False
@@ -84,7 +84,7 @@ def _extends(name: str, method: Any) -> bool:
 
 
 def _is_super(node: ast.expr) -> bool:
-    """`super()`, or `self.optimizer_step`, which does all that a step is to do."""
+    """Return True for `super()`, or for `self.optimizer_step`, which implements all parts of a step."""
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id == "super"
     return isinstance(node, ast.Attribute) and node.attr == "optimizer_step"

@@ -1,6 +1,6 @@
-"""Hybrid sharding: slices within a group of neighbouring ranks, replicas across the groups.
+"""Hybrid sharding: parameters are sharded within a group of neighboring ranks and replicated across the groups.
 
-Gathering stays inside a group, which is best a node; across groups only gradient slices are averaged.
+All-gathers stay within a group, ideally one node; across groups only gradient shards are averaged.
 
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 3.2.2.
 """
@@ -17,9 +17,10 @@ from train.strategies.fsdp import Fsdp
 
 @dataclass(kw_only=True, eq=False)
 class Hybrid(Fsdp):
-    """FSDP over groups of `shard` ranks, which are replicas of each other."""
+    """FSDP within groups of `shard` ranks; the groups are replicas of each other."""
 
     shard: Annotated[int, Ge(1), FREE]
 
     def layout(self, world_size: int) -> Layout:
+        """A grid of `replicate` x `shard`; samples are divided along both dimensions."""
         return Layout.of(world_size, samples_over=("replicate", "shard"), replicate=-1, shard=self.shard)

@@ -1,4 +1,4 @@
-"""One process."""
+"""Training in one process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class Single(Replicas):
     honours = frozenset({*Replicas.honours, "virtual_world_size"})
 
     def check(self, config: Config, world_size: int) -> None:
+        """Raise ConfigError for a world size above 1."""
         super().check(config, world_size)
         if world_size > 1:
             raise ConfigError(f"strategy=single takes one process and was started with {world_size}: use strategy=ddp")

@@ -1,6 +1,6 @@
-"""ZeRO stage 1: DDP whose optimizer state is divided among the ranks, a whole parameter at a time.
+"""ZeRO stage 1: DDP with the optimizer state partitioned over the ranks, by whole parameters.
 
-Every rank steps the parameters that are its own and broadcasts them: the weights are those of DDP, bit for bit.
+Each rank updates its own parameters and broadcasts them. The weights are bit for bit those of DDP.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -23,15 +23,16 @@ from train.strategies.common.replicas import ConfiguredReplicas
 
 
 class Zero(ConfiguredReplicas):
-    """DDP with the optimizer's state divided; with one rank, plain training."""
+    """DDP with partitioned optimizer state; plain training on one rank."""
 
     def build(self, recipe: Recipe, world: World) -> None:
+        """Build the model under DDP with a partitioned optimizer. Collective."""
         if world.size > 1:
             recipe = replace(recipe, build_optimizer=partial(divided, recipe.build_optimizer))
         super().build(recipe, world)
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Of the optimizer's values only those of this rank's own parameters."""
+        """Tensors to read the `saved` ones into; optimizer state only for the parameters that this rank updates."""
         optimizer = self.optimizer_step.optimizer
         if isinstance(optimizer, DividedOptimizer):
             own = optimizer.own()
@@ -41,7 +42,10 @@ class Zero(ConfiguredReplicas):
 
 
 class DividedOptimizer(ZeroRedundancyOptimizer):
-    """`whole`, of which this rank keeps and steps its part. `state` is that part's, `param_groups` are all. Collective."""
+    """Partitions the optimizer `whole` over the ranks; each rank keeps and steps its own part.
+
+    `state` covers this rank's part only, `param_groups` cover all parameters. Collective.
+    """
 
     def __init__(self, whole: torch.optim.Optimizer):
         self._whole = whole
@@ -49,19 +53,22 @@ class DividedOptimizer(ZeroRedundancyOptimizer):
         self.state = self.optim.state
 
     def own(self) -> set[Tensor]:
-        """The parameters that this rank steps."""
+        """The parameters that this rank updates."""
         return {parameter for group in self.optim.param_groups for parameter in group["params"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what `state_dict` has of this rank's part; torch's own would leave fused steps on the host."""
+        """Load this rank's part of `state_dict`.
+
+        The method of torch's ZeroRedundancyOptimizer would leave the `step` tensors of fused optimizers on the host.
+        """
         parameters, own = [parameter for group in self.param_groups for parameter in group["params"]], self.own()
-        state = state_dict["state"]  # by index, and by names what is kept for no parameter
+        state = state_dict["state"]  # keys: parameter indices, and names for state that belongs to no parameter
         kept = {key: value for key, value in state.items() if isinstance(key, str) or parameters[key] in own}
         torch.optim.Optimizer.load_state_dict(self, {**state_dict, "state": kept})
         self.optim.state = self.state
 
     def _part(self, groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
-        """The optimizer that the config has built, left with the parameters of this rank; it may be left with none."""
+        """The configured optimizer, reduced to this rank's parameters, possibly none."""
         for group, mine in zip(self._whole.param_groups, groups, strict=True):
             group["params"] = mine["params"]
         kept = {parameter for group in groups for parameter in group["params"]}
@@ -71,5 +78,5 @@ class DividedOptimizer(ZeroRedundancyOptimizer):
 
 
 def divided(build: BuildOptimizer, named: Iterable[tuple[str, nn.Parameter]], **options: Any) -> torch.optim.Optimizer:
-    """What `build` makes of these parameters, divided among the ranks. Collective."""
+    """Build the optimizer over the `named` parameters and partition it over the ranks. Collective."""
     return DividedOptimizer(build(named, **options))

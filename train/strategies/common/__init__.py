@@ -1,1 +1,1 @@
-"""What several strategies share: steps on a model laid out already, and what they are made of."""
+"""Code that several strategies share: optimizer steps on a model that is already distributed, and their parts."""

@@ -1,4 +1,4 @@
-"""The blocks of a model: what a deep model repeats, and where it can be cut."""
+"""The blocks of a model: its repeated modules, between which it can be cut."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from torch import nn
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost elements of the model's lists and sequences by name, in order; a sequence in one counts by its own."""
+    """The outermost elements of the model's ModuleLists and Sequentials by name, in order.
+
+    A ModuleList or Sequential that is an element itself is replaced by its own elements.
+    """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") for block in found)

@@ -1,4 +1,4 @@
-"""One rank's values for all: whatever a model or an objective draws as it is built, its replicas begin alike."""
+"""Broadcast of one rank's values, so that replicas start equal whatever was drawn at random when they were built."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 
 def begin_alike(module: nn.Module, *, by: torch.device | None = None) -> None:
-    """Give every rank the parameters and buffers of rank 0, however each rank has drawn its own. Collective.
+    """Broadcast the parameters and buffers of rank 0 to all ranks. Collective.
 
-    To be called before a module is divided: pieces of models that differ are not a model.
+    Call it before a module is sharded: shards of different models do not form one model.
 
-    by: the device to send from, where ranks have the module on different ones.
+    by: device to send from, if the ranks hold the module on different devices.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         broadcast((*module.parameters(), *module.buffers()), by=by)
@@ -23,14 +23,14 @@ def begin_alike(module: nn.Module, *, by: torch.device | None = None) -> None:
 def broadcast(
     tensors: Iterable[Tensor], *, group: dist.ProcessGroup | None = None, by: torch.device | None = None
 ) -> None:
-    """Give every rank of `group` (None: all) the values of the first. Collective.
+    """Broadcast the values of the first rank of `group` (None: all ranks) to the others. Collective.
 
-    by: the device that the group sends from, where tensors may lie on others.
+    by: device to send from, if tensors may be on other devices.
     """
     for tensor in tensors:
         raw = (
             tensor.detach().to(by or tensor.device).contiguous().flatten().view(torch.uint8)
-        )  # gloo does not know every type
+        )  # as bytes: gloo does not support every dtype
         dist.broadcast(raw, group=group, group_src=0)
         with torch.no_grad():
             tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))

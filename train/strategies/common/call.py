@@ -1,4 +1,4 @@
-"""How a model takes its inputs: as one argument, by name, or one after the other."""
+"""How a batch's inputs become arguments of a model: as one argument, as keywords, or by position."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from train.strategies.common.refused import why_refused
 
 
 class Call:
-    """Calls what wraps `model` as the model's own `forward` wants it.
+    """Calls `model`, or a wrapper of it, with arguments that fit the signature of the model's `forward`.
 
-    A dict goes in by name where the names are parameters of `forward`; a tuple goes in one by one where `forward` has
-    as many parameters and needs more than one of them. Everything else, and whatever `forward` takes as one, is its
-    first argument.
+    A dict is passed as keywords if any of its keys is a parameter of `forward`. A tuple or list is passed by position if
+    `forward` requires more than one argument and accepts as many. Everything else is passed as the first argument.
     """
 
     def __init__(self, model: nn.Module):
@@ -32,7 +31,7 @@ class Call:
         self._any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def __call__(self, forward: Callable[..., Any], inputs: Any) -> Any:
-        """What `forward` gives for `inputs`. Raises ConfigError: the model does not take them."""
+        """Return the output of `forward` for `inputs`. Raises ConfigError if the model does not accept them."""
         args, kwargs = self._arguments(inputs)
         try:
             return forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What does not go together with a model that is laid out by hand."""
+"""Options that do not combine with a strategy that partitions the model itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from train.errors import ConfigError
 
 
 def refuse(config: Config, strategy: str) -> None:
-    """Raise ConfigError for what a `strategy` that divides the model itself does not go with."""
+    """Raise ConfigError for options that do not combine with a `strategy` that partitions the model itself."""
     if config.compile:
         raise ConfigError(f"compile=true does not go with strategy={strategy}: leave it out, or use strategy=ddp")
     if config.channels_last:

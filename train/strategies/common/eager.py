@@ -1,7 +1,7 @@
-"""Training without torch._dynamo where nothing is compiled: its import takes more than a second, sympy and all.
+"""Avoid the import of torch._dynamo when nothing is compiled: the import takes more than a second, with sympy.
 
-Torch's optimizers and DDP import it to have themselves left out of what is compiled, which nobody does here. What of
-this a later torch does in another way takes that second again, and nothing else.
+torch's optimizers and DDP import torch._dynamo to exclude themselves from compilation, which is not needed here. If a
+later torch does this differently, the only effect is that the import happens again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ DYNAMO = "torch._dynamo"
 
 
 def stay_eager() -> None:
-    """From here on torch's optimizers and DDP call their own methods as they are, unless something is compiled already."""
+    """Make torch's optimizers and DDP call their methods without torch._dynamo's wrappers.
+
+    Does nothing if torch._dynamo is already imported.
+    """
     if DYNAMO in sys.modules:
         return
     for owner in (Optimizer, DistributedDataParallel):
         for method in vars(owner).values():
             inner = innermost(method)
             if inner is not method:
-                inner.__dynamo_disable = inner  # where torch._compile._disable_dynamo looks whether it is done
+                inner.__dynamo_disable = inner  # torch._compile._disable_dynamo reads it to see if it is done
     for kind in vars(torch.optim).values():
         step = vars(kind).get("step") if isinstance(kind, type) and issubclass(kind, Optimizer) else None
         if getattr(step, "__code__", SimpleNamespace(co_name="")).co_name == "_use_grad":
@@ -36,14 +39,14 @@ def stay_eager() -> None:
 
 
 def innermost(method: Any) -> Any:
-    """What decorators have been wrapped around."""
+    """Return the function inside all decorators of `method`."""
     while inner := getattr(method, "__wrapped__", None):
         method = inner
     return method
 
 
 def without_breaks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.optim.optimizer._use_grad_for_differentiable, less its breaks in dynamo's graph."""
+    """torch.optim.optimizer._use_grad_for_differentiable without its breaks in dynamo's graph."""
 
     @functools.wraps(step)
     def without(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +58,7 @@ def without_breaks(step: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def answered_for_dynamo() -> Iterator[None]:
-    """DDP asks it at its making how compiled models are to be treated; this is its default."""
+    """Replace torch._dynamo while DDP is created: DDP reads its mode for compiled models, here the default."""
     if DYNAMO in sys.modules:
         yield
         return

@@ -1,4 +1,4 @@
-"""Mean over ranks, norm and clipping of gradients, some of which may lie in pieces or be missing on some ranks."""
+"""Mean over ranks, norm and clipping of gradients, which may be sharded or missing on some ranks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from train.errors import ConfigError
 
 
 def complete(parameters: Mapping[str, Tensor], world: World, *, names: Sequence[str]) -> set[str]:
-    """Give each parameter that has a gradient on any rank one on this rank, zeros where it had none. Collective.
+    """Fill in zeros for gradients that are missing on this rank but present on another rank. Collective.
 
-    Ranks may use different parameters in a step (routing, stochastic depth), and what they reduce has to be the same
-    list on all of them. A parameter without a gradient anywhere keeps none: the optimizer leaves it alone.
+    Ranks may use different parameters in a step (routing, stochastic depth), but all ranks must reduce the same list of
+    gradients. A parameter without a gradient on any rank keeps none, so the optimizer skips it.
 
     Args:
-        parameters: those of this rank by name.
-        world: all ranks, those of other parts of the model included.
-        names: of the parameters of all ranks, in an order that all ranks have.
+        parameters: this rank's parameters by name.
+        world: all ranks, including those that hold other parts of the model.
+        names: the parameter names of all ranks, in the same order on every rank.
 
     Returns:
-        The names of the parameters that have a gradient.
+        The names of the parameters that have a gradient on any rank.
     """
     mine = {name for name, parameter in parameters.items() if parameter.grad is not None}
     used = used_anywhere(mine, world, names=names)
@@ -37,13 +37,13 @@ def complete(parameters: Mapping[str, Tensor], world: World, *, names: Sequence[
 
 
 def used_anywhere(used: Set[str], world: World, *, names: Sequence[str]) -> set[str]:
-    """Which of `names`, in an order that all ranks have, any rank has `used`. Collective."""
+    """The subset of `names` that is in `used` on any rank; `names` has the same order on every rank. Collective."""
     counts = world.sum([float(name in used) for name in names])
     return {name for name, count in zip(names, counts, strict=True) if count}
 
 
 def average(gradients: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
-    """Put the mean over the ranks of `group` in place of each gradient, of what lies in pieces piece by piece. Collective."""
+    """Replace each gradient by its mean over the ranks of `group`; of a DTensor, the local shard. Collective."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in map(own_piece, gradients):
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
@@ -56,12 +56,12 @@ def average(gradients: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
 
 
 def sparse_in(model: nn.Module) -> str | None:
-    """The first layer, by name, that gives sparse gradients: an Embedding(sparse=True)."""
+    """Name of the first layer with sparse gradients, such as Embedding(sparse=True); None if there is none."""
     return next((name for name, module in model.named_modules() if getattr(module, "sparse", None) is True), None)
 
 
 def refuse_sparse(model: nn.Module, said: str) -> None:
-    """Raises ConfigError where `said`, a choice of the config, cannot work with the model's sparse gradients."""
+    """Raise ConfigError if the model has sparse gradients, which the config's choice `said` does not support."""
     if name := sparse_in(model):
         raise ConfigError(
             f"{name} gives sparse gradients, which {said} does not take: use sparse=False, or strategy=ddp or single"
@@ -69,7 +69,7 @@ def refuse_sparse(model: nn.Module, said: str) -> None:
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """[] the L2 norm of all `gradients` together, the same on every rank that holds a piece. Collective where sharded."""
+    """[] L2 norm of all `gradients` together, the same on every rank that holds a shard. Collective if sharded."""
     by_mesh: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         by_mesh.setdefault(gradient.device_mesh if in_pieces(gradient) else None, []).append(gradient)
@@ -79,7 +79,7 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def clip(parameters: list[Tensor], limit: float, norm: Tensor) -> None:
-    """Scale the gradients of `parameters` so that their total norm, which is `norm`, is `limit` at most."""
+    """Scale the gradients of `parameters`, whose total norm is `norm`, to a total norm of at most `limit`."""
     if not any(in_pieces(parameter) for parameter in parameters):
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return

@@ -1,4 +1,4 @@
-"""Units that gather and reduce together: all ranks come to them in one order, or all refuse the step in one line."""
+"""A check that all ranks reach the collectives of sharded units in the same order, with a one-line error otherwise."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Lockstep:
-    """Compares, before each collective of a unit, which one each rank has come to.
+    """Compares across ranks, before each collective of a unit, which collective each rank has reached.
 
-    Ranks that call different units (routing, stochastic depth) would otherwise gather units of one size crosswise without
-    a word, and gloo ends the process where sizes differ. Within a unit, ranks may use different parameters: zeros stand
-    in for a gradient that a rank lacks, and a parameter that no rank has used keeps none, as in one process.
+    Without it, ranks that call different units (routing, stochastic depth) would silently gather different units of the
+    same size together; where sizes differ, gloo ends the process. Within a unit, ranks may use different parameters: a
+    rank without a gradient contributes zeros, and a parameter that no rank used keeps no gradient, as in one process.
 
     Args:
-        model: whose `units` and then itself torch's `fully_shard` was called for.
-        shards: how many ranks a parameter lies on; with one, nothing is gathered and replicas reduce.
+        model: the model on which `fully_shard` was called, after its units.
+        units: the modules of the model on which `fully_shard` was called.
+        world: the ranks of the run.
+        shards: number of ranks that share a parameter; with 1, nothing is gathered and replicas all-reduce.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], world: World, *, shards: int):
@@ -47,24 +49,26 @@ class Lockstep:
         self._may_differ = bool(zeros)
 
     def begin(self) -> None:
-        """Before a step's first forward. Collective."""
+        """Start a step; call it before the first forward pass. Collective."""
         if self._watched is None:
             self._watch()
         self._used.clear()
 
     def reduced(self) -> None:
-        """After a step's last backward. Collective. Raises ConfigError: not all ranks have come to it."""
+        """End a step; call it after the last backward pass. Drops gradients of parameters that no rank used. Collective.
+
+        Raises:
+            ConfigError: not all ranks have reached the end of the step.
+        """
         self.agree(END)
         assert self._watched is not None
         for name in self._watched.keys() - used_anywhere(self._used, self.world, names=[*self._watched]):
             self._watched[name].grad = None
 
     def agree(self, here: int) -> None:
-        """Raise ConfigError on all ranks unless all are `here`. Collective."""
+        """Raise ConfigError on all ranks unless all ranks are at the place `here`. Collective."""
         used = 0 if self._may_differ or here % 2 else crc32(repr(sorted(self._used)).encode()) % 2**20
-        at, at_squared, of, of_squared = self.world.sum(
-            [here, here * here, used, used * used]
-        )  # exact: whole and small
+        at, at_squared, of, of_squared = self.world.sum([here, here * here, used, used * used])  # exact: small integers
         if self.world.size * at_squared == at * at and self.world.size * of_squared == of * of:
             return
         places = self.world.gather(here)
@@ -84,7 +88,10 @@ class Lockstep:
         return f"the {'forward' if place % 2 else 'gradient'} of {self._names[(place - 1) // 2]}"
 
     def _watch(self) -> None:
-        """Have each whole parameter say when it gets a gradient: unit by unit, for it is not there before it is gathered."""
+        """Register hooks that record which full parameters get a gradient.
+
+        Works unit by unit, because a full parameter exists only after its unit is gathered.
+        """
         self._watched = {}
         sharded = dict(self.model.named_parameters())
         for unit in self._units:
@@ -97,18 +104,21 @@ class Lockstep:
 
 
 class Comm:
-    """What torch calls for a unit's collectives, at `place` among all units'."""
+    """Base of the custom collectives that FSDP calls for a unit; `place` numbers them over all units."""
 
     def __init__(self, lockstep: Lockstep, place: int, *, always: bool = False):
         self.lockstep, self.place, self.always = lockstep, place, always
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self.always:  # for torch calls nothing else where there is one shard
+        """Allocate the collective's buffer; with `always`, check the ranks' places, too."""
+        if self.always:  # with one shard, torch calls nothing but this method
             self.lockstep.agree(self.place)
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class Gather(Comm):
+    """All-gather of a unit's parameters, after a check of the ranks' places."""
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
@@ -118,6 +128,8 @@ class Gather(Comm):
 
 
 class Reduce(Comm):
+    """Reduce-scatter of a unit's gradients, after a check of the ranks' places."""
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:

@@ -1,4 +1,4 @@
-"""One optimizer step on a model that is laid out already: what the strategies of data parallelism share."""
+"""One optimizer step on a model that is already distributed; the data-parallel strategies share it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from train.strategies.common.call import Call
 from train.strategies.common.gradient import clip, total_norm
 
 BUFFERS = "buffers/"
-"""What the names of buffers begin with that are in no state dict of the model's."""
+"""Prefix of the names of buffers that are in no state dict of the model."""
 AUTOCAST = {Precision.fp32: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 
 
 def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
-    """The recipe's model on `device`, in the memory format that suits it."""
+    """Build the recipe's model on `device`, in channels-last memory format if configured or faster."""
     model = recipe.build_model().to(device)
     if recipe.channels_last or (recipe.channels_last is None and _prefers_channels_last(model, recipe, device)):
         model = model.to(memory_format=torch.channels_last)
@@ -43,20 +43,23 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
 
 
 class OptimizerStep:
-    """Accumulation, precision, loss scaling, clipping, the optimizer's step, and leaving one out.
+    """One optimizer step: gradient accumulation, precision, loss scaling, clipping, update, and skipping a step.
 
     Args:
-        model: laid out over the ranks as `layout` says; its parameters are the optimizer's. Among the ranks that divide
-            the samples, gradients are averaged.
-        forward: what training calls instead of the model, where something wraps it.
-        no_sync: the context of every backward pass but a step's last.
-        trainers: the ranks whose buffers are one model's; all if not given.
-        has_loss: whether this rank computes the loss, and so has the objective's state.
-        elsewhere: name -> size of the entries of the whole model's state that only other ranks have.
+        recipe: everything that the step needs beside the model.
+        world: the ranks of the run.
+        layout: how the model and the samples are distributed. Gradients are averaged over the ranks that divide the
+            samples.
+        model: the model, distributed over the ranks as in `layout`; the optimizer is built over its parameters.
+        forward: the callable for training, if the model is wrapped; None: the model itself.
+        no_sync: context manager for every forward and backward pass of a step except the last.
+        trainers: process group of the ranks that share the model's buffers; None: all ranks.
+        has_loss: whether this rank computes the loss and so holds the objective's state.
+        elsewhere: name -> size of the entries of the full model's state that only other ranks hold.
     """
 
     everywhere: flat.Groups | None = None
-    """The optimizer's groups with the parameters that other ranks have; None: this rank has all."""
+    """The optimizer's groups with the parameters of all ranks; None if this rank holds all of them."""
 
     def __init__(
         self,
@@ -89,13 +92,17 @@ class OptimizerStep:
 
     @property
     def parameters(self) -> list[Any]:
-        """The optimizer's."""
+        """The optimizer's parameters, in the order of its groups."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
-        """One optimizer step of global step `step`. Collective."""
+        """Run the optimizer step of global step `step`. Collective.
+
+        Raises:
+            ConfigError: after the first backward pass, the model trains parameters that the optimizer does not have.
+        """
         self.set_training(True)
-        self.optimizer.zero_grad()  # only here: the norm of the last step's gradient may have been asked for
+        self.optimizer.zero_grad()  # only here: StepResult.grad_norm may read the last step's gradients until now
         self._measured = {}
         before = self.buffers.copy() if self.leaves_out else []
         self.waiting.begin()
@@ -104,7 +111,7 @@ class OptimizerStep:
         if not self._seen:
             self.see_parameters()
         self.buffers.forget()
-        self.scaler.unscale_(self.optimizer)  # clipping is defined on the true gradient
+        self.scaler.unscale_(self.optimizer)  # clipping needs the unscaled gradient
         clips = self.recipe.grad_clip is not None
         norm = self.norm() if clips or self.leaves_out else None
         skipped = self.update(step, norm)
@@ -113,9 +120,9 @@ class OptimizerStep:
         return StepResult(loss, self.norm if norm is None else norm, skipped, self._measured)
 
     def update(self, step: int, norm: Tensor | None) -> bool:
-        """Move the parameters by their gradients, reduced before. Whether that was left out.
+        """Update the parameters by their reduced gradients. Returns True if the update was skipped.
 
-        norm: [] of the global gradient, where it is known.
+        norm: [] L2 norm of the global gradient, if known.
         """
         self._set_lr(step)
         if norm is not None and self._must_skip(norm):
@@ -128,11 +135,11 @@ class OptimizerStep:
         return False
 
     def norm(self) -> Tensor:
-        """[] the L2 norm of the global gradient, the same on every rank. Collective."""
+        """[] L2 norm of the global gradient, the same on every rank. Collective."""
         return total_norm(p.grad for p in self.parameters if p.grad is not None)
 
     def warm_up(self, batches: list[Batch]) -> None:
-        """One forward and backward whose gradient is thrown away, and which leaves no other trace. Collective."""
+        """Run one forward and backward pass, discard the gradient, restore buffers and generators. Collective."""
         before = self.buffers.copy()
         self.set_training(True)
         with kept_generators(on_device=True):
@@ -141,7 +148,7 @@ class OptimizerStep:
         self.buffers.put_back(before)
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
-        """Accumulate the gradient of the global batch's mean loss; give back this rank's share of that loss, []."""
+        """Accumulate the gradient of the global batch's mean loss; return this rank's share of that loss, []."""
         shares = [self._share(batch, last=batch is batches[-1], times=self._shards) for batch in batches]
         counts = [batch.count if self._speaks else 0 for batch in batches]
         if len(shares) == 1 and counts[0]:
@@ -150,14 +157,18 @@ class OptimizerStep:
         return torch.stack([share if count else torch.zeros_like(share) for share, count in counted]).sum()
 
     def _share(self, batch: Batch, *, last: bool, times: int = 1) -> Tensor:
-        """Forward and backward of one micro-batch, whose gradient is taken `times`; its share of the global loss, []."""
+        """Run forward and backward on one micro-batch; return its share of the global loss, [].
+
+        times: factor on the gradient.
+        """
         with contextlib.nullcontext() if last else self.no_sync():
             with self._autocast():
                 outputs = self._call(self.forward, batch.inputs)
                 loss = loss_of(self.recipe.objective, outputs, batch.targets, model=self.model)
             if self.recipe.train_metrics:
                 self._measure(outputs, batch, loss.detach())
-            # A mean over ranks may follow, and ranks hold unequal shares: weigh by the true count.
+            # Ranks may hold unequal shares of the global batch: weight by the sample count. `times` cancels a later mean
+            # over ranks.
             share = loss if batch.count == batch.total else loss * (batch.count / batch.total)
             self.scaler.scale(share if times == 1 else share * times).backward()  # type: ignore[no-untyped-call]
         detached: Tensor = share.detach()
@@ -174,7 +185,7 @@ class OptimizerStep:
         return {name: value * bool(batch.count and self._speaks) for name, value in measured.items()}
 
     def _measure(self, outputs: Any, batch: Batch, loss: Tensor) -> None:
-        """Add a training micro-batch's metrics to the step's."""
+        """Add the metrics of a training micro-batch to those of the step."""
         with torch.no_grad():
             found = sums(self.recipe.objective, outputs, batch.targets, batch.count, model=self.model, loss=loss)
         for name, value in found.items() if batch.count and self._speaks else ():
@@ -182,20 +193,26 @@ class OptimizerStep:
             self._measured[key] = self._measured.get(key, 0) + value.detach().double()
 
     def is_finite(self) -> bool:
-        """Whether all ranks' parameters are. Waits for the device. Collective."""
+        """Return True if the parameters of all ranks are finite. Synchronizes with the device. Collective."""
         finite = bool(torch.isfinite(total_norm(parameter.detach() for parameter in self.parameters)))
         return self.world.lowest(not finite) is None
 
     def weights(self) -> dict[str, Any]:
-        """The model's state dict with the buffers that all ranks share. Collective. Raises ConfigError."""
+        """The model's state dict with the buffers that all ranks share. Collective.
+
+        Raises:
+            ConfigError: the optimizer lacks a trained parameter, buffers differ in size between ranks, or extra state
+                cannot be loaded with `weights_only=True`.
+        """
         self.see_parameters()
         weights, shared = self.model.state_dict(), self.buffers.shared()
         flat.check_plain(weights)
         return {name: shared.get(name, value) for name, value in weights.items()}
 
     def state(self) -> dict[str, Any]:
-        """What a resume at any world size needs, under flat names, and where the ranks' buffers differ this rank's own.
-        Collective.
+        """State under flat names for a resume at any world size. Collective.
+
+        Includes this rank's own buffers if they differ between ranks.
         """
         weights, shared = self.weights(), self.buffers.shared()
         model = flat.of_model(weights)
@@ -205,7 +222,11 @@ class OptimizerStep:
         return {**model, **optimizer, "scaler": self.scaler.state_dict(), **beside, **own}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """What to read the `saved` tensors into; this rank's own buffers beside those that all share. Raises ConfigError."""
+        """Tensors to read the `saved` ones into: model, optimizer, shared buffers and this rank's own buffers.
+
+        Raises:
+            ConfigError: the saved model differs from this model in names or sizes.
+        """
         self.buffers.make_room(saved, prefix=flat.MODEL)
         return {
             **flat.targets(self.model, self.optimizer, saved, elsewhere=self._elsewhere),
@@ -214,7 +235,7 @@ class OptimizerStep:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave. Raises ConfigError if it does not fit."""
+        """Load a saved state. Raises ConfigError if it does not fit."""
         flat.load(
             self.model, self.optimizer, state, configured=self.recipe.optimizer_options, everywhere=self.everywhere
         )
@@ -226,17 +247,17 @@ class OptimizerStep:
         self.buffers.forget()
 
     def set_training(self, mode: bool) -> None:
-        """Put the model, and an objective that is a module, into training or evaluation mode."""
+        """Set training or evaluation mode on the model, and on the objective if it is a module."""
         self.model.train(mode)
         if self._objective is not None:
             self._objective.train(mode)
 
     def see_parameters(self) -> None:
-        """Raises ConfigError: the model trains with parameters that the optimizer has not."""
+        """Raise ConfigError if the model trains parameters that the optimizer does not have."""
         self._seen = True
         for name, parameter in self.model.named_parameters():
             built, trained = self._built.get(name, (None, False))
-            if in_pieces(parameter) or in_pieces(built):  # who divides them puts one in place of another
+            if in_pieces(parameter) or in_pieces(built):  # sharding replaces parameters on purpose
                 continue
             if built is not parameter:
                 raise ConfigError(
@@ -250,10 +271,11 @@ class OptimizerStep:
                 )
 
     def _must_skip(self, norm: Tensor) -> bool:
-        """The norm is of the reduced gradient, so every rank decides alike without asking.
+        """Return True if the step must be skipped, because the norm is not finite.
 
-        To look at it on CUDA is to wait for the device, so there it is only done where a step may be left out (under
-        fp16 the scaler waits anyway). Whatever else is not finite shows in the parameters, before anybody saves them.
+        The norm is that of the reduced gradient, so all ranks decide alike without communication. Reading it on CUDA
+        synchronizes with the device, so it is read there only if steps may be skipped (under fp16 the scaler
+        synchronizes anyway). Any other non-finite value shows in the parameters, which are checked before they are saved.
         """
         return (self.leaves_out or not norm.is_cuda) and not bool(torch.isfinite(norm))
 
@@ -268,7 +290,7 @@ class OptimizerStep:
 
 
 class Stepping(Strategy):
-    """A strategy whose step is an OptimizerStep: it has to build one, as `optimizer_step`."""
+    """Base class of strategies that run an OptimizerStep; `build` must set it as `optimizer_step`."""
 
     optimizer_step: OptimizerStep
     honours: ClassVar[Collection[str]] = frozenset(
@@ -277,40 +299,50 @@ class Stepping(Strategy):
 
     @property
     def lr(self) -> float:
+        """Learning rate of the first parameter group in the last step."""
         return self.optimizer_step.lr
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
+        """Run one optimizer step. Collective."""
         return self.optimizer_step.step(step, batches)
 
     def waited_s(self) -> float:
+        """Exposed communication time in seconds since the last call."""
         return self.optimizer_step.waiting.read()
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
+        """Metrics of one micro-batch, summed over its samples. Collective."""
         return self.optimizer_step.evaluate(batch)
 
     def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters by name, as this rank holds them."""
         return dict(self.optimizer_step.model.named_parameters())
 
     def is_finite(self) -> bool:
+        """Return True if the parameters of all ranks are finite. Collective."""
         return self.optimizer_step.is_finite()
 
     def sync_parameters(self) -> None:
-        """They are equal after every step."""
+        """Do nothing: the parameters are equal after every step."""
 
     def state(self) -> dict[str, Any]:
+        """State under flat names for a resume. Collective."""
         return self.optimizer_step.state()
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Tensors to read the `saved` ones into. Collective."""
         return self.optimizer_step.targets(saved)
 
     def load(self, state: dict[str, Any]) -> None:
+        """Load a saved state. Collective."""
         self.optimizer_step.load(state)
 
     def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
+        """The model's state dict by unwrapped names. Collective."""
         return self.optimizer_step.weights()
 
 
 def _prefers_channels_last(model: nn.Module, recipe: Recipe, device: torch.device) -> bool:
-    """Tensor cores convolve in channels-last; elsewhere it gains nothing worth a changed layout."""
+    """True for convolutions on tensor cores (CUDA, reduced precision); elsewhere channels-last gains too little."""
     reduced = recipe.precision is not Precision.fp32
     return device.type == "cuda" and reduced and any(isinstance(module, nn.Conv2d) for module in model.modules())

@@ -1,4 +1,4 @@
-"""PowerSGD: each gradient goes over the wire as two thin matrices, and what they miss is added to the next one.
+"""PowerSGD: exchange each gradient as two low-rank matrices and add the approximation error to the next gradient.
 
 Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019
 (https://arxiv.org/abs/1905.13727).
@@ -18,15 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 from train.checkpoint.trained import SavedTensor, own_prefix
 from train.dist.world import World
 
-NEVER_BY_ZERO = 1e-8  # torch's default of 0 makes NaN of a layer whose gradient is zero
+NEVER_BY_ZERO = 1e-8  # torch's default of 0 gives NaN for a layer whose gradient is zero
 
 
 class PowerSgd:
-    """torch's PowerSGD hook on `ddp`, with a state that a checkpoint can hold.
+    """torch's PowerSGD hook on `ddp`, with state that can be checkpointed.
 
     Args:
-        rank: of the approximation; the thin matrices of an [n, m] gradient are [n, rank] and [rank, m].
-        warm_up_steps: so many of the run's steps, 2 at least, go uncompressed.
+        ddp: the model under DDP, on which the hook is registered.
+        world: the ranks of the run.
+        rank: rank of the approximation; the factors of an [n, m] gradient are [n, rank] and [rank, m].
+        warm_up_steps: number of the run's first steps, at least 2, that are not compressed.
     """
 
     def __init__(self, ddp: DistributedDataParallel, world: World, *, rank: int, warm_up_steps: int):
@@ -40,15 +42,15 @@ class PowerSgd:
         self._own = f"{own_prefix(world.rank)}powersgd/"
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         self._buckets: dict[int, list[str]] = {}
-        # DDP compares a hook's annotations with types, and here they are text: a lambda has none.
+        # DDP compares a hook's annotations with types, but here they are strings. A lambda has no annotations.
         ddp.register_comm_hook(self.hook_state, lambda state, bucket: self._hook(state, bucket))
 
     def begin(self, step: int) -> None:
-        """The next backward pass is that of global step `step`."""
+        """Set the global step of the next backward pass."""
         self.hook_state.iter = step
 
     def state(self) -> dict[str, Any]:
-        """This rank's own."""
+        """This rank's own PowerSGD state; empty before the first compressed step."""
         if not self._buckets:
             return {}
         plain = {f"{self._own}layout": {"rank": self.rank, "buckets": self._buckets}}
@@ -58,12 +60,12 @@ class PowerSgd:
         }
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """What to read this rank's own among the `saved` tensors into."""
+        """Tensors to read this rank's own `saved` state into."""
         own = {name: facts for name, facts in saved.items() if name.startswith(self._own)}
         return {name: torch.empty(f.size, dtype=f.dtype, device=self.world.device) for name, f in own.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave, if it is there and of the same rank."""
+        """Load a saved state, if it is present and has the same approximation rank."""
         layout = state.get(f"{self._own}layout")
         if layout is None or layout["rank"] != self.rank:
             return
@@ -83,7 +85,7 @@ class PowerSgd:
         return powerSGD_hook(state, bucket)
 
     def _match(self, bucket: dist.GradBucket) -> None:
-        """The memory is by bucket: where a bucket holds other parameters than before, it begins anew."""
+        """Reset the state of a bucket whose parameters have changed, since the state is kept per bucket."""
         index, names = bucket.index(), [self._names[parameter] for parameter in bucket.parameters()]
         if self._buckets.get(index) != names:
             self._buckets[index] = names

@@ -1,4 +1,4 @@
-"""A replica of the model on every rank, whose gradients torch's DDP averages while backward runs.
+"""A replica of the model on every rank; torch's DDP averages the gradients during the backward pass.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -28,25 +28,26 @@ from train.strategies.common.slices import SlicedStep
 
 
 class Replicas(Stepping):
-    """DDP over all ranks; with one rank, plain training."""
+    """DDP over all ranks; plain training on one rank."""
 
     step_class: type[OptimizerStep] = OptimizerStep
     honours = frozenset({*Stepping.honours, "compile", "channels_last"})
     reduced: Sequence[str] = ()
-    """The parameters that DDP averages the gradients of, by its numbers: those that required one when it was built."""
+    """Names of the parameters that DDP reduces, in its index order: those that required a gradient at its creation."""
 
     def build(self, recipe: Recipe, world: World) -> None:
+        """Build the model, compile it if configured, then wrap it. Collective."""
         self.world, self.model = world, self.place(build_model(recipe, world.device))
         if recipe.compile:
             self.model.compile()
         self.wrap(recipe)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """The model as this rank trains it."""
+        """Return the model as this rank trains it; a hook for subclasses."""
         return model
 
     def wrap(self, recipe: Recipe) -> None:
-        """Make the optimizer step, which goes through DDP where there is more than one rank. Collective."""
+        """Build the optimizer step, with DDP if there is more than one rank. Collective."""
         world = self.world
         parts: dict[str, Any] = {"world": world, "layout": self.layout(world.size), "model": self.model}
         if recipe.slices:
@@ -61,6 +62,11 @@ class Replicas(Stepping):
         self.optimizer_step = self.step_class(recipe, **parts)
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
+        """Run one optimizer step, after a warm-up if one is needed. Collective.
+
+        Raises:
+            ConfigError: a parameter got no gradient in the previous step.
+        """
         self.warm_up(batches)
         try:
             return self.optimizer_step.step(step, batches)
@@ -68,7 +74,7 @@ class Replicas(Stepping):
             raise self.unused(error) or error from None
 
     def unused(self, error: RuntimeError) -> ConfigError | None:
-        """DDP's complaint of parameters without a gradient in the step before, in one line; None if it is none."""
+        """Turn DDP's error about parameters without a gradient in the previous step into one line; None for others."""
         if "Expected to have finished reduction" not in str(error):
             return None
         said = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
@@ -86,20 +92,22 @@ class Replicas(Stepping):
         )
 
     def warm_up(self, batches: list[Batch]) -> None:
-        """Before the first step, one that leaves no trace but DDP's layout of its buckets."""
+        """Before the first step, run a step whose only effect is DDP's bucket layout. Collective."""
         if not self.warmed_up:
             self.warmed_up = True
             self.optimizer_step.warm_up(batches)
 
     def needs_warm_up(self) -> bool:
-        """DDP lays out its buckets after its first backward. With three ranks and more the place in a bucket decides the
-        order in which a sum is made, so without a warm-up the first step after a resume would round differently from the
-        same step of an uninterrupted run.
+        """Return True if the bucket layout changes the rounding of a gradient sum.
+
+        DDP rebuilds its buckets after its first backward pass. With three or more ranks, the position in a bucket decides
+        the order of summation, so without a warm-up the first step after a resume would round differently from the same
+        step of an uninterrupted run.
         """
-        return self.world.size > 2 and not self.world.memory  # which adds up in the order of ranks
+        return self.world.size > 2 and not self.world.memory  # shared memory sums in rank order
 
     def distributed(self, model: nn.Module) -> DistributedDataParallel:
-        """The model under DDP. Collective."""
+        """Wrap the model in DDP. Collective."""
         self.reduced = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         with answered_for_dynamo():
             ddp = DistributedDataParallel(model, device_ids=self.device_ids(), **self.ddp_options())
@@ -107,21 +115,22 @@ class Replicas(Stepping):
         return ddp
 
     def choose_reduction(self, ddp: DistributedDataParallel) -> None:
-        """Where ranks have memory in common, gradients are added up there; sparse ones by gloo."""
+        """Reduce gradients in shared memory if the ranks have it; gloo reduces sparse gradients."""
         if self.world.memory and not sparse_in(self.model):
             ddp.register_comm_hook(Overlap(self.world.memory), lambda overlap, bucket: overlap(bucket))
 
     def ddp_options(self) -> Mapping[str, Any]:
+        """Keyword arguments for DistributedDataParallel."""
         return {"gradient_as_bucket_view": True}
 
     def device_ids(self) -> list[torch.device] | None:
-        """Where inputs are brought; None where the model sees to that."""
+        """The device that DDP moves inputs to; None on the CPU, or if the model moves them itself."""
         return [self.world.device] if self.world.device.type == "cuda" else None
 
 
 @dataclass(kw_only=True, eq=False)
 class ConfiguredReplicas(Replicas):
-    """DDP with the options that torch gives it."""
+    """DDP with torch's options for it."""
 
     bucket_cap_mb: Annotated[float, Gt(0), FREE]
     gradient_as_bucket_view: Annotated[bool, FREE]
@@ -130,17 +139,19 @@ class ConfiguredReplicas(Replicas):
     sync_batchnorm: bool
 
     def check(self, config: Config, world_size: int) -> None:
+        """Raise ConfigError for options that do not combine."""
         super().check(config, world_size)
         self.refuse_with_slices(config, sync_batchnorm=self.sync_batchnorm)
 
     def refuse_with_slices(self, config: Config, **options: bool | str) -> None:
-        """Raises ConfigError for an option, other than none, in which the number of ranks leaves a trace."""
+        """Raise ConfigError for an enabled option with which the result would depend on the world size."""
         for option, value in options.items() if config.virtual_world_size else ():
             if value not in (False, "none"):
                 said = f"strategy.{option}={str(value).lower()} and virtual_world_size={config.virtual_world_size}"
                 raise ConfigError(f"{said}: the ranks' true number would be seen in the weights; leave one out")
 
     def place(self, model: nn.Module) -> nn.Module:
+        """Convert batch norm to SyncBatchNorm if configured. Raises ConfigError without CUDA devices."""
         if self.sync_batchnorm and self.world.device.type != "cuda":
             raise ConfigError("strategy.sync_batchnorm=true needs CUDA devices: torch has it for no other")
         if self.sync_batchnorm and self.world.size > 1:
@@ -148,9 +159,10 @@ class ConfiguredReplicas(Replicas):
         return model
 
     def needs_warm_up(self) -> bool:
-        """A static graph cannot begin within no_sync either."""
+        """Return True also for a static graph, whose first iteration cannot run within `no_sync`."""
         return self.static_graph or super().needs_warm_up()
 
     def ddp_options(self) -> Mapping[str, Any]:
+        """Keyword arguments for DistributedDataParallel, from the config."""
         names = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
         return {name: getattr(self, name) for name in names}
