@@ -1,7 +1,7 @@
-"""DataParallel: one process scatters each batch over several devices, replicates the model there, and gathers outputs.
+"""DataParallel: one process scatters each batch over several devices, replicates the model there and gathers outputs.
 
-The first device does the gathering, the loss and the optimizer's step, and every step copies the whole model: DDP is
-faster, and this is here to be compared with.
+The first device gathers the outputs and computes the loss and the optimizer step, and each step copies the full model.
+DDP is faster; this strategy exists for comparison.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ LOGICAL_DEVICES = 2
 
 
 class DataParallel(Stepping):
-    """torch.nn.DataParallel over the GPUs of one process; on the CPU the same steps over logical devices."""
+    """torch.nn.DataParallel over the GPUs of one process; on the CPU, the same steps over logical devices.
+
+    Args:
+        devices: number of devices; None: all GPUs, or 2 logical devices on the CPU.
+        gpus: indices of the GPUs to use; None: all GPUs.
+    """
 
     honours = frozenset({*Stepping.honours, "channels_last"})
 
@@ -32,6 +37,7 @@ class DataParallel(Stepping):
         self.devices, self.gpus = devices, gpus
 
     def check(self, config: Config, world_size: int) -> None:
+        """Raise ConfigError for several processes, compile, or more devices than there are GPUs."""
         if world_size > 1:
             raise ConfigError(
                 f"strategy=data_parallel takes one process and was started with {world_size}: use strategy=ddp"
@@ -45,6 +51,7 @@ class DataParallel(Stepping):
             raise ConfigError(f"strategy.devices={self.devices}, and there are {there} GPUs: use {there} at most")
 
     def build(self, recipe: Recipe, world: World) -> None:
+        """Build the model and the optimizer step."""
         self.world, self.model = world, build_model(recipe, world.device)
         self.optimizer_step = OptimizerStep(
             recipe, world=world, layout=self.layout(world.size), model=self.model, forward=self._forward()
@@ -60,32 +67,40 @@ class DataParallel(Stepping):
 
 
 class LogicalDevices(nn.Module):
-    """The steps of torch.nn.DataParallel, which CPUs lack, on parts of the batch one after the other."""
+    """The steps of torch.nn.DataParallel for the CPU, which it does not support: parts of the batch run in sequence.
+
+    Args:
+        module: the model to run.
+        number: number of logical devices.
+    """
 
     def __init__(self, module: nn.Module, number: int):
         super().__init__()
         self.module, self.number = module, number
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Scatter the inputs, run each part on its replica and gather the outputs."""
         parts = scatter((args, kwargs), self.number)
-        replicas = [replicate(self.module) if index else {} for index in range(len(parts))]  # the first is the model
+        replicas = [
+            replicate(self.module) if index else {} for index in range(len(parts))
+        ]  # the first part runs on the model itself
         outputs = [functional_call(self.module, state, *part) for state, part in zip(replicas, parts, strict=True)]
         return gather(outputs)
 
 
 def scatter(inputs: Any, number: int) -> list[Any]:
-    """`inputs` cut along the first dimension of each tensor, into `number` parts or as many as there are samples."""
+    """Split each tensor of `inputs` along dimension 0 into at most `number` parts, fewer if there are fewer samples."""
     leaves, structure = pytree.tree_flatten(inputs)
     pieces = [leaf.chunk(number) for leaf in leaves]
     return [pytree.tree_unflatten(list(part), structure) for part in zip(*pieces, strict=True)]
 
 
 def replicate(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of all parameters and buffers, from which gradients flow back; what happens to its buffers is lost."""
+    """Copy all parameters and buffers. Gradients flow back through the copies; changes to copied buffers are lost."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     return {name: parameter.clone() for name, parameter in module.named_parameters()} | buffers
 
 
 def gather(outputs: list[Any]) -> Any:
-    """The outputs of all parts as one."""
+    """Concatenate the outputs of all parts along dimension 0."""
     return pytree.tree_map(lambda *parts: torch.cat(parts), *outputs)

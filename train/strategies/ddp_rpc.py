@@ -1,7 +1,7 @@
-"""DDP joined with a remote submodule: the dense part is replicated on the trainers, an embedding table lives on rank 0.
+"""DDP combined with RPC: the dense part is replicated on the trainers, an embedding table is on the server, rank 0.
 
-Trainers look rows up by remote calls. Distributed autograd takes the gradients of what they got back to the table, so
-that neither the table nor its gradient ever crosses the wire.
+Trainers look up rows by RPC. Distributed autograd sends the gradients of those rows back to the table, so that neither
+the full table nor its full gradient is transferred.
 
 Source: https://docs.pytorch.org/tutorials/advanced/rpc_ddp_tutorial.html
 """
@@ -36,7 +36,13 @@ from train.strategies.common.state import refuse_extra_state
 
 
 class Table(Server):
-    """Keeps the remote submodule: looks up for trainers, and steps once the gradients of all of them are there."""
+    """The server of the remote submodule: computes its forward for trainers, and updates it after all gradients are in.
+
+    Args:
+        module: the remote submodule.
+        optimizer_step: the optimizer and the parameters on the server.
+        trainers: ranks that call the submodule.
+    """
 
     def __init__(self, module: nn.Module, optimizer_step: OptimizerStep, *, trainers: range):
         super().__init__(optimizer_step, trainers=trainers, per_update=len(trainers))
@@ -45,25 +51,31 @@ class Table(Server):
         self._announced: list[tuple[int, Future[None]]] = []
 
     def forward(self, training: bool, *inputs: Any) -> Tensor:
-        """The submodule's own."""
+        """RPC: run the submodule's forward in training or evaluation mode."""
         self.module.train(training)
         output: Tensor = self.module(*inputs)
         return output
 
     @rpc.functions.async_execution  # type: ignore[untyped-decorator]
     def push_context(self, trainer: int, step: int, context: int, elsewhere: Tensor) -> Future[Answer]:
-        """Take what a backward pass in `context` has left here; `elsewhere`, []: the norm of the dense gradient."""
+        """RPC: queue the gradients that a backward pass in `context` left here.
+
+        elsewhere: [] norm of the trainer's dense gradient.
+        """
         left = dist_autograd.get_gradients(context)
         parts = [left.get(parameter) for parameter in self.optimizer_step.parameters]
         return self.take(Gradient(trainer, step, parts, elsewhere))
 
     def references(self) -> list[rpc.RRef[nn.Parameter]]:
-        """To the parameters, for torch's DistributedOptimizer."""
+        """RPC: RRefs to the parameters, for torch's DistributedOptimizer."""
         return [rpc.RRef(parameter) for parameter in self.optimizer_step.parameters]
 
     @rpc.functions.async_execution  # type: ignore[untyped-decorator]
     def expect(self, trainer: int, step: int, elsewhere: Tensor) -> Future[None]:
-        """Announce the next gradient of `trainer` that is applied; answered when it may be."""
+        """RPC: announce the next gradient of `trainer`. The future completes when the gradient may be applied.
+
+        elsewhere: [] norm of the trainer's dense gradient.
+        """
         announced: Future[None] = Future()
         with self._change:
             self._expected[trainer] = (step, elsewhere)
@@ -72,7 +84,7 @@ class Table(Server):
         return announced
 
     def apply(self, trainer: int) -> None:
-        """Step by the gradients that the parameters have, which are the trainer's."""
+        """Update the table by the gradients that the parameters hold, which are the trainer's."""
         step, elsewhere = self._expected[trainer]
         with self._change:
             norm = self.optimizer_step.norm()
@@ -84,6 +96,7 @@ class Table(Server):
             self._proceed()
 
     def parameters(self) -> list[Tensor]:
+        """Empty: trainers receive no parameters of the table."""
         return []
 
     def _proceed(self) -> None:
@@ -94,26 +107,31 @@ class Table(Server):
         super()._proceed()
 
     def norm(self, batch: list[Gradient]) -> Tensor:
+        """[] L2 norm of the global gradient: the table's and the dense part's."""
         own = super().norm(batch)
         return torch.hypot(own, batch[0].elsewhere) if batch[0].elsewhere is not None else own
 
 
 class SharedOptimizer:
-    """What DistributedOptimizer makes on the server for each trainer: a way to the one that checkpoints know."""
+    """The optimizer that DistributedOptimizer creates on the server for each trainer.
+
+    It forwards to the server's one optimizer, which checkpoints save.
+    """
 
     def __init__(self, _parameters: list[Tensor], *, trainer: int):
         self.trainer = trainer
 
     def step(self) -> None:
+        """Apply the trainer's gradient to the table."""
         table = served()
         assert isinstance(table, Table)
         table.apply(self.trainer)
 
 
 class Remote(nn.Module):
-    """Stands in a trainer's model for the submodule on the server.
+    """Replaces the remote submodule in a trainer's model.
 
-    Its output is a leaf of the local graph: DDP knows nothing of distributed autograd, which takes over from there.
+    Its output is a leaf of the local graph, since DDP does not support distributed autograd, which continues from there.
     """
 
     def __init__(self, device: torch.device):
@@ -123,8 +141,9 @@ class Remote(nn.Module):
         self._outputs: list[tuple[Tensor, Tensor]] = []
 
     def forward(self, *inputs: Any) -> Tensor:
+        """Run the submodule on the server; return its output on this device."""
         assert self.table
-        # Not rpc_async: through an RRef whose type is not known yet it calls from another thread, outside of the context.
+        # Not rpc_async: if the RRef's type is not known yet, it calls from another thread, outside the autograd context.
         call = partial(self.table.rpc_sync(timeout=0).forward, self.training, *to(torch.device("cpu"), inputs))
         output: Tensor = calls.attempt(call, rank=SERVER)
         here = output.detach().to(self.device)
@@ -134,19 +153,22 @@ class Remote(nn.Module):
         return here
 
     def backward(self, context: int, scale: float) -> None:
-        """Send the gradients of all outputs since the last time back to the table, times `scale`."""
+        """Send the gradients of all outputs since the last call back to the table, multiplied by `scale`."""
         roots = [(output * (scale * here.grad.cpu())).sum() for output, here in self._outputs if here.grad is not None]
         self._outputs.clear()
         calls.attempt(lambda: dist_autograd.backward(context, roots), rank=SERVER)
 
     def forget(self) -> None:
+        """Drop the outputs that wait for a backward pass."""
         self._outputs.clear()
 
 
 class DdpRpc(Served):
-    """Rank 0 keeps the submodule named `remote`, the others train the rest under DDP.
+    """Rank 0 holds the submodule `remote`; the other ranks train the rest of the model under DDP.
 
-    asynchronous: step the table by each trainer's gradient as it comes, not once by all of them.
+    Args:
+        remote: name of the submodule on the server.
+        asynchronous: update the table by each trainer's gradient on arrival, not once by the gradients of all trainers.
     """
 
     name = "ddp_rpc"
@@ -158,10 +180,12 @@ class DdpRpc(Served):
 
     @property
     def caveat(self) -> str:
+        """The non-determinism of asynchronous updates; empty if they are synchronous."""
         told = "each trainer's gradient steps the table as it comes: no run gives the same weights again"
         return told if self.asynchronous else ""
 
     def check(self, config: Config, world_size: int) -> None:
+        """Raise ConfigError for options that need the global gradient if updates are asynchronous."""
         super().check(config, world_size)
         if self.asynchronous and (config.grad_clip is not None or config.on_nonfinite is NonFinite.skip):
             given = "on_nonfinite=skip" if config.grad_clip is None else f"grad_clip={config.grad_clip:g}"
@@ -171,6 +195,11 @@ class DdpRpc(Served):
             )
 
     def build(self, recipe: Recipe, world: World) -> None:
+        """Build the model, split off the remote submodule, and start the server and the trainers. Collective.
+
+        Raises:
+            ConfigError: `remote` is not a submodule with parameters, or the optimizer has several parameter groups.
+        """
         self.world, self.trainers = world, range(1, world.size)
         self.warmed_up = len(self.trainers) < 3  # see Ddp.step
         whole = build_model(recipe, world.device if world.rank != SERVER else torch.device("cpu"))
@@ -206,6 +235,7 @@ class DdpRpc(Served):
             self.table_optimizer = self._refer()
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
+        """Run one step: a trainer trains on its samples, the server waits for all gradients."""
         if self.table:
             self.table.begin(step)
             last = self.table.await_all(step)
@@ -217,11 +247,15 @@ class DdpRpc(Served):
         return self._train(step, batches)
 
     def is_finite(self) -> bool:
-        """Asynchronously, only the server knows what it has left out."""
+        """Return False if the server has skipped a non-finite gradient of an asynchronous update. Collective.
+
+        Only the server knows about skipped asynchronous updates.
+        """
         left_out = self.table is not None and self.table.left_out > 0
         return not self.asynchronous or not self.world.broadcast(left_out, source=SERVER)
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Tensors to read the `saved` ones into, for the part of the model on this rank. Collective."""
         targets, failure = dict[str, Tensor](), None
         try:
             targets = self.optimizer_step.targets(self._mine(saved))
@@ -231,14 +265,16 @@ class DdpRpc(Served):
         return targets
 
     def load(self, state: dict[str, Any]) -> None:
+        """Load this rank's part of a saved state. Collective."""
         failure = None
         try:
             super().load(self._mine(state))
         except ConfigError as error:
             failure = error
-        self.world.together(failure)  # nobody may look up in a table that is still loading
+        self.world.together(failure)  # no rank may look up rows while the table still loads
 
     def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
+        """Name -> function that returns the full tensor on rank 0, for the state dict of the plain model. Collective."""
         held = self.optimizer_step.weights()
         return {name: partial(self._whole, name, held.get(name)) for name in self.plain}
 
@@ -262,7 +298,7 @@ class DdpRpc(Served):
         before = stepping.buffers.copy() if stepping.leaves_out else []
         with dist_autograd.context() as context:
             loss = stepping.backward(step, batches)
-            self.stand_in.backward(context, 1 / len(self.trainers))  # DDP has averaged the others
+            self.stand_in.backward(context, 1 / len(self.trainers))  # DDP averages the dense gradients
             dense = total_norm(p.grad for p in stepping.parameters if p.grad is not None).cpu()
             norm = self._push(step, context, dense)
         stepping.buffers.forget()
@@ -272,7 +308,7 @@ class DdpRpc(Served):
         return StepResult(loss, norm, skipped)
 
     def _push(self, step: int, context: int, dense: Tensor) -> Tensor:
-        """Have the table stepped; the norm of the gradient by which the dense part is to be, []."""
+        """Make the server update the table; return the gradient norm for the dense part's update, []."""
         if not self.asynchronous:
             answer: Answer = self._ask("push_context", step, context, dense)
             return answer.grad_norm
@@ -286,23 +322,23 @@ class DdpRpc(Served):
         return calls.answer(call(self.world.rank, *args), rank=SERVER)
 
     def _refer(self) -> Any:
-        """An optimizer over the table's parameters, where they are."""
+        """Create a DistributedOptimizer over the table's parameters on the server."""
         from torch.distributed.optim import DistributedOptimizer  # imports torch._dynamo
 
         logging.getLogger("torch.distributed.optim.optimizer").setLevel(
             logging.ERROR
-        )  # it would warn of SharedOptimizer
+        )  # it would warn about SharedOptimizer
         assert self.stand_in.table
         references = calls.answer(self.stand_in.table.rpc_async(timeout=0).references(), rank=SERVER)
         return DistributedOptimizer(SharedOptimizer, references, trainer=self.world.rank)  # type: ignore[no-untyped-call]
 
     def _mine(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Without what lives with others."""
+        """The entries of `named` without those that belong to other ranks."""
         others = self.plain.keys() - self.model.state_dict().keys()
         return {name: value for name, value in named.items() if owner(name) not in others}
 
     def _whole(self, name: str, held: Any) -> Tensor:
-        """A tensor of the plain model, on rank 0. Collective."""
+        """Return a tensor of the plain model, valid on rank 0. Collective."""
         like = self.plain[name]
         value: Tensor = torch.empty(like.shape, dtype=like.dtype) if held is None else held.cpu().contiguous()
         if not name.startswith(f"{self.remote}."):
@@ -311,7 +347,7 @@ class DdpRpc(Served):
 
 
 def find(model: nn.Module, name: str) -> nn.Module:
-    """The submodule that `strategy.remote` names. Raises ConfigError."""
+    """Return the submodule that `strategy.remote` names. Raises ConfigError if there is none, or without parameters."""
     names: dict[str, nn.Module] = dict(model.named_modules())
     names.pop("")
     module: nn.Module | None = names.get(name)
@@ -323,7 +359,7 @@ def find(model: nn.Module, name: str) -> nn.Module:
 
 
 def alone(module: nn.Module, name: str) -> nn.Module:
-    """The module as the only one in a model, under the same name."""
+    """Wrap the module in a model that contains only this module, under the same name."""
     for part in reversed(name.split(".")):
         holder = nn.Module()
         holder.add_module(part, module)
@@ -332,6 +368,6 @@ def alone(module: nn.Module, name: str) -> nn.Module:
 
 
 def owner(name: str) -> str:
-    """The entry of the model's state dict that a flat name belongs to."""
+    """Return the name of the model's state dict entry that a flat name belongs to."""
     kind, _, rest = name.partition("/")
     return rest.rpartition("/")[0] if kind == "optimizer" else rest

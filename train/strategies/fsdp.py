@@ -97,9 +97,7 @@ class Fsdp(Stepping):
             if recipe.compile:
                 unit.compile()
             fully_shard(unit, mp_policy=policy, **options)
-        whole = (
-            replace(policy, output_dtype=torch.float32) if self.param_dtype else policy
-        )  # the loss is computed from fp32 outputs
+        whole = replace(policy, output_dtype=torch.float32) if self.param_dtype else policy  # fp32 outputs for the loss
         self.sharded = fully_shard(self.model, mp_policy=whole, **options)
         shards = [*layout.sizes.values()][-1]
         lockstep = Lockstep(self.model, units, world, shards=shards) if world.size > 1 else None

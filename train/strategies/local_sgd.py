@@ -1,8 +1,8 @@
-"""Local SGD: each rank trains a model of its own, and every so many steps all take the average of their parameters.
+"""Local SGD: each rank trains its own model, and the ranks average their parameters every `every_steps` steps.
 
 Source: Stich, "Local SGD Converges Fast and Communicates Little", 2018 (https://arxiv.org/abs/1805.09767). After a
-warm-up it is post-local SGD: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2018
-(https://arxiv.org/abs/1808.07217). With an outer optimizer it is DiLoCo: Douillard et al., "DiLoCo: Distributed
+warm-up, it is post-local SGD: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2018
+(https://arxiv.org/abs/1808.07217). With an outer optimizer, it is DiLoCo: Douillard et al., "DiLoCo: Distributed
 Low-Communication Training of Language Models", 2023 (https://arxiv.org/abs/2311.08105).
 """
 
@@ -31,49 +31,52 @@ from train.strategies.common.replicas import Replicas
 
 
 class LocalStep(OptimizerStep):
-    """An optimizer step on the gradient of this rank alone; evaluated and saved is the average of the ranks' models.
+    """An optimizer step on this rank's own gradient. Evaluation and checkpoints use the average of the ranks' models.
 
-    The ranks' own go on undisturbed, so that it makes no difference to training when and whether somebody looked.
+    The average does not change the ranks' own models, so evaluating or saving does not affect training.
     """
 
     apart: tuple[str, ...] = ()
-    """What begins so in the state may differ between the ranks."""
+    """Name prefixes of the state that may differ between the ranks."""
     _average: list[Tensor] | None = None
 
     def step_alone(self, step: int, batches: list[Batch]) -> StepResult:
-        """One optimizer step without the others, but that on_nonfinite=skip asks them whether to leave it out."""
+        """Run one optimizer step without gradient exchange; collective only if steps may be skipped."""
         self.apart, self._average = ("model/", "optimizer/"), None
         return self.step(step, batches)
 
     def average(self) -> list[Tensor]:
-        """The average of the ranks' `trained`, kept until the next step. Collective."""
+        """The average of `trained` over the ranks, cached until the next step. Collective."""
         if self._average is None:
             self._average = mean(self.trained.values(), self.world)
         return self._average
 
     def take(self, values: Iterable[Tensor]) -> None:
-        """Make them the values of `trained` on every rank."""
+        """Copy `values` into `trained`; they must be the same on every rank."""
         with torch.no_grad():
             for parameter, value in zip(self.trained.values(), values, strict=True):
                 parameter.copy_(value)
         self.apart, self._average = ("optimizer/",), None
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
+        """Metrics of one micro-batch with the averaged model, summed over its samples. Collective."""
         with self._averaged():
             return super().evaluate(batch)
 
     def weights(self) -> dict[str, Any]:
+        """The averaged model's state dict. Collective."""
         with self._averaged():
             return super().weights()
 
     def state(self) -> dict[str, Any]:
-        """The averages, for any world size, and what is this rank's own, for a resume at the same one. Collective."""
+        """Averages for any world size, and this rank's own values for a resume at the same one. Collective."""
         own, shared = self._values(), super().state()
         optimizer = [name for name in own if name.startswith("optimizer/")]
         shared |= dict(zip(optimizer, mean([own[name] for name in optimizer], self.world), strict=True))
         return shared | {f"{self._alone}{name}": value for name, value in own.items()}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Tensors to read this rank's own values into if they were saved, otherwise the averages."""
         own = {
             name: torch.empty(facts.size, dtype=facts.dtype, device=self.world.device)
             for name, facts in saved.items()
@@ -83,13 +86,14 @@ class LocalStep(OptimizerStep):
         return shared | own
 
     def load(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state; this rank's own values, if present, replace the averages."""
         own = {name.removeprefix(self._alone): v for name, v in state.items() if name.startswith(self._alone)}
         super().load({**state, **own})
         self.apart, self._average = tuple({f"{name.partition('/')[0]}/" for name in own}), None
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that training moves, by name."""
+        """The parameters that require a gradient, by name."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     @property
@@ -97,7 +101,7 @@ class LocalStep(OptimizerStep):
         return f"{own_prefix(self.world.rank)}local/"
 
     def _values(self) -> dict[str, Tensor]:
-        """What is `apart`, as this rank has it."""
+        """This rank's own values of the state in `apart`."""
         everything = self.model.named_parameters(remove_duplicate=False)
         model = {f"model/{name}": parameter.detach() for name, parameter in everything if parameter.requires_grad}
         values = flat.of_optimizer(self.optimizer, self.model)
@@ -106,7 +110,7 @@ class LocalStep(OptimizerStep):
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:
-        """The model has the average inside, and afterwards its own again. Collective."""
+        """Context manager: the model holds the averages inside, its own parameters again afterwards. Collective."""
         if "model/" not in self.apart:
             yield
             return
@@ -121,16 +125,22 @@ class LocalStep(OptimizerStep):
             parameter.data, value.data = value.data, parameter.data
 
     def _must_skip(self, norm: Tensor) -> bool:
-        """Of a rank's own gradient the others know nothing: they are asked where a step may be left out."""
+        """Return True if any rank's gradient is not finite. Collective if steps may be skipped.
+
+        The ranks' own gradients differ, so they must agree on skipping a step.
+        """
         if not self.apart:
             return super()._must_skip(norm)
         return self.leaves_out and self.world.lowest(not bool(torch.isfinite(norm))) is not None
 
 
 class Outer:
-    """SGD with Nesterov's momentum on what a period has changed in the average.
+    """The outer optimizer: SGD with Nesterov momentum on the change of the averaged parameters over a period.
 
-    anchor: the parameters at the start of the period.
+    Args:
+        parameters: the trained parameters by name. The attribute `anchor` holds their values at the start of the period.
+        lr: learning rate of the outer optimizer.
+        momentum: momentum factor of the outer optimizer.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], *, lr: float, momentum: float):
@@ -139,12 +149,12 @@ class Outer:
         self.momentum = {name: torch.zeros_like(value) for name, value in self.anchor.items()}
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """A period begins with these."""
+        """Start a period from `parameters`."""
         for anchor, parameter in zip(self.anchor.values(), parameters, strict=True):
             anchor.copy_(parameter.detach())
 
     def step(self, average: list[Tensor]) -> list[Tensor]:
-        """The parameters that follow on a period that has led to `average`."""
+        """Update the parameters after a period that ended at `average`; return the new values."""
         for anchor, momentum, value in zip(self.anchor.values(), self.momentum.values(), average, strict=True):
             change = anchor - value
             momentum.mul_(self.momentum_factor).add_(change)
@@ -152,13 +162,21 @@ class Outer:
         return list(self.anchor.values())
 
     def state(self) -> dict[str, Tensor]:
-        """The same on every rank."""
+        """Anchor and momentum by name, the same on every rank."""
         anchor = {f"outer/anchor/{name}": value for name, value in self.anchor.items()}
         return anchor | {f"outer/momentum/{name}": value for name, value in self.momentum.items()}
 
 
 class LocalSgd(Replicas):
-    """DDP for `warm_up_steps`, and from then on an average every `every_steps`."""
+    """DDP for `warm_up_steps` steps, then local steps with an average every `every_steps` steps.
+
+    Args:
+        every_steps: number of steps between two averages.
+        warm_up_steps: number of first steps that run under DDP.
+        outer: outer optimizer that is applied to the averages.
+        outer_lr: learning rate of the outer optimizer.
+        outer_momentum: momentum factor of the outer optimizer.
+    """
 
     step_class = LocalStep
     optimizer_step: LocalStep
@@ -179,24 +197,27 @@ class LocalSgd(Replicas):
 
     @property
     def caveat(self) -> str:
+        """The limit of a resume at another world size."""
         return "strategy=local_sgd: a resume at another world size starts all ranks from the average of their weights"
 
     def check(self, config: Config, world_size: int) -> None:
+        """Raise ConfigError for precision=fp16."""
         super().check(config, world_size)
         if config.precision is Precision.fp16:
             raise ConfigError("strategy=local_sgd does not go with precision=fp16: use fp32 or bf16")
 
     def build(self, recipe: Recipe, world: World) -> None:
+        """Build the model under DDP, and the outer optimizer if configured. Collective."""
         super().build(recipe, world)
         if self.outer_options:
             self.outer = Outer(self.optimizer_step.trained, **self.outer_options)
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
-        """One optimizer step on this rank's samples, after the last of a period the average of the ranks. Collective."""
+        """Run one optimizer step on this rank's samples; average the ranks after a period's last step. Collective."""
         if step < self.warm_up_steps:
             return super().step(step, batches)
         local, since = self.optimizer_step, (step - self.warm_up_steps) % self.every_steps
-        local.forward, local.no_sync = self.model, contextlib.nullcontext  # which frees DDP and its buckets
+        local.forward, local.no_sync = self.model, contextlib.nullcontext  # frees DDP and its buckets
         if self.outer and since == 0:
             self.outer.begin(local.trained.values())
         result = local.step_alone(step, batches)
@@ -208,27 +229,32 @@ class LocalSgd(Replicas):
         return result
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return Strategy.parameters(self)  # between averages and updates every rank has its own
+        """Raise ConfigError: between two averages, the parameters differ between ranks."""
+        return Strategy.parameters(self)
 
     def sync_parameters(self) -> None:
+        """Replace the parameters by their average over the ranks, if they differ. Collective."""
         if "model/" in self.optimizer_step.apart:
             self.optimizer_step.take(self.optimizer_step.average())
 
     def state(self) -> dict[str, Any]:
+        """State of the step and of the outer optimizer. Collective."""
         return super().state() | (self.outer.state() if self.outer else {})
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Tensors to read the `saved` ones into, the outer optimizer's included."""
         outer = self.outer.state() if self.outer else {}
         return super().targets(saved) | {name: value for name, value in outer.items() if name in saved}
 
     def load(self, state: dict[str, Any]) -> None:
+        """Load a saved state; without a saved outer optimizer, a period starts from the loaded parameters."""
         super().load(state)
         if self.outer and not any(name.startswith("outer/") for name in state):
             self.outer.begin(self.optimizer_step.trained.values())
 
 
 def mean(tensors: Iterable[Tensor], world: World) -> list[Tensor]:
-    """New tensors with the average of all ranks, in one all-reduce. Collective."""
+    """Average `tensors` over all ranks into new tensors, in one all-reduce. Collective."""
     values = [tensor.detach() for tensor in tensors]
     if world.size > 1 and values:
         average_parameters(iter(values), dist.group.WORLD)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""DDP around a model that one process spreads over two devices, cut by the names of its layers.
+"""DDP around a model that one process splits over two devices, by layer names.
 
-One of the two devices always waits for the other: it is for a model that fits into two devices and not into one, and
-strategies that cut it finer keep all of them busy.
+One of the two devices always waits for the other. Use it for a model that fits into two devices but not into one;
+strategies that split the model more finely keep all devices busy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from train.strategies.common.replicas import Replicas
 
 
 class ModelParallel(Replicas):
-    """Two devices a process: with n processes on a machine, `gpus` number i and n + i are those of local rank i."""
+    """Two devices per process: with n processes on a host, local rank i uses entries i and n + i of `gpus`.
+
+    Args:
+        split: names of the layers on the second device.
+        gpus: indices of the GPUs to use; None: all GPUs.
+    """
 
     honours = Replicas.honours - {"compile"}
 
@@ -33,6 +38,7 @@ class ModelParallel(Replicas):
         self.split, self.gpus = split, gpus
 
     def check(self, config: Config, world_size: int) -> None:
+        """Raise ConfigError for compile, or for fewer than two GPUs per process."""
         super().check(config, world_size)
         if config.compile:
             raise ConfigError(
@@ -46,11 +52,13 @@ class ModelParallel(Replicas):
             )
 
     def build(self, recipe: Recipe, world: World) -> None:
-        self.world, self.model = world, build_model(recipe, torch.device("cpu"))  # it need not fit into one device
+        """Build the model on the host, split it over the two devices and wrap it in DDP. Collective."""
+        self.world, self.model = world, build_model(recipe, torch.device("cpu"))  # it may not fit into one device
         spread(self.model, self.split, first=world.device, second=self._second())
         self.wrap(recipe)
 
     def device_ids(self) -> None:
+        """None, as the layers move their inputs themselves."""
         return None
 
     def _second(self) -> torch.device:
@@ -64,10 +72,10 @@ class ModelParallel(Replicas):
 
 
 def spread(model: nn.Module, split: list[str], *, first: torch.device, second: torch.device) -> None:
-    """Lay the layers named in `split` on the `second` device, all else on the `first`; inputs follow their layers.
+    """Move the layers in `split` to the `second` device and the rest to the `first`; hooks move inputs to their layers.
 
     Raises:
-        ConfigError: no such layer, none at all, or one that shares a weight across the cut.
+        ConfigError: `split` is empty, names an unknown layer, or separates layers that share a weight.
     """
     check_names(model, split)
     check_shared(model, split)
@@ -81,7 +89,7 @@ def spread(model: nn.Module, split: list[str], *, first: torch.device, second: t
 
 
 def lay(module: nn.Module, device: torch.device, kept: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Bring the module's own parameters and buffers to the device; `kept` are those laid so far, which may be shared."""
+    """Move the module's own parameters and buffers to `device`; `kept` maps those moved so far, which may be shared."""
     for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
         if parameter.device != device:
             setattr(module, name, kept.setdefault(parameter, _on(parameter, device)))
@@ -90,7 +98,7 @@ def lay(module: nn.Module, device: torch.device, kept: dict[nn.Parameter, nn.Par
 
 
 def stages(module: nn.Module, split: list[str], name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The largest layers, by name, that lie on one device and are called."""
+    """The largest layers that are on one device and are called, as (name, module)."""
     is_cut = any(each.startswith(f"{name}." if name else "") and each != name for each in split)
     if is_cut or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         for child, layer in module.named_children():
@@ -100,7 +108,7 @@ def stages(module: nn.Module, split: list[str], name: str = "") -> Iterator[tupl
 
 
 def check_names(model: nn.Module, split: list[str]) -> None:
-    """Raises ConfigError for a name that is no layer's, or if there is none."""
+    """Raise ConfigError if `split` is empty or contains a name that is not a layer of the model."""
     layers, children = dict(model.named_modules()), [name for name, _ in model.named_children()]
     if not split:
         raise ConfigError(
@@ -114,7 +122,7 @@ def check_names(model: nn.Module, split: list[str]) -> None:
 
 
 def check_shared(model: nn.Module, split: list[str]) -> None:
-    """Raises ConfigError for layers that share a weight and lie on two devices."""
+    """Raise ConfigError for layers that share a weight and are on different devices."""
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = names.setdefault(parameter, name)

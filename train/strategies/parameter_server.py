@@ -1,7 +1,8 @@
-"""A parameter server: rank 0 keeps the parameters and the optimizer, the others train and send it their gradients.
+"""Parameter server: rank 0 holds the parameters and the optimizer; the other ranks train and send it gradients.
 
-Every `gradients_per_update` gradients the server makes one optimizer step and answers those who sent them with the new
-parameters. One gradient of each trainer is synchronous training; one gradient is HogWild-style asynchronous training.
+After every `gradients_per_update` gradients, the server runs one optimizer step and sends the new parameters to the
+trainers of those gradients. One gradient of each trainer gives synchronous training; a single gradient gives
+HogWild-style asynchronous training.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Recht et al., "Hogwild!",
 NeurIPS 2011.
@@ -33,9 +34,10 @@ from train.strategies.common.state import refuse_extra_state
 
 
 class ParameterServer(Served):
-    """Rank 0 serves, the others train.
+    """Rank 0 is the server, the other ranks are trainers.
 
-    gradients_per_update: None for one of each trainer, which is synchronous.
+    Args:
+        gradients_per_update: number of gradients per optimizer step; None: one of each trainer, which is synchronous.
     """
 
     name = "parameter_server"
@@ -48,9 +50,11 @@ class ParameterServer(Served):
 
     @property
     def caveat(self) -> str:
+        """The non-determinism of asynchronous updates; empty if updates are synchronous. Known after `build`."""
         return self._caveat
 
     def check(self, config: Config, world_size: int) -> None:
+        """Raise ConfigError if `gradients_per_update` does not divide the trainers, or options do not combine."""
         super().check(config, world_size)
         trainers = self.layout(world_size).world_size
         batch = self.gradients_per_update or trainers
@@ -67,6 +71,7 @@ class ParameterServer(Served):
             )
 
     def build(self, recipe: Recipe, world: World) -> None:
+        """Build the model on all ranks, start the server and its trainers. Collective."""
         self.world, trainers = world, self.layout(world.size).world_size
         per_update = self.gradients_per_update or trainers
         self._is_synchronous = per_update == trainers
@@ -76,9 +81,9 @@ class ParameterServer(Served):
             )
         self.model = build_model(recipe, world.device if world.rank != SERVER else torch.device("cpu"))
         refuse_extra_state(self.model, "parameter_server")
-        begin_alike(self.model, by=torch.device("cpu"))  # what is not trained, too, which the server never sends
+        begin_alike(self.model, by=torch.device("cpu"))  # includes frozen parameters, which the server never sends
         group: Any = dist.new_subgroups_by_enumeration([[SERVER], [*range(1, world.size)]])[0]
-        # Shares of the global mean, which the server adds up: there is nothing to average.
+        # Gradients are of shares of the global mean and the server sums them, so nothing is averaged: one data shard.
         one = Layout({DATA: 1})
         self.optimizer_step = OptimizerStep(recipe, world=world, layout=one, model=self.model, trainers=group)
         self._step = -1
@@ -93,11 +98,12 @@ class ParameterServer(Served):
             self._take(self._ask("pull", -1))
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
+        """Run one step: a trainer trains on its samples, the server waits for gradients."""
         self._step, self._is_newest = step, self._is_synchronous
         if not self.server:
             return self._train(step, batches)
         self.server.begin(step)
-        # Asynchronously as far as the fastest trainer: not further, or a stop would have to wait until all are there.
+        # If asynchronous, wait only for the fastest trainer: otherwise a stop would have to wait for all trainers.
         last = self.server.await_all(step) if self._is_synchronous else self.server.await_first(step)
         return StepResult(torch.zeros(()), last.grad_norm, last.skipped and self._is_synchronous)
 
@@ -116,18 +122,22 @@ class ParameterServer(Served):
         return StepResult(loss, answer.grad_norm, skipped)
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
+        """Metrics of one micro-batch with the newest parameters, summed over its samples. Collective."""
         self.sync_parameters()
         return super().evaluate(batch)
 
     def is_finite(self) -> bool:
-        """One that was not is left out by the server; with a step in common, the loop has heard of it there and then."""
+        """Return False if the server has skipped a non-finite gradient of an asynchronous update. Collective.
+
+        A synchronous step reports a skipped gradient in its StepResult, so the result is True there.
+        """
         if self.server:
             self.sync_parameters()
         left_out = self.server is not None and self.server.left_out > 0
         return self._is_synchronous or not self.world.broadcast(left_out, source=SERVER)
 
     def sync_parameters(self) -> None:
-        """The server has all gradients of the step in; trainers take what it has then."""
+        """Wait for all gradients of the step on the server, then pull its parameters on the trainers."""
         if self._is_newest:
             return
         if self.server:
@@ -137,17 +147,19 @@ class ParameterServer(Served):
         self._is_newest = True
 
     def state(self) -> dict[str, Any]:
-        """The server's, and each trainer's own buffers."""
+        """The full state on the server; only the own buffers on a trainer. Collective."""
         self._share_buffers()
         state = self.optimizer_step.state()
         own = own_prefix(self.world.rank)
         return state if self.server else {name: value for name, value in state.items() if name.startswith(own)}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Tensors to read the `saved` ones into; the optimizer's on the server only."""
         targets = self.optimizer_step.targets(saved)
         return {name: target for name, target in targets.items() if self.server or not name.startswith("optimizer/")}
 
     def weights(self) -> dict[str, Any]:
+        """The model's state dict, with the trainers' buffers. Collective."""
         self._share_buffers()
         return self.optimizer_step.weights()
 
@@ -160,7 +172,7 @@ class ParameterServer(Served):
                 mine.copy_(newest)
 
     def _share_buffers(self) -> None:
-        """Give the server the trainers' buffers. Collective."""
+        """Send the trainers' shared buffers to the server. Collective."""
         shared = {} if self.server else self.optimizer_step.buffers.shared()
         facts = [
             (name, list(buffer.shape), str(buffer.dtype).removeprefix("torch.")) for name, buffer in shared.items()
@@ -168,12 +180,12 @@ class ParameterServer(Served):
         for name, size, dtype in self.world.broadcast(facts, source=SERVER + 1):
             here = shared.get(name)
             value = torch.empty(size, dtype=getattr(torch, dtype)) if here is None else here.cpu().contiguous()
-            dist.broadcast(value.flatten().view(torch.uint8), SERVER + 1)  # gloo does not know every type
+            dist.broadcast(value.flatten().view(torch.uint8), SERVER + 1)  # as bytes: gloo does not support every dtype
             shared[name] = value
         if self.server:
             self.optimizer_step.buffers.put(shared)
 
 
 def host(tensor: Tensor | None) -> Tensor | None:
-    """RPC goes from memory to memory."""
+    """Copy a tensor to the CPU, because RPC sends CPU tensors only; None stays None."""
     return None if tensor is None else tensor.cpu()

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each of a model's large layers lies in pieces on neighbouring ranks, which work on the same samples.
+"""Tensor parallelism: large layers are sharded over neighboring ranks, which work on the same samples.
 
 Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
 """
@@ -35,16 +35,18 @@ from train.strategies.fsdp import ShardedStep, units_of
 TENSOR = "tensor"
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 Plan = Mapping[str, str]
-"""Pattern of a layer's name -> colwise (its outputs are divided) or rowwise (its inputs are)."""
+"""Pattern of a layer's name -> colwise (outputs are sharded) or rowwise (inputs are sharded)."""
 
-# It warns on every rank that two dimensions of ranks are gathered one after the other: once, for model.pt.
+# torch warns on every rank about sequential gathers over two mesh dimensions, which happen only once, for model.pt.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 class TensorParallel(Stepping):
-    """Layers divided over `tensor` ranks, samples over the rest, where `shard` divides the parameters once more.
+    """Layers are sharded over `tensor` ranks, samples are divided over the remaining dimension.
 
     Args:
+        tensor: number of ranks that share a layer.
+        shard: also shard the parameters over the ranks that divide the samples, as FSDP does.
         plan: pattern of a layer's name -> colwise or rowwise; None: the model's own `tensor_parallel_plan`.
     """
 
@@ -61,13 +63,20 @@ class TensorParallel(Stepping):
         self.plan: Plan | None = {str(name): style for name, style in plan.items()} if plan else None
 
     def layout(self, world_size: int) -> Layout:
+        """A grid of `data` x `tensor` ranks. Raises ConfigError if `tensor` does not divide the world size."""
         return Layout.of(world_size, data=-1, tensor=self.tensor)
 
     def check(self, config: Config, world_size: int) -> None:
+        """Raise ConfigError for options that do not combine with tensor parallelism."""
         super().check(config, world_size)
         refuse(config, "tensor_parallel")
 
     def build(self, recipe: Recipe, world: World) -> None:
+        """Build the model, shard its layers by the plan and build the optimizer step. Collective.
+
+        Raises:
+            ConfigError: there is no plan, or the plan does not fit the model.
+        """
         self.world, layout = world, self.layout(world.size)
         self.model = recipe.build_model().to(world.device)
         styles = divided_layers(self.model, self._plan(self.model), ranks=self.tensor)
@@ -88,10 +97,10 @@ class TensorParallel(Stepping):
         )
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
-        """One optimizer step, before the first of which the ranks of a group agree on their random numbers.
+        """Run one optimizer step; before the first, synchronize the generators of each tensor group. Collective.
 
-        What lies between two divided layers is whole on each rank of the group, and has to lose the same elements to
-        dropout there.
+        Activations between two sharded layers are replicated on the ranks of a group, and dropout must drop the same
+        elements on each of them.
         """
         if self.world.size > 1 and not self.generators_are_shared:
             self._share_generators()
@@ -108,7 +117,7 @@ class TensorParallel(Stepping):
         return plan
 
     def _share_generators(self) -> None:
-        """Each rank takes up the random number generators of the first of its tensor group. Collective."""
+        """Copy the random number generator of the first rank of each tensor group to the others. Collective."""
         cuda = self.world.device.type == "cuda"
         state = (torch.cuda.get_rng_state() if cuda else torch.get_rng_state()).to(self.world.device)
         dist.broadcast(state, group=self.mesh[TENSOR].get_group(), group_src=0)
@@ -116,7 +125,16 @@ class TensorParallel(Stepping):
 
 
 class TensorStep(ShardedStep):
-    """Averages gradients once, after the last backward pass: DDP takes no DTensor for a parameter."""
+    """Averages gradients once, after the last backward pass, because DDP does not support DTensor parameters.
+
+    Args:
+        recipe: everything that the step needs beside the model.
+        world: the ranks of the run.
+        layout: how the model and the samples are distributed.
+        model: the model with sharded layers.
+        average_over: the mesh over which gradients are averaged; None: FSDP averages them, or there is nothing to average.
+        lockstep: checks the order of sharded units; None without `shard`.
+    """
 
     def __init__(
         self,
@@ -131,10 +149,11 @@ class TensorStep(ShardedStep):
         super().__init__(recipe, world=world, layout=layout, model=model, lockstep=lockstep)
         self._average_over = average_over
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        for group in self.optimizer.param_groups:  # one kernel over all takes no list of DTensors and plain tensors
+        for group in self.optimizer.param_groups:  # fused and foreach kernels reject mixed DTensors and tensors
             group.update({key: False for key in ("fused", "foreach") if key in group})
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
+        """Accumulate the gradient and average it; return this rank's share of the loss, []. Collective."""
         loss = super().backward(step, batches)
         if self._average_over:
             complete(self._trained, self.world, names=[*self._trained])
@@ -143,10 +162,10 @@ class TensorStep(ShardedStep):
 
 
 def divided_layers(model: nn.Module, plan: Plan, *, ranks: int) -> dict[str, str]:
-    """Layer -> style, for each layer that the plan's patterns name.
+    """Layer name -> style, for each layer that matches a pattern of the plan.
 
     Raises:
-        ConfigError: a pattern names none, or one that cannot be divided by `ranks`.
+        ConfigError: a pattern matches no layer, or a layer that cannot be sharded over `ranks`.
     """
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
@@ -185,7 +204,7 @@ def _check_divisible(name: str, style: str, modules: dict[str, nn.Module], ranks
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """Parameters, gradients and optimizer values in pieces over `mesh`, gathered block by block; the blocks."""
+    """Shard parameters, gradients and optimizer state over `mesh`, gathered block by block; returns the blocks."""
     units = units_of(model)
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh)

@@ -55,7 +55,7 @@ class Lockstep:
         self._used.clear()
 
     def reduced(self) -> None:
-        """End a step; call it after the last backward pass. Drops gradients of parameters that no rank used. Collective.
+        """End a step, after the last backward pass; drops gradients of parameters that no rank used. Collective.
 
         Raises:
             ConfigError: not all ranks have reached the end of the step.

@@ -139,7 +139,7 @@ class OptimizerStep:
         return total_norm(p.grad for p in self.parameters if p.grad is not None)
 
     def warm_up(self, batches: list[Batch]) -> None:
-        """Run one forward and backward pass, discard the gradient, restore buffers and generators. Collective."""
+        """Run a forward and backward pass, drop the gradient, restore buffers and generators. Collective."""
         before = self.buffers.copy()
         self.set_training(True)
         with kept_generators(on_device=True):
@@ -167,8 +167,8 @@ class OptimizerStep:
                 loss = loss_of(self.recipe.objective, outputs, batch.targets, model=self.model)
             if self.recipe.train_metrics:
                 self._measure(outputs, batch, loss.detach())
-            # Ranks may hold unequal shares of the global batch: weight by the sample count. `times` cancels a later mean
-            # over ranks.
+            # Ranks may hold unequal shares of the global batch: weight by the sample count. `times` cancels a later
+            # mean over ranks.
             share = loss if batch.count == batch.total else loss * (batch.count / batch.total)
             self.scaler.scale(share if times == 1 else share * times).backward()  # type: ignore[no-untyped-call]
         detached: Tensor = share.detach()

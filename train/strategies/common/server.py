@@ -1,4 +1,4 @@
-"""A rank that keeps parameters and an optimizer for others, which train and send it gradients by remote calls.
+"""A server rank that holds parameters and an optimizer; trainer ranks send it gradients by RPC.
 
 Source: batching by `rpc.functions.async_execution`, https://docs.pytorch.org/tutorials/intermediate/rpc_async_execution.html
 """
@@ -28,7 +28,7 @@ _serving: list[Server] = []
 
 @dataclass(frozen=True)
 class Answer:
-    """What a trainer gets for a gradient. grad_norm: [] that of the update; lr: that of the update."""
+    """The server's reply to a gradient. grad_norm: [] the update's gradient norm; lr: the update's learning rate."""
 
     parameters: list[Tensor]
     grad_norm: Tensor
@@ -38,9 +38,10 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Gradient:
-    """What a trainer has sent and waits to have answered.
+    """A trainer's gradient and the future of its answer.
 
-    tensors: one a parameter, None where it had no part. elsewhere: [] the norm of what is not the server's to apply.
+    tensors: one per parameter, None where the trainer did not use the parameter.
+    elsewhere: [] norm of the gradient of parameters that are not on the server; None if there are none.
     """
 
     trainer: int
@@ -51,16 +52,22 @@ class Gradient:
 
 
 class Server:
-    """Keeps the parameters, and steps by every `per_update` gradients, or as many as there are trainers left.
+    """Holds the parameters and updates them from `per_update` gradients, or one per trainer if fewer trainers are left.
 
-    Gradients of a step wait until it is begun here too: else they could move what is just being saved.
+    Gradients of a step wait until the server has begun that step, too. Otherwise they could change parameters that are
+    just being saved.
+
+    Args:
+        optimizer_step: the optimizer and the parameters on the server.
+        trainers: ranks that send gradients.
+        per_update: number of gradients per update.
     """
 
     def __init__(self, optimizer_step: OptimizerStep, *, trainers: Iterable[int], per_update: int):
         self.optimizer_step, self.per_update = optimizer_step, per_update
         self.updates = self.left_out = 0
         self.lost: list[int] = []
-        self._done = dict.fromkeys(trainers, -1)  # the last step whose gradient of the trainer's was taken
+        self._done = dict.fromkeys(trainers, -1)  # trainer -> step of its last processed gradient
         self._begun = -1
         self._waiting: list[Gradient] = []
         self._pulls: list[tuple[int, Future[list[Tensor]]]] = []
@@ -69,11 +76,11 @@ class Server:
 
     @rpc.functions.async_execution  # type: ignore[untyped-decorator]
     def push(self, trainer: int, step: int, gradient: list[Tensor | None]) -> Future[Answer]:
-        """Take a gradient; answered with the update that it is part of."""
+        """RPC: queue a gradient. The future completes with the update that includes the gradient."""
         return self.take(Gradient(trainer, step, gradient))
 
     def take(self, gradient: Gradient) -> Future[Answer]:
-        """Take a gradient; answered with the update that it is part of."""
+        """Queue a gradient. The future completes with the update that includes the gradient."""
         with self._change:
             self._waiting.append(gradient)
             self._proceed()
@@ -81,7 +88,7 @@ class Server:
 
     @rpc.functions.async_execution  # type: ignore[untyped-decorator]
     def pull(self, step: int) -> Future[list[Tensor]]:
-        """The parameters once every trainer's gradient of `step` has been taken."""
+        """RPC: the parameters, after the gradients of all trainers for `step` have been processed."""
         pull: Future[list[Tensor]] = Future()
         with self._change:
             self._pulls.append((step, pull))
@@ -89,7 +96,7 @@ class Server:
         return pull
 
     def lose(self, trainer: int) -> None:
-        """Wait for nothing more from `trainer`, and serve on."""
+        """Remove a lost `trainer` and its queued gradients, and continue to serve the others."""
         with self._change:
             self.lost.append(trainer)
             self._done.pop(trainer, None)
@@ -97,25 +104,25 @@ class Server:
             self._proceed()
 
     def begin(self, step: int) -> None:
-        """Take gradients of steps up to `step` from now on."""
+        """Start `step`: process gradients of steps up to `step` from now on."""
         with self._change:
             self._begun = step
             self._proceed()
 
     def await_first(self, step: int) -> Answer:
-        """Until some trainer's gradient of `step` has been taken; the last update. Raises RankLost."""
+        """Wait until a gradient of any trainer for `step` is processed; return the last update. Raises RankLost."""
         return self._await(lambda: max(self._done.values()) >= step)
 
     def await_all(self, step: int) -> Answer:
-        """Until every trainer's gradient of `step` has been taken; the last update. Raises RankLost."""
+        """Wait until all trainers' gradients for `step` are processed; return the last update. Raises RankLost."""
         return self._await(lambda: self._has_taken(step))
 
     def parameters(self) -> list[Tensor]:
-        """What trainers are to have of the parameters."""
+        """The parameters that trainers receive."""
         return [parameter.detach() for parameter in self.optimizer_step.parameters]
 
     def norm(self, batch: list[Gradient]) -> Tensor:
-        """[] of the global gradient, of which the server may have only a part."""
+        """[] L2 norm of the global gradient; subclasses may add the part that is not on the server."""
         return self.optimizer_step.norm()
 
     def _await(self, condition: Callable[[], bool]) -> Answer:
@@ -136,13 +143,13 @@ class Server:
         self._change.notify_all()
 
     def _batch(self) -> list[Gradient]:
-        """The gradients of the next update; empty if there are too few yet."""
+        """The gradients of the next update; empty if there are not enough yet."""
         due = [gradient for gradient in self._waiting if gradient.step <= self._begun]
         size = min(self.per_update, len(self._done))
         return due[:size] if len(due) >= size else []
 
     def _update(self, batch: list[Gradient]) -> None:
-        """In the order of trainers: sums in the order of arrival would round differently each time."""
+        """Apply an update. Sums in the order of trainers, since the order of arrival would change the rounding."""
         for parameter, *parts in zip(self.optimizer_step.parameters, *(g.tensors for g in batch), strict=True):
             given = [part for part in parts if part is not None]
             parameter.grad = sum(given[1:], given[0]) if given else None
@@ -160,13 +167,13 @@ class Server:
 
 
 class Served(Stepping):
-    """A strategy of which rank 0 serves and takes no samples, and the others train."""
+    """Base class of strategies in which rank 0 is the server, without samples, and the other ranks are trainers."""
 
     name: ClassVar[str]
     honours = frozenset({*Stepping.honours, "channels_last"} - {"log.train_metrics"})
 
     def layout(self, world_size: int) -> Layout:
-        """Of the trainers."""
+        """The grid of the trainers, without the server. Raises ConfigError for fewer than 2 processes."""
         if world_size < 2:
             raise ConfigError(
                 f"strategy={self.name} takes at least 2 processes, a server and a trainer, and was started with {world_size}: "
@@ -175,6 +182,7 @@ class Served(Stepping):
         return Layout({DATA: world_size - 1})
 
     def check(self, config: Config, world_size: int) -> None:
+        """Raise ConfigError for precision=fp16 or compile."""
         super().check(config, world_size)
         if config.precision is Precision.fp16:
             raise ConfigError(
@@ -188,22 +196,25 @@ class Served(Stepping):
 
     @property
     def data_shard(self) -> tuple[int, int] | None:
+        """(index, number of shards) of this trainer's part of every global batch; None on the server."""
         return None if self.world.rank == SERVER else self.layout(self.world.size).shard(self.world.rank - 1)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return Strategy.parameters(self)  # between averages and updates every rank has its own
+        """Raise ConfigError: between two updates, the parameters differ between ranks."""
+        return Strategy.parameters(self)
 
     def close(self) -> None:
+        """Shut down the RPC agent. Collective."""
         calls.close()
 
 
 def serve(server: Server, trainers: Iterable[int]) -> None:
-    """Let trainers find the server in this process, and it notice when they are gone."""
+    """Register the server of this process for RPC, and watch the `trainers` for loss."""
     _serving[:] = [server]
     for trainer in trainers:
         calls.watch(trainer, server.lose)
 
 
 def served() -> Server:
-    """The server in this process, for a trainer to refer to."""
+    """Return the server of this process; trainers call it by RPC to get a reference."""
     return _serving[0]
