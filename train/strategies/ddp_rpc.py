@@ -131,7 +131,7 @@ class SharedOptimizer:
 class Remote(nn.Module):
     """Replaces the remote submodule in a trainer's model.
 
-    Its output is a leaf of the local graph, since DDP does not support distributed autograd, which continues from there.
+    Its output is a leaf of the local graph, because DDP does not support distributed autograd, which takes over there.
     """
 
     def __init__(self, device: torch.device):
@@ -143,7 +143,7 @@ class Remote(nn.Module):
     def forward(self, *inputs: Any) -> Tensor:
         """Run the submodule on the server; return its output on this device."""
         assert self.table
-        # Not rpc_async: if the RRef's type is not known yet, it calls from another thread, outside the autograd context.
+        # Not rpc_async: if the RRef's type is unknown yet, it calls from another thread, outside the autograd context.
         call = partial(self.table.rpc_sync(timeout=0).forward, self.training, *to(torch.device("cpu"), inputs))
         output: Tensor = calls.attempt(call, rank=SERVER)
         here = output.detach().to(self.device)
@@ -201,7 +201,7 @@ class DdpRpc(Served):
             ConfigError: `remote` is not a submodule with parameters, or the optimizer has several parameter groups.
         """
         self.world, self.trainers = world, range(1, world.size)
-        self.warmed_up = len(self.trainers) < 3  # see Ddp.step
+        self.warmed_up = len(self.trainers) < 3  # see Replicas.needs_warm_up
         whole = build_model(recipe, world.device if world.rank != SERVER else torch.device("cpu"))
         refuse_extra_state(whole, "ddp_rpc")
         self.plain = {name: value.to("meta") for name, value in whole.state_dict().items()}
@@ -274,7 +274,7 @@ class DdpRpc(Served):
         self.world.together(failure)  # no rank may look up rows while the table still loads
 
     def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
-        """Name -> function that returns the full tensor on rank 0, for the state dict of the plain model. Collective."""
+        """Name -> function that returns the full tensor on rank 0, for the plain model's state dict. Collective."""
         held = self.optimizer_step.weights()
         return {name: partial(self._whole, name, held.get(name)) for name in self.plain}
 
@@ -347,7 +347,7 @@ class DdpRpc(Served):
 
 
 def find(model: nn.Module, name: str) -> nn.Module:
-    """Return the submodule that `strategy.remote` names. Raises ConfigError if there is none, or without parameters."""
+    """Return the submodule that `strategy.remote` names. Raises ConfigError if it is unknown or has no parameters."""
     names: dict[str, nn.Module] = dict(model.named_modules())
     names.pop("")
     module: nn.Module | None = names.get(name)

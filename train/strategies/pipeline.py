@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank holds a part of the layers, and micro-batches flow through the ranks.
+"""Pipeline parallelism: each rank holds some of the layers, and micro-batches pass through the ranks in turn.
 
 Sources: Huang et al., "GPipe", 2018; Narayanan et al., "PipeDream", SOSP 2019 (1F1B), and "Efficient Large-Scale
 Language Model Training on GPU Clusters Using Megatron-LM", 2021 (interleaved).
@@ -37,16 +37,18 @@ from train.strategies.common.state import refuse_extra_state
 
 STAGES = "stages"
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-MICRO_BATCHES_PER_STAGE = 4  # the ranks stand idle for about a fifth of a step then, as GPipe's authors advise
+MICRO_BATCHES_PER_STAGE = 4  # ranks then idle for about a fifth of a step, as advised in GPipe
 
 
 class Pipeline(Stepping):
-    """The layers in order over `stages` ranks, the samples over the rest.
+    """The layers are divided in order over `stages` ranks, the samples over the remaining dimension.
 
     Args:
-        stages_per_rank: of the interleaved schedule, two or more; None: two there, and one in the others.
-        num_micro_batches: in a step, at least; None: four for each stage. `micro_batch_size` may ask for more.
-        split: names of the layers with which the second and later stages begin; None: cut evenly by parameters.
+        stages: number of ranks in a pipeline.
+        schedule: order of the forward and backward passes of the micro-batches.
+        stages_per_rank: 2 or more for the interleaved schedule, 1 for the others; None: 2 or 1 accordingly.
+        num_micro_batches: minimum number per step; None: 4 * `stages`. `micro_batch_size` may require more.
+        split: names of the layers at which the second and later stages begin; None: cut evenly by parameter count.
     """
 
     honours = frozenset({*Stepping.honours} - {"log.train_metrics"})
@@ -66,13 +68,15 @@ class Pipeline(Stepping):
 
     @property
     def number(self) -> int:
-        """Stages in all."""
+        """Total number of stages."""
         return self.stages * self.stages_per_rank
 
     def layout(self, world_size: int) -> Layout:
+        """A grid of `data` x `stages` ranks. Raises ConfigError if `stages` does not divide the world size."""
         return Layout.of(world_size, data=-1, stages=self.stages)
 
     def check(self, config: Config, world_size: int) -> None:
+        """Raise ConfigError for one rank, or for options that do not combine with the pipeline."""
         if world_size == 1:
             raise ConfigError("strategy=pipeline takes two processes or more, and there is one: use strategy=single")
         super().check(config, world_size)
@@ -88,9 +92,14 @@ class Pipeline(Stepping):
         refuse(config, "pipeline")
 
     def build(self, recipe: Recipe, world: World) -> None:
+        """Build the model on the host, cut it, and move this rank's stages to its device. Collective.
+
+        Raises:
+            ConfigError: the model cannot be cut as configured.
+        """
         self.world, layout = world, self.layout(world.size)
         mesh = layout.mesh(world.device.type)
-        model = recipe.build_model()  # on the host: no device ever holds the whole
+        model = recipe.build_model()  # on the host: no device ever holds the full model
         refuse_extra_state(model, "pipeline")
         begin_alike(model)
         stages = Stages(model, number=self.number, split=self.split)
@@ -107,11 +116,12 @@ class Pipeline(Stepping):
         )
 
     def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
+        """Name -> function that returns the full tensor on rank 0, for the model's state dict. Collective."""
         own = self.optimizer_step.weights()
         return {name: partial(self._fetch, name, own.get(name)) for name in self.part.whole}
 
     def _fetch(self, name: str, value: Tensor | None) -> Tensor:
-        """On rank 0 what the first rank that has it sends. Collective."""
+        """Send a tensor from the first rank that holds it to rank 0; returns the tensor there. Collective."""
         facts, source, rank = self.part.whole[name], self.part.first_with[name], self.world.rank
         if rank == source and value is not None:
             if rank:
@@ -124,7 +134,19 @@ class Pipeline(Stepping):
 
 
 class PipelineStep(OptimizerStep):
-    """An optimizer step whose micro-batches go through the stages in turn; gradients are averaged once, at the end."""
+    """An optimizer step with micro-batches that pass through the stages; gradients are averaged once, at the end.
+
+    Args:
+        recipe: everything that the step needs beside the model.
+        world: the ranks of the run.
+        layout: how the model and the samples are distributed.
+        part: this rank's stages.
+        schedule: key of SCHEDULES.
+        num_micro_batches: minimum number of micro-batches per step.
+
+    Raises:
+        ConfigError: the number of the optimizer's parameter groups differs between stages.
+    """
 
     def __init__(
         self, recipe: Recipe, *, world: World, layout: Layout, part: OwnStages, schedule: str, num_micro_batches: int
@@ -151,7 +173,7 @@ class PipelineStep(OptimizerStep):
         self.everywhere = [[name for name in part.whole if name in names] for names in theirs]
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
-        """Accumulate the gradient; give back this rank's share of the loss, which only the last stage knows."""
+        """Accumulate the gradient; return this rank's share of the loss, [], 0 except on the last stage. Collective."""
         self._flow = Flow.of(batches, number=self._num_micro_batches, stages=self._part.line.size())
         losses: list[Tensor] = []
         self._run(
@@ -166,6 +188,7 @@ class PipelineStep(OptimizerStep):
         return torch.stack([loss.detach() for loss in losses]).sum() / self._shards
 
     def norm(self) -> Tensor:
+        """[] L2 norm of the global gradient, the same on every rank; shared parameters count once. Collective."""
         own = total_norm(p.grad for p in self._part.counted if p.grad is not None).to(self.world.device)
         squared = own.double().square()
         dist.all_reduce(squared, group=self._part.line)
@@ -186,6 +209,7 @@ class PipelineStep(OptimizerStep):
         return {name: value * bool(batch.count) for name, value in measured.items()}
 
     def state(self) -> dict[str, Any]:
+        """State under flat names for a resume. Raises ConfigError if optimizer state is not a tensor. Collective."""
         state = super().state()
         for name, value in state.items():
             if name.startswith("optimizer/") and name != "optimizer/groups" and not isinstance(value, Tensor):
@@ -195,7 +219,7 @@ class PipelineStep(OptimizerStep):
         return state
 
     def _run(self, flow: Flow, *, loss: Callable[[Any, Tensor], Tensor] | None = None, **options: Any) -> Any:
-        """Send the micro-batches through the stages; the outputs on the last one."""
+        """Run the micro-batches through the stages; returns the outputs on the last stage. Collective."""
         key = loss is not None, flow.number, flow.inputs.shape, flow.inputs.dtype
         if key not in self._schedules:
             self._schedules[key] = self._new_schedule(flow.number, loss)
@@ -212,7 +236,7 @@ class PipelineStep(OptimizerStep):
         return kind(what, n_microbatches=number, loss_fn=loss, scale_grads=False)
 
     def _loss(self, outputs: Any, index: Tensor) -> Tensor:
-        """A micro-batch's share of the mean loss, for a mean over replicas to follow."""
+        """Return a micro-batch's share of the mean loss, scaled for the later mean over replicas."""
         flow = self._flow
         first, count = int(index) * flow.size, flow.count(int(index))
         some = max(count, 1)
@@ -225,10 +249,14 @@ class PipelineStep(OptimizerStep):
 
 
 class OwnStages:
-    """What this rank has of the model: some of its stages.
+    """This rank's stages of the model.
 
     Args:
-        line: the ranks of one pipeline. data: those that have the same stages.
+        model: the full model, of which only this rank's part is moved to `device`.
+        stages: the cut of the model.
+        line: process group of the ranks of one pipeline.
+        data: process group of the ranks that hold the same stages.
+        device: device for this rank's stages.
     """
 
     def __init__(
@@ -273,16 +301,18 @@ class OwnStages:
 
     @property
     def has_first(self) -> bool:
+        """True if this rank holds the first stage."""
         return 0 in self.stages
 
     @property
     def has_last(self) -> bool:
+        """True if this rank holds the last stage."""
         return self.number - 1 in self.stages
 
     def add_tied(self, used: set[str]) -> None:
-        """Of parameters that several ranks of the pipeline have, give each the sum of their gradients. Collective.
+        """All-reduce the gradients of parameters that several ranks of the pipeline hold. Collective.
 
-        used: the names of the parameters that have a gradient on any rank.
+        used: names of the parameters that have a gradient on any rank.
         """
         for name, parameter in self._tied.items():
             if name not in used:
@@ -297,11 +327,13 @@ class OwnStages:
 
 @dataclass(frozen=True)
 class Flow:
-    """A step's samples as equal micro-batches, of which the last may be filled up or all filling.
+    """A step's samples as micro-batches of equal size; the last ones may be padded, in part or fully.
 
-    inputs: [number * size, ...], targets: [samples, ...] whatever they are made of.
-    samples: how many are given, of which `counted` count: all, or none of the one of a rank without samples.
-    total: the samples of the step on all replicas.
+    inputs: [number * size, ...]. targets: a pytree of [samples, ...].
+    number: number of micro-batches. size: samples per micro-batch.
+    samples: number of samples without padding.
+    counted: number of them that count: all, or 0 on a rank without samples, which gets one sample as a placeholder.
+    total: number of the step's samples on all replicas.
     """
 
     inputs: Tensor
@@ -314,7 +346,14 @@ class Flow:
 
     @classmethod
     def of(cls, batches: list[Batch], *, number: int, stages: int) -> Flow:
-        """At least `number` micro-batches, as far as there are samples, a multiple of `stages`, none larger than a batch."""
+        """Divide the samples of `batches` into micro-batches.
+
+        There are at least `number` of them, if there are enough samples. Their number is a multiple of `stages`, and none
+        is larger than a batch.
+
+        Raises:
+            ConfigError: the input of a sample is not a single tensor.
+        """
         full = [batch for batch in batches if batch.count] or batches[:1]
         if not all(isinstance(batch.inputs, Tensor) for batch in full):
             raise ConfigError(
@@ -330,26 +369,32 @@ class Flow:
         used = stages * -(-samples // (size * stages))
         filled = (
             torch.arange(used * size, device=inputs.device) % samples
-        )  # not one over and over: batch norm sees them
+        )  # not one sample repeated: batch norm sees the padding
         return cls(inputs[filled], targets, used, size, samples, sum(batch.count for batch in full), full[0].total)
 
     def count(self, index: int) -> int:
-        """How many samples of a micro-batch count."""
+        """Number of samples of micro-batch `index` that count."""
         return min(max(self.counted - index * self.size, 0), self.size)
 
 
 class Autocast(nn.Module):
-    """A stage under the run's precision: its backward pass lies outside, as autocast wants it."""
+    """Runs a stage's forward under the run's autocast; its backward runs outside, as autocast requires.
+
+    Args:
+        stage: the stage to run.
+        autocast: returns the context manager for the run's precision.
+    """
 
     def __init__(self, stage: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[Any]]):
         super().__init__()
         self.stage, self.autocast = stage, autocast
 
     def forward(self, *inputs: Any) -> Any:
+        """Run the stage under autocast."""
         with self.autocast():
             return self.stage(*inputs)
 
 
 def _names(state: Mapping[str, Any], stages: Stages, rank: int, ranks: int) -> set[str]:
-    """The entries of the model's `state` that a rank of the pipeline has."""
+    """The names of the state dict entries that a rank of the pipeline holds."""
     return {name for stage in range(rank, stages.number, ranks) for name in stages.names(stage)}

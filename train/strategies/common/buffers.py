@@ -1,8 +1,8 @@
-"""The model's buffers (batch-norm statistics), of which ranks that train have different ones.
+"""The model's buffers, such as batch-norm statistics, which differ between ranks during training.
 
-Each rank's come of its own samples. DDP begins a step's first forward with the first rank's (its `broadcast_buffers`), so
-there they differ by one step; elsewhere every rank goes on with its own. A model may assign another tensor to a
-buffer's name at any time, so none is kept here: they are looked up whenever they are needed.
+Each rank's buffers depend on its own samples. DDP broadcasts the first rank's buffers before a step's first forward
+(`broadcast_buffers`), so there they differ by one step; elsewhere each rank continues with its own. A model may assign a
+new tensor to a buffer's name at any time, so buffers are looked up on each use and never cached.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from train.strategies.common.broadcast import broadcast
 
 OBJECTIVE = "objective/"
 Place = dict[str, Any]
-"""Where a module keeps its buffers: name -> tensor, or None."""
+"""The dict in which a module stores its buffers: name -> tensor, or None."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The tensors of one place as they were, with copies of their values."""
+    """A snapshot of one place: its tensors, and copies of their values."""
 
     place: Place
     names: dict[str, str]
@@ -38,14 +38,16 @@ class Kept:
 
 
 class Buffers:
-    """What the ranks' buffers are to evaluation and to whoever loads the weights: one value for all.
+    """Common values of the ranks' buffers, for evaluation and for saved weights.
 
-    Averaged in floating point, the first rank's otherwise. The ranks' own go on undisturbed, so that it makes no difference
-    to training when and whether somebody looked.
+    Floating-point buffers are averaged over the ranks; of others the first rank's value is used. The ranks' own buffers
+    do not change, so evaluating or saving does not affect training.
 
     Args:
-        objective: a module whose buffers, and parameters that nobody trains, belong to a run's state as the model's do.
-        group: the ranks whose buffers are one model's; None: all.
+        model: the model with the buffers.
+        world: the ranks of the run.
+        objective: a module whose buffers and (untrained) parameters are part of the run's state, too.
+        group: process group of the ranks that share the model's buffers; None: all ranks.
     """
 
     def __init__(
@@ -60,22 +62,22 @@ class Buffers:
         self._size = dist.get_world_size(group) if group else world.size
         self._group, self._device = group, world.device
         self.agree = self._size == 1
-        """Whether all ranks have the same values between two steps."""
+        """True if all ranks have the same values between two steps."""
         self._shared: dict[str, Tensor] | None = None
 
     @property
     def own(self) -> dict[str, Tensor]:
-        """This rank's own by each of their names, as they are now."""
+        """This rank's current buffers, by each of their names."""
         named = {name: place[key] for place, names in self._places() for key, name in names.items()}
         return {name: tensor.detach() for name, tensor in named.items() if tensor is not None}
 
     @property
     def names(self) -> set[str]:
-        """All their names, of those that are None by now, too."""
+        """Names of all buffers, including those that are currently None."""
         return {name for _, names in self._places() for name in names.values()}
 
     def shared(self) -> dict[str, Tensor]:
-        """The common values, until `forget`. Collective. Raises ConfigError: their sizes differ between the ranks."""
+        """The common values, cached until `forget`. Collective. Raises ConfigError if names or sizes differ by rank."""
         if self.agree:
             return self.own
         if self._shared is None:
@@ -83,12 +85,12 @@ class Buffers:
         return self._shared
 
     def forget(self) -> None:
-        """The ranks' own have changed."""
+        """Drop the cached common values, because the ranks' own buffers have changed."""
         self._shared = None
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """The model has the common values inside, and afterwards its own again. Collective."""
+        """Context manager: the model holds the common values inside, its own buffers again afterwards. Collective."""
         kept = self.copy()
         if not self.agree:
             self.put(self.shared())
@@ -98,7 +100,7 @@ class Buffers:
             self.put_back(kept)
 
     def copy(self) -> list[Kept]:
-        """This rank's own, as they are now."""
+        """Return a snapshot of this rank's buffers."""
         found = []
         for place, names in self._places():
             tensors = {key: place[key] for key in names}
@@ -107,7 +109,7 @@ class Buffers:
         return found
 
     def put_back(self, kept: list[Kept]) -> None:
-        """Give the model the very tensors that it had, with the values that they had."""
+        """Restore a snapshot: the same tensor objects, with the values that they had."""
         with torch.no_grad():
             for each in kept:
                 for key in each.place.keys() - each.tensors.keys():
@@ -117,7 +119,7 @@ class Buffers:
                     each.tensors[key].copy_(value)
 
     def put(self, values: Mapping[str, Tensor]) -> None:
-        """Give the buffers these values, in place where their sizes allow it; names that the model has not are left out."""
+        """Set the buffers to `values`, in place if shape and dtype match; names that the model lacks are ignored."""
         with torch.no_grad():
             for place, names in self._places():
                 for key, name in names.items():
@@ -125,7 +127,7 @@ class Buffers:
                         place[key] = _in_place(place[key], value, self._device)
 
     def targets(self, saved: Mapping[str, SavedTensor], *, prefix: str) -> dict[str, Tensor]:
-        """New tensors for what was `saved` of them, under names that begin with `prefix`."""
+        """New tensors to read the `saved` buffers into, for names that begin with `prefix`."""
         names = {f"{prefix}{name}" for _, names in self._places() for name in names.values()}
         return {
             name: torch.empty(facts.size, dtype=facts.dtype, device=self._device)
@@ -134,14 +136,14 @@ class Buffers:
         }
 
     def make_room(self, saved: Mapping[str, SavedTensor], *, prefix: str) -> None:
-        """Give a buffer that is None until the model assigns one a tensor of the size that was `saved` of it."""
+        """Replace each buffer that is None by an empty tensor of its `saved` size."""
         for place, names in self._places():
             for key, name in names.items():
                 if place[key] is None and (facts := saved.get(f"{prefix}{name}")):
                     place[key] = torch.empty(facts.size, dtype=facts.dtype, device=self._device)
 
     def _places(self) -> Iterator[tuple[Place, dict[str, str]]]:
-        """Each place with the full names of what is in it; a module under two names has its buffers under both."""
+        """Yield each place and the full names of its entries; a module with two names is yielded under both."""
         for path, module in self._model.named_modules(remove_duplicate=False):
             if module._buffers:
                 yield module._buffers, _full_names(path, module._buffers)
@@ -175,7 +177,7 @@ class Buffers:
     def _average(self, buffers: list[Tensor]) -> None:
         if not buffers:
             return
-        # In float64, and the value itself where all ranks have the same. On one device: a model may be spread over several.
+        # In float64; a value that is the same on all ranks is kept exactly. On one device: a model may be on several.
         parts = [in_float64(buffer).flatten().to(self._device) for buffer in buffers]
         mine = torch.cat(parts)
         first = mine.clone()
@@ -188,23 +190,24 @@ class Buffers:
 
 
 def is_averaged(buffer: Tensor) -> bool:
+    """Return True for floating-point and complex buffers."""
     return buffer.is_floating_point() or buffer.is_complex()
 
 
 def in_float64(buffer: Tensor) -> Tensor:
-    """Its values, of a complex one both parts."""
+    """Return the values in float64; a complex tensor gets a last dimension of 2 for its parts."""
     return torch.view_as_real(buffer.to(torch.complex128)) if buffer.is_complex() else buffer.double()
 
 
 def from_float64(values: Tensor, like: Tensor) -> Tensor:
-    """What `in_float64` made of a tensor, in the shape and type of `like`."""
+    """Undo `in_float64`: return `values` in the shape and dtype of `like`."""
     if like.is_complex():
         return torch.view_as_complex(values.reshape(*like.shape, 2)).to(like.dtype)
     return values.reshape(like.shape).to(like.dtype)
 
 
 def differs(one: Tensor, other: Tensor) -> Tensor:
-    """Element by element; a nan does not differ from a nan."""
+    """Element-wise inequality in which NaN equals NaN."""
     return (one != other) & ~(one.isnan() & other.isnan())
 
 

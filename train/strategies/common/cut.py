@@ -1,7 +1,7 @@
-"""A model cut into stages, each of which takes what the one before it gives.
+"""Cut a model into stages; each stage's outputs are the inputs of the next.
 
-The forward pass is traced symbolically down to the model's blocks, which stay as they are; a stage is a run of its
-operations. Every stage keeps the names that its parameters have in the whole model.
+The forward pass is traced symbolically down to the model's blocks, which are not traced. A stage is a contiguous run of
+the traced operations. Every stage keeps the parameter names of the full model.
 
 Source: https://docs.pytorch.org/docs/stable/fx.html
 """
@@ -25,10 +25,12 @@ class Stages:
     """The stages of a model, in order.
 
     Args:
-        split: names of the layers with which the second and later stages begin; None: cut evenly by parameters.
+        model: the full model.
+        number: number of stages.
+        split: names of the layers at which the second and later stages begin; None: cut evenly by parameter count.
 
     Raises:
-        ConfigError: the model cannot be cut so.
+        ConfigError: the model cannot be cut this way.
     """
 
     def __init__(self, model: nn.Module, *, number: int, split: Sequence[str] | None):
@@ -48,23 +50,23 @@ class Stages:
                 )
 
     def targets(self, stage: int) -> list[str]:
-        """The layers and tensors of the model that a stage uses, by name; those that none uses are with the first."""
+        """Names of the layers and tensors that a stage uses; those that no stage uses belong to the first stage."""
         used = [target for part in self._parts for node in part for target in _used(node)]
         idle = _tensors(self.model, [""]).keys() - _tensors(self.model, used).keys() if stage == 0 else ()
         return list(dict.fromkeys([*(target for node in self._parts[stage] for target in _used(node)), *sorted(idle)]))
 
     def names(self, stage: int) -> set[str]:
-        """The entries of the model's state dict that a stage has."""
+        """Names of the model's state dict entries that a stage holds."""
         return set(_tensors(self.model, self.targets(stage)))
 
     def stage(self, stage: int) -> nn.Module:
-        """The stage as a module: from the tensors that cross the cut before it to those that cross the one behind it."""
+        """Return the stage as a module: inputs cross the cut before it, outputs cross the cut after it."""
         graph, last = fx.Graph(), stage == len(self._parts) - 1
         new = {node: graph.placeholder(node.name) for node in self._crossing(stage)}
 
         def here(node: fx.Node) -> fx.Node:
             if node not in new:
-                assert node.op == "get_attr"  # a parameter is there on every stage that uses it, and crosses no cut
+                assert node.op == "get_attr"  # each stage that uses a parameter holds it; it crosses no cut
                 new[node] = graph.node_copy(node)
             return new[node]
 
@@ -78,7 +80,7 @@ class Stages:
         return fx.GraphModule(self.model, graph)
 
     def _crossing(self, stage: int) -> list[fx.Node]:
-        """What was computed before a stage and is used in it or after it."""
+        """The nodes that are computed before a stage and used in it or after it."""
         if stage == 0:
             return [self._input]
         before = [self._input, *(node for part in self._parts[:stage] for node in part)]
@@ -86,7 +88,10 @@ class Stages:
         return [node for node in before if later & node.users.keys()]
 
     def _even(self, number: int) -> list[int]:
-        """Where stages begin so that the largest has as few parameters as can be: always with a layer that has some."""
+        """Indices of the nodes where stages begin, so that the largest stage has the fewest parameters.
+
+        A stage always begins with a layer that has trained parameters of its own. Raises ConfigError for too few layers.
+        """
         seen, sizes = set[Any](), dict[int, int]()
         for at, node in enumerate(self._nodes):
             found = {p for p in _tensors(self.model, _used(node)).values() if isinstance(p, nn.Parameter)} - seen
@@ -118,7 +123,7 @@ class Stages:
 
 
 def subset(model: nn.Module, targets: Iterable[str]) -> nn.Module:
-    """A module that holds the layers and tensors `targets` of `model`, by the names and in the order that they have there."""
+    """Return a module with the layers and tensors `targets` of `model`, under the same names and in the same order."""
     graph, names = fx.Graph(), list(model.state_dict())
     place = {
         target: next((at for at, name in enumerate(names) if _within(name, target)), len(names)) for target in targets
@@ -130,7 +135,7 @@ def subset(model: nn.Module, targets: Iterable[str]) -> nn.Module:
 
 
 def move(model: nn.Module, targets: Iterable[str], device: torch.device) -> None:
-    """Bring the layers and tensors `targets` of `model` to `device`, and nothing else."""
+    """Move only the layers and tensors `targets` of `model` to `device`."""
     for target in targets:
         where, _, name = target.rpartition(".")
         parent = model.get_submodule(where)
@@ -142,7 +147,7 @@ def move(model: nn.Module, targets: Iterable[str], device: torch.device) -> None
 
 
 def evenly(sizes: Sequence[int], number: int) -> list[int]:
-    """Where each of `number` runs of `sizes` begins, so that the largest sum of a run is as small as can be."""
+    """Cut `sizes` into `number` runs so that the largest sum of a run is minimal; return where each run begins."""
     until = [0, *accumulate(sizes)]
 
     @cache
@@ -156,13 +161,14 @@ def evenly(sizes: Sequence[int], number: int) -> list[int]:
 
 
 class _Tracer(fx.Tracer):
-    """Goes into what contains blocks and no further."""
+    """Traces into modules that contain blocks or names of `inside`, and into Sequentials; all others are leaves."""
 
     def __init__(self, model: nn.Module, inside: Sequence[str]):
         super().__init__()
         self._blocks, self._inside = blocks(model), inside
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return True for a module that is not traced."""
         within = f"{module_qualified_name}."
         if any(name.startswith(within) for name in self._inside) or isinstance(m, nn.Sequential):
             return False
@@ -198,13 +204,13 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _used(node: fx.Node) -> list[str]:
-    """The layers and tensors of the model that an operation uses, by name."""
+    """Names of the layers and tensors of the model that an operation uses."""
     attributes = [str(used.target) for used in node.all_input_nodes if used.op == "get_attr"]
     return [*attributes, str(node.target)] if node.op == "call_module" else attributes
 
 
 def _tensors(model: nn.Module, targets: Iterable[str]) -> dict[str, Any]:
-    """The entries of the model's state dict that lie at or under `targets`, by name."""
+    """The model's state dict entries at or under `targets`, by name."""
     state = model.state_dict(keep_vars=True)
     return {name: state[name] for target in dict.fromkeys(targets) for name in state if _within(name, target)}
 

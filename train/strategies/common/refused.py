@@ -1,4 +1,4 @@
-"""Why a model does not take a batch: arguments that it does not have, other shapes, other types."""
+"""Explain why a model rejects a batch: wrong arguments, shapes or dtypes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ SHAPES = re.compile(
 )
 ELSEWHERE = re.compile(r"gloo|nccl|CUDA|out of memory|timed? ?out|connection", re.IGNORECASE)
 SIZES = {"in_features": -1, "in_channels": 1, "num_features": 1, "input_size": -1}
-"""A layer's own name for the size of what it takes -> the dimension of its input."""
+"""Attribute of a layer that holds its input size -> the input dimension of that size."""
 
 
 def why_refused(
     error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> ConfigError | None:
-    """Of `error`, raised by `model(*args, **kwargs)`: what came, what was expected and the line to write; None if it is
-    of another kind."""
+    """Explain an `error` that `model(*args, **kwargs)` raised: what was given, what was expected, and how to fix it.
+
+    Returns None for other kinds of errors.
+    """
     message = kind_and_message(error)[1]
     given = described(args[0]) if len(args) == 1 else described(dict(kwargs) if kwargs else args)
     name, where = f"{type(model).__name__}.forward", defined(model, "forward")
@@ -71,7 +73,7 @@ def _parameters(model: nn.Module) -> str:
 
 
 def _layer(error: BaseException, model: nn.Module) -> tuple[str, Any]:
-    """`layer1 = Linear(in_features=10, ...)`, the innermost module that raised `error`, and what it was given."""
+    """Return the innermost module that raised `error`, as `layer1 = Linear(in_features=10, ...)`, and its input."""
     module, got = _innermost(error)
     if module is None or len(text := repr(module)) > 120 or "\n" in text:
         return "", None
@@ -81,7 +83,7 @@ def _layer(error: BaseException, model: nn.Module) -> tuple[str, Any]:
 
 
 def _innermost(error: BaseException) -> tuple[nn.Module | None, Any]:
-    """The last module of torch's own whose `forward` has a tensor, and that tensor."""
+    """Return the innermost module in the traceback and its first tensor, if it is a torch.nn module with a tensor."""
     found: tuple[nn.Module | None, Any] = None, None
     trace = error.__traceback__
     while trace:
@@ -108,7 +110,7 @@ def _shape_remedy(error: BaseException, got: Any) -> str:
 
 
 def _has_channels(module: nn.Module | None, got: Tensor) -> bool:
-    """Whether the input of a convolution has all its dimensions; of other layers, a batch and a size."""
+    """Return True if a convolution's input has all dimensions; for other layers, if it has at least two."""
     sizes = getattr(module, "kernel_size", None)
     return got.dim() == len(sizes) + 2 if isinstance(sizes, tuple) else got.dim() > 1
 

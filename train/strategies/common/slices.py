@@ -1,7 +1,7 @@
-"""An optimizer step whose gradient is that of `virtual_world_size` ranks, whatever the number of true ones.
+"""An optimizer step with the gradient of `virtual_world_size` ranks, independent of the real world size.
 
-Each slice of the global batch starts from the same parameters, buffers and random numbers wherever it is worked
-through; what it gives (gradient, buffers, its share of the loss) is added up by one tree over the slices.
+Each slice of the global batch starts from the same parameters, buffers and random state on whatever rank computes it.
+The slices' results (gradient, buffers, share of the loss) are summed by one tree over the slices.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ from train.strategies.common.buffers import differs, from_float64, in_float64, i
 from train.strategies.common.optimizer_step import OptimizerStep
 
 BATCHES = "num_batches_tracked"
-"""How often batch norm's running averages have moved: once a step, as they are averaged over the slices."""
+"""Batch norm's count of updates: one per step, because its running statistics are averaged over the slices."""
 
 
 class SlicedStep(OptimizerStep):
-    """An OptimizerStep on a plain replica. Every rank ends a step with the same bits.
+    """An OptimizerStep on an unwrapped replica; all ranks end a step with bitwise equal results.
 
-    What is summed is flat, one vector for each type: gradients, buffers, how many slices gave a parameter a gradient,
-    how many changed a buffer, the loss, and how many slices had samples. A buffer that no slice changed is left alone. One
-    in floating point is averaged, in float64; one of integers is a count, to which the slices' changes are added; of one
-    of truth values an element changes where it does in any slice.
+    The sums are over flat vectors, one per dtype. They contain gradients, buffers, the number of slices with a gradient
+    per parameter, the number of slices that changed each buffer, the loss, and the number of slices with samples.
+
+    A buffer that no slice changed is kept. A floating-point buffer is averaged in float64. An integer buffer is a count,
+    to which the slices' changes are added. An element of a bool buffer flips if it changes in any slice.
+
+    Args:
+        recipe: everything that the step needs beside the model.
+        slices: the number of slices, `virtual_world_size`.
+        parts: the remaining arguments of OptimizerStep.
     """
 
     def __init__(self, recipe: Recipe, *, slices: int, **parts: Any):
@@ -43,7 +49,7 @@ class SlicedStep(OptimizerStep):
         begin_alike(self.model)
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
-        """Leave the global batch's gradient in the parameters; its loss on rank 0, and zero elsewhere, []. Collective."""
+        """Compute the global batch's gradient; return its loss on rank 0 and zero on other ranks, []. Collective."""
         world, kept = self.world, self.buffers.copy()
         start = {name: buffer.clone() for name, buffer in self.buffers.own.items()}
         by_slice = {number: list(micro) for number, micro in groupby(batches, key=lambda batch: batch.slice)}
@@ -59,12 +65,12 @@ class SlicedStep(OptimizerStep):
         return self._take([tree.total() for tree in trees], start)
 
     def update(self, step: int, norm: Tensor | None) -> bool:
-        """As OptimizerStep's; an optimizer that draws random numbers draws the same ones on every rank."""
+        """Update the parameters as OptimizerStep does, with generators seeded alike on every rank."""
         _seed(self.recipe.seed, step, self.slices)
         return super().update(step, norm)
 
     def _slice(self, step: int, number: int, batches: list[Batch], start: Mapping[str, Tensor]) -> list[Tensor]:
-        """Everything that is summed, of one slice."""
+        """Compute one slice; return its vectors for the sums, one per dtype."""
         _seed(self.recipe.seed, step, number)
         shares = [self._share(batch, last=batch is batches[-1]) for batch in batches]
         loss = torch.stack(shares).sum() if shares else torch.zeros((), device=self.world.device)
@@ -81,14 +87,14 @@ class SlicedStep(OptimizerStep):
         return list(_pack(everything, multiple=self.world.size).values())
 
     def _take(self, totals: list[Tensor], start: Mapping[str, Tensor]) -> Tensor:
-        """Give everybody the sums."""
+        """Store the summed gradients and buffers on this rank; return the loss on rank 0, zero on others, []."""
         parameters, device = self.parameters, self.world.device
         given = [_given(name, value, value, None) for name, value in start.items()]
         more = [torch.empty(size, device=device) for size in (len(parameters) + 1 + len(start), 1)]
         *summed, count, loss = _unpack(totals, [*parameters, *given, *more])
         counts = count.tolist()
         for parameter, gradient, used in zip(parameters, summed, counts, strict=False):
-            parameter.grad = gradient.view_as(parameter) if used else None  # the optimizer leaves alone what had none
+            parameter.grad = gradient.view_as(parameter) if used else None  # the optimizer skips None
         changed = zip(start.items(), summed[len(parameters) :], counts[len(parameters) + 1 :], strict=True)
         with_samples = counts[len(parameters)]
         self.buffers.put(
@@ -97,7 +103,7 @@ class SlicedStep(OptimizerStep):
         return loss[0] if self.world.is_first else torch.zeros_like(loss[0])
 
     def _see_sizes(self, start: Mapping[str, Tensor], ends: Mapping[str, Tensor]) -> None:
-        """Raises ConfigError: a buffer has become another in this slice, and none can be made of it with the others'."""
+        """Raise ConfigError if a buffer changed its shape or dtype in this slice, so that it cannot be summed."""
         if start.keys() == ends.keys() and all(_alike(start[name], end) for name, end in ends.items()):
             return
         for name in sorted({*start, *ends}):
@@ -116,7 +122,10 @@ def _alike(start: Tensor, end: Tensor) -> bool:
 
 
 def _given(name: str, start: Tensor, end: Tensor, slice_number: int | None) -> Tensor:
-    """What a slice adds to the sum for a buffer: zeros from one without samples, whose number is None."""
+    """Return a slice's term in the sum of a buffer. A slice without samples has number None.
+
+    Such a slice contributes zeros.
+    """
     if is_averaged(end):
         return in_float64(end) if slice_number is not None else torch.zeros_like(in_float64(end))
     if end.dtype is torch.bool:
@@ -126,19 +135,19 @@ def _given(name: str, start: Tensor, end: Tensor, slice_number: int | None) -> T
 
 
 def _taken(start: Tensor, total: Tensor, with_samples: float) -> Tensor:
-    """A buffer after the step, of its value before it and the sum of what the slices have given."""
+    """Return a buffer's value after the step from its value before and the sum over the slices."""
     if is_averaged(start):
         return from_float64(total / with_samples, start)
     return start ^ (total > 0) if start.dtype is torch.bool else (start.long() + total).to(start.dtype)
 
 
 def _seed(seed: int, step: int, number: int) -> None:
-    """All that a slice draws at random is its own."""
+    """Seed the generators for one slice of one step."""
     seed_generators(key_of(seed, step, number), on_device=True)
 
 
 def _pack(tensors: Iterable[Tensor], *, multiple: int) -> dict[torch.dtype, Tensor]:
-    """One new flat vector for each type, in the order of the tensors, filled up to a `multiple` of elements."""
+    """Flatten tensors into one new vector per dtype, in order, zero-padded to a `multiple` of elements."""
     of_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         of_type.setdefault(tensor.dtype, []).append(tensor.detach().flatten())
@@ -148,7 +157,7 @@ def _pack(tensors: Iterable[Tensor], *, multiple: int) -> dict[torch.dtype, Tens
 
 
 def _unpack(vectors: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
-    """What `_pack` made flat, as views of the sizes of `likes`."""
+    """Undo `_pack`: return views into `vectors` with the shapes of `likes`."""
     rest = {vector.dtype: vector for vector in vectors}
     found = []
     for like in likes:

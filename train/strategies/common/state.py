@@ -1,4 +1,4 @@
-"""A model's and its optimizer's state under flat names that mean the same on every rank and at every world size."""
+"""State of a model and its optimizer under flat names, which are the same on every rank and at every world size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL = "model/"
 GROUPS, OTHERS = "optimizer/groups", "optimizer/others"
 ALWAYS_CONFIGURED = {"params", "param_names", "lr", "initial_lr", "fused", "foreach"}
 Groups = list[list[str]]
-"""The names of the parameters of each of an optimizer's groups."""
+"""Parameter names of each group of an optimizer."""
 
 
 def of_model(weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def of_model(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_plain(weights: Mapping[str, Any]) -> None:
-    """Raises ConfigError: what a module gives as its extra state would be saved and never be read."""
+    """Raise ConfigError for extra state of a module that cannot be loaded with `weights_only=True`."""
     for name, value in weights.items():
         if isinstance(value, Tensor) or callable(value):
             continue
@@ -43,7 +43,7 @@ def check_plain(weights: Mapping[str, Any]) -> None:
 
 
 def refuse_extra_state(model: nn.Module, strategy: str) -> None:
-    """Raises ConfigError for a model with state beside its tensors, where no rank has all of the model."""
+    """Raise ConfigError for extra state in the model, for a `strategy` in which no rank holds the full model."""
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise ConfigError(
@@ -53,7 +53,7 @@ def refuse_extra_state(model: nn.Module, strategy: str) -> None:
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
-    """The names of the parameters of each of the optimizer's groups."""
+    """Return the parameter names of each group of the optimizer."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
@@ -61,14 +61,17 @@ def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
 def of_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, *, everywhere: Groups | None = None
 ) -> dict[str, Any]:
-    """`optimizer/<parameter>/<value>`, and the groups' options with their parameters by name.
+    """`optimizer/<parameter>/<value>` for the optimizer's state, and its groups' options with parameter names.
 
-    What the optimizer keeps for no parameter, under names of its own, is one plain value.
+    State that belongs to no parameter but has a name is stored as one plain value.
 
-    everywhere: the groups of the whole model, where other ranks have some of its parameters.
+    Args:
+        optimizer: the optimizer whose state is returned.
+        model: the model on this rank.
+        everywhere: the groups of the full model, if other ranks hold some of its parameters.
 
     Raises:
-        ConfigError: it keeps something that has no name.
+        ConfigError: the optimizer has state that belongs neither to a parameter nor to a name.
     """
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     flat: dict[str, Any] = {
@@ -95,12 +98,16 @@ def targets(
     *,
     elsewhere: Mapping[str, torch.Size],
 ) -> dict[str, Tensor]:
-    """Tensors laid out as the model's own for what was `saved`: the model's themselves, new ones for the optimizer's.
+    """Tensors in this rank's layout to read the `saved` ones into: the model's own, and new ones for the optimizer.
 
-    `elsewhere` are the entries of the model's state that other ranks have: they are compared, and not read here.
+    Args:
+        model: the model on this rank.
+        optimizer: the optimizer over the model's parameters.
+        saved: size and dtype of the saved tensors by name.
+        elsewhere: sizes of the state entries that only other ranks hold: compared here, but not read.
 
     Raises:
-        ConfigError: the model and the saved one differ in names or sizes.
+        ConfigError: the model and the saved model differ in names or sizes.
     """
     here = of_model({name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)})
     there = {name for name in saved if name.startswith("model/")}
@@ -129,15 +136,20 @@ def load(
     configured: frozenset[str],
     everywhere: Groups | None = None,
 ) -> None:
-    """Take up a flat state, whose groups may be in another order, or others, than the optimizer's.
+    """Load a flat state; its groups may differ from the optimizer's groups, or be in a different order.
 
-    In the optimizer's groups the keys that are `configured` stay as the config has them. All others are those of the
-    saved groups that the parameters were in.
+    In the optimizer's groups, `configured` keys keep the values of the config. All other keys get the values of the
+    saved groups of the same parameters.
 
-    everywhere: the groups of the whole model, where other ranks have some of its parameters.
+    Args:
+        model: the model on this rank.
+        optimizer: the optimizer over the model's parameters.
+        state: the flat state.
+        configured: option keys that the config sets.
+        everywhere: the groups of the full model, if other ranks hold some of its parameters.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: the state does not fit.
     """
     decides = configured | ALWAYS_CONFIGURED
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -155,10 +167,10 @@ def load(
 
 
 def _keep_types(optimizer: torch.optim.Optimizer, saved: Mapping[int | str, Any]) -> None:
-    """Give values the types that they were saved in: torch casts them to their parameter's."""
+    """Restore the saved dtypes of optimizer state, because torch casts it to the dtype of the parameter."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in saved.items():
-        if isinstance(index, str):  # kept for no parameter, and so never cast
+        if isinstance(index, str):  # state of no parameter, never cast
             continue
         loaded = optimizer.state.get(parameters[index], {})
         for name, value in values.items():
@@ -167,19 +179,19 @@ def _keep_types(optimizer: torch.optim.Optimizer, saved: Mapping[int | str, Any]
 
 
 def _device(value: Any) -> str:
-    """The type of device of the tensors in a value; `cpu` where there are none."""
+    """Device type of the first tensor in a value; `cpu` if there is none."""
     return next((leaf.device.type for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), "cpu")
 
 
 def _empty(facts: SavedTensor, like: Tensor) -> Tensor:
-    """In the layout of its parameter where it has its parameter's shape, else whole."""
+    """An empty tensor for `facts`: in the layout of its parameter if the shapes are equal, otherwise not sharded."""
     if facts.size == like.shape:
         return torch.empty_like(like, dtype=facts.dtype, requires_grad=False)
     return torch.empty(facts.size, dtype=facts.dtype, device=like.device)
 
 
 def _kept(saved: list[dict[str, Any]], groups: Groups, decides: Set[str]) -> list[dict[str, Any]]:
-    """For each of `groups` what the saved groups of its parameters hold, but the keys that the config `decides`."""
+    """The saved options for each of `groups`, without the keys that the config `decides`."""
     group_of = {name: group for group in saved for name in group["params"]}
     names = {name for group in groups for name in group}
     if group_of.keys() != names:
@@ -188,7 +200,7 @@ def _kept(saved: list[dict[str, Any]], groups: Groups, decides: Set[str]) -> lis
 
 
 def _agreed(group_of: Mapping[str, dict[str, Any]], decides: Set[str]) -> dict[str, Any]:
-    """What the saved groups of these parameters, which are one group now, have in common. Raises ConfigError: they differ."""
+    """The common options of the saved groups of parameters that are now in one group. Raises ConfigError if they differ."""
     first_name, first = next(iter(group_of.items()), ("", {}))
     for name, group in group_of.items():
         for key in sorted((first.keys() | group.keys()) - decides):
@@ -214,7 +226,7 @@ def _equal(one: Any, other: Any) -> bool:
 def _nested(
     state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The optimizer's state dict by index, as torch numbers it: through all of the optimizer's `groups` in their order."""
+    """The optimizer's state dict, with torch's parameter indices: consecutive over all `groups` in order."""
     params = groups_of(optimizer, model)
     index = {name: number for number, name in enumerate(name for group in params for name in group)}
     values: dict[int | str, Any] = {}
@@ -224,7 +236,7 @@ def _nested(
     for key, value in state.items():
         if key.startswith("optimizer/") and key not in (GROUPS, OTHERS):
             name, _, what = key.removeprefix("optimizer/").rpartition("/")
-            if name in index:  # else another rank's
+            if name in index:  # otherwise another rank holds it
                 values.setdefault(index[name], {})[what] = value
     numbered = [[index[name] for name in group] for group in params]
     return {
