@@ -5,9 +5,9 @@ before a process group exists. It then builds the model, distributes it over the
 one optimizer step on this rank's micro-batches and evaluates one micro-batch.
 
 The state is a flat dict. Shared names are the same on every rank: `model/<parameter>`, `optimizer/<parameter>/<value>`,
-`optimizer/groups`, `scaler`, and `buffers/<name>` for buffers in no state dict. Each rank holds the part that it owns or
-replicates. Names that begin with `own_prefix` belong to one rank alone. The checkpoint decides which rank writes which
-part and how a different layout reads it.
+`optimizer/groups`, `scaler`, and `buffers/<name>` for buffers in no state dict. Each rank holds the part that it owns
+or replicates. Names that begin with `own_prefix` belong to one rank alone. The checkpoint decides which rank writes
+which part and how a different layout reads it.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ class Strategy(ABC):
     def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
         """The finished model's state dict, with unwrapped names in the same order on every rank. Collective.
 
-        A sharded entry is a DTensor, or a function that returns the full tensor on rank 0 at least; calling the function
-        is collective, too. A module's extra state is a plain value.
+        A sharded entry is a DTensor, or a function that returns the full tensor on rank 0 at least; calling the
+        function is collective, too. A module's extra state is a plain value.
         """
 
     def close(self) -> None:  # noqa: B027

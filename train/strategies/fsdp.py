@@ -173,8 +173,8 @@ class ShardedStep(OptimizerStep):
 def units_of(model: nn.Module) -> list[nn.Module]:
     """The elements of the model's Sequentials, ModuleLists and ModuleDicts, outermost only.
 
-    These are transformer blocks, residual blocks or layers. A module that shares a parameter with a module outside it is
-    left out.
+    These are transformer blocks, residual blocks or layers. A module that shares a parameter with a module outside it
+    is left out.
     """
     return [unit for unit in _elements(model) if not _shares(unit, model)]
 

@@ -138,7 +138,7 @@ class Outer:
     """The outer optimizer: SGD with Nesterov momentum on the change of the averaged parameters over a period.
 
     Args:
-        parameters: the trained parameters by name. The attribute `anchor` holds their values at the start of the period.
+        parameters: the trained parameters by name; `anchor` holds their values at the start of the period.
         lr: learning rate of the outer optimizer.
         momentum: momentum factor of the outer optimizer.
     """

@@ -348,8 +348,8 @@ class Flow:
     def of(cls, batches: list[Batch], *, number: int, stages: int) -> Flow:
         """Divide the samples of `batches` into micro-batches.
 
-        There are at least `number` of them, if there are enough samples. Their number is a multiple of `stages`, and none
-        is larger than a batch.
+        There are at least `number` of them, if there are enough samples. Their number is a multiple of `stages`, and
+        none is larger than a batch.
 
         Raises:
             ConfigError: the input of a sample is not a single tensor.

@@ -132,7 +132,7 @@ class TensorStep(ShardedStep):
         world: the ranks of the run.
         layout: how the model and the samples are distributed.
         model: the model with sharded layers.
-        average_over: the mesh over which gradients are averaged; None: FSDP averages them, or there is nothing to average.
+        average_over: mesh over which gradients are averaged; None if FSDP averages them or there is one data shard.
         lockstep: checks the order of sharded units; None without `shard`.
     """
 

@@ -1,8 +1,8 @@
 """The model's buffers, such as batch-norm statistics, which differ between ranks during training.
 
 Each rank's buffers depend on its own samples. DDP broadcasts the first rank's buffers before a step's first forward
-(`broadcast_buffers`), so there they differ by one step; elsewhere each rank continues with its own. A model may assign a
-new tensor to a buffer's name at any time, so buffers are looked up on each use and never cached.
+(`broadcast_buffers`), so there they differ by one step; elsewhere each rank continues with its own. A model may assign
+a new tensor to a buffer's name at any time, so buffers are looked up on each use and never cached.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ from train.strategies.common.refused import why_refused
 class Call:
     """Calls `model`, or a wrapper of it, with arguments that fit the signature of the model's `forward`.
 
-    A dict is passed as keywords if any of its keys is a parameter of `forward`. A tuple or list is passed by position if
-    `forward` requires more than one argument and accepts as many. Everything else is passed as the first argument.
+    A dict is passed as keywords if any of its keys is a parameter of `forward`, or if `forward` takes any keyword. A
+    tuple or list is passed by position if `forward` requires more than one argument and accepts as many. Everything
+    else is passed as the first argument.
     """
 
     def __init__(self, model: nn.Module):

@@ -90,7 +90,8 @@ class Stages:
     def _even(self, number: int) -> list[int]:
         """Indices of the nodes where stages begin, so that the largest stage has the fewest parameters.
 
-        A stage always begins with a layer that has trained parameters of its own. Raises ConfigError for too few layers.
+        A stage always begins with a layer that has trained parameters of its own. Raises ConfigError if there are
+        fewer such layers than stages.
         """
         seen, sizes = set[Any](), dict[int, int]()
         for at, node in enumerate(self._nodes):

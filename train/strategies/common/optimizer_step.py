@@ -275,7 +275,8 @@ class OptimizerStep:
 
         The norm is that of the reduced gradient, so all ranks decide alike without communication. Reading it on CUDA
         synchronizes with the device, so it is read there only if steps may be skipped (under fp16 the scaler
-        synchronizes anyway). Any other non-finite value shows in the parameters, which are checked before they are saved.
+        synchronizes anyway). Any other non-finite value shows in the parameters, which are checked before they are
+        saved.
         """
         return (self.leaves_out or not norm.is_cuda) and not bool(torch.isfinite(norm))
 

@@ -100,9 +100,9 @@ class Replicas(Stepping):
     def needs_warm_up(self) -> bool:
         """Return True if the bucket layout changes the rounding of a gradient sum.
 
-        DDP rebuilds its buckets after its first backward pass. With three or more ranks, the position in a bucket decides
-        the order of summation, so without a warm-up the first step after a resume would round differently from the same
-        step of an uninterrupted run.
+        DDP rebuilds its buckets after its first backward pass. With three or more ranks, the position in a bucket
+        decides the order of summation, so without a warm-up the first step after a resume would round differently from
+        the same step of an uninterrupted run.
         """
         return self.world.size > 2 and not self.world.memory  # shared memory sums in rank order
 

@@ -200,7 +200,7 @@ def _kept(saved: list[dict[str, Any]], groups: Groups, decides: Set[str]) -> lis
 
 
 def _agreed(group_of: Mapping[str, dict[str, Any]], decides: Set[str]) -> dict[str, Any]:
-    """The common options of the saved groups of parameters that are now in one group. Raises ConfigError if they differ."""
+    """The options that the saved groups of one present group's parameters share. Raises ConfigError if they differ."""
     first_name, first = next(iter(group_of.items()), ("", {}))
     for name, group in group_of.items():
         for key in sorted((first.keys() | group.keys()) - decides):
