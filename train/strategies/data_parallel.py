@@ -81,9 +81,7 @@ class LogicalDevices(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Scatter the inputs, run each part on its replica and gather the outputs."""
         parts = scatter((args, kwargs), self.number)
-        replicas = [
-            replicate(self.module) if index else {} for index in range(len(parts))
-        ]  # the first part runs on the model itself
+        replicas = [replicate(self.module) if index else {} for index in range(len(parts))]  # part 0 uses the model
         outputs = [functional_call(self.module, state, *part) for state, part in zip(replicas, parts, strict=True)]
         return gather(outputs)
 

@@ -66,7 +66,10 @@ class Lockstep:
             self._watched[name].grad = None
 
     def agree(self, here: int) -> None:
-        """Raise ConfigError on all ranks unless all ranks are at the place `here`. Collective."""
+        """Raise ConfigError on all ranks unless all ranks are at the place `here`. Collective.
+
+        Before torch 2.15, also raises if ranks use different parameters of a unit.
+        """
         used = 0 if self._may_differ or here % 2 else crc32(repr(sorted(self._used)).encode()) % 2**20
         at, at_squared, of, of_squared = self.world.sum([here, here * here, used, used * used])  # exact: small integers
         if self.world.size * at_squared == at * at and self.world.size * of_squared == of * of:

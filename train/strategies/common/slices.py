@@ -34,8 +34,8 @@ class SlicedStep(OptimizerStep):
     per parameter, the number of slices that changed each buffer, the loss, and the number of slices with samples.
 
     A buffer that no slice changed is kept. A floating-point buffer is averaged in float64 over the slices with samples.
-    An integer buffer is a count, to which the slices' changes are added. An element of a bool buffer flips if it changes
-    in any slice.
+    An integer buffer is a count, to which the slices' changes are added. An element of a bool buffer flips if it
+    changes in any slice.
 
     Args:
         recipe: everything that the step needs beside the model.
