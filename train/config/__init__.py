@@ -1,1 +1,1 @@
-"""From a command line to a checked, typed config."""
+"""Compose, check and type a config from a command line."""

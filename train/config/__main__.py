@@ -4,7 +4,7 @@ import signal
 
 from train.config.help import markdown
 
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # all that it does is print: `| head` ends it
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the program only prints: let `| head` end it
 
 if __name__ == "__main__":
     print(markdown())

@@ -1,4 +1,4 @@
-"""All of a config that can be checked without other ranks and before anything is built."""
+"""Validate a config without other ranks and before anything is built."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from train.config.parts import Part, callable_of, checked_values
 from train.errors import ConfigError
 
 ENDPOINT = ("port", "host")
-"""Keys of `metrics` that are no metric: where they are served."""
+"""Keys of `metrics` that set where metrics are served; they are not metrics."""
 ASIDE = {"optimizer": ("groups",)}
-"""Keys of a group that are not for the constructor of what is chosen there."""
+"""Keys of a group that are not passed to its part's constructor."""
 
 
 def check(composed: DictConfig) -> Config:
-    """Hydra's result as plain dataclasses and parts.
+    """Convert Hydra's composed config to dataclasses and parts, and validate it.
 
     Raises:
-        ConfigError: a value is out of its limits, or a part does not take what it is given.
-        OmegaConfBaseException: a value is missing or of another type, as OmegaConf says it.
+        ConfigError: a value is out of range, or a part does not accept its values.
+        OmegaConfBaseException: a value is missing or of the wrong type.
     """
     unchosen = [group for group in GROUPS if not isinstance(OmegaConf.select(composed, group), DictConfig)]
     if unchosen:
@@ -69,7 +69,7 @@ def check(composed: DictConfig) -> Config:
 
 
 def _devices(given: Any) -> list[int] | None:
-    """`gpus` as a list; one number is one device. Raises ConfigError."""
+    """Return `gpus` as a list of device numbers; a single number becomes a list of one. Raises ConfigError."""
     if given is None:
         return None
     devices = given if isinstance(given, list) else [given]

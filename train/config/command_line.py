@@ -1,4 +1,4 @@
-"""The command line: options and overrides, as Hydra's own parsers read them. No text of an override is searched."""
+"""Parse the command line into options and overrides with Hydra's own parsers; override text is never searched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLAGS = (
     "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--shell-completion",
     "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info",
 )  # fmt: skip
-"""Hydra's own."""
+"""Hydra's long options."""
 SHORT = ("-h", "-c", "-p", "-r", "-m", "-sc", "-cp", "-cn", "-cd", "-i")
 TAKE_A_VALUE = {
     "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
@@ -26,10 +26,10 @@ TAKE_A_VALUE = {
 
 
 def arranged(words: Sequence[str]) -> list[str]:
-    """The same command line with the overrides in one piece, as Hydra takes them.
+    """Return the command line with all overrides before the options, as Hydra expects.
 
     Raises:
-        ConfigError: a word is no option of Hydra's, or an option lacks its value.
+        ConfigError: a word is not an option of Hydra, or an option lacks its value.
     """
     overrides, options = divided(words)
     if wrong := _unknown_option(words):
@@ -44,7 +44,7 @@ def arranged(words: Sequence[str]) -> list[str]:
 
 
 def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(overrides, options with their values), wherever they stand."""
+    """Split a command line into (overrides, options with their values), in any order."""
     overrides: list[str] = []
     options: list[str] = []
     for place, word in enumerate(words):
@@ -57,13 +57,13 @@ def _is_value(words: Sequence[str], place: int) -> bool:
 
 
 def parsed(texts: Iterable[str]) -> list[Override]:
-    """Overrides as Hydra parses them, each with its text as `input_line`. Raises HydraException."""
+    """Parse overrides with Hydra's parser; each keeps its text in `input_line`. Raises HydraException."""
     found: list[Override] = OverridesParser.create().parse_overrides([*texts])
     return found
 
 
 def readable(texts: Iterable[str]) -> list[Override]:
-    """Those of the overrides that can be parsed: what is wrong with the others is said elsewhere."""
+    """Parse overrides and skip invalid ones; their errors are reported elsewhere."""
     found = []
     for text in texts:
         try:
@@ -74,13 +74,13 @@ def readable(texts: Iterable[str]) -> list[Override]:
 
 
 def given(key: str, default: Any) -> Any:
-    """The value of `key` in sys.argv, for where the config could not be composed."""
+    """Return the value of `key` in sys.argv, or `default`; for use when the config could not be composed."""
     overrides = readable(divided(sys.argv[1:])[0])
     return next((each.value() for each in reversed(overrides) if each.key_or_group == key), default)
 
 
 def config_dir() -> str | None:
-    """The value of `--config-dir` in sys.argv, if it is there."""
+    """Return the value of `--config-dir` in sys.argv, or None."""
     words = sys.argv[1:]
     for place, word in enumerate(words):
         name, _, value = word.partition("=")
@@ -90,12 +90,12 @@ def config_dir() -> str | None:
 
 
 def swept_keys(words: Sequence[str]) -> set[str]:
-    """The keys that have several values in a command line with -m."""
+    """Return the keys with several values in a command line with -m."""
     return {each.key_or_group for each in readable(divided(words)[0]) if each.is_sweep_override()}
 
 
 def _unknown_option(words: Sequence[str]) -> ConfigError | None:
-    """What is wrong with a word that begins as an option and is none of Hydra's, if there is one."""
+    """Return an error for the first word that starts like an option but is not one of Hydra's, or None."""
     for place, word in enumerate(words):
         name, _, value = word.partition("=")
         is_known = any(flag.startswith(name) for flag in FLAGS) if word.startswith("--") else word.startswith(SHORT)
@@ -108,7 +108,7 @@ def _unknown_option(words: Sequence[str]) -> ConfigError | None:
 
 
 def _values(following: Sequence[str]) -> list[str]:
-    """The words up to the next override or option: `--gpus 0 2` has two."""
+    """Return the words up to the next override or option: `--gpus 0 2` has two."""
     found: list[str] = []
     for word in following:
         if "=" in word or word.startswith("-"):

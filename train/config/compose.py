@@ -1,4 +1,4 @@
-"""From a command line to one checked config for each run that it names. Hydra's habits stay: --help, --cfg job, -m."""
+"""Compose one checked config for each run that a command line names. Hydra's --help, --cfg job and -m keep working."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ from train.redact import redacted
 
 LOOKS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 OWN = "own"
-"""The option of every group that has no values: what a `_target_` of a user's own begins with."""
+"""Name of each group's empty option, to which the `_target_` of a user's own class is added."""
 LONGEST_NAME = 200
-"""Bytes of a folder's name; file systems take 255."""
+"""Maximum length of a folder name in bytes; file systems allow 255."""
 
 
 def run_each(job: Callable[[Config | ConfigError, Mapping[str, str]], int]) -> int:
-    """Call `job` with each config that sys.argv leads to, or with what is wrong with it; give back the highest code.
+    """Call `job` for each config that sys.argv describes, and return the highest exit code.
 
-    Its second argument has the values of a sweep's job, key by key; it is empty where nothing is swept.
+    If a config is invalid, `job` gets its ConfigError instead. The second argument of `job` maps each swept key to its
+    value in this job of a sweep; it is empty without a sweep.
 
-    `job` is not called where the command line only asks for help or to see a config.
+    `job` is not called if the command line only requests help or a printed config.
     """
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra's own handler prints a traceback and exits 1: let its errors reach us
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors propagate: Hydra's own handler prints a traceback and exits 1
     if LOOKS & {*sys.argv} and os.environ.get("RANK", "0") != "0":
         return 0
     try:
@@ -79,7 +80,7 @@ def run_each(job: Callable[[Config | ConfigError, Mapping[str, str]], int]) -> i
 
 @contextlib.contextmanager
 def _shown_without_secrets() -> Iterator[None]:
-    """What Hydra prints of a config, at the end and without the secrets of URLs."""
+    """Capture Hydra's output and print it on exit, with the secrets of URLs redacted."""
     shown = io.StringIO()
     try:
         with contextlib.redirect_stdout(shown):
@@ -90,7 +91,7 @@ def _shown_without_secrets() -> Iterator[None]:
 
 
 def compose(overrides: list[str]) -> Config:
-    """The checked config of one run, for tools that have no command line of a run. Raises ConfigError."""
+    """Compose and check the config of one run from `overrides`, without a command line. Raises ConfigError."""
     register()
     try:
         with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
@@ -106,7 +107,7 @@ def compose(overrides: list[str]) -> Config:
 
 
 def of_run(folder: Path, overrides: list[str]) -> Config:
-    """The config of the run in `folder`, changed by `overrides` (`key=value`). Raises ConfigError."""
+    """Load the config of the run in `folder` and apply `overrides` (`key=value`). Raises ConfigError."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{folder} is no run's folder: there is no config.yaml in it")
@@ -125,7 +126,7 @@ def of_run(folder: Path, overrides: list[str]) -> Config:
 
 
 def register() -> None:
-    """Give Hydra the kit's keys, the option of a group that has no values, and the help text."""
+    """Register the kit's keys, each group's empty option and the help text with Hydra."""
     store = ConfigStore.instance()
     store.store(name="keys", node=Config)
     for group in GROUPS:
@@ -145,7 +146,7 @@ def _typed(composed: DictConfig, swept: set[str]) -> Config | ConfigError:
 
 
 def _task() -> list[str]:
-    """The overrides of this job as they were given: OmegaConf would resolve `${...}` in their texts."""
+    """Return the overrides of this job as they were given: OmegaConf would resolve `${...}` in their texts."""
     texts = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     return [str(text) for text in texts] if isinstance(texts, list) else []
 
@@ -153,9 +154,10 @@ def _task() -> list[str]:
 def only_what_was_given(
     composed: DictConfig, choices: Mapping[str, Any], overrides: list[str], *, name: str = "config"
 ) -> DictConfig:
-    """The same config, in which a `_target_` that replaced an option's has none of that option's values.
+    """Drop an option's defaults when its `_target_` is overridden.
 
-    Compose again with the option that has none: what is then there was given for the new target, in a yaml or by hand.
+    Such groups are composed again with the empty option, so that only values given for the new target remain, from YAML
+    or the command line.
     """
     loader = GlobalHydra.instance().config_loader()
     replaced = [
@@ -173,27 +175,27 @@ def only_what_was_given(
 
 
 def _again(override: Override, replaced: list[str]) -> list[str]:
-    """The override for a composition in which the groups `replaced` have no values yet."""
+    """Return the override for a composition in which the groups `replaced` have no values yet."""
     text, key = str(override.input_line), override.key_or_group
     if key in replaced and not isinstance(override.value(), dict):
-        return []  # the choice that was replaced
+        return []  # the replaced choice
     if key.partition(".")[0] not in replaced:
         return [text]
-    if override.is_delete():  # of what an option had, or a yaml gives
+    if override.is_delete():  # deletes a value of an option or a YAML file; the key may not exist now
         return [f"++{key}=0", f"~{key}"]
     return [f"++{text.lstrip('+')}"]
 
 
 def _swept_values(swept: set[str]) -> dict[str, str]:
-    """What this job of a sweep has for each key that is swept, without secrets."""
+    """Return this job's value of each swept key, without secrets."""
     each = {parsed([text])[0].key_or_group: redacted(text).partition("=")[2] for text in _task()} if swept else {}
     return {key: value for key, value in each.items() if key in swept}
 
 
 def _own_folder(config: Config, swept: set[str]) -> Config:
-    """Each job of a sweep is a run, and each run has a folder of its own, named by what is swept."""
+    """Give each job of a sweep, which is a run, its own folder, named after the swept values."""
     job = HydraConfig.get()
-    if swept & {"name", "output_dir"}:  # they have one already
+    if swept & {"name", "output_dir"}:  # the swept values already set the folder
         return config
     given = [redacted(text) for text in _task() if parsed([text])[0].key_or_group in swept]
     name = folder_name(",".join(given) or str(job.job.num))
@@ -203,7 +205,7 @@ def _own_folder(config: Config, swept: set[str]) -> Config:
 
 
 def folder_name(text: str) -> str:
-    """`text` as the name of one folder, and of no other text's: a digest stands for what a name cannot hold."""
+    """Return a folder name that is unique for `text`; a digest stands for characters that a name cannot hold."""
     plain = re.sub(r"[^\w.=,+-]+", "_", text)
     if len(plain.encode()) < LONGEST_NAME and not re.search(r"[^\w.=,+\[\]-]", text):
         return plain

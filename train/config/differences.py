@@ -1,4 +1,4 @@
-"""What makes two configs two runs, and what ranks of one run may differ in."""
+"""Compare configs: which differences make another run, and which are allowed between ranks of one run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from train.flat import flatten
 from train.redact import redacted_all
 
 OURS = "train.strategies."
-"""Of these strategies each goes on from the state that any other has saved."""
+"""Strategies in this package resume from the state that any other of them saved."""
 
 
 def to_dict(node: Any) -> Any:
-    """Config as plain containers, for YAML and JSON; URLs are stripped of their secrets (train/redact.py).
+    """Convert a config to plain containers for YAML and JSON, with the secrets of URLs redacted (train/redact.py).
 
-    The inverse of nothing, only for reading and comparing.
+    The result is for reading and comparing; it cannot be converted back.
     """
     if isinstance(node, Part):
         return {TARGET: node.target, **to_dict(node.values), **to_dict(node.aside)}
@@ -33,19 +33,19 @@ def to_dict(node: Any) -> Any:
 
 
 def marked(config: Config, mark: Mark) -> set[str]:
-    """The full names of all keys, parts' included, that carry `mark`."""
+    """Return the full names of all keys with `mark`, including those of parts."""
     own = {each.name for each in keys(config) if mark in each.marks}
     parts = [getattr(config, group) for group in GROUPS]
     return own | {key for part in parts if isinstance(part, Part) for key, said in marks(part).items() if mark in said}
 
 
 def comparable(config: Config) -> dict[str, Any]:
-    """What the ranks of one attempt must have in common, flat."""
+    """Return the values that all ranks of an attempt must share, as a flat dict."""
     return _without(flatten(to_dict(config)), marked(config, LOCAL))
 
 
 def differences(before: Any, now: Config) -> list[str]:
-    """What makes `now` another run than `before`: one `key: old -> new` a difference."""
+    """List the changes that make `now` a different run than `before`, each as `key: old -> new`."""
     free = marked(now, FREE)
     old, new = flatten(to_dict(before)), flatten(to_dict(now))
     chosen = [str(each.get(f"strategy.{TARGET}", "")) for each in (old, new)]

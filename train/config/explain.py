@@ -1,4 +1,4 @@
-"""What Hydra or OmegaConf found wrong, in one line, with the nearest valid name."""
+"""Turn an error of Hydra or OmegaConf into a one-line message with the nearest valid name."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from train.origin import located
 
 
 def explain(error: Exception, overrides: Sequence[str] | None = None) -> ConfigError:
-    """Say what Hydra, OmegaConf or a YAML reader found in one line, with the nearest valid name.
+    """Convert an error of Hydra, OmegaConf or a YAML reader to a one-line ConfigError with the nearest valid name.
 
-    overrides: those that were composed; none: those of sys.argv.
+    overrides: the overrides that were composed; None: those of sys.argv.
     """
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text = str(error)
@@ -67,7 +67,7 @@ def explain(error: Exception, overrides: Sequence[str] | None = None) -> ConfigE
 
 
 def _of_file(error: Exception) -> str | None:
-    """What is wrong with a YAML file, and in which line, if the error is of one."""
+    """Describe an error in a YAML file, with its line; None for other errors."""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
         where = f"{mark.name}:{mark.line + 1}" if mark else "a YAML file"
@@ -87,13 +87,13 @@ def _of_file(error: Exception) -> str | None:
 
 
 def _read_there(error: Exception) -> str:
-    """The file that Hydra was reading when the error was raised."""
+    """Return the file that Hydra was reading when it raised the error."""
     paths = [frame.f_locals.get("full_path") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((str(path) for path in paths if path), "a YAML file")
 
 
 def _of_option(text: str) -> str | None:
-    """What is wrong with the value of an option, if the error is of one."""
+    """Describe an error in the value of a command-line option; None for other errors."""
     yours = "give the folder that holds your model/, data/ or experiment/ with their yaml files"
     if match := re.search(r"Additional config directory '(.+)' not found", text, re.S):
         return f"--config-dir {match[1]}: {_missing(match[1])}; {yours}"
@@ -111,7 +111,7 @@ def _missing(folder: str) -> str:
 
 
 def _of_choice(error: Exception, overrides: Sequence[str]) -> str | None:
-    """Which override chooses an option by something that is no name, if one does."""
+    """Describe an override that chooses an option by something other than a name; None if there is none."""
     for each in readable(overrides):
         key, value = each.key_or_group, each.value()
         names = value if isinstance(value, list) else [value]
@@ -125,6 +125,7 @@ def _of_choice(error: Exception, overrides: Sequence[str]) -> str | None:
 
 
 def unknown_key(key: str) -> ConfigError:
+    """Return the ConfigError for an unknown key, with the nearest valid names."""
     parent, _, last = key.rpartition(".")
     if parent.partition(".")[0] in ("own", *SEVERAL):
         return ConfigError(f"{key} is not there yet: write +{key}=...")
@@ -140,7 +141,7 @@ def unknown_key(key: str) -> ConfigError:
 
 
 def known_keys(parent: str) -> list[str] | None:
-    """Keys below `parent`; of a group, those of all its options. None if there is no such place."""
+    """Return the keys below `parent`; for a group, those of all its options. None if `parent` does not exist."""
     if parent in GROUPS:
         return sorted({key for option in options(parent) for key in values(parent, option)})
     tree: Any = to_dict(Config())
@@ -150,6 +151,6 @@ def known_keys(parent: str) -> list[str] | None:
 
 
 def all_keys() -> list[str]:
-    """Every key by its full name, those of all options included."""
+    """Return the full names of all keys, including those of all options."""
     parts = [f"{group}.{key}" for group in GROUPS for key in known_keys(group) or [] if key != TARGET]
     return sorted({*parts, *(key.name for key in keys())})

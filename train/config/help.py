@@ -1,4 +1,4 @@
-"""What `--help` and the README say of the keys, made of the keys themselves."""
+"""Generate the description of keys in `--help` and the README from the keys themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ python -m train -m optimizer.lr=0.1,0.01             a sweep: one run, in a fold
 
 
 def help_template() -> str:
-    """Hydra's help text: choices, what each key means, and `$CONFIG`, which Hydra fills in with the values."""
+    """Return Hydra's help text: choices, the meaning of each key, and `$CONFIG`, which Hydra replaces with the values."""
     rows = [(group, ", ".join(options(group))) for group in GROUPS] + [
         ("+experiment", ", ".join(options("experiment")))
     ]
@@ -34,7 +34,7 @@ def help_template() -> str:
 
 
 def _quoted(meaning: str) -> str:
-    """With quotes where Markdown has backticks: a value without them reads as a word of the sentence."""
+    """Replace Markdown's backticks with quotes: without them, a value reads as a word of the sentence."""
     return re.sub("`([^`]*)`", lambda found: f'"{found[1]}"' if "'" in found[1] else f"'{found[1]}'", meaning)
 
 
@@ -45,7 +45,7 @@ def _exit_codes() -> str:
 
 
 def markdown() -> str:
-    """The README's table of keys and choices."""
+    """Return the README's table of keys and choices."""
     chosen = {group: _default_option(group) for group in GROUPS}
     rows = [
         f"| `{group}` | `{chosen[group]}` | {', '.join(f'`{o}`' for o in options(group) if o != chosen[group])} |"

@@ -1,7 +1,7 @@
 """The kit's own keys: name, type, default, limits, freedom and meaning of each, in one place.
 
-Hydra composes and type-checks them; `--help` and the README's table are made of them (`python -m train.config`).
-What a part takes (data, model, ...) stands in its constructor, and its values in its yaml under conf/.
+Hydra composes and type-checks them. `--help` and the README's table are generated from them (`python -m train.config`).
+The parameters of a part (data, model, ...) are those of its constructor; their values are in its YAML under conf/.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from omegaconf import MISSING
 
 from train.config.marks import FREE, LOCAL, Ge, Gt, Le
 
-# Enum members are what a user types, so their names are the words of the field.
+# Users type the names of enum members, so the names are the terms of the field.
 Precision = Enum("Precision", ["fp32", "bf16", "fp16"])
 Backend = Enum("Backend", ["auto", "gloo", "nccl"])
 Device = Enum("Device", ["auto", "cpu", "cuda"])
@@ -24,32 +24,34 @@ NonFinite = Enum("NonFinite", ["stop", "skip"])
 BadSample = Enum("BadSample", ["stop", "skip"])
 
 LONGEST_S = 10**9
-"""Of a timeout: what the system's clocks and waits can hold."""
+"""Maximum timeout in seconds: the system's clocks and waits can represent no more."""
 
 GROUPS = ("data", "model", "objective", "optimizer", "scheduler", "strategy")
-"""What is chosen by name from conf/, or built by import path."""
+"""Groups whose part is chosen by name from conf/, or built by import path."""
 
 SEVERAL = ("loggers", "callbacks", "metrics")
-"""Of these there may be any number, each under a name of its own."""
+"""Groups that hold any number of parts, each under its own name."""
 
 
 def key(default: Any, meaning: str, *marks: Any) -> Any:
-    """A key of the kit. `marks`: limits (Ge, Gt) and freedom (FREE, LOCAL), see marks.py."""
+    """Define a key of the kit. `marks`: limits (Ge, Gt, Le) and freedom (FREE, LOCAL), see marks.py."""
     return field(default=default, metadata={"meaning": meaning, "marks": marks})
 
 
 def key_of(factory: Any, meaning: str, *marks: Any) -> Any:
-    """The same for a key whose default is made anew each time."""
+    """Define a key whose default is created by `factory` each time."""
     return field(default_factory=factory, metadata={"meaning": meaning, "marks": marks})
 
 
 def part(meaning: str) -> Any:
-    """A group: what is chosen there is built from its own constructor."""
+    """Define a group, whose choice is built with its own constructor."""
     return field(default=MISSING, metadata={"meaning": meaning, "marks": ()})
 
 
 @dataclass
 class Loader:
+    """Keys of `loader`: how samples are read and batched."""
+
     num_workers: int = key(0, "processes that read samples ahead, a rank", Ge(0), FREE)
     drop_last: bool = key(False, "leave out the last, smaller batch of an epoch")
     collate_fn: Any = key(None, "function of your own, by import path: a list of samples to a batch")
@@ -60,6 +62,8 @@ class Loader:
 
 @dataclass
 class Dist:
+    """Keys of `dist`: how ranks communicate."""
+
     backend: Backend = key(Backend.auto, "`gloo` or `nccl`; `auto`: by device", FREE)
     timeout_s: float = key(300.0, "a rank that has stood still for so long is ended", Gt(0), Le(LONGEST_S), FREE)
     start_timeout_s: float = key(60.0, "by then all ranks must have arrived", Gt(0), Le(LONGEST_S), FREE)
@@ -74,6 +78,8 @@ class Dist:
 
 @dataclass
 class Checkpoint:
+    """Keys of `checkpoint`: when and where checkpoints are saved, and what to resume from."""
+
     every_steps: int = key(100, "steps between two checkpoints", Ge(1), FREE)
     keep: int = key(3, "how many of the newest are kept", Ge(1), FREE)
     resume: str = key(
@@ -97,6 +103,8 @@ class Checkpoint:
 
 @dataclass
 class Log:
+    """Keys of `log`: what is logged, and how often."""
+
     every_steps: int = key(10, "steps between two `train` lines", Ge(1), FREE)
     progress: Progress = key(Progress.auto, "`bar`, `plain` or `none`", FREE)
     train_metrics: bool = key(False, "measure the objective's metrics on training batches, too", FREE)
@@ -106,6 +114,8 @@ class Log:
 
 @dataclass
 class Eval:
+    """Keys of `eval`: how often and on how many samples the model is evaluated."""
+
     every_steps: int | str | None = key(
         None,
         "steps between two evaluations, the last after the last step; `null`: every epoch; `off`: never",
@@ -120,7 +130,7 @@ class Eval:
 
 @dataclass
 class Config:
-    """One run. None means: not limited, or chosen for you, as the key's meaning says."""
+    """Configuration of one run. None means unlimited or chosen automatically, as the key's meaning says."""
 
     name: str = key("run", "the run's name", FREE)
     output_dir: str = key("runs/${name}", "one run, one folder", FREE)
@@ -186,7 +196,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Key:
-    """One of the kit's keys by its full name (`checkpoint.keep`), with its value in a config."""
+    """A key of the kit by its full name (`checkpoint.keep`), with its value in a config."""
 
     name: str
     value: Any
@@ -195,7 +205,7 @@ class Key:
 
 
 def keys(config: Any = None, prefix: str = "") -> Iterator[Key]:
-    """The kit's keys in order, with their values in `config`, or their defaults."""
+    """Yield the kit's keys in order, with their values in `config`, or their defaults."""
     config = config or Config()
     for each in fields(config):
         value = getattr(config, each.name)

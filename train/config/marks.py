@@ -1,6 +1,7 @@
-"""What is said of a key beside the key itself: its limits, and how far its value is free.
+"""Marks of a key: the limits of its value, and whether it may change on resume or differ between ranks.
 
-A key of the kit carries them in its field (keys.py), a parameter of a part in its annotation, a user's part included:
+A key of the kit carries its marks in its field (keys.py). A parameter of a part, the kit's or a user's, carries them in
+its annotation:
 
     def __init__(self, *, bucket_cap_mb: Annotated[float, Gt(0), FREE]): ...
 """
@@ -19,19 +20,19 @@ __all__ = ["FREE", "LOCAL", "Ge", "Gt", "Le", "Mark", "not_finite", "out_of_rang
 
 @dataclass(frozen=True)
 class Mark:
-    """A word on a key."""
+    """A label on a key."""
 
     name: str
 
 
 FREE = Mark("free")
-"""May change between two attempts at one run: where it writes, how far it goes, how it is carried out."""
+"""The value may change between attempts of a run: where it writes, how far it goes, how it is executed."""
 LOCAL = Mark("local")
-"""May differ between the ranks of one attempt: a place on the node."""
+"""The value may differ between the ranks of an attempt, such as a path on the node."""
 
 
 def out_of_range(key: str, value: Any, marks: Iterable[Any]) -> str | None:
-    """What is wrong with a number, in one line; None if nothing is."""
+    """Return a one-line error message if `value` is a number outside the limits in `marks`, else None."""
     if not isinstance(value, (int, float)):
         return None
     for mark in marks:
@@ -45,7 +46,7 @@ def out_of_range(key: str, value: Any, marks: Iterable[Any]) -> str | None:
 
 
 def not_finite(key: str, value: Any, *, may_be_infinite: bool = False) -> str | None:
-    """What is wrong with `value`, or a value in it, that is nan or infinite; None if nothing is."""
+    """Return a one-line error message if `value`, or a value in it, is NaN or infinite, else None."""
     if isinstance(value, dict):
         return next(
             filter(

@@ -1,4 +1,4 @@
-"""What conf/ offers: the options of each group, as files."""
+"""List and read the options under conf/."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from train.config.command_line import config_dir, given
 
 
 def conf_folder() -> Path:
-    """conf/ of the checkout, which the package holds a link to, or the copy of it inside an installed package."""
+    """Return conf/ of the checkout, to which the package holds a link, or its copy in an installed package."""
     return Path(__file__).resolve().parent.parent / "conf"
 
 
 def folders() -> list[Path]:
-    """Where Hydra looks for options: the kit's conf/, then what `--config-dir` and `hydra.searchpath` of sys.argv bring."""
+    """Return the folders that Hydra searches for options: the kit's conf/, then those of `--config-dir` and
+    `hydra.searchpath`.
+    """
     found = given("hydra.searchpath", None)
     places = [str(each) for each in found] if isinstance(found, list) else []
     own = [
@@ -29,15 +31,15 @@ def folders() -> list[Path]:
 
 
 def options(group: str) -> list[str]:
-    """The names that a group's key takes, sorted; empty if there is no such group."""
+    """Return the sorted option names of a group; empty if the group does not exist."""
     return sorted({path.stem for folder in folders() for path in (folder / group).glob("*.yaml")})
 
 
 def values(group: str, option: str) -> dict[str, Any]:
-    """What an option's yaml holds, `_target_` included."""
+    """Return the content of an option's YAML, including `_target_`; empty if it cannot be read."""
     files = [folder / group / f"{option}.yaml" for folder in folders()]
     try:
-        read = OmegaConf.to_container(OmegaConf.load(next(filter(Path.is_file, files))))  # ${...} as it stands
+        read = OmegaConf.to_container(OmegaConf.load(next(filter(Path.is_file, files))))  # ${...} stays unresolved
     except (StopIteration, OSError, ValueError, yaml.YAMLError, OmegaConfBaseException):
-        return {}  # a user's own, which is read elsewhere if it is chosen
+        return {}  # a user's own option is read elsewhere if it is chosen
     return {str(key): value for key, value in read.items() if key != "defaults"} if isinstance(read, dict) else {}

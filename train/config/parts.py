@@ -1,7 +1,7 @@
-"""Parts: what the config names by import path, the kit's own and a user's alike.
+"""Parts: classes and functions that the config names by import path, the kit's own or a user's.
 
-A part's constructor is its schema: names and annotations are checked before anything is built, and limits and freedom
-stand in the annotations (marks.py). Its values are those of its yaml under conf/, changed by overrides.
+A part's constructor is its schema: parameter names and annotations are checked before anything is built, and limits and
+freedom are in the annotations (marks.py). The values are those of the part's YAML under conf/, changed by overrides.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from train.imported import imported
 from train.origin import located
 
 TARGET = "_target_"
-# torchvision's datasets, and most people's, name the folder on the node so: it may differ and move.
+# torchvision's datasets, and most others, call the folder on the node `root`: it may differ and move.
 BY_CONVENTION = {"data.root": (FREE, LOCAL)}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A class or function to be called, and the values that the config gives it.
+    """A class or function to call, with its values from the config.
 
-    aside: what stands among its values in the config and is not for its constructor, but for whoever calls it.
+    aside: values in the config that are for the caller of the part, not for its constructor.
     """
 
     key: str
@@ -39,7 +39,7 @@ class Part:
 
     @classmethod
     def of(cls, key: str, node: dict[str, Any], aside: Sequence[str] = ()) -> Part:
-        """From a config's `{_target_: ..., ...}`. Raises ConfigError if it names nothing."""
+        """Create a part from a config's `{_target_: ..., ...}`. Raises ConfigError if it has no target."""
         if not isinstance(node, dict):
             raise ConfigError(f"{key}={node} is no part: write {key}.{TARGET}=your.Own, and its values beside it")
         values = {str(name): value for name, value in node.items() if name not in aside}
@@ -50,10 +50,10 @@ class Part:
 
 
 def build(part: Part, *args: Any, **offered: Any) -> Any:
-    """Call the part's target with `args`, its values, and those of `offered` that its signature names.
+    """Call the part's target with `args`, its values, and the entries of `offered` that its signature names.
 
     Raises:
-        ConfigError: the target cannot be imported, or does not take these values.
+        ConfigError: the target cannot be imported, or does not accept these values.
     """
     target = locate(part)
     kwargs = {name: _built(f"{part.key}.{name}", value) for name, value in checked_values(part).items()}
@@ -75,8 +75,11 @@ def build(part: Part, *args: Any, **offered: Any) -> Any:
 
 
 def bound(part: Part, *, free: int, **offered: Any) -> Any:
-    """What is called later with `free` arguments: a function that needs so many more than it has values, as it is with
-    its values; a class, or a function that makes one, built. Raises ConfigError.
+    """Return a callable that takes `free` positional arguments.
+
+    A function that needs exactly `free` more arguments is returned with its values bound. A class, or a function that
+    makes
+    the callable, is built. Raises ConfigError.
     """
     target = locate(part)
     parameters = signature(target).values()
@@ -89,12 +92,14 @@ def bound(part: Part, *, free: int, **offered: Any) -> Any:
 
 
 def callable_of(key: str, value: Any, *, train: bool = True) -> Any:
-    """What `value` names: by import path a function as it is and a class made without arguments; by `_target_` a part.
+    """Return the callable that `value` names; None for None.
 
-    A parameter `train`, of the function or of the class, is whether what it is called with is for training.
+    An import path names a function, returned as is, or a class, built without arguments. A `_target_` names a part to
+    build.
+    If the function or class has a parameter `train`, it is true when the callable is used for training.
 
     Raises:
-        ConfigError: it cannot be imported or built, or cannot be called.
+        ConfigError: it cannot be imported or built, or is not callable.
     """
     if value is None:
         return None
@@ -107,13 +112,13 @@ def callable_of(key: str, value: Any, *, train: bool = True) -> Any:
 
 
 def _told(target: Any, *, train: bool) -> Any:
-    """`target`, given `train` if it is a parameter of its."""
+    """Bind `train` if `target` has a parameter of that name."""
     asks = callable(target) and "train" in signature(target)
     return functools.partial(target, train=train) if asks else target
 
 
 def _built(key: str, value: Any) -> Any:
-    """A value that is itself a part is built, at any depth."""
+    """Build values that are parts themselves, at any depth."""
     if isinstance(value, dict) and TARGET in value:
         return build(Part.of(key, value))
     if isinstance(value, dict):
@@ -122,15 +127,15 @@ def _built(key: str, value: Any) -> Any:
 
 
 def locate(part: Part) -> Any:
-    """The class or function that a part names. Raises ConfigError."""
+    """Import the class or function that a part names. Raises ConfigError."""
     return imported(part.target, said=f"{part.key}.{TARGET}={part.target}")
 
 
 def checked_values(part: Part) -> dict[str, Any]:
-    """The part's values as its constructor's annotations have them.
+    """Return the part's values, validated and converted by its constructor's annotations.
 
     Raises:
-        ConfigError: a name that it does not take, or a value of the wrong type or out of range.
+        ConfigError: a name is not a parameter, or a value has the wrong type or is out of range.
     """
     target = locate(part)
     parameters, hints = signature(target), type_hints(target)
@@ -154,20 +159,20 @@ def _checked(part: Part, name: str, value: Any, hint: Any) -> Any:
         reason = error.errors()[0]["msg"].lower()
         raise ConfigError(f"{key}={value}: {reason}; {part.target} takes {inspect.formatannotation(hint)}") from None
     except (PydanticUserError, TypeError):
-        return value  # an annotation that is no type to check against
+        return value  # the annotation is not a type that values can be checked against
 
 
 @functools.cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
-    """Raises PydanticUserError or TypeError for what is no type."""
+    """Return the validator of an annotation. Raises PydanticUserError or TypeError if it is not a type."""
     try:
         return TypeAdapter(hint, config={"arbitrary_types_allowed": True})
-    except PydanticUserError:  # a type that brings a config of its own
+    except PydanticUserError:  # a type with its own pydantic config
         return TypeAdapter(hint)
 
 
 def marks(part: Part) -> dict[str, tuple[Any, ...]]:
-    """Full key -> what its annotation says of it, for each parameter of the part."""
+    """Return the marks of each parameter of the part, by full key."""
     hints = type_hints(locate(part))
     named = {f"{part.key}.{name}": _marks(hint) for name, hint in hints.items()}
     return {
@@ -180,16 +185,16 @@ def _marks(hint: Any) -> tuple[Any, ...]:
 
 
 def type_hints(target: Any) -> dict[str, Any]:
-    """Parameter -> annotation; empty where they cannot be evaluated, which is then for the call to find out."""
+    """Return annotations by parameter; empty if they cannot be evaluated, and the call then reports errors."""
     try:
         hints = get_type_hints(_annotated(target), include_extras=True)
         return {name: hint for name, hint in hints.items() if name in signature(target)}
-    except Exception:  # names that only a type checker sees
+    except Exception:  # names that are imported for type checkers only
         return {}
 
 
 def _annotated(target: Any) -> Any:
-    """What has the annotations of the parameters: a dataclass's fields may be inherited from another module."""
+    """Return the object that holds the parameters' annotations: a dataclass may inherit fields from another module."""
     if not inspect.isclass(target):
         return target
     definer = next(base for base in target.__mro__ if "__init__" in vars(base))
@@ -197,6 +202,7 @@ def _annotated(target: Any) -> Any:
 
 
 def signature(target: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of `target` by name."""
     try:
         return dict(inspect.signature(target).parameters)
     except ValueError:  # some C callables have none

@@ -1,4 +1,4 @@
-"""A sweep as Hydra's own sweeper makes it, without its file."""
+"""Hydra's basic sweeper without its multirun.yaml."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ ITS_OWN = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
 def quiet_sweeper() -> None:
-    """Have Hydra's own sweeper leave no multirun.yaml, which every rank would write into the current folder."""
+    """Stop Hydra's own sweeper from writing multirun.yaml, which every rank would write into the current folder."""
     own: Any = Plugins.instance().class_name_to_class[ITS_OWN]
-    own.sweep = sweep  # Hydra takes no sweeper from a package of this name
+    own.sweep = sweep  # Hydra loads no sweeper from a package of this name
 
 
 def sweep(self: Any, arguments: list[str]) -> Any:
-    """BasicSweeper.sweep: one job after another."""
+    """Run the jobs of a sweep one after another; replaces BasicSweeper.sweep."""
     given = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
     parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
     self.overrides = self.split_arguments(parser.parse_overrides(given), self.max_batch_size)
@@ -26,5 +26,5 @@ def sweep(self: Any, arguments: list[str]) -> Any:
         batch = self.get_job_batch()
         self.validate_batch_is_legal(batch)
         found.append(self.launcher.launch(batch, initial_job_idx=sum(map(len, found))))
-        _ = [each.return_value for each in found[-1]]  # raises what a job has raised
+        _ = [each.return_value for each in found[-1]]  # re-raises a job's exception
     return found
