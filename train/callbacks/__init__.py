@@ -1,1 +1,1 @@
-"""What happens beside the loop, on every rank. One callback, one file, and a yaml under conf/callbacks/."""
+"""Callbacks of the training loop, called on every rank. Each has its own file and a YAML under conf/callbacks/."""

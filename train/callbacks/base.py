@@ -1,4 +1,4 @@
-"""The seam between the loop and what users hang on it."""
+"""The interface between the training loop and a user's callbacks."""
 
 from __future__ import annotations
 
@@ -15,55 +15,60 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Called on every rank alike, in the order of the config, in reverse at the end of an evaluation; what it raises ends
-    the run. All may be collective.
+    """Base class of callbacks. Every method may be collective.
 
-    It reads `run.step`, `run.progress`, `run.config`, `run.world` and `run.strategy.parameters()`, and ends training
-    early with `run.stop(reason)`. Whatever it has to remember for a resume is its `state`.
+    Methods are called on every rank, in the order of the config; `on_eval_end` and `on_checkpoint` in reverse order. An
+    exception ends the run.
 
-    needs_evaluations: whether it does nothing without them; a run that makes none is then refused.
-    averages: whether evaluation uses the tensors of its `state` in place of the parameters of the same names; `train.evaluate`
-        and `init_from` then take them from a checkpoint, too.
+    A callback may read `run.step`, `run.progress`, `run.config`, `run.world` and `run.strategy.parameters()`. It ends
+    training early with `run.stop(reason)`. Its `state` holds what it needs on resume.
+
+    needs_evaluations: True if the callback does nothing without evaluations; a run without them is then refused.
+    averages: True if evaluation uses the tensors of its `state` in place of the parameters of the same names;
+        `train.evaluate` and `init_from` then read them from a checkpoint, too.
     """
 
     needs_evaluations = False
     averages: ClassVar[bool] = False
 
     def on_build(self, strategy: Strategy) -> None:
-        """The model is there, and nothing has been restored yet."""
+        """Called when the model is built, before anything is restored."""
 
     def on_start(self, run: Run) -> None:
-        """All is restored, and training begins: also where a callback that the checkpoint knows nothing of begins."""
+        """Called after the restore, before training, also if the checkpoint has no state of this callback."""
 
     def on_step_end(self, run: Run) -> None:
-        """A step is done. Called after every step: on CUDA it must not wait for the device."""
+        """Called after every step. On CUDA it must not synchronize with the device."""
 
     def on_trial(self, values: dict[str, float]) -> None:
-        """Before the first step some batches were evaluated, without a trace, with such values: to be looked at only."""
+        """Called before the first step with the values of a trial evaluation of some batches. They are for checks only."""
 
     def on_eval_begin(self, run: Run) -> None:
-        """An evaluation begins."""
+        """Called before an evaluation."""
 
     def on_eval_end(self, run: Run, values: dict[str, float]) -> None:
-        """It has ended, and these are its values, the same on every rank."""
+        """Called after an evaluation with its values, which are the same on every rank."""
 
     def on_checkpoint(self, run: Run) -> None:
-        """A checkpoint is about to be taken; perhaps in the middle of an evaluation that is being given up."""
+        """Called before a checkpoint is taken, possibly during an evaluation that is being aborted."""
 
     def on_end(self, run: Run) -> None:
-        """Training is over, `model.pt` is about to be written."""
+        """Called after training, before `model.pt` is written."""
 
     def close(self) -> None:
-        """The attempt ends, however."""
+        """Called when the attempt ends, for any reason."""
 
     def state(self) -> dict[str, Any]:
-        """What a resume needs by names of its own: tensors like the parameters' (DTensors too), and plain values."""
+        """Return the values that a resume needs by name: tensors like the parameters (DTensors too), and plain values."""
         return {}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """What to read the `saved` tensors into, in this rank's layout."""
+        """Return the tensors to read the `saved` tensors into, in this rank's layout."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave. Not called where the checkpoint has none of it: then `on_start` begins from what was
-        restored, never from what `on_build` saw."""
+        """Restore what `state` returned.
+
+        Not called if the checkpoint has no state of this callback: then `on_start` initializes it from what was
+        restored, never from what `on_build` saw.
+        """

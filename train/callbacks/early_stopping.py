@@ -1,4 +1,4 @@
-"""An end to training when evaluations get no better."""
+"""Early stopping when evaluations no longer improve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """Stops after `patience` evaluations in a row without `metric` having become better by more than `min_delta`."""
+    """Stops after `patience` evaluations in a row in which `metric` did not improve by more than `min_delta`."""
 
     needs_evaluations = True
 
@@ -23,12 +23,15 @@ class EarlyStopping(Callback):
         self._best, self._waited = math.nan, 0
 
     def on_start(self, run: Run) -> None:
+        """Stop at once if the restored state has used up the patience."""
         self._decide(run)
 
     def on_trial(self, values: dict[str, float]) -> None:
+        """Raise ConfigError if evaluations do not measure `metric`."""
         value_of(self.metric, values, key="callbacks.early_stopping.metric")
 
     def on_eval_end(self, run: Run, values: dict[str, float]) -> None:
+        """Update the best value and the number of evaluations without improvement, and stop if it is due."""
         value = value_of(self.metric, values, key="callbacks.early_stopping.metric")
         if is_better(self.metric, value, self._best, by=self.min_delta):
             self._best, self._waited = value, 0
@@ -37,10 +40,12 @@ class EarlyStopping(Callback):
         self._decide(run)
 
     def state(self) -> dict[str, Any]:
+        """Return the metric, its best value and the number of evaluations without improvement."""
         return {"metric": self.metric, "best": self._best, "waited": self._waited}
 
     def load(self, state: dict[str, Any]) -> None:
-        if state.get("metric", self.metric) == self.metric:  # values of another one say nothing of this
+        """Restore `state` unless it is of another metric."""
+        if state.get("metric", self.metric) == self.metric:  # values of different metrics cannot be compared
             self._best, self._waited = state["best"], state["waited"]
 
     def _decide(self, run: Run) -> None:

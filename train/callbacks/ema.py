@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, which is what is evaluated and what `model.pt` holds in the end.
+"""Exponential moving average of the weights, which evaluation uses and `model.pt` holds.
 
 Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; in its exponential form
 Tarvainen and Valpola, "Mean teachers are better role models", 2017. The warm-up of its decay:
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 UPDATES = ".updates"
-"""In the state, beside the averages by their parameters' names, none of which begins with a dot."""
+"""Key of the update count in the state, beside the averages; no parameter's name begins with a dot."""
 
 
 class Ema(Callback):
-    """`average = decay * average + (1 - decay) * weights` after every `every_steps` steps; buffers stay the model's own.
+    """Updates `average = decay * average + (1 - decay) * weights` every `every_steps` steps; buffers are not averaged.
 
-    Training goes on with the weights themselves, which the checkpoints hold beside the average.
+    Training continues with the weights themselves. Checkpoints hold both the weights and the average.
 
-    warmup: the decay is min(decay, (1 + n) / (10 + n)) after n updates, so that a short run's average is of what was
-        trained and not of the weights that it began with.
+    warmup: if True, the decay is min(decay, (1 + n) / (10 + n)) after n updates, so that a short run averages trained
+        weights rather than its initial weights.
     """
 
     averages = True
@@ -48,40 +48,48 @@ class Ema(Callback):
         self._restored: set[str] = set()
 
     def on_build(self, strategy: Strategy) -> None:
+        """Allocate an average for each trainable parameter."""
         self._weights = {name: p for name, p in strategy.parameters().items() if p.requires_grad}
         self._average = {name: p.detach().clone() for name, p in self._weights.items()}
 
     def on_start(self, run: Run) -> None:
-        """An average that no checkpoint had begins from the weights, which are restored and equal on all ranks by now."""
+        """Copy the weights, now restored and equal on all ranks, into each average that no checkpoint had."""
         for average, weight in self._pairs(without=self._restored):
             average.copy_(weight)
 
     def on_step_end(self, run: Run) -> None:
+        """Update the averages every `every_steps` steps."""
         if run.step % self.every_steps == 0:
             averages, weights = (list(side) for side in zip(*self._pairs(), strict=True))
             torch._foreach_lerp_(averages, weights, 1 - self._next_decay())
             self._updates = None if self._updates is None else self._updates + 1
 
     def on_eval_begin(self, run: Run) -> None:
+        """Swap the averages into the model."""
         self._use(True)
 
     def on_eval_end(self, run: Run, values: dict[str, float]) -> None:
+        """Swap the weights back into the model."""
         self._use(False)
 
     def on_checkpoint(self, run: Run) -> None:
+        """Swap the weights back if an evaluation is being aborted."""
         self._use(False)
 
     def on_end(self, run: Run) -> None:
+        """Swap the averages into the model, for `model.pt`."""
         self._use(True)
 
     def state(self) -> dict[str, Any]:
+        """Return the averages by parameter name, and the update count if it is known."""
         return {**self._average, **({} if self._updates is None else {UPDATES: self._updates})}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Return the averages that the checkpoint has."""
         return {name: average for name, average in self._average.items() if name in saved}
 
     def load(self, state: dict[str, Any]) -> None:
-        """`targets` are the averages themselves. One that was saved without a count goes on without a warm-up."""
+        """Restore the update count; the averages are read in place. Without a saved count there is no warm-up."""
         self._restored, self._updates = {*state} - {UPDATES}, state.get(UPDATES)
 
     def _next_decay(self) -> float:
@@ -90,7 +98,7 @@ class Ema(Callback):
         return min(self.decay, (1 + self._updates) / (10 + self._updates))
 
     def _use(self, wanted: bool) -> None:
-        """Let model and average change places."""
+        """Swap the model's weights and the averages, unless they already are as `wanted`."""
         if wanted != self._in_use:
             self._in_use = wanted
             for average, weight in self._pairs():
@@ -99,7 +107,7 @@ class Ema(Callback):
                 average.copy_(kept)
 
     def _pairs(self, *, without: Collection[str] = ()) -> list[tuple[Tensor, Tensor]]:
-        """(average, weight), as far as this rank has them."""
+        """Return (average, weight) pairs, of each the piece that this rank holds."""
         named = [(name, weight) for name, weight in self._weights.items() if name not in without]
         return [(_own(self._average[name]), _own(weight)) for name, weight in named]
 

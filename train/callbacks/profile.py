@@ -1,4 +1,4 @@
-"""A trace of some steps, to look at in a browser."""
+"""Profile some steps with torch.profiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class Profile(Callback):
-    """torch.profiler over `steps` steps after `skip_steps` of the attempt: `profile/rank-NNNNN-step-N.json` in the run's folder.
+    """Profiles `steps` steps after the first `skip_steps` of the attempt with torch.profiler.
+
+    Each rank writes `profile/rank-NNNNN-step-N.json` in the run's folder.
 
     Source: https://docs.pytorch.org/docs/stable/profiler.html; the files open at https://ui.perfetto.dev.
     """
@@ -25,10 +27,12 @@ class Profile(Callback):
         self._profiler: Any = None
 
     def on_start(self, run: Run) -> None:
+        """Choose the first step to profile; start the profiler if that is the next step."""
         self._first = run.step + self.skip_steps
         self._begin(run)
 
     def on_step_end(self, run: Run) -> None:
+        """Start the profiler before the first step to profile; write the trace after the last."""
         if self._profiler and run.step == self._first + self.steps:
             self._profiler.stop()
             folder = Path(run.config.output_dir, "profile")
@@ -38,6 +42,7 @@ class Profile(Callback):
         self._begin(run)
 
     def close(self) -> None:
+        """Stop a running profiler without writing its trace."""
         if self._profiler:
             self._profiler.stop()
 

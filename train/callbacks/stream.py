@@ -1,4 +1,4 @@
-"""A stream's own state, so that a resume need not read again what it has read."""
+"""Save a data stream's own state, so that a resume does not reread samples."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from train.data.stream import Stream
 
 
 class Position(Callback):
-    """Of any rank: none has read further than to the end of the global batch."""
+    """Saves and restores a stream's own state.
+
+    The state of any rank will do: no rank has read past the end of the global batch.
+    """
 
     def __init__(self, stream: Stream):
         self.stream = stream
 
     def state(self) -> dict[str, Any]:
+        """Return the stream's state; empty if it has none."""
         state = self.stream.state()
         return {"state": state} if state else {}
 
     def load(self, state: dict[str, Any]) -> None:
+        """Restore the stream's state."""
         self.stream.load(state["state"])

@@ -20,7 +20,7 @@ python -m train -m optimizer.lr=0.1,0.01             a sweep: one run, in a fold
 
 
 def help_template() -> str:
-    """Return Hydra's help text: choices, the meaning of each key, and `$CONFIG`, which Hydra replaces with the values."""
+    """Return Hydra's help text: choices, meanings of the keys, and `$CONFIG`, which Hydra replaces with the values."""
     rows = [(group, ", ".join(options(group))) for group in GROUPS] + [
         ("+experiment", ", ".join(options("experiment")))
     ]

@@ -18,9 +18,7 @@ def conf_folder() -> Path:
 
 
 def folders() -> list[Path]:
-    """Return the folders that Hydra searches for options: the kit's conf/, then those of `--config-dir` and
-    `hydra.searchpath`.
-    """
+    """Return the folders where Hydra finds options: the kit's, then `--config-dir` and `hydra.searchpath` of sys.argv."""
     found = given("hydra.searchpath", None)
     places = [str(each) for each in found] if isinstance(found, list) else []
     own = [
