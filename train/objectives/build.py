@@ -1,4 +1,4 @@
-"""The configured objective, and the metrics beside it."""
+"""Build the configured objective and metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from train.objectives.measure import Measures
 
 
 def build_objective(part: Part, *, device: torch.device) -> Any:
-    """A function of (outputs, targets). That of a module belongs to the run's state as the model's buffers do.
+    """Build the objective, a callable of (outputs, targets).
+
+    The state of an objective that is a module is part of the run's state, as the model's buffers are.
 
     Raises:
         ConfigError: it cannot be built, or has parameters to train.
@@ -33,7 +35,7 @@ def build_objective(part: Part, *, device: torch.device) -> Any:
 
 
 def build_measures(parts: Mapping[str, Part], *, world: World, sliced: bool = False) -> Measures:
-    """The metrics of `metrics.NAME`. Raises ConfigError: one would give the value of a part of the samples."""
+    """Build the metrics of `metrics.NAME`. Raises ConfigError if one would compute the value of a part of the samples."""
     named = {name: build(part).to(world.device) for name, part in parts.items()}
     if sliced or world.size > 1:
         for name, metric in named.items():

@@ -1,7 +1,8 @@
-"""A torchmetrics metric under `virtual_world_size`: its state is kept by slice, and added up in the slices' order.
+"""Keep the state of a torchmetrics metric per slice under `virtual_world_size`, and merge it in the order of the
+slices.
 
-Sums of floats round with the number of ranks that hold their parts. Here each slice has a copy of the metric, and
-torchmetrics puts the copies together as it does those of ranks.
+The rounding of a floating-point sum depends on the number of ranks that hold its parts. Here each slice has a copy of
+the metric, and torchmetrics merges the copies as it merges those of ranks.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from torch import Tensor, nn
 
 
 class BySlice:
-    """`update`, `compute` and `reset` of `metric`, an object of torchmetrics."""
+    """Wraps `metric`, a torchmetrics object, and keeps one copy of it for each slice."""
 
     def __init__(self, metric: Any):
         self.metric = metric
         self._copies: dict[int, Any] = {}
 
     def update(self, outputs: Any, targets: Any, *, slice: int) -> None:
+        """Update the copy of this slice."""
         if slice not in self._copies:
             self._copies[slice] = copy.deepcopy(self.metric)
         self._copies[slice].update(outputs, targets)
 
     def compute(self) -> Any:
-        """The value of all slices of all ranks. Collective."""
+        """Return the value over all slices of all ranks. Collective: every rank must call it."""
         mine = {number: each.to("cpu") for number, each in self._copies.items()}
         everybodys: list[Any] = [mine]
         if dist.is_initialized():
@@ -37,17 +39,22 @@ class BySlice:
         return together([*copies.values()]).compute()
 
     def reset(self) -> None:
+        """Discard all copies."""
         self._copies = {}
 
 
 def by_slice(metric: Any) -> Any:
-    """`metric` by slice; itself where it is none of torchmetrics, or made of others that add up their states themselves."""
+    """Wrap `metric` in BySlice.
+
+    A metric that is not of torchmetrics, or that contains others which synchronize their states themselves, is returned
+    as is.
+    """
     inner = [each for each in metric.modules() if hasattr(each, "sync")] if isinstance(metric, nn.Module) else []
     return BySlice(metric) if inner == [metric] else metric
 
 
 def together(metrics: list[Any]) -> Any:
-    """The first of `metrics`, which has then seen what all of them have, in their order."""
+    """Return the first of `metrics`, set up to merge the states of all, in order, when it computes."""
     states, turn, first = [_state(metric) for metric in metrics], count(), metrics[0]
     first.distributed_available_fn = lambda: True
     first.dist_sync_fn = lambda _, group=None: [state[number] for number in [next(turn)] for state in states]
@@ -55,7 +62,7 @@ def together(metrics: list[Any]) -> Any:
 
 
 def _state(metric: Any) -> list[Tensor]:
-    """The tensors that it would exchange with other ranks, in the order in which it does."""
+    """Return the tensors that the metric would exchange with other ranks, in the same order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor, group: Any = None) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Cross-entropy over classes."""
+"""Cross-entropy for classification."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ class Classification:
             raise labels_that_do_not_fit("classification", outputs, targets, error) from error
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return sums over the samples: `loss`, and `accuracy`, the number of correct predictions."""
         loss = F.cross_entropy(outputs.float(), targets, reduction="sum")
         return {"loss": loss, "accuracy": (outputs.argmax(-1) == targets).sum()}
 
 
 def labels_that_do_not_fit(objective: str, outputs: Any, targets: Any, error: Exception) -> Exception:
-    """Why `targets` are no labels for `[..., classes]` outputs; `error` itself if they are."""
+    """Return a DataError that says why `targets` are not labels for `[..., classes]` outputs, or `error` if they are."""
     if not isinstance(outputs, Tensor) or outputs.dim() < 2:
         return error
     *shape, classes = outputs.shape

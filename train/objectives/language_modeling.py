@@ -1,4 +1,4 @@
-"""Cross-entropy of the next token."""
+"""Cross-entropy for next-token prediction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from train.objectives.classification import labels_that_do_not_fit
 
 
 class LanguageModeling:
-    """Cross-entropy of `[B, T, classes]` logits and `[B, T] int64` next tokens, per token."""
+    """Mean cross-entropy per token of `[B, T, classes]` logits and `[B, T] int64` next tokens."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if isinstance(outputs, Tensor) and outputs.dim() != 3:
@@ -23,5 +23,6 @@ class LanguageModeling:
             raise labels_that_do_not_fit("language_modeling", outputs, targets, error) from error
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return sums over the samples: `loss`, the mean over tokens, and `accuracy`, the fraction of correct tokens."""
         right = (outputs.argmax(-1) == targets).float().mean(-1).sum()
         return {"loss": self(outputs, targets) * len(targets), "accuracy": right}

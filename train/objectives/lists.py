@@ -1,7 +1,7 @@
-"""Metrics that keep lists (torchmetrics' curves), made alike on all ranks before they are gathered.
+"""Align the list states of metrics (torchmetrics' curves) on all ranks before they are gathered.
 
-torchmetrics gathers tensors of one type and number of dimensions. A rank that had no samples has an empty list, and knows
-neither.
+torchmetrics gathers tensors of the same dtype and number of dimensions. A rank without samples has an empty list, which
+has neither.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from train.errors import ConfigError
 
 
 def fill_lists(metrics: Mapping[str, Any], world: World) -> None:
-    """Give ranks without samples empty tensors like the others'. Collective.
+    """Give ranks without samples empty tensors like those of other ranks. Collective: every rank must call it.
 
     Raises:
         ConfigError: a metric keeps its samples apart, and ranks have different numbers of them.
@@ -46,7 +46,7 @@ def fill_lists(metrics: Mapping[str, Any], world: World) -> None:
 
 
 def _lists(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, bool]]:
-    """(name, metric, attribute, whether it is joined to one tensor) of each state that is a list."""
+    """Yield (name, metric, attribute, is_joined) of each list state; a joined one is concatenated into one tensor."""
     for name, outer in metrics.items():
         for metric in outer.modules() if isinstance(outer, nn.Module) else ():
             for attribute, reduction in getattr(metric, "_reductions", {}).items():

@@ -1,4 +1,4 @@
-"""An objective as training calls it: what it gives is a loss, or an error says why it is none."""
+"""Call an objective and validate its result: return a loss, or raise an error that explains the problem."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from train.origin import defined, described, is_raised_by_own, kind_and_message,
 
 
 def loss_of(objective: Any, outputs: Any, targets: Any, *, model: Any, trains: bool = True) -> Tensor:
-    """The mean loss over a micro-batch, [] float; with a gradient if it `trains`.
+    """Return the mean loss over a micro-batch, [] float, with a gradient if `trains`.
 
     Raises:
-        ConfigError: it is none, or model, objective and data do not fit together.
+        ConfigError: the result is not a loss, or model, objective and data do not fit together.
     """
     loss = explained(objective, objective, outputs, targets, model=model)
     if isinstance(loss, Tensor) and loss.numel() == 1 and (loss.requires_grad or not trains):
@@ -25,7 +25,7 @@ def loss_of(objective: Any, outputs: Any, targets: Any, *, model: Any, trains: b
 
 
 def measured(objective: Any, outputs: Any, targets: Any, *, model: Any) -> Mapping[str, Any]:
-    """The objective's metrics as it gives them. Raises ConfigError as `loss_of` does."""
+    """Return the result of the objective's `metrics`. Raises ConfigError as `loss_of` does."""
     found = explained(objective.metrics, objective, outputs, targets, model=model)
     if not isinstance(found, Mapping):
         raise ConfigError(
@@ -35,7 +35,7 @@ def measured(objective: Any, outputs: Any, targets: Any, *, model: Any) -> Mappi
 
 
 def explained(call: Callable[..., Any], objective: Any, outputs: Any, targets: Any, *, model: Any) -> Any:
-    """What `call`, the objective or a method of it, gives. Raises ConfigError where outputs or targets are not what it takes."""
+    """Call the objective or its method `call`. Raises ConfigError if it does not accept the outputs or targets."""
     try:
         return call(outputs, targets)
     except MusterError as error:
@@ -46,7 +46,7 @@ def explained(call: Callable[..., Any], objective: Any, outputs: Any, targets: A
             raise _no_outputs(model) from error
         if is_raised_by_own(error):
             raise
-        if call is not objective:  # which says more of targets that do not fit
+        if call is not objective:  # its error says more about targets that do not fit
             explained(objective, objective, outputs, targets, model=model)
         raise _misfit(objective, outputs, targets, model, error) from error
 
@@ -76,7 +76,7 @@ def _no_outputs(model: Any) -> ConfigError:
 
 
 def _misfit(objective: Any, outputs: Any, targets: Any, model: Any, error: Exception) -> Exception:
-    """An objective without lines of a user's own raised `error`: it got what it does not take."""
+    """Return the error for an objective that does not accept its inputs, if no user code was involved in `error`."""
     if isinstance(error, torch.OutOfMemoryError):
         return error
     got = f"{name_of(model)}.forward gives {described(outputs)}{_where(model)}"

@@ -1,4 +1,4 @@
-"""What is measured beside the loss: the objective's own sums, metrics that keep a state, and which value is better."""
+"""Metrics beside the loss: the objective's sums, metrics with state, and which value is better."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from train.objectives.loss import loss_of, measured
 from train.origin import defined, described, is_raised_by_own, kind_and_message, name_of
 
 OF = "/of"
-"""What the name of a sum's own count ends with; a sum without one is over samples."""
+"""Suffix of the name of a sum's own count; a sum without such a count is over samples."""
 LESS_IS_BETTER = ("loss", "error", "perplexity")
 
 
 def sums(
     objective: Any, outputs: Any, targets: Any, count: int, *, model: Any, loss: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The objective's metrics summed over the micro-batch of `count` samples; of a bare loss function, the loss.
+    """Return the objective's metrics summed over the micro-batch of `count` samples; for a bare loss function, the
+    loss.
 
-    A metric may be a pair (sum, count) where it is a mean of something else than samples: tokens, pixels.
+    A metric may be a pair (sum, count) if it is a mean over something other than samples, such as tokens or pixels.
 
-    loss: what the objective has given for it already; one that keeps a state is not to see a batch twice.
+    loss: the loss that the objective already returned for this micro-batch; an objective with state must not see a
+        batch twice.
     """
     if not hasattr(objective, "metrics"):
         known = loss_of(objective, outputs, targets, model=model, trains=False) if loss is None else loss
@@ -51,13 +53,16 @@ def sums(
 
 
 def _count(value: Any, *, like: Any) -> Any:
-    """A count given as a plain number is a tensor beside its sum."""
+    """Convert a count given as a plain number to a tensor on the device of its sum."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return torch.tensor(float(value), device=like.device) if is_number and isinstance(like, Tensor) else value
 
 
 def means(totals: Mapping[str, float], *, count: int) -> dict[str, float]:
-    """Of sums over all ranks, by `SLICE/name` or `name`, each in the order of its slices."""
+    """Divide sums over all ranks by their own counts, or by `count`; NaN if the count is 0.
+
+    Keys are `SLICE/name` or `name`. The slices of each name are added in the order given.
+    """
     added: dict[str, float] = {}
     for key, total in totals.items():
         name = key.partition("/")[2] if key.partition("/")[0].isdigit() or key.startswith("/") else key
@@ -72,17 +77,16 @@ def _ratio(total: float, count: float) -> float:
 
 
 class Measures:
-    """Metrics of `metrics.NAME`, as torchmetrics has them: `update(outputs, targets)`, `compute()`, `reset()`.
+    """Metrics of `metrics.NAME` with the interface of torchmetrics: `update(outputs, targets)`, `compute()`, `reset()`.
 
-    They add up their own states over the ranks in `compute`, which is collective; what it gives is a number, or several
-    by name.
+    Their `compute` adds up their states over the ranks and is collective. It returns a number, or several by name.
     """
 
     def __init__(self, named: Mapping[str, Any], *, sliced: bool = False):
         self.named = {name: by_slice(metric) if sliced else metric for name, metric in named.items()}
 
     def update(self, outputs: Any, targets: Any, *, slice: int) -> None:
-        """Take the outputs for a micro-batch of a slice of the global batch."""
+        """Update all metrics with the outputs for a micro-batch of a slice of the global batch."""
         for name, metric in self.named.items():
             try:
                 if isinstance(metric, BySlice):
@@ -96,7 +100,7 @@ class Measures:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, copies are updated and computed."""
+        """Update and compute copies of the metrics inside the context."""
         kept, self.named = self.named, {name: _copy(metric) for name, metric in self.named.items()}
         try:
             yield
@@ -104,7 +108,11 @@ class Measures:
             self.named = kept
 
     def compute(self, world: World) -> dict[str, float]:
-        """All values since the last time, by name. Raises ConfigError: one is no number."""
+        """Return all values since the last reset by name, and reset. Collective: every rank must call it.
+
+        Raises:
+            ConfigError: a value is not a number.
+        """
         fill_lists(self.named, world)
         found: dict[str, float] = {}
         for name, metric in self.named.items():
@@ -121,13 +129,13 @@ class Measures:
         return found
 
     def reset(self) -> None:
-        """Forget what was measured in an evaluation that was given up."""
+        """Discard the state of an aborted evaluation."""
         for metric in self.named.values():
             metric.reset()
 
 
 def _misfit(name: str, metric: Any, outputs: Any, targets: Any, error: Exception) -> ConfigError:
-    """A metric without lines of a user's own raised `error`: it got what it does not take."""
+    """Return the error for a metric that does not accept its inputs, if no user code was involved in `error`."""
     kind = name_of(metric.metric if isinstance(metric, BySlice) else metric)
     remedy = "give it values that it takes, or a class of your own"
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
@@ -139,7 +147,7 @@ def _misfit(name: str, metric: Any, outputs: Any, targets: Any, error: Exception
 
 
 def _copy(metric: Any) -> Any:
-    """A copy; itself where it has none: `compute` resets it."""
+    """Return a copy, or the metric itself if it cannot be copied: `compute` resets it."""
     try:
         return copy.deepcopy(metric)
     except Exception:
@@ -147,16 +155,16 @@ def _copy(metric: Any) -> Any:
 
 
 def value_of(metric: str, values: Mapping[str, float], *, key: str) -> float:
-    """The value of `metric` in an evaluation. Raises ConfigError: it has none of that name; `key` asked for it."""
+    """Return the value of `metric` in an evaluation. Raises ConfigError, which names `key`, if it is not measured."""
     if metric not in values:
         raise ConfigError(f"{key}={metric} is not measured: an evaluation gives {', '.join(values)}")
     return values[metric]
 
 
 def is_better(metric: str, value: float, best: float, *, by: float = 0.0) -> bool:
-    """Whether `value` is better than `best` by more than so much; nan is worse than all.
+    """Return True if `value` is better than `best` by more than `by`; NaN is worse than any number.
 
-    Of `loss`, `error`, `perplexity`, and names that end so, less is better; of all others more.
+    Lower is better for `loss`, `error`, `perplexity` and names that end with them; otherwise higher is better.
     """
     if math.isnan(value) or math.isnan(best):
         return not math.isnan(value)

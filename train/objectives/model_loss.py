@@ -1,4 +1,4 @@
-"""The loss that the model computes by itself."""
+"""The loss that the model computes itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from train.errors import ConfigError
 
 
 class ModelLoss:
-    """`loss` among the model's outputs, a mean over the micro-batch, as the models of Hugging Face give it for `labels`."""
+    """Returns `loss` of the model's outputs, a mean over the micro-batch, as Hugging Face models compute it for
+    `labels`.
+    """
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
