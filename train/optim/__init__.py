@@ -1,1 +1,1 @@
-"""Optimizers, and learning-rate schedules: the factor on each group's base rate, a pure function of the step."""
+"""Optimizers and learning-rate schedules. A schedule, a pure function of the step, scales each group's base rate."""

@@ -1,4 +1,4 @@
-"""The configured optimizer over a model's parameters."""
+"""Build the configured optimizer over a model's parameters."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ def build_optimizer(
     elsewhere: Sequence[str] = (),
     adapt: Callable[[torch.optim.Optimizer], set[str]] = lambda _: set(),
 ) -> torch.optim.Optimizer:
-    """The configured optimizer over (name, parameter) pairs, fused where it fits (fused.py).
+    """Build the configured optimizer over (name, parameter) pairs, fused where possible (fused.py).
 
-    `optimizer.groups` divides them; an optimizer, or a function that makes one, whose signature has `named_parameters`
-    gets the pairs themselves.
+    `optimizer.groups` divides the parameters into groups. An optimizer, or a function that makes one, whose signature
+    has `named_parameters` gets the pairs instead.
 
-    `elsewhere` are the names of the model's parameters that only other ranks have; `adapt` sees the optimizer as it was
-    built and says which options of its groups will change during training, beside their rates.
+    elsewhere: names of the model's parameters that only other ranks have.
+    adapt: called with the built optimizer; returns the options of its groups, beside their rates, that change in
+        training.
 
     Raises:
-        ConfigError: there is nothing to train, a group matches nothing, or the optimizer cannot do its step so.
+        ConfigError: there is nothing to train, a group matches nothing, or the optimizer cannot take such a step.
     """
     trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trainable:
@@ -48,7 +49,7 @@ def build_optimizer(
     given: list[Any] = [] if takes_names else [divided(part, trainable, elsewhere)]
     try:
         optimizer: Any = build(part, *given, **({"named_parameters": trainable} if takes_names else {}))
-    except RuntimeError as error:  # torch's own for fused and foreach
+    except RuntimeError as error:  # torch raises it for invalid fused and foreach
         raise ConfigError(f"optimizer: {part.target} refuses what it was given: {one_line(error)[:300]}") from error
     if lacking := [name for name in NEEDED if not hasattr(optimizer, name)]:
         raise ConfigError(
@@ -62,15 +63,17 @@ def build_optimizer(
             "use another, or a strategy of your own"
         )
     for group in optimizer.param_groups:
-        if group.get("lr") is not None:  # some have none, or find their own
+        if group.get("lr") is not None:  # some optimizers have no rate, or compute it
             group.setdefault("initial_lr", group["lr"])
     fused.choose(optimizer, part, precision=precision, changing=adapt(optimizer))
     return optimizer  # type: ignore[no-any-return]
 
 
 def divided(part: Part, named: Sequence[Named], elsewhere: Sequence[str]) -> list[Any]:
-    """The parameters as one group, or as `optimizer.groups` has them: each to the first whose pattern its name matches,
-    the rest in a last one. A group may be empty where other ranks have its parameters.
+    """Return the parameters as one group, or in the groups of `optimizer.groups`.
+
+    A parameter joins the first group whose pattern matches its name; the rest form a last group. A group may be empty
+    if other ranks have its parameters.
     """
     if not part.aside:
         return [parameter for _, parameter in named]
@@ -99,5 +102,5 @@ def _patterns(key: str, given: Any) -> list[str]:
 
 
 def grouped_options(part: Part) -> set[str]:
-    """The keys that the config sets for the optimizer, in whatever group."""
+    """Return the names of the options that the config sets for the optimizer, in any group."""
     return {*part.values, *(name for group in part.aside.get("groups", ()) for name in group if name != MATCH)}

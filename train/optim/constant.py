@@ -1,4 +1,4 @@
-"""A constant learning rate."""
+"""Constant learning rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constant:
-    """1, after a linear warm-up over `warmup_steps`."""
+    """A factor of 1 after a linear warm-up over `warmup_steps`."""
 
     warmup_steps: int
 

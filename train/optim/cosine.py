@@ -1,4 +1,4 @@
-"""Half a cosine from the base rate down."""
+"""Cosine decay of the learning rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from train.errors import ConfigError
 
 @dataclass(frozen=True)
 class Cosine:
-    """Linear warm-up, then half a cosine down to `final_factor` at the run's last step.
+    """Linear warm-up, then half a cosine down to `final_factor` at `total_steps`.
 
     Source: Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2016.
     """

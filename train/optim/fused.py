@@ -1,4 +1,4 @@
-"""Fused optimizer steps: which groups of parameters take one, and what torch's kernels have to be spared."""
+"""Choose fused optimizer steps by parameter group, and guard torch's fused kernels from what they do not support."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ BUFFER = "momentum_buffer"
 def choose(
     optimizer: torch.optim.Optimizer, part: Part, *, precision: Precision, changing: Collection[str] = ()
 ) -> None:
-    """Fuse the step of each group that it fits, where torch has it for CPU and CUDA alike and the config says nothing else.
+    """Fuse the step of each group that allows it, if torch has it on CPU and CUDA and the config does not choose
+    otherwise.
 
-    changing: the groups' options that a schedule sets: a momentum of 0 will be another.
+    changing: options of the groups that a schedule sets: a momentum of 0 may change.
 
     Raises:
-        ConfigError: a fused step is asked for that would compute something else.
+        ConfigError: the config requests a fused step that would compute something else.
     """
     if part.target not in (SGD, *ADAM):
         return
@@ -35,7 +36,7 @@ def choose(
     for group in optimizer.param_groups:
         has_momentum = part.target == SGD and bool(group["momentum"] or "momentum" in changing)
         if group["fused"] and has_momentum and precision is Precision.fp16:
-            # The loss scaler lets it skip its first step, and its momentum is uninitialised after that.
+            # If the loss scaler makes it skip its first step, its momentum stays uninitialized.
             raise ConfigError("optimizer.fused=true, with momentum, does not go with precision=fp16: leave it out")
         if group["fused"] and not _is_plain(group):
             raise ConfigError("optimizer.fused=true takes floating-point parameters on CPU or CUDA only: leave it out")
@@ -48,12 +49,12 @@ def choose(
 
 
 def _fits(group: dict[str, Any], target: str, *, has_momentum: bool) -> bool:
-    """Whether a fused step is the same arithmetic for this group, and nobody has chosen otherwise."""
+    """Return True if a fused step is the same arithmetic for this group and the config does not choose otherwise."""
     chosen = group["fused"] is not None or group["foreach"] is not None
     if chosen or group["differentiable"] or group.get("capturable"):
         return False
     if target == SGD and ((has_momentum and group["dampening"]) or any(map(in_pieces, group["params"]))):
-        return False  # torch has no such operation on a DTensor; for dampening see Guard
+        return False  # torch has no fused SGD on DTensors; for dampening see Guard
     return _is_plain(group)
 
 
@@ -62,12 +63,12 @@ def _is_plain(group: dict[str, Any]) -> bool:
 
 
 class Guard:
-    """Spares fused kernels gradients that they do not take, before and after each step.
+    """Keeps gradients that fused kernels do not accept from them, by hooks before and after each step.
 
-    What it does depends on the gradients and the state of this one step alone, so that a resume does the same.
+    The hooks depend only on the gradients and the state of the current step, so that a resume does the same.
 
     Args:
-        ours: for each group whether it is fused by the kit's choice.
+        ours: for each group, True if the kit chose to fuse it.
     """
 
     def __init__(self, target: str, ours: list[bool]):
@@ -75,10 +76,11 @@ class Guard:
         self._spared: list[dict[str, Any]] = []
 
     def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Bring sparse gradients into a form that the step takes; begin the momentum of those that had no gradient yet.
+        """Convert sparse gradients to a form that the step accepts; create the momentum of parameters whose first
+        gradient is late.
 
         Raises:
-            ConfigError: the optimizer takes no sparse gradients, fused or not.
+            ConfigError: the optimizer accepts no sparse gradients, fused or not.
         """
         for group, chosen in zip(optimizer.param_groups, self.ours, strict=False):  # a model may add groups later
             if sparse := [parameter for parameter, gradient in _given(group) if gradient.is_sparse]:
@@ -87,12 +89,15 @@ class Guard:
                 _begin_momentum(optimizer.state, group)
 
     def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Fuse again what was spared; what a strategy has set to False stays so."""
+        """Fuse the groups again that `before` unfused; a group that a strategy set to False stays so."""
         while self._spared:
             self._spared.pop()["fused"] = True
 
     def _spare(self, group: dict[str, Any], sparse: list[nn.Parameter], *, chosen: bool) -> None:
-        """Sparse gradients stay sparse in plain SGD; momentum and weight decay are of all rows, and so are dense."""
+        """Unfuse plain SGD for this step, so that gradients stay sparse; otherwise make them dense.
+
+        Momentum and weight decay apply to all rows, so their gradients are dense.
+        """
         if self.target in ADAM:
             raise ConfigError(
                 f"{self.target} takes no sparse gradients, which Embedding(sparse=True) gives: "
@@ -109,9 +114,10 @@ class Guard:
 
 
 def _begin_momentum(state: Any, group: dict[str, Any]) -> None:
-    """Zeros for a parameter whose first gradient comes later than others': torch fills in all of a group or none.
+    """Create zero momentum for parameters whose first gradient comes later: torch initializes all of a group or none.
 
-    A first step makes the gradient itself the momentum, and so does a later one that finds zeros, without dampening.
+    The result is the same: torch's first step uses the gradient itself as momentum, and so does a later step that finds
+    zeros, without dampening.
     """
     given = list(_given(group))
     late = [(p, gradient) for p, gradient in given if state.get(p, {}).get(BUFFER) is None]

@@ -1,4 +1,4 @@
-"""The configured schedule: what the optimizer's groups have at a step, a pure function of the step."""
+"""The configured schedule: the values of the optimizer's groups as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from train.errors import ConfigError
 from train.origin import located
 
 OWN = {"params", "lr", "initial_lr"}
-"""The keys of a group that are no options beside the rate."""
+"""Keys of a parameter group that are not options: its parameters and rates."""
 KEPT = 256
-"""Steps that are remembered: gradients of an asynchronous trainer may be of steps before the newest."""
+"""Number of steps to remember: an asynchronous trainer may have gradients from earlier steps."""
 REHEARSED = 10_000
-"""Steps that a scheduler takes before the run begins, some tenth of a second."""
+"""Maximum number of steps that a scheduler takes before the run begins, in a few tenths of a second."""
 
 
 def build_schedule(part: Part, *, lr: float | None, total_steps: int, steps_per_epoch: int) -> Callable[[int], float]:
-    """Of `scheduler`: a function of the step, or one of torch's own classes (torch.optim.lr_scheduler).
+    """Build the schedule of `scheduler`: a function of the step, or a class of torch.optim.lr_scheduler.
 
     Raises:
-        ConfigError: it cannot be built, or needs to know more than the step.
+        ConfigError: it cannot be built, or depends on more than the step.
     """
     target = locate(part)
     if inspect.isclass(target) and issubclass(target, ReduceLROnPlateau):
@@ -39,7 +39,7 @@ def build_schedule(part: Part, *, lr: float | None, total_steps: int, steps_per_
 
 
 def follow(schedule: Callable[[int], float], optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
-    """A function that gives the optimizer's groups what `schedule` has for a step; they are to be as they were built."""
+    """Return a function that sets the optimizer's groups, which must be as they were built, to `schedule` at a step."""
     if isinstance(schedule, TorchSchedule):
         return schedule.over(optimizer).apply
 
@@ -53,16 +53,17 @@ def follow(schedule: Callable[[int], float], optimizer: torch.optim.Optimizer) -
 
 
 def base_rate(optimizer: torch.optim.Optimizer) -> float | None:
-    """The rate that the optimizer was built with; of groups with other rates that of the rest. None if it has no rate."""
+    """Return the optimizer's default rate, which groups may override, else the first group's; None if it has no rate."""
     rates = [getattr(optimizer, "defaults", {}).get("lr"), *(group.get("lr") for group in optimizer.param_groups)]
     return next((float(rate) for rate in rates if rate is not None), None)
 
 
 def adapt(schedule: Callable[[int], float], optimizer: torch.optim.Optimizer, *, total_steps: int) -> set[str]:
-    """Base `schedule` on the optimizer as it was built; the options of its groups that it changes, beside their rates.
+    """Base `schedule` on the optimizer as built, and return the options, beside the rates, that it changes in the
+    groups.
 
     Raises:
-        ConfigError: the optimizer has no rate, or one of zero, that the schedule could change; or the schedule ends
+        ConfigError: the schedule would change a rate, and the optimizer has none or a rate of 0; or the schedule ends
             before the run.
     """
     rate, kind = base_rate(optimizer), type(optimizer).__name__
@@ -80,15 +81,15 @@ def adapt(schedule: Callable[[int], float], optimizer: torch.optim.Optimizer, *,
 
 
 def _looked_at(total_steps: int) -> list[int]:
-    """Some steps of a run, the first and the last among them."""
+    """Return some steps of a run, including the first and the last."""
     return sorted({number * (total_steps - 1) // 16 for number in range(17)})
 
 
 class TorchSchedule:
-    """One of torch's schedulers. `total_steps` is filled in where it has such a parameter.
+    """Wraps a scheduler of torch. `total_steps` is filled in if it has such a parameter.
 
-    Called with a step it gives the factor on `lr` of an optimizer with one group; `over` an optimizer it gives every
-    group what torch's scheduler gives it.
+    `schedule(step)` returns the factor on `lr` for an optimizer with one group. `over(optimizer)` gives every group the
+    values that torch's scheduler sets.
     """
 
     def __init__(self, part: Part, *, lr: float, total_steps: int):
@@ -97,7 +98,7 @@ class TorchSchedule:
         self._single: tuple[float, Replay] | None = None
 
     def over(self, optimizer: torch.optim.Optimizer) -> Replay:
-        """The scheduler on the groups of `optimizer`. Raises ConfigError: it does not take them, or its own values."""
+        """Return the scheduler on the groups of `optimizer`. Raises ConfigError if it rejects them or its own values."""
         return Replay(self.part, optimizer, lr=self.lr, total_steps=self.total_steps)
 
     def __call__(self, step: int) -> float:
@@ -108,7 +109,7 @@ class TorchSchedule:
 
 
 class Shadow(torch.optim.Optimizer):
-    """The groups of another optimizer as it was built, with nothing to train. `lr` is of groups that have no rate."""
+    """Holds the groups of another optimizer as it was built, with dummy parameters. `lr` is for groups without a rate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, lr: float):
         groups = [
@@ -120,16 +121,18 @@ class Shadow(torch.optim.Optimizer):
             for group in optimizer.param_groups
         ]
         options = {name: value for group in groups for name, value in group.items() if name not in OWN}
-        super().__init__(groups, {**options, **getattr(optimizer, "defaults", {})})  # a divided one's are empty
+        super().__init__(
+            groups, {**options, **getattr(optimizer, "defaults", {})}
+        )  # the defaults of a divided optimizer are empty
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Does nothing: a scheduler only asks whether it was called."""
+        """Do nothing: a scheduler only checks that it was called."""
 
 
 class Replay:
-    """A scheduler of torch's on a shadow of the optimizer, stepped from the run's first step however often it is resumed.
+    """Steps a torch scheduler on a shadow of the optimizer, from the run's first step in every attempt.
 
-    What it sets in a group beside the rate (momentum, betas) counts, too.
+    Options that the scheduler sets in a group beside the rate (momentum, betas) are included.
     """
 
     def __init__(self, part: Part, optimizer: torch.optim.Optimizer, *, lr: float, total_steps: int):
@@ -139,16 +142,16 @@ class Replay:
         self._restart()
 
     def at(self, step: int) -> list[dict[str, Any]]:
-        """For each group the rate and the options that the scheduler has at `step`. Raises ConfigError: it has ended before."""
+        """Return each group's rate and changed options at `step`. Raises ConfigError if the scheduler ends before."""
         if step not in self._values:
             if step < self._done:
                 self._restart()
-            while self._done < min(step, self._steps - 1):  # some refuse to be stepped further
+            while self._done < min(step, self._steps - 1):  # some schedulers raise if stepped further
                 self._advance()
         return self._values.get(step, self._values[self._done])
 
     def apply(self, step: int) -> None:
-        """Set the optimizer's groups, but for those without a rate."""
+        """Set the optimizer's groups for `step`, except those without a rate."""
         for group, values in zip(self._optimizer.param_groups, self.at(step), strict=False):  # a model may add groups
             rate = group.get("initial_lr")
             if rate is not None:
@@ -157,8 +160,8 @@ class Replay:
                     group["lr"] = torch.full_like(rate, values["lr"])
 
     def rehearse(self) -> set[str]:
-        """Step ahead, and give back the options that the scheduler changes. Raises ConfigError: it ends before the run."""
-        ends = getattr(self._scheduler, "total_steps", None)  # of OneCycleLR: it refuses the step after the next
+        """Step ahead and return the options that the scheduler changes. Raises ConfigError if it ends before the run."""
+        ends = getattr(self._scheduler, "total_steps", None)  # OneCycleLR raises only at the step after that
         if isinstance(ends, int) and ends + 1 < self._steps:
             raise self._too_short(ends)
         self.at(min(self._steps, REHEARSED) - 1)
@@ -171,7 +174,7 @@ class Replay:
         self._changed = [set[str]() for _ in self._built]
         given = {"epochs", "total_steps"} & {*self._part.values}
         offered: dict[str, Any] = {} if given else {"total_steps": self._steps}
-        if not {"momentum", "betas"} & self._shadow.defaults.keys():  # there is none to cycle
+        if not {"momentum", "betas"} & self._shadow.defaults.keys():  # the optimizer has no momentum to cycle
             offered["cycle_momentum"] = False
         self._scheduler = build(self._part, self._shadow, **offered)
         self._done, self._values = 0, {0: self._read()}
@@ -194,7 +197,7 @@ class Replay:
         return found
 
     def _too_short(self, steps: int, reason: str = "") -> ConfigError:
-        """For a scheduler that can be stepped no further."""
+        """Return the error for a scheduler that cannot be stepped further."""
         said = f"{self._part.target} ends after {steps} steps, and the run has {self._steps}{reason}"
         if "total_steps" not in signature(locate(self._part)):
             return ConfigError(f"{said}: give max_steps={steps}, or another scheduler")

@@ -1,4 +1,4 @@
-"""Steps down by a factor."""
+"""Step decay of the learning rate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from train.errors import ConfigError
 
 @dataclass(frozen=True)
 class Step:
-    """Linear warm-up; times `factor` after every `every_epochs` epochs."""
+    """Linear warm-up; the factor is multiplied by `factor` after every `every_epochs` epochs."""
 
     steps_per_epoch: int
     warmup_steps: int
