@@ -18,7 +18,7 @@ def conf_folder() -> Path:
 
 
 def folders() -> list[Path]:
-    """Return the folders where Hydra finds options: the kit's, then `--config-dir` and `hydra.searchpath` of sys.argv."""
+    """Return the folders of options: the kit's, then those of `--config-dir` and `hydra.searchpath` in sys.argv."""
     found = given("hydra.searchpath", None)
     places = [str(each) for each in found] if isinstance(found, list) else []
     own = [

@@ -35,7 +35,7 @@ def build_objective(part: Part, *, device: torch.device) -> Any:
 
 
 def build_measures(parts: Mapping[str, Part], *, world: World, sliced: bool = False) -> Measures:
-    """Build the metrics of `metrics.NAME`. Raises ConfigError if one would compute the value of a part of the samples."""
+    """Build the metrics of `metrics.NAME`. Raises ConfigError if one would cover only a part of the samples."""
     named = {name: build(part).to(world.device) for name, part in parts.items()}
     if sliced or world.size > 1:
         for name, metric in named.items():

@@ -1,5 +1,4 @@
-"""Keep the state of a torchmetrics metric per slice under `virtual_world_size`, and merge it in the order of the
-slices.
+"""Keep the state of a torchmetrics metric per slice under `virtual_world_size`, and merge it in slice order.
 
 The rounding of a floating-point sum depends on the number of ranks that hold its parts. Here each slice has a copy of
 the metric, and torchmetrics merges the copies as it merges those of ranks.

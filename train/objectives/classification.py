@@ -48,7 +48,7 @@ class Classification:
 
 
 def labels_that_do_not_fit(objective: str, outputs: Any, targets: Any, error: Exception) -> Exception:
-    """Return a DataError that says why `targets` are not labels for `[..., classes]` outputs, or `error` if they are."""
+    """Return a DataError that says why `targets` are not labels for `[..., classes]` outputs; else `error`."""
     if not isinstance(outputs, Tensor) or outputs.dim() < 2:
         return error
     *shape, classes = outputs.shape

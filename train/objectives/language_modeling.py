@@ -23,6 +23,6 @@ class LanguageModeling:
             raise labels_that_do_not_fit("language_modeling", outputs, targets, error) from error
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return sums over the samples: `loss`, the mean over tokens, and `accuracy`, the fraction of correct tokens."""
+        """Return sums over samples: `loss`, the mean over tokens, and `accuracy`, the fraction of correct tokens."""
         right = (outputs.argmax(-1) == targets).float().mean(-1).sum()
         return {"loss": self(outputs, targets) * len(targets), "accuracy": right}

@@ -26,13 +26,12 @@ LESS_IS_BETTER = ("loss", "error", "perplexity")
 def sums(
     objective: Any, outputs: Any, targets: Any, count: int, *, model: Any, loss: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return the objective's metrics summed over the micro-batch of `count` samples; for a bare loss function, the
+    """Return the objective's metrics summed over the `count` samples of a micro-batch; for a bare loss function, the
     loss.
 
     A metric may be a pair (sum, count) if it is a mean over something other than samples, such as tokens or pixels.
 
-    loss: the loss that the objective already returned for this micro-batch; an objective with state must not see a
-        batch twice.
+    loss: the loss that the objective already returned for this micro-batch; one with state must not see a batch twice.
     """
     if not hasattr(objective, "metrics"):
         known = loss_of(objective, outputs, targets, model=model, trains=False) if loss is None else loss

@@ -22,8 +22,9 @@ BUFFER = "momentum_buffer"
 def choose(
     optimizer: torch.optim.Optimizer, part: Part, *, precision: Precision, changing: Collection[str] = ()
 ) -> None:
-    """Fuse the step of each group that allows it, if torch has it on CPU and CUDA and the config does not choose
-    otherwise.
+    """Fuse the step of each group that allows it, unless the config chooses otherwise.
+
+    Only steps that torch fuses on both CPU and CUDA are considered.
 
     changing: options of the groups that a schedule sets: a momentum of 0 may change.
 
@@ -63,9 +64,9 @@ def _is_plain(group: dict[str, Any]) -> bool:
 
 
 class Guard:
-    """Keeps gradients that fused kernels do not accept from them, by hooks before and after each step.
+    """Hooks before and after each step, which keep gradients that fused kernels do not accept from them.
 
-    The hooks depend only on the gradients and the state of the current step, so that a resume does the same.
+    They depend only on the gradients and the state of the current step, so that a resume does the same.
 
     Args:
         ours: for each group, True if the kit chose to fuse it.
@@ -76,8 +77,7 @@ class Guard:
         self._spared: list[dict[str, Any]] = []
 
     def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Convert sparse gradients to a form that the step accepts; create the momentum of parameters whose first
-        gradient is late.
+        """Convert sparse gradients to a form that the step accepts, and create missing momentum.
 
         Raises:
             ConfigError: the optimizer accepts no sparse gradients, fused or not.
@@ -89,14 +89,14 @@ class Guard:
                 _begin_momentum(optimizer.state, group)
 
     def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Fuse the groups again that `before` unfused; a group that a strategy set to False stays so."""
+        """Fuse the groups again that `before` unfused. A group that a strategy set to False stays unfused."""
         while self._spared:
             self._spared.pop()["fused"] = True
 
     def _spare(self, group: dict[str, Any], sparse: list[nn.Parameter], *, chosen: bool) -> None:
-        """Unfuse plain SGD for this step, so that gradients stay sparse; otherwise make them dense.
+        """Keep gradients sparse in plain SGD, by unfusing it for this step if the kit fused it; else make them dense.
 
-        Momentum and weight decay apply to all rows, so their gradients are dense.
+        Momentum and weight decay apply to all rows, so they need dense gradients.
         """
         if self.target in ADAM:
             raise ConfigError(

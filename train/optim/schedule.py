@@ -53,18 +53,17 @@ def follow(schedule: Callable[[int], float], optimizer: torch.optim.Optimizer) -
 
 
 def base_rate(optimizer: torch.optim.Optimizer) -> float | None:
-    """Return the optimizer's default rate, which groups may override, else the first group's; None if it has no rate."""
+    """Return the rate that the optimizer was built with, regardless of the groups' own; None if it has no rate."""
     rates = [getattr(optimizer, "defaults", {}).get("lr"), *(group.get("lr") for group in optimizer.param_groups)]
     return next((float(rate) for rate in rates if rate is not None), None)
 
 
 def adapt(schedule: Callable[[int], float], optimizer: torch.optim.Optimizer, *, total_steps: int) -> set[str]:
-    """Base `schedule` on the optimizer as built, and return the options, beside the rates, that it changes in the
-    groups.
+    """Base `schedule` on the optimizer as built; return the options of its groups, beside the rates, that it changes.
 
     Raises:
-        ConfigError: the schedule would change a rate, and the optimizer has none or a rate of 0; or the schedule ends
-            before the run.
+        ConfigError: the schedule would change a rate, and the optimizer has none or one of 0; or it ends before the
+            run.
     """
     rate, kind = base_rate(optimizer), type(optimizer).__name__
     if isinstance(schedule, TorchSchedule):
@@ -98,7 +97,7 @@ class TorchSchedule:
         self._single: tuple[float, Replay] | None = None
 
     def over(self, optimizer: torch.optim.Optimizer) -> Replay:
-        """Return the scheduler on the groups of `optimizer`. Raises ConfigError if it rejects them or its own values."""
+        """Return the scheduler on the groups of `optimizer`. Raises ConfigError if it rejects them or its values."""
         return Replay(self.part, optimizer, lr=self.lr, total_steps=self.total_steps)
 
     def __call__(self, step: int) -> float:
@@ -109,7 +108,7 @@ class TorchSchedule:
 
 
 class Shadow(torch.optim.Optimizer):
-    """Holds the groups of another optimizer as it was built, with dummy parameters. `lr` is for groups without a rate."""
+    """Holds the groups of another optimizer as built, with dummy parameters. `lr` is for groups without a rate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, lr: float):
         groups = [
@@ -121,9 +120,7 @@ class Shadow(torch.optim.Optimizer):
             for group in optimizer.param_groups
         ]
         options = {name: value for group in groups for name, value in group.items() if name not in OWN}
-        super().__init__(
-            groups, {**options, **getattr(optimizer, "defaults", {})}
-        )  # the defaults of a divided optimizer are empty
+        super().__init__(groups, {**options, **getattr(optimizer, "defaults", {})})  # a divided optimizer's are empty
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing: a scheduler only checks that it was called."""
@@ -160,7 +157,7 @@ class Replay:
                     group["lr"] = torch.full_like(rate, values["lr"])
 
     def rehearse(self) -> set[str]:
-        """Step ahead and return the options that the scheduler changes. Raises ConfigError if it ends before the run."""
+        """Step ahead and return the options that the scheduler changes. Raises ConfigError if it ends too early."""
         ends = getattr(self._scheduler, "total_steps", None)  # OneCycleLR raises only at the step after that
         if isinstance(ends, int) and ends + 1 < self._steps:
             raise self._too_short(ends)
