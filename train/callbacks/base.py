@@ -41,7 +41,7 @@ class Callback:
         """Called after every step. On CUDA it must not synchronize with the device."""
 
     def on_trial(self, values: dict[str, float]) -> None:
-        """Called before the first step with the values of a trial evaluation, which leaves no trace; for checks only."""
+        """Called before the first step with the values of a trial evaluation without a trace; for checks only."""
 
     def on_eval_begin(self, run: Run) -> None:
         """Called before an evaluation."""
@@ -59,7 +59,7 @@ class Callback:
         """Called when the attempt ends, for any reason."""
 
     def state(self) -> dict[str, Any]:
-        """Return the values that a resume needs, by name: tensors like the parameters (DTensors too) and plain values."""
+        """Return by name what a resume needs: tensors like the parameters (DTensors too) and plain values."""
         return {}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:

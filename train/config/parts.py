@@ -78,8 +78,7 @@ def bound(part: Part, *, free: int, **offered: Any) -> Any:
     """Return a callable that takes `free` positional arguments.
 
     A function that needs exactly `free` more arguments is returned with its values bound. A class, or a function that
-    makes
-    the callable, is built. Raises ConfigError.
+    makes the callable, is built. Raises ConfigError.
     """
     target = locate(part)
     parameters = signature(target).values()
@@ -95,8 +94,7 @@ def callable_of(key: str, value: Any, *, train: bool = True) -> Any:
     """Return the callable that `value` names; None for None.
 
     An import path names a function, returned as is, or a class, built without arguments. A `_target_` names a part to
-    build.
-    If the function or class has a parameter `train`, it is true when the callable is used for training.
+    build. A parameter `train` of the function or class is true if the callable is used for training.
 
     Raises:
         ConfigError: it cannot be imported or built, or is not callable.

@@ -11,7 +11,7 @@ from train.errors import ConfigError
 
 
 class ModelLoss:
-    """Returns the model's output `loss`, a mean over the micro-batch, as Hugging Face models compute it for `labels`."""
+    """Returns the model's output `loss`, a mean over the micro-batch, as Hugging Face models give it for `labels`."""
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
