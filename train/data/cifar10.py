@@ -1,4 +1,4 @@
-"""CIFAR-10 from its own files."""
+"""CIFAR-10, read from its original files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.errors import DataError
 
 
 class Cifar10(Images):
-    """CIFAR-10 from its python batches: `root`/cifar-10-batches-py. Fetched if absent.
+    """CIFAR-10 from its Python batches in `root`/cifar-10-batches-py, which are downloaded if absent.
 
     Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
     """
@@ -37,6 +37,7 @@ class Cifar10(Images):
 
     @classmethod
     def prepare(cls, root: str, **_: Any) -> None:
+        """Download the batches if they are absent."""
         folder = Path(root) / "cifar-10-batches-py"
         if all((folder / name).is_file() for name in (*cls.TRAIN, *cls.TEST)):
             return
@@ -46,7 +47,7 @@ class Cifar10(Images):
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """A batch is a pickle from the network: let it build arrays and nothing else."""
+    """Unpickles arrays and nothing else: a batch is a pickle from the network."""
 
     ALLOWED: ClassVar = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}  # fmt: skip
 
@@ -57,7 +58,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
-    """One python batch: `[N, 3, 32, 32] uint8` images and `[N] int64` labels. Raises DataError if it is not one."""
+    """Read one Python batch: `[N, 3, 32, 32] uint8` images and `[N] int64` labels. Raises DataError on failure."""
     try:
         with path.open("rb") as file:
             batch = _ArraysOnly(file, encoding="bytes").load()

@@ -1,4 +1,4 @@
-"""Clicks that need no file: lists of items, few of them popular, and whether somebody clicked."""
+"""Synthetic click data: lists of items, few of them popular, and whether they were clicked."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from train.plan import Keys, mix
 class Clicks(Generated):
     """`num_samples` lists of `list_length` out of `num_items` items, computed from `hidden_seed` and the index alone.
 
-    Item i is drawn about as often as 1/(i + 1) says. Every item has a hidden appeal, and a list whose items' appeals add
-    up to more than 0 was clicked.
+    The frequency of item i is about proportional to 1/(i + 1). Every item has a hidden appeal. A list is clicked if the
+    appeals of its items add up to more than 0.
     """
 
     num_classes = 2
@@ -27,7 +27,7 @@ class Clicks(Generated):
         self._stream = mix(np.array([hidden_seed], dtype=np.uint64))
 
     def __getitems__(self, indices: Sequence[int], keys: Keys | None = None) -> tuple[Tensor, Tensor]:
-        """`[B, K] int64` items and `[B] int64`, 1 where clicked."""
+        """Return `[B, K] int64` items and `[B] int64` labels, 1 if clicked."""
         samples = np.asarray(indices, dtype=np.uint64) + np.uint64(self.first)
         places = np.arange(self.input_shape[0], dtype=np.uint64)
         draws = _uniform(mix(mix(samples ^ self._stream)[:, None] ^ places))
@@ -36,9 +36,10 @@ class Clicks(Generated):
         return torch.from_numpy(items), torch.from_numpy((appeal.sum(1) > 0).astype(np.int64))
 
     def fingerprint(self) -> str:
+        """Return the parameters that determine the data."""
         return f"clicks:{self.num_samples}:{self.num_items}:{self.input_shape[0]}:{self.hidden_seed}"
 
 
 def _uniform(words: Keys) -> np.ndarray:
-    """64-bit words as numbers in [0, 1), of the same shape."""
+    """Convert 64-bit words to numbers in [0, 1) of the same shape."""
     return (words >> np.uint64(11)).astype(np.float64) / float(1 << 53)

@@ -1,4 +1,4 @@
-"""Scanned digits that come with scikit-learn: real data, no download."""
+"""The scanned digits that come with scikit-learn: real data without a download."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.data.images import Images
 
 
 class Digits(Images):
-    """1797 scanned digits of 8x8 pixels, bundled with scikit-learn: 1437 to train on, 360 to test.
+    """1797 scanned digits of 8x8 pixels, bundled with scikit-learn: 1437 for training, 360 for testing.
 
     Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
     """
@@ -35,9 +35,9 @@ class Digits(Images):
 
 
 def read_digits() -> np.ndarray:
-    """scikit-learn's bundled table, `[1797, 65]`: 64 pixels of 0 to 16 and the label.
+    """Return scikit-learn's bundled table, `[1797, 65]`: 64 pixels from 0 to 16 and the label.
 
-    Read from where the package lies, because importing scikit-learn costs every rank a second.
+    The file is read directly, because importing scikit-learn costs every rank a second.
     """
     found = find_spec("sklearn")
     path = (

@@ -1,4 +1,4 @@
-"""Fetching, with a word on what to place where if there is no network."""
+"""Download data, with an error message that says which files to place where."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from train.errors import DataError
 
 
 def download(fetch: Any, what: str) -> None:
-    """Run `fetch`; where that fails, say what to place where instead."""
+    """Call `fetch`. If it fails, raise a DataError that says what to place where instead."""
     try:
         fetch()
     except (OSError, RuntimeError) as error:

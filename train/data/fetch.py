@@ -1,4 +1,4 @@
-"""From a plan's micro-batch to tensors: random changes keyed by sample, and samples that cannot be read."""
+"""Turn a plan's micro-batch into tensors: random transforms keyed by sample, and samples that cannot be read."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from train.plan import Indices, Keys, MicroBatch, mix, sample_keys
 UNREADABLE = (
     ValueError, KeyError, IndexError, EOFError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError
 )  # fmt: skip
-"""What a data set raises for what it finds; other errors are its code's, or the machine's."""
+"""Errors that a dataset raises for a sample's content; other errors are of its code or the machine."""
 
 
 class Fetch(Dataset[Any]):
-    """Runs in the training process or in a DataLoader worker.
+    """Fetches micro-batches, in the training process or in a DataLoader worker.
 
-    With `max_bad`, a sample that cannot be read gives its place to the next one that can, the same at every world
-    size, and each process tolerates so many of them; with None it ends the run.
+    If `max_bad` is None, a sample that cannot be read ends the run. Otherwise the next readable sample replaces it, the
+    same at every world size, and each process tolerates `max_bad` such samples.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Fetch(Dataset[Any]):
 
     @property
     def is_keyed(self) -> bool:
-        """Whether what it gives depends on nothing but the samples' keys, so that it does not matter when it is asked."""
+        """True if batches depend on the samples' keys alone, so that they may be fetched at any time."""
         return self._is_read_whole and self.adapter is None
 
     @property
@@ -55,7 +55,7 @@ class Fetch(Dataset[Any]):
         return self.whole and self.max_bad is None and self.collate is None
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[Any, Any, int]:
-        """(inputs, targets, count) of one micro-batch. Raises DataError."""
+        """Return (inputs, targets, count) of one micro-batch. Raises DataError."""
         self._epoch = micro_batch.epoch
         keys = sample_keys(seed=self.seed, epoch=micro_batch.epoch, indices=micro_batch.indices)
         if self.is_keyed:
@@ -67,7 +67,10 @@ class Fetch(Dataset[Any]):
         return inputs, targets, micro_batch.count
 
     def _drawn(self, indices: Indices, keys: Keys) -> tuple[Any, Any]:
-        """What a user's functions draw at random depends on the samples' keys, too; on the first one's, for a whole batch."""
+        """Return (inputs, targets) whose randomness, also in a user's functions, depends on the samples' keys.
+
+        Functions of a whole batch are seeded with the key of its first sample.
+        """
         own = int(mix(keys[:1])[0])
         if self._is_read_whole:
             batch = self.dataset.__getitems__(indices.tolist(), keys)
@@ -93,7 +96,7 @@ class Fetch(Dataset[Any]):
             ) from error
 
     def sample(self, index: int) -> Any:
-        """One sample, read without a trace in the global generators."""
+        """Read one sample without changing the global generators."""
         with kept_generators():
             return self.dataset.first()[0] if isinstance(self.dataset, Stream) else self._sample(index, 0)
 
@@ -101,7 +104,7 @@ class Fetch(Dataset[Any]):
         while True:
             try:
                 sample = self._read(index, key)
-                if sample is None and not self.collate:  # which may leave such samples out
+                if sample is None and not self.collate:  # a collate function may drop such samples
                     raise DataError(
                         f"sample {index} is None{defined(self.dataset, '__getitem__', '__iter__')}: write `return ...` for it, or leave "
                         "such samples out with loader.on_bad_sample=skip"
@@ -118,7 +121,7 @@ class Fetch(Dataset[Any]):
                 index = (index + 1) % len(self.dataset)
 
     def _read(self, index: int, key: int) -> Any:
-        """Seed the global generators for each sample, so that random transforms depend on nothing but its key."""
+        """Read one sample; the global generators are seeded, so that random transforms depend on its key alone."""
         if self.whole:
             batch = self.dataset.__getitems__([index], np.array([key], dtype=np.uint64))
             return pytree.tree_map(lambda part: part[0], batch)
@@ -144,7 +147,7 @@ class Fetch(Dataset[Any]):
 
 
 def remedy(dataset: Any, sample: Any) -> str:
-    """What to write where samples of `dataset` like this one make no batch."""
+    """Return the advice for samples of `dataset` like `sample` that cannot be collated."""
     if not any("PIL" in described(leaf) for leaf in pytree.tree_leaves(sample)):
         return "say how they do with loader.collate_fn=package.module.function"
     if "transform" in inspect.signature(type(dataset)).parameters:
@@ -153,10 +156,10 @@ def remedy(dataset: Any, sample: Any) -> str:
 
 
 def takes_keys(dataset: Any) -> bool:
-    """Whether `dataset.__getitems__(indices, keys)` gives a whole micro-batch by the samples' own keys.
+    """Return True if `dataset.__getitems__(indices, keys)` returns a whole micro-batch from the samples' own keys.
 
-    One without `keys` (torch's Subset has one) may draw random numbers for the batch: then samples are read one by one.
-    So are those of Hugging Face's Dataset, whose `keys` are the indices.
+    A method without `keys` (as in torch's Subset) may draw random numbers for the batch, so its samples are read one by
+    one. So are those of Hugging Face's Dataset, whose `keys` are the indices.
     """
     method = getattr(dataset, "__getitems__", None)
     return method is not None and "keys" in [*inspect.signature(method).parameters][1:]

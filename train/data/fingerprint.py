@@ -1,4 +1,4 @@
-"""A word that changes when the data does."""
+"""Fingerprint of a dataset: a string that changes when the data does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOKED_AT = 8
 
 
 def fingerprint(dataset: Any) -> str:
-    """As the dataset itself says (`fingerprint()`); of one that says nothing, its length and a few of its samples."""
+    """Return the dataset's own `fingerprint()`, or its length and a hash of a few of its samples."""
     if hasattr(dataset, "fingerprint"):
         return str(dataset.fingerprint())
     count = len(dataset)
@@ -25,26 +25,28 @@ def fingerprint(dataset: Any) -> str:
 
 
 def _look(dataset: Any, index: int) -> Any:
-    seed_generators(0)  # a random transform then gives the same each time
+    seed_generators(0)  # makes random transforms reproducible
     try:
         return look(dataset[index])
-    except Exception:  # a sample that cannot be read is for the loader to judge
+    except Exception:  # the loader handles samples that cannot be read
         return "unreadable"
 
 
 def look(sample: Any) -> list[Any]:
-    """What of a sample is the same in every process."""
+    """Return the parts of a sample that are the same in every process."""
     return [_value(leaf) for leaf in pytree.tree_leaves(sample)]
 
 
 def _value(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return leaf if isinstance(leaf, (bool, int, float, str, bytes)) else type(leaf).__name__  # no addresses
+    return (
+        leaf if isinstance(leaf, (bool, int, float, str, bytes)) else type(leaf).__name__
+    )  # a repr could hold an address
 
 
 def hash_of(items: Iterable[Any]) -> str:
-    """The start of the SHA-256 of all `items`, in their order."""
+    """Return the first 16 hex digits of the SHA-256 of all `items`, in order."""
     digest = hashlib.sha256()
     for item in items:
         digest.update(repr(item).encode())

@@ -1,4 +1,4 @@
-"""What data sets that need no file have in common: samples are computed from their index."""
+"""Base class of datasets without files, whose samples are computed from their index."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.plan import Keys
 
 
 class Generated(ABC):
-    """`num_samples` of a training split; the test split is a tenth as long and comes from indices behind it."""
+    """A training split of `num_samples`; the test split is a tenth as long and uses the indices after them."""
 
     def __init__(self, train: bool, *, num_samples: int):
         self.num_samples = num_samples if train else max(1, num_samples // 10)
@@ -26,4 +26,4 @@ class Generated(ABC):
 
     @abstractmethod
     def __getitems__(self, indices: Sequence[int], keys: Keys | None = None) -> tuple[Tensor, Tensor]:
-        """`[B, ...]` inputs and `[B]` targets."""
+        """Return `[B, ...]` inputs and `[B]` targets."""

@@ -1,4 +1,4 @@
-"""The process's global random number generators, which samples may use and training has to find untouched."""
+"""The process's global random number generators, which samples may use and training must find unchanged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 @contextlib.contextmanager
 def kept_generators(*, on_device: bool = False) -> Iterator[None]:
-    """Leave the global generators as they were: a resumed run has to find them untouched.
+    """Restore the global generators on exit: a resumed run must find them unchanged.
 
-    on_device: the current CUDA device's, too, where this process uses one.
+    on_device: also restore the generator of the current CUDA device, if this process uses one.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if on_device and _uses_cuda() else None
@@ -30,7 +30,7 @@ def kept_generators(*, on_device: bool = False) -> Iterator[None]:
 
 
 def seed_generators(key: int, *, on_device: bool = False) -> None:
-    """Make all that is drawn from here on a function of `key`, a 64-bit word. on_device: as for `kept_generators`."""
+    """Seed the global generators with `key`, a 64-bit word. on_device: as for `kept_generators`."""
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)
@@ -39,7 +39,7 @@ def seed_generators(key: int, *, on_device: bool = False) -> None:
 
 
 def key_of(*words: object) -> int:
-    """A key of what names a draw: the same on every rank, machine and day."""
+    """Return a key for the draw that `words` name: the same on every rank and machine, at any time."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, words)).encode()).digest()[:7])
 
 

@@ -1,4 +1,4 @@
-"""Folders of pictures, a class a folder."""
+"""Image folders, one per class."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from train.errors import DataError
 
 
 class ImageFolder:
-    """Pictures in `root`/train/CLASS and `root`/val/CLASS, resized and cropped to `image_size`.
+    """Images in `root`/train/CLASS and `root`/val/CLASS, resized and cropped to `image_size`.
 
-    Training pictures are cropped and flipped at random if `augment`; the kit keys the random numbers by sample.
+    If `augment`, training images are cropped and flipped at random; the kit keys the random numbers by sample.
     """
 
     def __init__(self, train: bool, *, root: str, image_size: int, augment: bool):
@@ -53,5 +53,6 @@ class ImageFolder:
         return picture, label
 
     def fingerprint(self) -> str:
+        """Return the length and a hash of the file names, labels and sizes."""
         files = ((Path(path).name, label, Path(path).stat().st_size) for path, label in self.pictures.samples)
         return f"{len(self)}:{hash_of(files)}"

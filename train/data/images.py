@@ -1,4 +1,4 @@
-"""Images in memory, which several datasets are made of, and their augmentation."""
+"""Base class of image datasets held in memory, and their augmentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.plan import Keys, mix
 
 
 class Images:
-    """Images held in memory as `[N, C, H, W] uint8`, gathered and normalised a micro-batch at a time."""
+    """Images held in memory as `[N, C, H, W] uint8`, gathered and normalized one micro-batch at a time."""
 
     def __init__(
         self, images: Tensor, labels: Tensor, *, mean: Sequence[float], std: Sequence[float], shift: int, flip: bool
@@ -32,7 +32,7 @@ class Images:
         return images[0], labels[0]
 
     def __getitems__(self, indices: Sequence[int], keys: Keys | None = None) -> tuple[Tensor, Tensor]:
-        """`[B, C, H, W] float32` normalised images, shifted and flipped by their keys, and `[B] int64` labels."""
+        """Return `[B, C, H, W] float32` normalized images, augmented by their keys, and `[B] int64` labels."""
         chosen = torch.as_tensor(indices)
         images = torch.addcmul(self.offset, self.images.index_select(0, chosen).float(), self.scale)
         if keys is not None and (self.shift or self.flip):
@@ -40,11 +40,12 @@ class Images:
         return images, self.labels.index_select(0, chosen)
 
     def fingerprint(self) -> str:
+        """Return the length and a hash of all images and labels."""
         return f"{len(self)}:{hash_of([self.images.numpy().tobytes(), self.labels.numpy().tobytes()])}"
 
 
 def shift_and_flip(images: Tensor, keys: Keys, *, shift: int, flip: bool, fill: Tensor) -> Tensor:
-    """A crop at a random offset out of the padded image, then a horizontal flip of every second: `[B, C, H, W]`.
+    """Crop each padded image at a random offset, then flip it horizontally with probability 1/2: `[B, C, H, W]`.
 
     The crop and flip of Krizhevsky's CIFAR nets and of He et al., "Deep Residual Learning", 2015, section 4.2.
     """

@@ -1,4 +1,4 @@
-"""The training and the test split, and what a model has to know of them."""
+"""Load the training and test splits, and the properties of them that a model needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from train.origin import defined, described, is_own, place
 
 @dataclass(frozen=True)
 class Data:
-    """Both splits. `num_classes` is what models are built for, where the data has it."""
+    """The training and test splits. Models are built for `num_classes`, if the data has it."""
 
     train: Any
     test: Any | None
@@ -33,12 +33,12 @@ class Data:
 
     @property
     def shuffles(self) -> bool:
-        """Whether training samples come in an order of the plan's; a stream has its own."""
+        """True if the plan orders the training samples; a stream has its own order."""
         return not isinstance(self.train, Stream)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """As the dataset says it, else the shape of the first sample's first input."""
+        """The dataset's `input_shape`, or else the shape of the first sample's first input."""
         if shape := getattr(self.train, "input_shape", None):
             return tuple(shape)
         sample = Fetch(self.train, seed=0).sample(0)
@@ -53,10 +53,12 @@ class Data:
 
 
 def load(config: Config, world: World) -> Data:
-    """Build both splits; one rank of those that see the same folder downloads while the others wait. Collective.
+    """Build both splits. Collective: every rank must call it.
+
+    One of the ranks that see the same folder downloads while the others wait.
 
     Raises:
-        DataError: on every rank, if the data cannot be had on any.
+        DataError: on every rank, if any rank cannot load the data.
     """
     failure: DataError | None = None
     try:
@@ -79,7 +81,10 @@ def _where(error: OSError) -> str:
 
 
 def _remedy(part: Part, error: OSError) -> str:
-    """Which parameter says where the data is: that whose value is or leads to the file, or `root`; if none does, the code."""
+    """Return the advice for a file that cannot be read.
+
+    It names the parameter whose value is, or leads to, the file, or `root`; if there is none, the code.
+    """
     parameters = signature(locate(part))
     values = {name: each.default for name, each in parameters.items()} | part.values
     texts = {name: str(value) for name, value in values.items() if isinstance(value, str | Path) and str(value)}
@@ -116,7 +121,7 @@ def _by_position(dataset: Any) -> Any:
 
 
 def _num_classes(dataset: Any) -> int | None:
-    """As `num_classes` says, else the length of `classes`. Raises DataError: they are no number, or no list."""
+    """Return `num_classes`, or else the length of `classes`. Raises DataError if it is not a number, or not a list."""
     number, classes = getattr(dataset, "num_classes", None), getattr(dataset, "classes", None)
     if number:
         if isinstance(number, Integral):

@@ -1,4 +1,4 @@
-"""From the plan to micro-batches on the device: which samples is the plan's affair, how they get here is this room's."""
+"""Load the plan's micro-batches onto the device. The plan chooses the samples; this module fetches them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from train.errors import ConfigError, DataError
 from train.plan import MicroBatch, Plan, Share
 
 SIGCHLD_S = 1.0
-"""By then the signal of a worker's death has come."""
+"""Time in seconds within which the signal of a worker's death arrives."""
 AHEAD_S = 4e-3
 AHEAD_BYTES = 4 << 20
-"""How much is made ahead, see several_at_a_time."""
+"""Limits in seconds and bytes on batches made ahead, see several_at_a_time."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch on the device. `count` of its samples count (see plan.MicroBatch), out of `total` in the step."""
+    """A micro-batch on the device. `count` of its samples are valid (see plan.MicroBatch), out of `total` in the step."""
 
     inputs: Any
     targets: Any
@@ -44,10 +44,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """How samples are fetched. Nothing but `share` changes which samples a rank gets.
+    """How samples are fetched. Only `share` changes which samples a rank gets.
 
-    max_bad: how many samples that cannot be read are tolerated; None: not one.
-    collate, adapter: of a user's own; None: torch's, and as `split` has it.
+    max_bad: number of unreadable samples to tolerate; None: none.
+    collate, adapter: a user's own functions; None: torch's default_collate, and what `split` does.
     """
 
     share: Share
@@ -60,9 +60,9 @@ class LoaderConfig:
 
     @classmethod
     def of(cls, config: Config, *, shard: tuple[int, int], device: torch.device, train: bool = True) -> LoaderConfig:
-        """As a run's config has it, for the rank whose slice of every global batch is `shard`, (index, number).
+        """Create it from a run's config, for the rank whose slice of every global batch is `shard`, (index, number).
 
-        train: whether the batches are to train on, which functions of a user's own may ask.
+        train: True if the batches are for training; a user's functions may take it as a parameter.
         """
         share = Share(*shard, micro_batch_size=config.micro_batch_size, slices=config.virtual_world_size)
         loader = config.loader
@@ -73,9 +73,9 @@ class LoaderConfig:
 
 
 def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Iterator[list[Batch]]:
-    """For each step its micro-batches, on the device.
+    """Yield the micro-batches of each step, on the device.
 
-    One loader serves the whole range, across epochs: its workers are started once, and nothing stalls at a boundary.
+    One loader serves the whole range, across epochs: its workers start once, and nothing stalls at an epoch boundary.
     """
     fetch = Fetch(dataset, seed=config.seed, max_bad=config.max_bad, collate=config.collate, adapter=config.adapter)
     if config.num_workers or config.device.type != "cpu":
@@ -96,16 +96,16 @@ def _micro_batches(fetched: Iterable[Any], plan: Plan, steps: range, config: Loa
 
 
 def several_at_a_time(made: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
-    """The same items, made some milliseconds' worth at a time; one by one where they are large or slow to make.
+    """Yield the same items, made in blocks of some milliseconds; one by one if they are large or slow to make.
 
-    Between two steps the processor has the model in its caches, and Python starts anew there for every batch.
+    Between two steps the processor's caches hold the model, so Python starts cold each time it makes a batch.
     """
     number, last = 1, list[Batch]()
     while True:
         block, failure, began = list[list[Batch]](), None, time.perf_counter()
         try:
             for item in islice(made, number):
-                block.append(item)  # one by one: what was made before a failure is kept
+                block.append(item)  # one by one: items made before a failure are kept
         except Exception as error:
             failure = error
         seconds = max(time.perf_counter() - began, 1e-9)
@@ -125,7 +125,7 @@ def _tensors(micro_batches: list[Batch]) -> list[Any]:
 
 
 def _places(micro_batches: list[Batch]) -> set[int]:
-    """Where they lie: a data set that writes over what it gave before must not be asked ahead."""
+    """Return the data pointers of the tensors: a dataset that overwrites earlier batches must not be read ahead."""
     leaves = pytree.tree_leaves(_tensors(micro_batches))
     return {leaf.data_ptr() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel()}
 
@@ -145,7 +145,7 @@ def _loader(fetch: Fetch, plan: Plan, steps: range, config: LoaderConfig) -> Dat
         num_workers=config.num_workers,
         worker_init_fn=_start_worker,
         pin_memory=config.device.type == "cuda",
-        generator=torch.Generator(),  # or it would draw from the global one, which a resumed run has to find untouched
+        generator=torch.Generator(),  # the default draws from the global one, which a resumed run must find unchanged
     )
 
 
@@ -154,7 +154,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _start_worker(_: int) -> None:
-    # torchrun signals the whole process group: a worker that dies of SIGTERM takes the last checkpoint with it.
+    # torchrun signals the whole process group: a worker killed by SIGTERM would prevent the last checkpoint.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -162,10 +162,12 @@ def _start_worker(_: int) -> None:
 
 
 def check_shared_memory(batch_bytes: int, *, num_workers: int, place: str = "/dev/shm") -> None:
-    """Workers hand over batches through shared memory; where it is full, a batch is lost and waited for for ever.
+    """Check that shared memory, through which workers pass batches, is large enough.
+
+    When it is full, a batch is lost and the trainer waits for it forever.
 
     Raises:
-        ConfigError: there is not enough for the batches that wait at a time.
+        ConfigError: there is not enough for the batches in flight.
     """
     if not os.path.isdir(place):
         return
@@ -178,13 +180,15 @@ def check_shared_memory(batch_bytes: int, *, num_workers: int, place: str = "/de
 
 
 def _bytes(value: Any) -> int:
-    """Of the tensors and arrays in it."""
+    """Return the total size in bytes of the tensors and arrays in `value`."""
     return sum(int(leaf.nbytes) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor | np.ndarray))
 
 
 def _plainly(fetched: Iterator[Any]) -> Iterator[Any]:
-    """A worker's DataError as it was raised there: the loader wraps a traceback around it. If the worker was killed, torch's
-    error that says so: it comes by SIGCHLD, a moment after the broken pipe."""
+    """Raise a worker's DataError without the traceback that the loader wraps around it.
+
+    If a worker was killed, wait for torch's error that says so: SIGCHLD arrives a moment after the broken pipe.
+    """
     try:
         yield from fetched
     except DataError as error:
@@ -195,7 +199,7 @@ def _plainly(fetched: Iterator[Any]) -> Iterator[Any]:
 
 
 def to(device: torch.device, value: Any) -> Any:
-    """Move tensors, alone or in containers of any depth."""
+    """Move tensors, alone or nested in containers, to `device`."""
     if device.type == "cpu":
-        return value  # where samples are made
+        return value  # samples are made there
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)

@@ -1,4 +1,4 @@
-"""MNIST from its own files."""
+"""MNIST, read from its original files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.errors import DataError
 
 
 class Mnist(Images):
-    """MNIST from its IDX files, in torchvision's layout: `root`/MNIST/raw. Fetched if absent.
+    """MNIST from its IDX files in torchvision's layout, `root`/MNIST/raw, which are downloaded if absent.
 
     Source: LeCun, Cortes, Burges, "The MNIST database of handwritten digits".
     """
@@ -40,6 +40,7 @@ class Mnist(Images):
 
     @classmethod
     def prepare(cls, root: str, **_: Any) -> None:
+        """Download the files if they are absent."""
         folder = Path(root) / "MNIST" / "raw"
         if all((folder / name).is_file() for name in cls.FILES):
             return

@@ -1,4 +1,4 @@
-"""From a collated batch to what the model gets and what the objective compares its outputs with."""
+"""Split a collated batch into the model's inputs and the objective's targets."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ TARGETS = ("labels", "label", "targets", "target")
 def split(
     batch: Any, adapter: Callable[[Any], Any] | None, *, source: Any = None, collate: Callable[[Any], Any] | None = None
 ) -> tuple[Any, Any]:
-    """(inputs, targets) of a collated batch.
+    """Return (inputs, targets) of a collated batch.
 
-    A pair is taken as it is. Of a dict the targets are its entry `labels`, `label`, `targets` or `target`, or all of it
-    where it has none, and the inputs are all of it: a model whose forward has a parameter `labels` gets them, too.
-    Whatever else a batch is, the `adapter` (loader.batch) has to give the pair.
+    A pair is returned as is. Of a dict, the inputs are all of it, so that a model whose forward has a parameter
+    `labels` gets them, too. The targets are its entry `labels`, `label`, `targets` or `target`, or all of it without
+    such an entry. For any other batch, the `adapter` (loader.batch) must return the pair.
 
-    source, collate: the data set and the collate function of a user's own, for the error.
+    source, collate: the dataset and a user's collate function, for error messages.
 
     Raises:
-        DataError: it is not a pair, and nobody says what is what.
+        DataError: the batch is not a pair or a dict, and there is no adapter; or a user's function does not return one.
     """
     if batch is None and collate:
         raise DataError(f"loader.collate_fn gives None{defined(collate)}: write `return ...` as its last line")

@@ -1,6 +1,7 @@
-"""Tar files of samples, as WebDataset has them, with an index: every sample can be read by itself.
+"""WebDataset tar files with an index, so that every sample can be read by itself.
 
-In a shard the files of one sample follow each other and have one name but for their endings: 000017.jpg, 000017.cls.
+In a shard, the files of a sample are consecutive and have the same name except for their extensions: 000017.jpg,
+000017.cls.
 
 Source: https://github.com/webdataset/webdataset#the-webdataset-format
 """
@@ -28,10 +29,11 @@ INDEX = "muster-index.json"
 
 
 class Shards:
-    """`root`/train/*.tar and `root`/val/*.tar: pairs of the files that end with `input` and `target`.
+    """Samples of `root`/train/*.tar and `root`/val/*.tar: pairs of the files with extensions `input` and `target`.
 
-    jpg, jpeg and png become `[3, H, W] float32` from 0 to 1, brought to `image_size` where that is given; cls and id
-    an int, txt a str, json what it holds, npy a tensor. The index is written beside the shards, where that is allowed.
+    jpg, jpeg and png become `[3, H, W] float32` from 0 to 1, resized to `image_size` if it is given; cls and id an int,
+    txt a str, json its content, npy a tensor, others bytes. The index is written beside the shards if the folder is
+    writable.
 
     Raises:
         DataError: there are no shards, or one cannot be read.
@@ -45,7 +47,7 @@ class Shards:
 
     @staticmethod
     def prepare(root: str, **_: Any) -> None:
-        """Write the indices, on one rank of those that see the same folder."""
+        """Write the indices. Called on one of the ranks that see the same folder."""
         for split in ("train", "val"):
             if (Path(root) / split).is_dir():
                 index(Path(root) / split, write=True)
@@ -62,6 +64,7 @@ class Shards:
         return inputs, targets
 
     def fingerprint(self) -> str:
+        """Return the length and a hash of the index."""
         return f"{len(self)}:{hash_of([shard, sorted(files.items())] for shard, files in self.samples)}"
 
     def _decode(self, shard: str, ending: str, at: int, size: int) -> Any:
@@ -84,7 +87,7 @@ class Shards:
         return scaled
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # a worker opens its own
+        return {**self.__dict__, "_open": {}}  # each worker opens its own files
 
 
 DECODE: dict[str, Callable[[bytes], Any]] = {
@@ -95,11 +98,14 @@ DECODE: dict[str, Callable[[bytes], Any]] = {
     "npy": lambda data: torch.from_numpy(np.load(io.BytesIO(data), allow_pickle=False)),
 }
 Sample = tuple[str, dict[str, tuple[int, int]]]
-"""(shard, ending -> (at, size) in bytes)"""
+"""(shard, extension -> (offset, size) in bytes)"""
 
 
 def index(folder: Path, *, write: bool = False) -> list[Sample]:
-    """All samples in the order of shards' names: as the file beside them has it while it fits, else read anew."""
+    """Return all samples in the order of shard names, from the index file if it matches, else from the shards.
+
+    write: also write the index file if the folder is writable. Raises DataError.
+    """
     shards = sorted(folder.glob("*.tar"))
     if not shards:
         raise DataError(f"there is no *.tar in {folder}: put shards into train/ and val/, or set data.root")
@@ -115,9 +121,9 @@ def index(folder: Path, *, write: bool = False) -> list[Sample]:
 
 
 def _kept(path: Path, stamps: dict[str, list[int]]) -> list[Sample] | None:
-    """The samples of the index at `path`; None if it is damaged, or of other shards than those with these sizes and times.
+    """Return the samples of the index at `path`; None if it is damaged, or the shards' sizes or times differ.
 
-    A tar file is padded to 10 KiB, so other samples may make a file of the same size.
+    A tar file is padded to 10 KiB, so different samples may give a file of the same size.
     """
     try:
         found = json.loads(path.read_text())

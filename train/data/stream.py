@@ -1,8 +1,8 @@
 """Data that can only be read from its beginning: torch's IterableDataset.
 
-Every rank reads the whole stream and keeps its own samples of each global batch, so that order and samples are the same at
-every world size, and a resume goes on at the very sample. What costs too much to be read by all belongs into shards
-with an index (shards.py).
+Every rank reads the whole stream and keeps its own samples of each global batch, so that order and samples are the same
+at every world size, and a resume continues at the exact sample. Data that is too expensive for every rank to read
+belongs in shards with an index (shards.py).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from train.errors import ConfigError, DataError
 
 
 class Stream:
-    """An IterableDataset by position: `seek`, then `take`.
+    """Reads an IterableDataset by position: `seek`, then `take`.
 
-    It has to have a length, the samples of an epoch; `set_epoch(epoch)` is called before each where there is such a
-    method. With `state_dict` and `load_state_dict` (torchdata's protocol) a resume begins where its state was taken;
-    otherwise it reads what comes before again.
+    The dataset must have a length, the number of samples of an epoch. Its `set_epoch(epoch)`, if it exists, is called
+    before each epoch. With `state_dict` and `load_state_dict` (torchdata's protocol) a resume continues from the saved
+    state; otherwise it rereads the samples before it.
 
     Raises:
-        ConfigError: it has no length.
+        ConfigError: the dataset has no length.
     """
 
     def __init__(self, dataset: Any):
@@ -46,10 +46,13 @@ class Stream:
         return self._length
 
     def seek(self, epoch: int, index: int, *, seed: Callable[[int], None] = lambda _: None) -> None:
-        """Go to sample `index` of `epoch`, forward where it lies ahead. Raises DataError: the stream ends before it.
+        """Go to sample `index` of `epoch`, forward if it lies ahead, else from the beginning of the epoch.
 
-        seed: called with each sample's index before it is read, those that are passed over too: a stream that shuffles
-            draws there what comes later.
+        seed: called with each sample's index before it is read, also for skipped samples: a stream that shuffles draws
+            later samples there.
+
+        Raises:
+            DataError: the stream ends before the sample.
         """
         if self._samples is None or epoch != self._epoch or index < self._position:
             seed(0)
@@ -60,7 +63,7 @@ class Stream:
         seed(index)
 
     def take(self) -> Any:
-        """The next sample. Raises DataError: there is none."""
+        """Return the next sample. Raises DataError if there is none."""
         assert self._samples is not None
         try:
             sample = next(self._samples)
@@ -72,23 +75,24 @@ class Stream:
         return sample
 
     def state(self) -> dict[str, Any]:
-        """Where it is, for `load` in another process; empty where the data set does not say."""
+        """Return the position, for `load` in another process; empty if the dataset keeps no state."""
         if not self.keeps_state or self._samples is None:
             return {}
         return {"epoch": self._epoch, "position": self._position, "dataset": self.dataset.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a position that `state` returned."""
         self.dataset.load_state_dict(state["dataset"])
         self._epoch, self._position = state["epoch"], state["position"]
         self._samples = iter(self.dataset)
 
     def first(self, number: int = 1) -> list[Any]:
-        """Its first samples, from a copy: the stream stays where it is."""
+        """Return the first samples, read from a copy: the stream's position does not change."""
         samples = iter(copy.deepcopy(self.dataset))
         return [sample for sample, _ in zip(samples, range(number), strict=False)]
 
     def fingerprint(self) -> str:
+        """Return the dataset's own `fingerprint()`, or its length and a hash of its first samples."""
         if hasattr(self.dataset, "fingerprint"):
             return str(self.dataset.fingerprint())
         return f"{len(self)}:{hash_of(look(sample) for sample in self.first(LOOKED_AT))}"

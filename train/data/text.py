@@ -1,4 +1,4 @@
-"""Byte-level language modelling on any text files."""
+"""Byte-level language modeling on any text files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from train.plan import Keys
 
 
 class Text:
-    """Windows of `block_size` bytes out of all files under `root` that match `pattern`, in order of their names.
+    """Windows of `block_size` bytes of all files under `root` that match `pattern`, in order of name.
 
-    `root` None means the Python standard library's own sources. Every tenth window is a test sample. A sample is
-    `[T] int64` bytes and, as its target, the same shifted by one.
+    If `root` is None, the files are the sources of Python's standard library. Every tenth window is a test sample. A
+    sample is `[T] int64` bytes; its target is the same shifted by one.
     """
 
     num_classes = 256
@@ -52,10 +52,11 @@ class Text:
         return inputs[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int], keys: Keys | None = None) -> tuple[Tensor, Tensor]:
-        """`[B, T] int64` bytes and `[B, T] int64` next bytes."""
+        """Return `[B, T] int64` bytes and `[B, T] int64` next bytes."""
         positions = self.starts[np.asarray(indices)][:, None] + np.arange(self.block_size + 1)
         windows = torch.from_numpy(self.bytes[positions].astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def fingerprint(self) -> str:
+        """Return the number of bytes, and a hash of them if they are fewer than 256 MiB."""
         return f"{len(self.bytes)}:{hash_of([self.bytes.tobytes()]) if len(self.bytes) < 1 << 28 else ''}"
