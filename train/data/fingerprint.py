@@ -40,9 +40,7 @@ def look(sample: Any) -> list[Any]:
 def _value(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return (
-        leaf if isinstance(leaf, (bool, int, float, str, bytes)) else type(leaf).__name__
-    )  # a repr could hold an address
+    return leaf if isinstance(leaf, (bool, int, float, str, bytes)) else type(leaf).__name__  # no addresses
 
 
 def hash_of(items: Iterable[Any]) -> str:

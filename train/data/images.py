@@ -32,7 +32,7 @@ class Images:
         return images[0], labels[0]
 
     def __getitems__(self, indices: Sequence[int], keys: Keys | None = None) -> tuple[Tensor, Tensor]:
-        """Return `[B, C, H, W] float32` normalized images, augmented by their keys, and `[B] int64` labels."""
+        """Return `[B, C, H, W] float32` normalized images, shifted and flipped by key, and `[B] int64` labels."""
         chosen = torch.as_tensor(indices)
         images = torch.addcmul(self.offset, self.images.index_select(0, chosen).float(), self.scale)
         if keys is not None and (self.shift or self.flip):

@@ -33,7 +33,7 @@ AHEAD_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch on the device. `count` of its samples are valid (see plan.MicroBatch), out of `total` in the step."""
+    """A micro-batch on the device. `count` of its samples count (see plan.MicroBatch), out of `total` in the step."""
 
     inputs: Any
     targets: Any

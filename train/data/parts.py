@@ -16,14 +16,14 @@ def split(
 ) -> tuple[Any, Any]:
     """Return (inputs, targets) of a collated batch.
 
-    A pair is returned as is. Of a dict, the inputs are all of it, so that a model whose forward has a parameter
-    `labels` gets them, too. The targets are its entry `labels`, `label`, `targets` or `target`, or all of it without
-    such an entry. For any other batch, the `adapter` (loader.batch) must return the pair.
+    An `adapter` (loader.batch) returns the pair itself. Without one, a pair is returned as is. Of a dict, the inputs
+    are all of it, so that a model whose forward has a parameter `labels` gets them, too; the targets are its entry
+    `labels`, `label`, `targets` or `target`, or all of it if it has none of them.
 
     source, collate: the dataset and a user's collate function, for error messages.
 
     Raises:
-        DataError: the batch is not a pair or a dict, and there is no adapter; or a user's function does not return one.
+        DataError: the batch is neither a pair nor a dict and there is no adapter, or a user's function returns no pair.
     """
     if batch is None and collate:
         raise DataError(f"loader.collate_fn gives None{defined(collate)}: write `return ...` as its last line")

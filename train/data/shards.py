@@ -104,7 +104,10 @@ Sample = tuple[str, dict[str, tuple[int, int]]]
 def index(folder: Path, *, write: bool = False) -> list[Sample]:
     """Return all samples in the order of shard names, from the index file if it matches, else from the shards.
 
-    write: also write the index file if the folder is writable. Raises DataError.
+    write: also write the index file if the folder is writable.
+
+    Raises:
+        DataError: there are no shards, or one cannot be read.
     """
     shards = sorted(folder.glob("*.tar"))
     if not shards:
