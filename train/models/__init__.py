@@ -1,1 +1,1 @@
-"""Built-in models. Each is built from its config and, where its parameters name them, the data's input_shape and num_classes."""
+"""Built-in models, built from the config and, if the constructor has them, the data's input_shape and num_classes."""

@@ -1,4 +1,4 @@
-"""Multi-head self-attention that may be divided by heads."""
+"""Multi-head self-attention that can be split by heads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch.nn import functional as F
 class Attention(nn.Module):
     """Scaled dot-product self-attention. `[B, T, D]` to `[B, T, D]`.
 
-    The rows of `qkv` lie head by head, each with its query, key and value: consecutive rows are whole heads, so a rank
-    of tensor parallelism that holds a part of them works on as many heads as it has.
+    The rows of `qkv` are grouped by head, each with its query, key and value. Consecutive rows are whole heads, so a
+    tensor-parallel rank that holds a part of them computes that many heads.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
@@ -22,7 +22,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(hidden_dim, hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2)  # [B, heads here, T, 3, head_dim]
+        """Attend within each sequence, over the heads that this rank holds."""
+        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2)  # [B, local heads, T, 3, head_dim]
         q, k, v = heads.unbind(-2)
         dropout = self.dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=dropout)

@@ -1,4 +1,4 @@
-"""A small convolutional net with batch norm."""
+"""Small convolutional network with batch norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer."""
+"""Small decoder-only transformer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.models.attention import Attention
 
 
 class Gpt(nn.Module):
-    """`[B, T] int64` tokens to `[B, T, classes]` logits of the next one; input and output embeddings are shared.
+    """Maps `[B, T] int64` tokens to `[B, T, classes]` logits of the next token; input and output embeddings are tied.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019 (pre-norm GPT-2).
     """
@@ -53,6 +53,7 @@ class Gpt(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * num_layers) ** 0.5 if name.endswith("out.weight") else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next token at every position."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -61,7 +62,7 @@ class Gpt(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens by what they are and where they stand. `[B, T] int64` to `[B, T, D]`."""
+    """Sum of token and position embeddings. `[B, T] int64` to `[B, T, D]`."""
 
     def __init__(self, num_tokens: int, length: int, hidden_dim: int, dropout: float):
         super().__init__()
@@ -70,13 +71,14 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Embed the tokens, with dropout."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x: Tensor = self.dropout(self.token(tokens) + self.position(positions))
         return x
 
 
 class Block(nn.Module):
-    """Attention and a four times wider MLP, each after its norm and around a residual. `[B, T, D]` to `[B, T, D]`."""
+    """Causal attention and a four times wider MLP, each pre-norm with a residual. `[B, T, D]` to `[B, T, D]`."""
 
     def __init__(self, hidden_dim: int, num_heads: int, dropout: float):
         super().__init__()
@@ -86,6 +88,7 @@ class Block(nn.Module):
         self.mlp_in, self.mlp_out = nn.Linear(hidden_dim, 4 * hidden_dim), nn.Linear(4 * hidden_dim, hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Apply attention, then the MLP."""
         x = x + self._drop(self.attention(self.attention_norm(x)))
         return x + self._drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))))
 

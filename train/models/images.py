@@ -1,4 +1,4 @@
-"""What every model of images asks of the data first."""
+"""The input check that image models share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from train.errors import ConfigError
 
 
 def image_shape(input_shape: Sequence[int], *, model: str) -> tuple[int, int, int]:
-    """(C, H, W). Raises ConfigError if the data's inputs are no images."""
+    """Return `input_shape` as (C, H, W). Raises ConfigError if the data's inputs are not images."""
     if len(input_shape) != 3:
         raise ConfigError(
             f"model={model} takes images [C, H, W], and the data's inputs are {list(input_shape)}: choose another model or data"

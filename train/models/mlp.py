@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: 784-512-10 on MNIST."""
+"""Multi-layer perceptron: 784-512-10 on MNIST."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Mlp(nn.Sequential):
-    """Flattened pixels - hidden layers with ReLU - classes: 784-512-10 on MNIST. `[B, ...]` to `[B, classes]`."""
+    """Flatten, hidden layers with ReLU, and a linear output: 784-512-10 on MNIST. `[B, ...]` to `[B, classes]`."""
 
     def __init__(self, *, input_shape: Sequence[int], num_classes: int, hidden: Sequence[int]):
         widths = [prod(input_shape), *hidden]

@@ -1,4 +1,4 @@
-"""A model as a run begins with it: with weights of another's, and with parts that are not trained."""
+"""Prepare a model for a run: load initial weights and freeze parameters."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ def prepared(
     ignore: Sequence[str] | None,
     freeze: Sequence[str],
 ) -> nn.Module:
-    """The model that `build` gives, with `weights` but for names that `ignore` fits, and without gradients for `freeze`.
+    """Build the model, load `weights` except names that match `ignore`, and freeze parameters that match `freeze`.
 
-    ignore: None where the weights are a whole run's own, of which nothing is left out.
+    ignore: None if the weights are a whole run's own, which must all fit.
 
     Raises:
-        ConfigError: weights and model differ in other names or in shapes, or a pattern of `freeze` fits nothing.
+        ConfigError: weights and model differ in other names or in shapes, a pattern of `freeze` matches nothing, or a
+            parameter has no size yet (a lazy layer).
     """
     model = build()
     for name, parameter in model.named_parameters():
@@ -50,10 +51,10 @@ def prepared(
 
 
 def take(model: nn.Module, weights: Mapping[str, Any], ignore: Sequence[str] | None) -> None:
-    """Give the model `weights`, a state dict, but for names that `ignore` fits.
+    """Load `weights`, a state dict, into the model, except names that match `ignore`.
 
     Raises:
-        ConfigError: a name that `ignore` does not fit is missing, or differs in its shape.
+        ConfigError: a name that does not match `ignore` is missing on either side, or differs in shape.
     """
     wanted = {name: value for name, value in weights.items() if not matches(name, ignore or ())}
     _make_room(model, wanted)
@@ -87,7 +88,7 @@ def take(model: nn.Module, weights: Mapping[str, Any], ignore: Sequence[str] | N
 
 
 def _make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Give a buffer that is None until the model assigns one a tensor of the size that it has in `weights`."""
+    """Allocate buffers that are None until the model assigns them, with their shapes in `weights`."""
     for path, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
             value = weights.get(f"{path}.{key}" if path else key)
@@ -96,7 +97,7 @@ def _make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def _patterns(names: Sequence[str]) -> list[str]:
-    """The modules that hold them; where those are many, the outermost ones."""
+    """Return the modules that hold the names; if there are many, the outermost ones."""
     modules = [*dict.fromkeys(name.rpartition(".")[0] or name for name in names)]
     if len(modules) > MOST_PATTERNS:
         modules = [*dict.fromkeys(name.partition(".")[0] for name in names)]

@@ -1,4 +1,4 @@
-"""A click model: the mean of the items' embeddings, then a multi-layer perceptron."""
+"""Click model: the mean of the items' embeddings, then a multi-layer perceptron."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from train.errors import ConfigError
 
 
 class Recommender(nn.Module):
-    """`[B, K] int64` items to `[B, classes]` logits. Nearly all parameters are in `embedding`, [num_items, dim]."""
+    """Maps `[B, K] int64` items to `[B, classes]` logits. Most parameters are in `embedding`, [num_items, dim]."""
 
     def __init__(
         self, *, input_shape: Sequence[int], num_classes: int, num_items: int, dim: int, hidden: Sequence[int]
@@ -30,5 +30,6 @@ class Recommender(nn.Module):
         self.dense = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
 
     def forward(self, items: Tensor) -> Tensor:
+        """Return the logits for each list of items."""
         logits: Tensor = self.dense(self.embedding(items))
         return logits

@@ -1,4 +1,4 @@
-"""torchvision's residual nets, fitted to the data."""
+"""torchvision's ResNets, adapted to the data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def resnet50(*, input_shape: Sequence[int], num_classes: int) -> nn.Module:
 
 
 def _fit_stem(model: nn.Module, input_shape: Sequence[int]) -> nn.Module:
-    """Other channel counts, and for images of at most 64 pixels the paper's CIFAR stem: 3x3, stride 1, no pooling."""
+    """Adapt the stem to other channel counts; up to 64 pixels use the paper's CIFAR stem: 3x3, stride 1, no pooling."""
     channels, height, width = image_shape(input_shape, model="resnet")
     if max(height, width) <= 64:
         model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)

@@ -1,4 +1,4 @@
-"""torchvision's vision transformer, fitted to the data."""
+"""torchvision's vision transformer, adapted to the data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.models.images import image_shape
 
 
 class Vit(nn.Module):
-    """torchvision's vision transformer for square images of any channel count. `[B, C, H, W]` to `[B, classes]`.
+    """torchvision's vision transformer for square images with any number of channels. `[B, C, H, W]` to `[B, classes]`.
 
     Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020.
     """
@@ -54,15 +54,18 @@ class Vit(nn.Module):
             block.self_attention = SelfAttention(block.self_attention)
         if channels != 3:
             self.vit.conv_proj = nn.Conv2d(channels, hidden_dim, patch_size, stride=patch_size)
-        nn.init.trunc_normal_(self.vit.heads.head.weight, std=0.02)  # torchvision leaves it zero, to be fine-tuned
+        nn.init.trunc_normal_(
+            self.vit.heads.head.weight, std=0.02
+        )  # torchvision initializes it to zero, for fine-tuning
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return the logits for each image."""
         logits: Tensor = self.vit(images)
         return logits
 
 
 class SelfAttention(Attention):
-    """What takes the place of torch's MultiheadAttention, which cannot be divided by heads, and begins with its weights."""
+    """Replaces torch's MultiheadAttention, which cannot be split by heads, and starts with its weights."""
 
     def __init__(self, attention: Any):
         super().__init__(attention.embed_dim, attention.num_heads, dropout=attention.dropout)
@@ -72,6 +75,7 @@ class SelfAttention(Attention):
         self.out = attention.out_proj
 
     def forward(self, x: Tensor, *_: Tensor, **__: bool) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Return (output, None), as MultiheadAttention does without attention weights."""
         return super().forward(x), None
 
     def _by_head(self, rows: Tensor) -> Tensor:
