@@ -1,4 +1,6 @@
-"""`python -m train.evaluate RUN`: measure a run's model again, from any checkpoint, on any split, on any number of ranks."""
+"""`python -m train.evaluate RUN`: evaluate a run's model again, from any checkpoint, on any split and any number of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,13 @@ from train.window import Window
 
 
 class Print(Logger):
-    """The values, on standard output: a line each, or as JSON."""
+    """Prints values to standard output, one per line or as JSON."""
 
     def __init__(self, facts: dict[str, Any], *, as_json: bool):
         self.facts, self.as_json = facts, as_json
 
     def log(self, record: dict[str, Any]) -> None:
+        """Print the values of an evaluation."""
         found = {name: value for name, value in record.items() if name not in ("kind", "step", "epoch")}
         if self.as_json:
             print(json.dumps({**self.facts, **found}), flush=True)
@@ -59,22 +62,23 @@ class Print(Logger):
 
 
 class Quiet(Exit):
-    """An end that leaves the run's folder as it is."""
+    """Handles the end of an evaluation without writing to the run's folder."""
 
     def _write(self, record: dict[str, Any], *, first: bool = False) -> None: ...
 
 
 class Nothing:
-    """Saves nothing: there is nothing to resume."""
+    """Stands in for checkpoints and saves nothing: an evaluation cannot be resumed."""
 
     def save(self, *, state: dict[str, Any], position: dict[str, Any]) -> None:
+        """Raise Preempted in place of saving."""
         raise Preempted("stopped in the middle of an evaluation: run the same command again")
 
     def flush(self) -> None: ...
 
 
 def attempt(config: Config, preemption: Preemption, source: Source, *, split: str, as_json: bool) -> int:
-    """Measure with the other ranks; the exit code. Nothing of the run is written to."""
+    """Evaluate with the other ranks and return the exit code. Writes nothing to the run's folder."""
     leaving = Quiet(Path(config.output_dir))
     try:
         world, strategy = join(config, preemption)
@@ -95,7 +99,11 @@ def measure(
     split: str,
     as_json: bool,
 ) -> None:
-    """Print what the weights of `source` give on `split`. Collective. Raises MusterError."""
+    """Print the metrics of the weights of `source` on `split`. Collective: every rank must call it.
+
+    Raises:
+        MusterError: the data, the weights or another rank failed.
+    """
     leaving.world, leaving.heartbeat = world, beat(config, world, leaving)
     preemption.watch(world)
     set_numerics(config)
@@ -123,7 +131,11 @@ def measure(
 
 
 def restored(recipe: Recipe, source: Source, world: World) -> nn.Module:
-    """The recipe's model, and its objective, with all that the run evaluated with. Raises MusterError."""
+    """Build the recipe's model and load it, and the objective, with all that the run evaluated with.
+
+    Raises:
+        MusterError: the weights cannot be read or do not fit.
+    """
     model, objective = recipe.build_model(), recipe.objective
     buffers = Buffers(model, world, objective=objective if isinstance(objective, nn.Module) else None)
     found = source.read(buffers, says=world.is_first)
@@ -133,7 +145,11 @@ def restored(recipe: Recipe, source: Source, world: World) -> nn.Module:
 
 
 class Source:
-    """What is to be measured of a run: its `model.pt` (None), or a checkpoint. Raises ConfigError if there is none."""
+    """The weights of a run to evaluate: its `model.pt` (`saved` is None), or a checkpoint.
+
+    Raises:
+        ConfigError: there are none.
+    """
 
     def __init__(self, run: Path, checkpoint: str | None, *, storage: str | None = None):
         self.run, self._place = run, storage or str(run / "checkpoints")
@@ -143,15 +159,21 @@ class Source:
 
     @cached_property
     def storage(self) -> Storage:
-        """Where the run's checkpoints are; some are connected to, so not before it has to be."""
+        """The storage of the run's checkpoints. Some storage is remote, so it is opened only when it is used."""
         return Storage(self._place)
 
     def __str__(self) -> str:
         return self.saved.path if self.saved else str(self.run)
 
     def read(self, buffers: Buffers, *, says: bool) -> Evaluated:
-        """What the run evaluated with. Of what `buffers` has and `model.pt` lacks, the newest checkpoint may know more, and is
-        taken then; if there is none, a line says so where this rank `says` it. Raises MusterError."""
+        """Read what the run evaluated with.
+
+        If `model.pt` lacks some of `buffers` and the newest checkpoint has them, the checkpoint is read instead. If
+        there is no checkpoint, a rank that `says` so prints a line.
+
+        Raises:
+            MusterError: the weights cannot be read.
+        """
         if self.saved:
             return read_evaluated(self.saved)
         weights = read_weights(str(self.run))
@@ -196,6 +218,7 @@ class Source:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m train.evaluate", description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--checkpoint", help="a step, newest or best (default: model.pt, else the newest checkpoint)")
@@ -208,7 +231,7 @@ def main() -> None:
     try:
         config = of_run(given.run, overrides)
         keys = [each.key_or_group for each in readable(overrides)]
-        if not any(key.startswith("strategy.") for key in keys):  # it loads what any other has saved
+        if not any(key.startswith("strategy.") for key in keys):  # ddp loads what any strategy saved
             options = values("strategy", "ddp")
             config = replace(config, strategy=Part.of("strategy", options))
         config = replace(config, virtual_world_size=None, callbacks={}, freeze=[])
@@ -219,7 +242,7 @@ def main() -> None:
         tell(error)
         code = error.exit_code
     sys.stdout.flush()
-    os._exit(code)  # as python -m train does: no tear-down
+    os._exit(code)  # no teardown, as in python -m train
 
 
 if __name__ == "__main__":
