@@ -1,9 +1,9 @@
-"""The kit under a name that is nobody else's: `muster`, `torchrun -m muster`, `muster evaluate RUN`.
+"""The kit under a name of its own: `muster`, `torchrun -m muster`, `muster evaluate RUN`.
 
-The kit is the package `train`, and projects have a train.py or a train/ of their own, which Python then finds first. In
-a process that begins here `train` is the kit's, whatever lies in the folder; a project's own modules of that name
-cannot be imported in it. The wheel brings the kit twice, as `train` and within this package, so that a distribution
-that overwrites the one leaves the other whole.
+The kit is the package `train`. Projects often have a train.py or a train/ of their own, which Python then finds first.
+In a process that begins here, `train` is always the kit; a project's own module of that name cannot be imported in it.
+The wheel contains the kit twice, as `train` and within this package: a distribution that overwrites the first leaves
+the second intact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 
 
 def claim() -> ModuleType:
-    """Make `train` the kit's in this process."""
+    """Make `train` the kit in this process, and return it."""
     here = Path(__file__).resolve().parent
     home = next(path for path in (here / "train", here.parent / "train") if (path / "loop.py").is_file())
     found = sys.modules.get("train")

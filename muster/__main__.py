@@ -13,7 +13,7 @@ from muster import claim
 def main() -> None:
     """Run the kit, or one of its tools, with the rest of the command line."""
     claim()
-    sys.path.insert(0, str(Path.cwd()))  # as -m has it: the project's own modules
+    sys.path.insert(0, str(Path.cwd()))  # as python -m does: for the project's own modules
     tool = sys.argv[1] if len(sys.argv) > 1 else ""
     if tool.isidentifier() and is_tool(tool):
         del sys.argv[1]
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def is_tool(name: str) -> bool:
-    """Whether `python -m train.NAME` does something: other modules end without a word."""
+    """Return True if `python -m train.NAME` is a tool: other modules do nothing and exit silently."""
     found = importlib.util.find_spec(f"train.{name}")
     return name == "evaluate" or bool(
         found and found.submodule_search_locations and importlib.util.find_spec(f"train.{name}.__main__")

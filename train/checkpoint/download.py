@@ -1,4 +1,4 @@
-"""Weights by URL: kept in torch's cache by the whole URL, and used again only while they are the same there."""
+"""Download weights by URL into torch's cache, keyed by the whole URL; a copy is reused only while it is current."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from train.redact import redacted, without
 SCHEMES = ("http", "https", "ftp")
 TIMEOUT_S = 60.0
 SETTLED_S = 60.0
-"""A Last-Modified younger than this may stand for two contents (RFC 9110, 8.8.2.2)."""
+"""Minimum age in seconds of a Last-Modified: a younger one may stand for two contents (RFC 9110, 8.8.2.2)."""
 
 
 def local_copy(url: str, *, ask: bool = True) -> Path:
-    """The file that `url` names, downloaded unless the copy in torch's cache is the same. A line says which it is.
+    """Return the file of `url`, downloaded unless the copy in torch's cache is current. Prints which one it is.
 
     Args:
         url: file://, or any of SCHEMES, which may have a user and password.
-        ask: whether to look if it has changed, there or here; otherwise a copy is taken as it is: one rank of a host asks.
+        ask: True to check whether the original or the copy has changed; False to use a copy as is: one rank of a host
+            asks.
 
     Raises:
-        ConfigError: no such kind of URL. StorageError: it cannot be downloaded.
+        ConfigError: the scheme is not supported. StorageError: it cannot be downloaded.
     """
     if urlsplit(url).scheme == "file":
         return Path(unquote(urlsplit(url).path))
@@ -85,7 +86,7 @@ def local_copy(url: str, *, ask: bool = True) -> Path:
 
 
 def _kept(index: Path) -> dict[str, Any]:
-    """What was noted of the copy; empty if there is none."""
+    """Return the record of the cached copy; empty if there is none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         noted = json.loads(index.read_text())
         if (index.parent / Path(noted["file"]).name).is_file():
@@ -100,7 +101,7 @@ def _kept(index: Path) -> dict[str, Any]:
 
 
 def _is_whole(path: Path, kept: dict[str, Any]) -> bool:
-    """True if the copy has the size and the SHA-256 of the download: torch reads flipped bits without a word."""
+    """Return True if the copy has the size and SHA-256 of the download: torch reads flipped bits without an error."""
     try:
         with path.open("rb") as file:
             same_size = path.stat().st_size == int(kept["size"])
@@ -110,7 +111,7 @@ def _is_whole(path: Path, kept: dict[str, Any]) -> bool:
 
 
 def _ask(url: str, kept: dict[str, Any]) -> Any:
-    """The server's answer; None if it says that the copy is what it has."""
+    """Return the server's response, or None if the server confirms the copy."""
     parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
     is_http = parts.scheme != "ftp"
@@ -129,9 +130,9 @@ def _ask(url: str, kept: dict[str, Any]) -> Any:
 
 
 def _is_same(headers: Message, kept: dict[str, Any]) -> bool:
-    """True if the answer has the copy's ETag, or without one its Last-Modified, and its length.
+    """Return True if the response has the copy's ETag, or without one its Last-Modified, and its length.
 
-    If-Modified-Since is not asked: servers answer 304 for an older file, too, that was put back.
+    If-Modified-Since is not sent: servers answer 304 also if an older file was put back.
     """
     if headers.get("Content-Length") not in (None, str(kept.get("size"))):
         return False
@@ -141,7 +142,7 @@ def _is_same(headers: Message, kept: dict[str, Any]) -> bool:
 
 
 def _download(answer: Any, folder: Path, place: str) -> dict[str, Any]:
-    """Save the file under its digest, and give what is to be noted of it."""
+    """Save the file under its digest and return the record of it."""
     draft = draft_of(folder / "download")
     try:
         with draft.open("wb") as file:

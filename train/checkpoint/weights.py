@@ -1,4 +1,4 @@
-"""model.pt: the finished weights in one file that plain torch.load reads, whatever the layout they were trained in."""
+"""model.pt: the trained weights in one file that plain torch.load reads, whatever layout they were trained in."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from train.redact import without
 ALONE = "save the weights alone, torch.save(model.state_dict(), path)"
 MODEL, BESIDE = "model/", "buffers/"
 Place = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a piece lies in its tensor: (offsets, sizes)."""
+"""The position of a piece in its tensor: (offsets, sizes)."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a run evaluates with at one step, in host memory.
+    """What a run evaluates with at a step, in host memory.
 
-    weights: the model's state dict, with the average where evaluation uses one.
-    beside: buffers that are in no state dict, and under `objective/` the state of the objective.
+    weights: the model's state dict, with averages in place of weights where evaluation uses them.
+    beside: buffers that are in no state dict, and the state of the objective under `objective/`.
     """
 
     weights: dict[str, Any]
@@ -45,23 +45,25 @@ class Evaluated:
 
 
 def write_weights(path: Path, weights: Mapping[str, Any], *, writes: bool) -> MusterError | None:
-    """Write `weights` to `path` on the rank that `writes`, rank 0; what kept it from doing so. Collective.
+    """Write `weights` to `path` on rank 0, which `writes`; return the error, if any. Collective: every rank must call
+    it.
 
-    What is sharded comes to it a piece at a time and waits in a file: nobody ever holds a whole one.
+    Rank 0 receives sharded tensors one piece at a time and keeps them in a file: no rank ever holds a whole one in
+    memory.
     """
     spill = path.with_name(f".{path.name}.sharded")
     failure: MusterError | None = None
     whole: dict[str, Any] = {}
     places = _places(weights)
     for name, value in weights.items():
-        in_memory = not in_pieces(value) and not callable(value)  # a module's extra state is no tensor
+        in_memory = not in_pieces(value) and not callable(value)  # a module's extra state is not a tensor
         pieces = iter(()) if in_memory else _pieces(value, places.get(name, []), writes=writes)
         try:
             if writes and not failure:
                 whole[name] = host_copy(value) if in_memory else _spilled(spill, pieces)
         except (OSError, RuntimeError) as error:
             failure = storage_error(f"write {spill}:", error if isinstance(error, OSError) else OSError(str(error)))
-        for _ in pieces:  # those who send do not know that it failed
+        for _ in pieces:  # the senders do not know that it failed
             pass
     if writes and not failure:
         try:
@@ -72,13 +74,16 @@ def write_weights(path: Path, weights: Mapping[str, Any], *, writes: bool) -> Mu
 
 
 def _save(whole: dict[str, Any], draft: Path) -> None:
-    """Through a stream: torch writes the name of a path into the file, and equal weights shall be equal files."""
+    """Save through a stream: torch writes the name of a path into the file, and equal weights must give equal files."""
     with draft.open("wb") as file:
         torch.save(whole, file)
 
 
 def _places(weights: Mapping[str, Any]) -> dict[str, list[Place | None]]:
-    """For each sharded tensor the ranks' places in it; None where a rank has nothing, or what an earlier one has too."""
+    """Return the ranks' places in each sharded tensor. Collective: every rank must call it.
+
+    A place is None if the rank has no piece, or the same piece as an earlier rank.
+    """
     sharded = {name: value for name, value in weights.items() if in_pieces(value)}
     if not sharded:
         return {}
@@ -102,7 +107,10 @@ def _places(weights: Mapping[str, Any]) -> dict[str, list[Place | None]]:
 def _pieces(
     value: Any, places: Sequence[Place | None], *, writes: bool
 ) -> Iterator[tuple[Sequence[int], torch.Size, Tensor]]:
-    """(offsets, size of the whole, piece) of each piece, in host memory, on the rank that `writes`. Collective."""
+    """Yield (offsets, size of the whole, piece) of each piece, in host memory, on the rank that `writes`.
+
+    Collective: every rank must exhaust it.
+    """
     if not in_pieces(value):
         whole = value()
         if writes:
@@ -124,7 +132,7 @@ def _pieces(
 
 
 def _spilled(path: Path, pieces: Iterator[tuple[Sequence[int], torch.Size, Tensor]]) -> Tensor:
-    """The tensor of these pieces, whose bytes lie in a file that has no name any more and not in memory."""
+    """Return the tensor of these pieces, backed by an unlinked, memory-mapped file rather than memory."""
     try:
         with path.open("wb") as file:
             for offsets, size, piece in pieces:
@@ -141,7 +149,7 @@ def _spilled(path: Path, pieces: Iterator[tuple[Sequence[int], torch.Size, Tenso
 
 
 def _runs(offsets: Sequence[int], size: Sequence[int], piece: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The parts of a piece that lie in a row in the whole, each with the number of elements before it there."""
+    """Yield the contiguous runs of a piece in the whole tensor, each with its offset there in elements."""
     strides = [math.prod(size[dimension + 1 :]) for dimension in range(len(size))]
     cut = max((dimension for dimension in range(len(size)) if piece.shape[dimension] != size[dimension]), default=0)
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
@@ -150,11 +158,11 @@ def _runs(offsets: Sequence[int], size: Sequence[int], piece: Tensor) -> Iterato
 
 
 def read_weights(source: str) -> dict[str, Any]:
-    """A model's state dict, in host memory: of a run what `model.pt` holds, of a checkpoint what it would hold at that step.
+    """Read a model's state dict into host memory: from `model.pt`, or what it would hold at a checkpoint's step.
 
     Args:
-        source: a file that torch.save has written, a URL of one, a run's folder (its `model.pt`, else its newest
-            checkpoint), or one checkpoint's folder.
+        source: a file written by torch.save, its URL, a run's folder (its `model.pt`, else its newest checkpoint), or a
+            checkpoint's folder.
 
     Raises:
         ConfigError: there are none. StorageError: they cannot be read.
@@ -171,7 +179,7 @@ def read_weights(source: str) -> dict[str, Any]:
         raise StorageError(f"cannot read weights from {source}: {unreadable(error)[:300]}") from error
     if not isinstance(found, Mapping):
         raise ConfigError(f"{source} holds a {type(found).__name__} and no weights by name: {ALONE}")
-    for inner in ("state_dict", "model"):  # what others' checkpoints call it
+    for inner in ("state_dict", "model"):  # common names in other checkpoints
         found = found[inner] if isinstance(found.get(inner), Mapping) else found
     named = {str(name).removeprefix("module."): value for name, value in found.items()}
     weights = {name: value for name, value in named.items() if isinstance(value, Tensor) or name.endswith(EXTRA)}
@@ -181,7 +189,7 @@ def read_weights(source: str) -> dict[str, Any]:
 
 
 def read_evaluated(saved: Saved) -> Evaluated:
-    """What the run evaluated with at this checkpoint. Every file that it is read from is compared. Raises StorageError."""
+    """Read what the run evaluated with at this checkpoint, and verify each file read. Raises StorageError."""
     try:
         return _evaluated(saved)
     except MusterError:
@@ -192,13 +200,16 @@ def read_evaluated(saved: Saved) -> Evaluated:
 
 
 def lists_beside(saved: Saved, names: Iterable[str]) -> bool:
-    """True if the checkpoint has any of these names of what is in no state dict. Raises StorageError."""
+    """Return True if the checkpoint has any of these names among what is in no state dict. Raises StorageError."""
     tensors = saved.index()["tensors"]
     return any(f"{BESIDE}{name}" in tensors for name in names)
 
 
 def unreadable(error: Exception) -> str:
-    """Why torch cannot read a file, and what to do, in one line. torch itself advises to run the code that is in it."""
+    """Return in one line why torch cannot read a file, and what to do.
+
+    torch's own message suggests to run the code that is in the file.
+    """
     text = one_line(error)
     if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in text:
         return text
@@ -210,7 +221,7 @@ def unreadable(error: Exception) -> str:
 
 
 def _saved_in(path: Path) -> Saved:
-    """The checkpoint in this folder, or the newest of the run in it. Raises ConfigError if there is none."""
+    """Return the checkpoint in `path`, or the newest of the run in it. Raises ConfigError if there is none."""
     inside = path / "checkpoints"
     if match := STEP.fullmatch(path.name):
         storage, steps = Storage(str(path.parent)), [int(match[1])]

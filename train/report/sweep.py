@@ -1,4 +1,4 @@
-"""What came of the jobs of a sweep, as a table at its end."""
+"""The results of a sweep's jobs as a table at its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COORDINATES = ("kind", "step", "epoch")
 
 
 class SweptJob(NamedTuple):
-    """One job: its folder, if its config was accepted, the exit code, and its value of each key that is swept."""
+    """A job: its folder if its config was accepted, its exit code, and its value of each swept key."""
 
     folder: str | None
     exit_code: int
@@ -24,7 +24,7 @@ class SweptJob(NamedTuple):
 
 
 def print_table(jobs: Sequence[SweptJob]) -> None:
-    """A row for each, with the values of its last evaluation, or the last loss. No column is cut off, whatever the width."""
+    """Print a row per job: the values of its last evaluation, or its last loss. No column is cut off at any width."""
     rows = [(job, *_last(job.folder)) for job in jobs]
     keys = list(dict.fromkeys(key for job in jobs for key in job.values))
     names = list(dict.fromkeys(name for *_, values in rows for name in values))
@@ -45,7 +45,7 @@ def print_table(jobs: Sequence[SweptJob]) -> None:
 
 
 def _last(folder: str | None) -> tuple[str, dict[str, Any]]:
-    """(step, values) of the last evaluation of a run, else of its last log line."""
+    """Return (step, values) of a run's last evaluation, or else of its last log line."""
     lines = read(Path(folder) / NAME) if folder else []
     ordered = [line for kind in ("eval", "train") for line in reversed(lines) if line["kind"] == kind]
     last: dict[str, Any] = ordered[0] if ordered else {}
