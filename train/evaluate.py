@@ -1,6 +1,4 @@
-"""`python -m train.evaluate RUN`: evaluate a run's model again, from any checkpoint, on any split and any number of
-ranks.
-"""
+"""`python -m train.evaluate RUN`: evaluate a run's model from any checkpoint, on any split and any number of ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +72,9 @@ class Nothing:
         """Raise Preempted in place of saving."""
         raise Preempted("stopped in the middle of an evaluation: run the same command again")
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Do nothing."""
+        ...
 
 
 def attempt(config: Config, preemption: Preemption, source: Source, *, split: str, as_json: bool) -> int:
@@ -99,11 +99,7 @@ def measure(
     split: str,
     as_json: bool,
 ) -> None:
-    """Print the metrics of the weights of `source` on `split`. Collective: every rank must call it.
-
-    Raises:
-        MusterError: the data, the weights or another rank failed.
-    """
+    """Print the metrics of the weights of `source` on `split`. Collective: every rank must call it. Raises MusterError."""
     leaving.world, leaving.heartbeat = world, beat(config, world, leaving)
     preemption.watch(world)
     set_numerics(config)
@@ -131,11 +127,7 @@ def measure(
 
 
 def restored(recipe: Recipe, source: Source, world: World) -> nn.Module:
-    """Build the recipe's model and load it, and the objective, with all that the run evaluated with.
-
-    Raises:
-        MusterError: the weights cannot be read or do not fit.
-    """
+    """Build the recipe's model; load it and the objective with all that the run evaluated with. Raises MusterError."""
     model, objective = recipe.build_model(), recipe.objective
     buffers = Buffers(model, world, objective=objective if isinstance(objective, nn.Module) else None)
     found = source.read(buffers, says=world.is_first)
@@ -145,10 +137,8 @@ def restored(recipe: Recipe, source: Source, world: World) -> nn.Module:
 
 
 class Source:
-    """The weights of a run to evaluate: its `model.pt` (`saved` is None), or a checkpoint.
-
-    Raises:
-        ConfigError: there are none.
+    """The weights of a run to evaluate: its `model.pt` (`saved` is None), or a checkpoint. Raises ConfigError if none
+    exist.
     """
 
     def __init__(self, run: Path, checkpoint: str | None, *, storage: str | None = None):
@@ -166,10 +156,10 @@ class Source:
         return self.saved.path if self.saved else str(self.run)
 
     def read(self, buffers: Buffers, *, says: bool) -> Evaluated:
-        """Read what the run evaluated with.
+        """Read the weights and buffers that the run evaluated with.
 
-        If `model.pt` lacks some of `buffers` and the newest checkpoint has them, the checkpoint is read instead. If
-        there is no checkpoint, a rank that `says` so prints a line.
+        If `model.pt` lacks some of `buffers` and the newest checkpoint has them, the checkpoint is read instead. If no
+        checkpoint can be read, a rank with `says` prints that these buffers keep their initial values.
 
         Raises:
             MusterError: the weights cannot be read.

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, which evaluation uses and `model.pt` holds.
+"""Exponential moving average of the weights, which evaluation uses and the final `model.pt` holds.
 
 Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; in its exponential form
 Tarvainen and Valpola, "Mean teachers are better role models", 2017. The warm-up of its decay:

@@ -45,11 +45,12 @@ class Evaluated:
 
 
 def write_weights(path: Path, weights: Mapping[str, Any], *, writes: bool) -> MusterError | None:
-    """Write `weights` to `path` on rank 0, which `writes`; return the error, if any. Collective: every rank must call
-    it.
+    """Write `weights` to `path` on rank 0, which `writes`. Collective: every rank must call it.
 
-    Rank 0 receives sharded tensors one piece at a time and keeps them in a file: no rank ever holds a whole one in
-    memory.
+    Rank 0 receives sharded tensors one piece at a time and keeps them in a file: no rank holds a whole one in memory.
+
+    Returns:
+        The error that prevented writing, or None.
     """
     spill = path.with_name(f".{path.name}.sharded")
     failure: MusterError | None = None

@@ -54,9 +54,7 @@ class Vit(nn.Module):
             block.self_attention = SelfAttention(block.self_attention)
         if channels != 3:
             self.vit.conv_proj = nn.Conv2d(channels, hidden_dim, patch_size, stride=patch_size)
-        nn.init.trunc_normal_(
-            self.vit.heads.head.weight, std=0.02
-        )  # torchvision initializes it to zero, for fine-tuning
+        nn.init.trunc_normal_(self.vit.heads.head.weight, std=0.02)  # torchvision's is zero, for fine-tuning
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits for each image."""
