@@ -66,7 +66,7 @@ class Quiet(Exit):
 
 
 class Nothing:
-    """Stands in for checkpoints and saves nothing: an evaluation cannot be resumed."""
+    """Replaces checkpoints and saves nothing: an evaluation cannot be resumed."""
 
     def save(self, *, state: dict[str, Any], position: dict[str, Any]) -> None:
         """Raise Preempted in place of saving."""
@@ -99,7 +99,7 @@ def measure(
     split: str,
     as_json: bool,
 ) -> None:
-    """Print the metrics of the weights of `source` on `split`. Collective: every rank must call it. Raises MusterError."""
+    """Print the metrics of `source`'s weights on `split`. Collective: every rank must call it. Raises MusterError."""
     leaving.world, leaving.heartbeat = world, beat(config, world, leaving)
     preemption.watch(world)
     set_numerics(config)
@@ -127,7 +127,7 @@ def measure(
 
 
 def restored(recipe: Recipe, source: Source, world: World) -> nn.Module:
-    """Build the recipe's model; load it and the objective with all that the run evaluated with. Raises MusterError."""
+    """Build the model of `recipe`; load it and the objective from `source`. Raises MusterError."""
     model, objective = recipe.build_model(), recipe.objective
     buffers = Buffers(model, world, objective=objective if isinstance(objective, nn.Module) else None)
     found = source.read(buffers, says=world.is_first)
@@ -137,9 +137,7 @@ def restored(recipe: Recipe, source: Source, world: World) -> nn.Module:
 
 
 class Source:
-    """The weights of a run to evaluate: its `model.pt` (`saved` is None), or a checkpoint. Raises ConfigError if none
-    exist.
-    """
+    """The weights of a run to evaluate: its `model.pt` (`saved` is None), or a checkpoint. Raises ConfigError."""
 
     def __init__(self, run: Path, checkpoint: str | None, *, storage: str | None = None):
         self.run, self._place = run, storage or str(run / "checkpoints")
@@ -221,7 +219,7 @@ def main() -> None:
     try:
         config = of_run(given.run, overrides)
         keys = [each.key_or_group for each in readable(overrides)]
-        if not any(key.startswith("strategy.") for key in keys):  # ddp loads what any strategy saved
+        if not any(key.startswith("strategy.") for key in keys):  # ddp loads the weights of any strategy
             options = values("strategy", "ddp")
             config = replace(config, strategy=Part.of("strategy", options))
         config = replace(config, virtual_world_size=None, callbacks={}, freeze=[])

@@ -21,7 +21,7 @@ class Callback:
     exception ends the run.
 
     A callback may read `run.step`, `run.progress`, `run.config`, `run.world` and `run.strategy.parameters()`. It ends
-    training early with `run.stop(reason)`. Its `state` holds what it needs on resume.
+    training early with `run.stop(reason)`. Its `state` holds the values that it needs on resume.
 
     needs_evaluations: True if the callback does nothing without evaluations; a run without them is then refused.
     averages: True if evaluation uses the tensors of its `state` in place of the parameters of the same names;
@@ -59,7 +59,7 @@ class Callback:
         """Called when the attempt ends, for any reason."""
 
     def state(self) -> dict[str, Any]:
-        """Return by name what a resume needs: tensors like the parameters (DTensors too) and plain values."""
+        """Return by name the values for a resume: tensors like the parameters (DTensors too) and plain values."""
         return {}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
@@ -67,8 +67,8 @@ class Callback:
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned.
+        """Restore a `state` from a checkpoint.
 
-        Not called if the checkpoint has no state of this callback: then `on_start` initializes it from what was
-        restored, never from what `on_build` saw.
+        Not called if the checkpoint has no state of this callback: then `on_start` initializes it from the restored
+        model, never from the one that `on_build` saw.
         """

@@ -34,7 +34,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a run evaluates with at a step, in host memory.
+    """The tensors that a run evaluates with at a step, in host memory.
 
     weights: the model's state dict, with averages in place of weights where evaluation uses them.
     beside: buffers that are in no state dict, and the state of the objective under `objective/`.
@@ -159,7 +159,9 @@ def _runs(offsets: Sequence[int], size: Sequence[int], piece: Tensor) -> Iterato
 
 
 def read_weights(source: str) -> dict[str, Any]:
-    """Read a model's state dict into host memory: from `model.pt`, or what it would hold at a checkpoint's step.
+    """Read a model's state dict into host memory, from `model.pt` or a checkpoint.
+
+    A checkpoint gives the weights that `model.pt` would hold at its step.
 
     Args:
         source: a file written by torch.save, its URL, a run's folder (its `model.pt`, else its newest checkpoint), or a
@@ -190,7 +192,7 @@ def read_weights(source: str) -> dict[str, Any]:
 
 
 def read_evaluated(saved: Saved) -> Evaluated:
-    """Read what the run evaluated with at this checkpoint, and verify each file read. Raises StorageError."""
+    """Read the tensors that the run evaluated with at this checkpoint; verify each file. Raises StorageError."""
     try:
         return _evaluated(saved)
     except MusterError:
@@ -201,13 +203,13 @@ def read_evaluated(saved: Saved) -> Evaluated:
 
 
 def lists_beside(saved: Saved, names: Iterable[str]) -> bool:
-    """Return True if the checkpoint has any of these names among what is in no state dict. Raises StorageError."""
+    """Return True if the checkpoint has any of `names`, which are in no state dict. Raises StorageError."""
     tensors = saved.index()["tensors"]
     return any(f"{BESIDE}{name}" in tensors for name in names)
 
 
 def unreadable(error: Exception) -> str:
-    """Return in one line why torch cannot read a file, and what to do.
+    """Return in one line why torch cannot read a file, and how to fix it.
 
     torch's own message suggests to run the code that is in the file.
     """

@@ -44,7 +44,7 @@ def key_of(factory: Any, meaning: str, *marks: Any) -> Any:
 
 
 def part(meaning: str) -> Any:
-    """Define a group, whose choice is built with its own constructor."""
+    """Define a group, whose chosen part is built with its own constructor."""
     return field(default=MISSING, metadata={"meaning": meaning, "marks": ()})
 
 
@@ -78,7 +78,7 @@ class Dist:
 
 @dataclass
 class Checkpoint:
-    """Keys of `checkpoint`: when and where checkpoints are saved, and what to resume from."""
+    """Keys of `checkpoint`: when and where checkpoints are saved, and how a run resumes."""
 
     every_steps: int = key(100, "steps between two checkpoints", Ge(1), FREE)
     keep: int = key(3, "how many of the newest are kept", Ge(1), FREE)
@@ -103,7 +103,7 @@ class Checkpoint:
 
 @dataclass
 class Log:
-    """Keys of `log`: what is logged, and how often."""
+    """Keys of `log`: which outputs are written, and how often."""
 
     every_steps: int = key(10, "steps between two `train` lines", Ge(1), FREE)
     progress: Progress = key(Progress.auto, "`bar`, `plain` or `none`", FREE)

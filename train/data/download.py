@@ -8,7 +8,7 @@ from train.errors import DataError
 
 
 def download(fetch: Any, what: str) -> None:
-    """Call `fetch`. If it fails, raise a DataError that says what to place where instead."""
+    """Call `fetch`. Raises DataError, which says which files to place where instead, if it fails."""
     try:
         fetch()
     except (OSError, RuntimeError) as error:

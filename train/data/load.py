@@ -83,7 +83,7 @@ def _where(error: OSError) -> str:
 def _remedy(part: Part, error: OSError) -> str:
     """Return the advice for a file that cannot be read.
 
-    It names the parameter whose value is, or leads to, the file, or `root`; if there is none, the code.
+    It names the parameter whose value is a prefix of the file's path, or else `root`; without either, the code.
     """
     parameters = signature(locate(part))
     values = {name: each.default for name, each in parameters.items()} | part.values

@@ -47,7 +47,7 @@ class LoaderConfig:
     """How samples are fetched. Only `share` changes which samples a rank gets.
 
     max_bad: number of unreadable samples to tolerate; None: none.
-    collate, adapter: a user's own functions; None: torch's default_collate, and what `split` does.
+    collate, adapter: a user's own functions; None: torch's default_collate, and the default of `split`.
     """
 
     share: Share

@@ -1,4 +1,4 @@
-"""Choose fused optimizer steps by parameter group, and guard torch's fused kernels from what they do not support."""
+"""Choose fused optimizer steps by parameter group, and keep unsupported gradients from torch's fused kernels."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _is_plain(group: dict[str, Any]) -> bool:
 
 
 class Guard:
-    """Hooks before and after each step, which keep gradients that fused kernels do not accept from them.
+    """Hooks before and after each step that keep unsupported gradients from fused kernels.
 
     They depend only on the gradients and the state of the current step, so that a resume does the same.
 
