@@ -42,7 +42,7 @@ class Turns:
     def __init__(self, run: Run, steps: int):
         self.run, self.steps = run, steps
         turns = 3 * ROUNDS + 1
-        self._batches = iter(load(run, run.data.train, run.plan, range(turns * steps)))
+        self._batches = iter(load(run, run.plan, range(turns * steps)))
 
     def turn(self, keep: Callable[[], None], finish: Callable[[], None]) -> tuple[float, float]:
         """Seconds of the turn until all is written, and those that `keep` took of it."""

@@ -70,7 +70,7 @@ def worker(line: list[str], *, loads: bool) -> None:
     with open_run(config, world, strategy, preemption, heartbeat, Exit(Path(config.output_dir))) as (run, folder, _):
         opening.__exit__()
         if not loads:
-            strategy.step(0, next(iter(load(run, run.data.train, run.plan, range(1)))))
+            strategy.step(0, next(iter(load(run, run.plan, range(1)))))
             run.progress.step = 1
             with found.setdefault("save", Extra()):
                 with found.setdefault("blocked", Extra()):

@@ -40,8 +40,8 @@ class Half(protocol.Hashing):
 if point == "write":
     protocol.Hashing = Half
 elif point == "index":
-    put = storage.Folder.put
-    storage.Folder.put = die_before(put, lambda _, file: name in file and file.endswith("index.json"))
+    put = storage.Directory.put
+    storage.Directory.put = die_before(put, lambda _, file: name in file and file.endswith("index.json"))
 elif point == "manifest":
     storage.sync_folder = die_before(storage.sync_folder, lambda folder: name in str(folder))
 elif point == "rename":
