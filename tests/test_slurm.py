@@ -122,6 +122,12 @@ def test_requeue_and_preemption_resume(slurm, checkout, ledger):
     assert_exact(ledger, steps=300, batch_size=10)
 
 
+def agents(checkout):
+    """The pids of the agents that a job of this checkout has started."""
+    found = subprocess.run(["pgrep", "-f", f"{checkout}/train/launch/torchrun.py"], capture_output=True, text=True)
+    return found.stdout.split()
+
+
 def test_a_lost_node_brings_the_job_back(slurm, checkout, ledger):
     folder = checkout / "runs/run"
     job = slurm.sbatch(
@@ -130,6 +136,8 @@ def test_a_lost_node_brings_the_job_back(slurm, checkout, ledger):
     reach(folder, 30)
     with slurm.cut_off("n2"):
         slurm.wait(job, "PENDING", timeout_s=120)
+        # One that comes back with the old step still at work confuses Slurm: it starts the job there, and waits for ever.
+        until(lambda: not agents(checkout), "end of the agent that was cut off", timeout_s=90)
     state = slurm.ended(job, timeout_s=200)
     assert state["JobState"] == "COMPLETED" and int(state["Restarts"]) >= 1, logs(checkout)
     assert_exact(ledger, steps=200, batch_size=10)
