@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from kit.job import run
+from kit.job import finish, pace, reached, run, start, wait_for
 
 # 1437 samples in batches of 64 leave 29 for the last step of an epoch; lines and checkpoints do not coincide.
 LINE = (
@@ -142,9 +142,15 @@ def test_the_last_evaluation_of_a_run_that_goes_on(tmp_path):
     run(tmp_path / "run", *line, "max_steps=21")
     best = json.loads((tmp_path / "run/best.json").read_text())
     assert best["step"] == 21
-    on = run(tmp_path / "run", *line, "max_steps=23", "checkpoint.every_steps=1", "eval.max_samples=1")
-    assert (tmp_path / "run/checkpoints/step-00000021").is_dir() or json.loads((tmp_path / "run/best.json").read_text())["value"] > best["value"]  # fmt: skip
-    assert [each["step"] for each in on.lines("eval")] == [10, 20, 23]
+    more = (*line, "max_steps=60", "checkpoint.every_steps=1", EVERY, *pace(0.3))
+    process = start(tmp_path / "run", *more)
+    wait_for(tmp_path / "run", reached(25), process=process)  # the next evaluation is at 30
+    process.kill()
+    killed = finish(process, tmp_path / "run")
+    assert json.loads((tmp_path / "run/best.json").read_text())["step"] == 21
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
+    assert saved[0] == "step-00000021" and saved[-1] > "step-00000022", saved
+    assert [each["step"] for each in killed.lines("eval")] == [10, 20]
 
 
 def test_another_metric_to_watch_is_looked_for_anew(tmp_path):
