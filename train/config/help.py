@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from enum import Enum
 from typing import Any
 
@@ -12,10 +13,13 @@ from train.config.keys import GROUPS, keys
 from train.config.options import conf_folder, options
 from train.errors import MusterError, Preempted
 
+WIDTH = 120
+"""Columns of the keys' meanings in `--help`."""
+
 HEAD = """\
-torchrun --nproc-per-node=N -m train [overrides]     a run on N processes
-python -m train [overrides]                          a run in this process
-python -m train -m optimizer.lr=0.1,0.01             a sweep: one run, in a folder of its own, for each value
+torchrun --nproc-per-node=N -m train [overrides]     train on N processes
+python -m train [overrides]                          train in this process
+python -m train -m optimizer.lr=0.1,0.01             sweep: one run per value, each in its own folder
 """
 
 
@@ -25,12 +29,19 @@ def help_template() -> str:
         ("+experiment", ", ".join(options("experiment")))
     ]
     choices = "\n".join(f"  {group:<13}{names}" for group, names in rows)
-    meanings = "\n".join(f"  {key.name:<26}{_quoted(key.meaning)}" for key in keys() if key.name not in GROUPS)
+    meanings = "\n".join(_wrapped(key.name, _quoted(key.meaning)) for key in keys() if key.name not in GROUPS)
     return (
-        f"{HEAD}\nChoices:\n{choices}\nYour own: model._target_=mypackage.Net (likewise the other groups), "
-        f"+model.width=64 for its arguments\n\nKeys:\n{meanings}\n\nEvery key and its value (override as key=value):\n\n"
+        f"{HEAD}\nChoices:\n{choices}\nYour own: model._target_=mypackage.Net (the same for the other groups), "
+        f"+model.width=64 for its arguments\n\nKeys:\n{meanings}\n\nEvery key and its value (override with key=value):\n\n"
         f"$CONFIG\n{_exit_codes()}\n"
     )
+
+
+def _wrapped(name: str, meaning: str) -> str:
+    """Return the lines of one key: its name, and its meaning in the second column."""
+    indent = " " * 28
+    lines = textwrap.wrap(meaning, WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)
+    return f"  {name:<26}" + f"\n{indent}".join(lines)
 
 
 def _quoted(meaning: str) -> str:

@@ -52,25 +52,33 @@ def part(meaning: str) -> Any:
 class Loader:
     """Keys of `loader`: how samples are read and batched."""
 
-    num_workers: int = key(0, "processes that read samples ahead, a rank", Ge(0), FREE)
-    drop_last: bool = key(False, "leave out the last, smaller batch of an epoch")
-    collate_fn: Any = key(None, "function of your own, by import path: a list of samples to a batch")
-    batch: Any = key(None, "function of your own, by import path: a batch to the pair (inputs, targets)")
-    on_bad_sample: BadSample = key(BadSample.stop, "`skip`: a sample that cannot be read gives its place to the next")
-    max_bad_samples: int = key(10, "how many samples `skip` tolerates", Ge(0), FREE)
+    num_workers: int = key(0, "number of processes per rank that load samples ahead of training", Ge(0), FREE)
+    drop_last: bool = key(False, "drop the last batch of an epoch if it is smaller than `batch_size`")
+    collate_fn: Any = key(
+        None, "import path of a function that turns a list of samples into a batch; `null`: torch's `default_collate`"
+    )
+    batch: Any = key(None, "import path of a function that turns a batch into the pair (inputs, targets)")
+    on_bad_sample: BadSample = key(
+        BadSample.stop, "`stop`: end the run if a sample cannot be read; `skip`: use the next sample in its place"
+    )
+    max_bad_samples: int = key(10, "maximum number of unreadable samples that `skip` tolerates", Ge(0), FREE)
 
 
 @dataclass
 class Dist:
     """Keys of `dist`: how ranks communicate."""
 
-    backend: Backend = key(Backend.auto, "`gloo` or `nccl`; `auto`: by device", FREE)
-    timeout_s: float = key(300.0, "a rank that has stood still for so long is ended", Gt(0), Le(LONGEST_S), FREE)
-    start_timeout_s: float = key(60.0, "by then all ranks must have arrived", Gt(0), Le(LONGEST_S), FREE)
-    shared_memory: bool = key(True, "CPU ranks of one host add up gradients in memory; else by gloo", FREE)
+    backend: Backend = key(Backend.auto, "`gloo` or `nccl`; `auto`: NCCL on GPUs, gloo on the CPU", FREE)
+    timeout_s: float = key(
+        300.0, "seconds without progress after which a rank is reported as hung and ended", Gt(0), Le(LONGEST_S), FREE
+    )
+    start_timeout_s: float = key(60.0, "seconds within which all ranks must join", Gt(0), Le(LONGEST_S), FREE)
+    shared_memory: bool = key(
+        True, "all-reduce in shared memory if all ranks are on the CPUs of one host; otherwise use gloo", FREE
+    )
     init_method: str = key(
         "env://",
-        "by MASTER_ADDR and MASTER_PORT; `file:///shared/path`: ranks started by hand meet through files, without a port",
+        "`env://`: rendezvous by MASTER_ADDR and MASTER_PORT; `file:///shared/path`: by files, for ranks started by hand",
         FREE,
         LOCAL,
     )
@@ -80,34 +88,37 @@ class Dist:
 class Checkpoint:
     """Keys of `checkpoint`: when and where checkpoints are saved, and how a run resumes."""
 
-    every_steps: int = key(100, "steps between two checkpoints", Ge(1), FREE)
-    keep: int = key(3, "how many of the newest are kept", Ge(1), FREE)
+    every_steps: int = key(100, "save a checkpoint every N steps", Ge(1), FREE)
+    keep: int = key(3, "number of newest checkpoints to keep", Ge(1), FREE)
     resume: str = key(
         "auto",
-        "`never` starts over, at each launch, and moves the old run to `previous-N/`; or a path or URL to start from",
+        "`auto` resumes from the newest valid checkpoint; `never` starts over at each launch and moves the old run to "
+        "`previous-N/`; a path or URL: the checkpoint to start from while the run has none of its own",
         FREE,
     )
     storage: str | None = key(
         None,
-        "in place of `checkpoints/` in the run's folder: a folder, or an fsspec URL, of this run alone: `s3://bucket/run` "
-        "(`pip install s3fs`; tested), `gs://bucket/run` (gcsfs; tried with an emulator only)",
+        "folder or fsspec URL for the checkpoints of this run alone: `s3://bucket/run` (`pip install s3fs`; tested), "
+        "`gs://bucket/run` (gcsfs; tested with an emulator only); `null`: `checkpoints/` in the run's folder",
         FREE,
     )
     best: str | None = key(
         None,
-        "a value of the evaluations, `accuracy`: the checkpoint with the best is kept beside the newest, see `best.json`",
+        "name of an evaluation metric, such as `accuracy`: also keep the checkpoint with its best value; `best.json` names it",
         FREE,
     )
-    accept_changes: bool = key(False, "resume although config or data differ from the checkpoint's", FREE)
+    accept_changes: bool = key(False, "resume even if the config or the data differ from the checkpoint's", FREE)
 
 
 @dataclass
 class Log:
     """Keys of `log`: which outputs are written, and how often."""
 
-    every_steps: int = key(10, "steps between two `train` lines", Ge(1), FREE)
-    progress: Progress = key(Progress.auto, "`bar`, `plain` or `none`", FREE)
-    train_metrics: bool = key(False, "measure the objective's metrics on training batches, too", FREE)
+    every_steps: int = key(10, "write a `train` record every N steps", Ge(1), FREE)
+    progress: Progress = key(
+        Progress.auto, "`bar`, `plain` or `none`; `auto`: `bar` in a terminal, otherwise `plain`", FREE
+    )
+    train_metrics: bool = key(False, "also compute the objective's metrics on training batches", FREE)
     tensorboard: bool = key(True, "write `tensorboard/`", FREE)
     report: bool = key(True, "write `report.html` at the end", FREE)
 
@@ -118,51 +129,64 @@ class Eval:
 
     every_steps: int | str | None = key(
         None,
-        "steps between two evaluations, the last after the last step; `null`: every epoch; `off`: never",
+        "evaluate every N steps and after the last step; `null`: after every epoch; `off`: never",
         Ge(1),
         FREE,
     )
     sanity_batches: int = key(
-        2, "evaluation batches tried before a run's first step, without a trace; 0: none", Ge(0), FREE
+        2, "number of evaluation batches to try before the first step, without side effects; 0: none", Ge(0), FREE
     )
-    max_samples: int | None = key(None, "the first so many test samples are measured; `null`: all", Ge(1), FREE)
+    max_samples: int | None = key(None, "evaluate only the first N test samples; `null`: all", Ge(1), FREE)
 
 
 @dataclass
 class Config:
     """Configuration of one run. None means unlimited or chosen automatically, as the key's meaning says."""
 
-    name: str = key("run", "the run's name", FREE)
-    output_dir: str = key("runs/${name}", "one run, one folder", FREE)
-    seed: int = key(0, "of the weights, the order of samples and all that is random", Ge(0), Le(2**64 - 1))
-    epochs: int = key(10, "passes over the training data", Ge(1), FREE)
-    max_steps: int | None = key(None, "optimizer steps; where given, in place of `epochs`", Ge(1), FREE)
-    batch_size: int = key(64, "samples per optimizer step over the whole world, whatever its size", Ge(1))
+    name: str = key("run", "name of the run", FREE)
+    output_dir: str = key("runs/${name}", "folder of the run; each run needs its own", FREE)
+    seed: int = key(0, "seed of the initial weights, the order of samples and all random numbers", Ge(0), Le(2**64 - 1))
+    epochs: int = key(10, "number of passes over the training data", Ge(1), FREE)
+    max_steps: int | None = key(None, "number of optimizer steps; overrides `epochs`", Ge(1), FREE)
+    batch_size: int = key(64, "global batch size: samples per optimizer step over all ranks, at any world size", Ge(1))
     micro_batch_size: int | None = key(
-        None, "the most samples that a rank puts through the model at once; accumulation does the rest", Ge(1), FREE
+        None,
+        "maximum number of samples per forward pass on a rank; gradients are accumulated over micro-batches",
+        Ge(1),
+        FREE,
     )
     virtual_world_size: int | None = key(
         None,
-        "the gradient is computed as so many ranks would: the same weights, bit for bit, at any world size up to it",
+        "compute gradients as N ranks would: bitwise equal weights at every world size up to N",
         Ge(1),
     )
-    precision: Precision = key(Precision.fp32, "`bf16`, or `fp16` with loss scaling")
-    device: Device = key(Device.auto, "`cpu`, `cuda`; `auto`: GPUs where there are any", FREE)
-    gpus: Any = key(None, "`[0,2]` gives local rank 1 device 2, `0` is `[0]`; `null`: all", FREE, LOCAL)
-    compile: bool = key(False, "torch.compile the model", FREE)
-    channels_last: bool | None = key(None, "memory layout of images; `null`: by device and precision", FREE)
-    grad_clip: float | None = key(None, "the most that the L2 norm of the global gradient may be", Gt(0))
-    on_nonfinite: NonFinite = key(NonFinite.stop, "`skip` leaves out steps whose loss or gradient is not finite", FREE)
-    max_skipped_steps: int = key(10, "how many such steps in a row are tolerated", Ge(1), FREE)
-    max_idle_attempts: int = key(3, "attempts in a row that come no further, before exit code 7", Ge(0), FREE)
-    max_idle_preemptions: int = key(100, "clean stops in a row that come no further, before exit code 7", Ge(0), FREE)
-    deterministic: bool = key(False, "deterministic kernels only", FREE)
-    data: Any = part("what is trained on")
-    model: Any = part("what is trained")
-    objective: Any = part("what is minimised and measured")
-    optimizer: Any = part("how weights are changed")
-    scheduler: Any = part("how the learning rate changes")
-    strategy: Any = part("how a step is carried out across ranks")
+    precision: Precision = key(Precision.fp32, "`fp32`, `bf16`, or `fp16` with loss scaling")
+    device: Device = key(Device.auto, "`cpu` or `cuda`; `auto`: GPUs if the host has any", FREE)
+    gpus: Any = key(
+        None, "GPUs of local ranks 0, 1, ... by index: `[0,2]`, or `0` for `[0]`; `null`: all, in order", FREE, LOCAL
+    )
+    compile: bool = key(False, "compile the model with torch.compile", FREE)
+    channels_last: bool | None = key(
+        None, "use the channels-last memory format; `null`: only for convolutions on GPUs in `bf16` or `fp16`", FREE
+    )
+    grad_clip: float | None = key(None, "maximum L2 norm of the global gradient; `null`: no clipping", Gt(0))
+    on_nonfinite: NonFinite = key(
+        NonFinite.stop, "`stop`: end the run if the loss or the gradient is not finite; `skip`: skip the step", FREE
+    )
+    max_skipped_steps: int = key(10, "maximum number of consecutive skipped steps", Ge(1), FREE)
+    max_idle_attempts: int = key(
+        3, "consecutive failed attempts without progress to tolerate; one more ends with exit code 7", Ge(0), FREE
+    )
+    max_idle_preemptions: int = key(
+        100, "consecutive preemptions without progress to tolerate; one more ends with exit code 7", Ge(0), FREE
+    )
+    deterministic: bool = key(False, "use deterministic kernels only", FREE)
+    data: Any = part("training and test data")
+    model: Any = part("model to train")
+    objective: Any = part("loss and metrics")
+    optimizer: Any = part("optimizer of the weights")
+    scheduler: Any = part("learning rate schedule")
+    strategy: Any = part("execution of a step across ranks")
     loader: Loader = field(default_factory=Loader)
     dist: Dist = field(default_factory=Dist)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -170,27 +194,29 @@ class Config:
     eval: Eval = field(default_factory=Eval)
     metrics: dict[str, Any] = key_of(
         lambda: {"port": None, "host": "127.0.0.1"},
-        "what else is measured: `+metrics.f1._target_=torchmetrics.F1Score`, any with update, compute and reset; "
-        "`metrics.port=9400`: rank 0 answers Prometheus there, on `metrics.host`",
+        "additional metrics, objects with update, compute and reset: `+metrics.f1._target_=torchmetrics.F1Score`; "
+        "`metrics.port=9400`: serve Prometheus on rank 0 at `metrics.host`",
         FREE,
     )
     callbacks: dict[str, Any] = key_of(
-        dict, "what happens beside the loop: names from conf/callbacks, `+callbacks.mine._target_=your.Own`", FREE
+        dict, "callbacks: names from conf/callbacks, or your own as `+callbacks.mine._target_=your.Own`", FREE
     )
-    doctor: bool = key(False, "look first whether this cluster can train (`python -m train.doctor --quick`)", FREE)
-    profile: bool = key(False, "write a torch.profiler trace of some steps of each rank to `profile/`", FREE)
+    doctor: bool = key(
+        False, "run the doctor's quick checks of the cluster first (`python -m train.doctor --quick`)", FREE
+    )
+    profile: bool = key(False, "write a torch.profiler trace of a few steps of each rank to `profile/`", FREE)
     own: dict[str, Any] = key_of(
-        dict, "values of your own (`+own.width=64`), for YAML elsewhere to refer to as own.width", FREE
+        dict, "your own values (`+own.width=64`); other YAML refers to them as own.width", FREE
     )
-    freeze: list[str] = key_of(list, "patterns of parameters' names that are not trained: `[features, '*.bias']`")
+    freeze: list[str] = key_of(list, "name patterns of parameters that are not trained: `[features, '*.bias']`")
     init_from: str | None = key(
-        None, "weights to begin with: a file, a URL, or a run's folder (its `model.pt`, else its newest checkpoint)"
+        None, "initial weights: a file, a URL, or a run's folder (its `model.pt`, else its newest checkpoint)"
     )
     init_ignore: list[str] = key_of(
-        list, "patterns of names that `init_from` need not have, or that do not fit: `[head]`"
+        list, "name patterns of weights not to load from `init_from`, such as a new head: `[head]`"
     )
     loggers: dict[str, Any] = key_of(
-        dict, "what else keeps the records: names from conf/loggers, `+loggers.mine._target_=your.Own`", FREE
+        dict, "loggers: names from conf/loggers, or your own as `+loggers.mine._target_=your.Own`", FREE
     )
 
 
