@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from train.config.compose import compose
-from train.faults.exit import Exit
 from train.faults.preemption import Preemption
+from train.job.exit import Exit
 from train.loop import Run, load, save
 from train.run import beat, join, open_run
 

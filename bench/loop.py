@@ -35,8 +35,8 @@ from bench.peers import Loop, installed
 from train.config.compose import compose
 from train.config.parts import build
 from train.data.load import Data
-from train.faults.exit import Exit
 from train.faults.preemption import Preemption
+from train.job.exit import Exit
 from train.loop import train
 from train.plan import Plan
 from train.run import beat, join, open_run

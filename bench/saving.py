@@ -19,9 +19,9 @@ from pathlib import Path
 from bench.steps import WORKLOAD, held, launch, overrides
 from train.checkpoint.weights import write_weights
 from train.config.compose import compose
-from train.faults.exit import Exit
 from train.faults.heartbeat import Heartbeat
 from train.faults.preemption import Preemption
+from train.job.exit import Exit
 from train.loop import load, save
 from train.run import join, open_run
 

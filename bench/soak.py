@@ -37,7 +37,7 @@ LINE = (
     "eval.every_steps=50",
 )
 PAUSE_S = 8.0
-"""The longest that a node stands still: less than a lease outlives (faults/lease.py)."""
+"""The longest that a node stands still: less than a lease outlives (job/lease.py)."""
 HARMLESS = ("second launch", "node paused")
 """After these the run may go on without a new attempt."""
 

@@ -37,7 +37,7 @@ from train.config.compose import folder_name
 from train.config.explain import explain
 from train.config.options import conf_folder
 from train.errors import ConfigError, Preempted, one_line
-from train.faults.exit import tell
+from train.job.exit import tell
 from train.launch import execute, loopback, slurm, verdict
 from train.launch.spec import MARGIN_S, Spec, command, printed, this_torchrun
 from train.launch.variables import whole

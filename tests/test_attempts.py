@@ -8,29 +8,32 @@ import sys
 import time
 
 import pytest
+from kit.clock import ManualClock
 from kit.job import environment, finish, pace, reached, run, start, wait_for
 from kit.until import until
 
-from train.errors import ConfigError
-from train.faults import attempts, lease
-from train.faults.attempts import Attempt
-from train.faults.lease import Lease
+from train import attempts
+from train.attempts import Attempt
+from train.errors import ConfigError, Held
+from train.job import lease
+from train.job.lease import Claimant, Lease
 
+ME = Claimant("me", agents=("me",))
 ENDLESS = ("model._target_=kit.parts.models.Slow", "data._target_=kit.parts.data.Numbered", "max_steps=100000")
 
 
 def claim(folder, attempt, **kwargs):
-    kwargs = {"agents": [attempt], "launcher": attempt, "on_loss": print} | kwargs
+    own = Claimant(attempt, agents=kwargs.pop("agents", (attempt,)), launcher=attempt)
     after = max(lease.newest_claim(folder)[0], attempts.last(folder).token)
-    return Lease(folder, after=after, attempt=attempt, **kwargs)
+    return Lease(folder, own, after=after, **{"on_loss": print} | kwargs)
 
 
 def test_of_many_launches_at_once_exactly_one_trains(tmp_path):
     """Eight processes that claim one folder at the same moment, five times over."""
     code = (
-        "import sys, time, pathlib\nfrom train.faults.lease import Lease, look\nfrom train.errors import ConfigError\n"
+        "import sys, time, pathlib\nfrom train.job.lease import Claimant, Lease, look\nfrom train.errors import ConfigError\n"
         "folder, me = pathlib.Path(sys.argv[1]), sys.argv[2]\nsys.stdin.read(1)\n"
-        "try:\n    after = look(folder, [me])\n    Lease(folder, after=after, attempt=me, agents=[me], launcher=me, on_loss=print)\n"
+        "try:\n    own = Claimant(me, agents=(me,), launcher=me)\n    Lease(folder, own, after=look(folder, own), on_loss=print)\n"
         "    print('won', flush=True)\n    time.sleep(60)\nexcept ConfigError as error:\n    print('refused', flush=True)\n"
     )
     for number in range(5):
@@ -105,10 +108,10 @@ def test_a_holder_of_which_no_process_is_left_is_not_waited_for(tmp_path):
     assert not has_ended(launcher()) and has_ended(":".join(gone)) and not has_ended(f"elsewhere:{':'.join(gone[1:])}")
     process.kill()
     process.wait()
-    held = claim(tmp_path, "dead", agents=[":".join(gone)])
+    held = claim(tmp_path, "dead", agents=(":".join(gone),))
     held._ended.set()
     began = time.monotonic()
-    lease.look(tmp_path, ["me"])
+    lease.look(tmp_path, ME)
     assert time.monotonic() - began < 1
 
 
@@ -128,23 +131,69 @@ def test_a_full_disk_gathers_no_drafts(tmp_path, monkeypatch):
     held.let_go()
 
 
-def test_a_stall_shorter_than_the_lease_keeps_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease, "HELD_S", 8.0)
-    held = claim(tmp_path, "slow")
-    held._ended.set()  # it stands still
-    held._thread.join()
-    held._ended.clear()
+@pytest.mark.unit
+@pytest.mark.parametrize("stalled_s", [lease.HELD_S - 1, lease.HELD_S + 1])
+def test_a_stall_shorter_than_the_lease_keeps_it(tmp_path, stalled_s):
+    clock = ManualClock()
+    held = claim(tmp_path, "slow", clock=clock)
+    until(lambda: (tmp_path / ".alive").exists(), "sign of life", timeout_s=5)
+    clock.at(stalled_s, held.renew)
+    if stalled_s < lease.HELD_S:
+        with pytest.raises(ConfigError, match="in use by another job"):
+            lease.look(tmp_path, ME, clock=clock)
+    else:
+        assert lease.look(tmp_path, ME, clock=clock) == held.token
+    held.let_go()
 
-    def wake():
-        time.sleep(2.0)
-        held._renew()  # begins with the sign that is there already, and changes it a second later
 
-    import threading
+@pytest.mark.unit
+@pytest.mark.parametrize("stands", [False, True])
+def test_another_part_of_the_job_is_waited_for_and_superseded_once_it_stands(tmp_path, stands):
+    clock, waited_s = ManualClock(), 30.0
+    holder = Claimant("first", agents=("agent-1",), job="job", meets_at="here")
+    asked = []
+    held = Lease(tmp_path, holder, after=0, on_loss=print, on_request=asked.append, stands=lambda: stands, clock=clock)
+    until(lambda: (tmp_path / ".alive").exists(), "sign of life", timeout_s=5)
+    for second in range(1, 60):
+        clock.at(second, held.renew)
+    other = Claimant("second", agents=("agent-2",), job="job", meets_at="here")
+    began = clock.now
+    if stands:
+        assert lease.look(tmp_path, other, wait_s=waited_s, clock=clock) == held.token
+        assert clock.now - began < 5
+    else:
+        with pytest.raises(Held, match="has not made way for 31 s"):
+            lease.look(tmp_path, other, wait_s=waited_s, clock=clock)
+    assert len(asked) == 1 and not (tmp_path / ".wanted").exists()
+    held.let_go()
 
-    threading.Thread(target=wake, daemon=True).start()
+
+@pytest.mark.unit
+@pytest.mark.parametrize("clock_is", ["ahead of", "behind"])
+def test_a_holder_whose_clock_differs_is_reported(tmp_path, clock_is):
+    clock = ManualClock()
+    held = Lease(tmp_path, Claimant("first", agents=("agent-1",), job="job"), after=0, on_loss=print, clock=clock)
+    until(lambda: (tmp_path / ".alive").exists(), "sign of life", timeout_s=5)
+    other = ManualClock()
+    other.time = lambda: clock.now + (11 if clock_is == "ahead of" else -11)
+    other.at(1, held.renew)
+    with pytest.raises(ConfigError, match=f"is 11 s {clock_is} that of"):
+        lease.look(tmp_path, Claimant("second", job="job"), wait_s=30, clock=other)
+    held.let_go()
+
+
+@pytest.mark.unit
+def test_a_slow_attempt_that_others_have_passed_holds_nothing(tmp_path):
+    """It looked before two others came and the first of them left; its token is free, but no longer the newest."""
+    first = claim(tmp_path, "first")
+    second = claim(tmp_path, "second")
+    assert not (tmp_path / f".claim-{first.token}").exists()
     with pytest.raises(ConfigError, match="in use by another job"):
-        lease.look(tmp_path, ["me"])
-    held._ended.set()
+        Lease(tmp_path, ME, after=first.token - 1, on_loss=print)
+    assert [path.name for path in tmp_path.glob(".claim-*")] == [f".claim-{second.token}"]
+    for each in (first, second):
+        each.let_go()
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_paused_launch_whose_folder_was_taken_leaves_at_once(tmp_path):

@@ -10,8 +10,10 @@ from kit.ledger import RECORDED, assert_exact
 from kit.loopback import nodes
 from kit.until import until
 
+from train import attempts
 from train.errors import ConfigError
-from train.faults import attempts, lease
+from train.job import lease
+from train.job.lease import Claimant
 from train.launch import loopback
 from train.launch.spec import Timings
 
@@ -124,7 +126,7 @@ def test_a_launch_while_torchrun_restarts_another_one_is_refused(tmp_path, monke
         assert second.code == 2 and "in use by another job" in second.said[0], second.out
     monkeypatch.setattr(lease, "is_at_work", lambda _: False)  # as on another host, which sees no process of this one
     with pytest.raises(ConfigError, match="in use by another job"):
-        lease.look(tmp_path / "run", ["elsewhere"])
+        lease.look(tmp_path / "run", Claimant("elsewhere", agents=("elsewhere",)))
     (tmp_path / "go").touch()
     ended = finish(first, tmp_path / "run")
     assert ended.code == 0 and ended.outcome["outcome"] == "done", ended.out

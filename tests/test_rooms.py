@@ -11,8 +11,8 @@ pytestmark = pytest.mark.unit
 # The runtime, which knows no Hydra, no strategy and no model; then the trainer: config -> data -> model -> strategy ->
 # loop. The left never imports the right.
 RUNTIME = (
-    "redact", "errors", "origin", "imported", "flat", "files", "plan", "dist", "faults", "launch", "timing", "checkpoint",
-    "loggers", "report", "folder",
+    "redact", "errors", "origin", "imported", "flat", "files", "clock", "plan", "dist", "attempts", "faults", "launch",
+    "timing", "checkpoint", "loggers", "report", "job",
 )  # fmt: skip
 ORDER = (
     *RUNTIME, "doctor", "patterns", "config", "data", "models", "objectives", "optim", "strategies", "window", "loop",

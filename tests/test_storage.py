@@ -17,15 +17,15 @@ import pytest
 import torch
 from kit.job import environment, finish, free_port, reached, run, start, wait_for
 
+from train.attempts import Attempt
 from train.checkpoint import storage as protocol
-from train.checkpoint.owner import Owner
 from train.checkpoint.state import read
 from train.checkpoint.storage import Lost, Storage, Unclear
 from train.dist.board import Board
 from train.dist.place import Place
 from train.dist.world import World
 from train.errors import StorageError
-from train.faults.attempts import Attempt
+from train.job.owner import Owner
 
 SAVING = ("model.hidden=[16]", "checkpoint.every_steps=5", "max_steps=20", "checkpoint.keep=2")
 

@@ -49,7 +49,7 @@ def main() -> None:
 def carry_out(config: Config | ConfigError, preemption: Preemption) -> int:
     """Run one attempt. A config error is reported at once if there are no other ranks to inform."""
     from train.errors import ConfigError
-    from train.faults.exit import tell
+    from train.job.exit import tell
 
     if isinstance(config, ConfigError) and "RANK" not in os.environ:
         tell(config)

@@ -27,8 +27,8 @@ from train.data.load import load
 from train.dist.world import World
 from train.errors import ConfigError, MusterError, Preempted, say
 from train.faults import output
-from train.faults.exit import Exit, tell
 from train.faults.preemption import Preemption
+from train.job.exit import Exit, tell
 from train.loggers.base import Logger
 from train.loggers.metrics import Metrics
 from train.loop import Progress, Run, evaluate

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from train import attempts
 from train.callbacks.all import Callbacks
 from train.changes import refuse_changes
 from train.checkpoint import manager as checkpoint
@@ -37,11 +38,10 @@ from train.dist.meeting import meet
 from train.dist.place import Place, asked_for
 from train.dist.world import START_S, World, start
 from train.errors import ConfigError, Diverged, MusterError, StorageError, one_line, say
-from train.faults import attempts
-from train.faults.exit import Exit
 from train.faults.heartbeat import Heartbeat
 from train.faults.preemption import Preemption
-from train.folder import RunFolder, note_end, open_folder
+from train.job.exit import Exit
+from train.job.folder import RunFolder, note_end, open_folder
 from train.loggers.metrics import Metrics
 from train.loop import Progress, Run, train
 from train.models.prepare import prepared

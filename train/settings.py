@@ -10,7 +10,7 @@ from train.config.differences import comparable, to_dict
 from train.config.keys import Config
 from train.dist.options import GroupOptions
 from train.doctor.base import Visit
-from train.folder import RunOptions
+from train.job.folder import RunOptions
 
 
 def group_options(config: Config) -> GroupOptions:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from train.config.compose import compose
-from train.faults import lease
 from train.faults.preemption import Preemption
+from train.job import lease
 from train.run import attempt
 
 if __name__ == "__main__":

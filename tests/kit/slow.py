@@ -11,8 +11,8 @@ import re
 import time
 
 from kit.front import run
+from train import attempts
 from train.checkpoint.backends.folder import Directory
-from train.faults import attempts
 
 put, write = Directory.put, attempts.write
 

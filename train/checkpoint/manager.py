@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.distributed import DistError
 
+from train import attempts
 from train.checkpoint.records import BEST, INDEX
 from train.checkpoint.state import RankShare, Shares, file_of, read, saved_tensors
 from train.checkpoint.storage import Files, Lost, Saved, Storage, Unclear, name, place_of
@@ -27,7 +28,6 @@ from train.checkpoint.trained import Resumable, Trained, own_prefix
 from train.checkpoint.weights import unreadable
 from train.dist.world import World
 from train.errors import Damaged, MusterError, NoValidCheckpoint, StorageError, say, traceback_of
-from train.faults import attempts
 from train.faults.phase import LONG_S
 from train.files import replace_file
 from train.redact import without

@@ -20,7 +20,7 @@ from train.dist.network import choose_interface
 from train.dist.place import Place
 from train.errors import ConfigError, MusterError, say
 from train.faults import agent, output
-from train.faults.exit import tell
+from train.job.exit import tell
 
 TIMEOUT = timedelta(seconds=120)
 

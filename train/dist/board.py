@@ -264,7 +264,7 @@ class Board:
         said: dict[str, Any] = json.loads(self._patient.get(f"save/{save}/end"))
         return said
 
-    # Leaving (faults/exit.py). The store may be gone or hang forever, so none of these calls waits long for it.
+    # Leaving (job/exit.py). The store may be gone or hang forever, so none of these calls waits long for it.
 
     def claim_failure(self, record: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
         """Post the failure of this rank, unless another rank has posted one.

@@ -21,7 +21,7 @@ from train.doctor.show import show, write
 from train.doctor.visit import examine
 from train.errors import MusterError
 from train.faults import output
-from train.faults.exit import tell
+from train.job.exit import tell
 from train.settings import group_options, visit_of
 
 FAILED = 1

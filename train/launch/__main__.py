@@ -20,8 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from train import attempts
 from train.errors import ConfigError, Held, nearest, one_line, say
-from train.faults import attempts, output
+from train.faults import output
 from train.launch import execute, slurm
 from train.launch.check import check, check_apart
 from train.launch.spec import Dynamic, Spec, command, environment, printed, steady_torchrun, this_torchrun

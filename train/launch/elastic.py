@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from train import attempts
 from train.dist.place import JOB
-from train.faults import attempts, output
+from train.faults import output
 from train.launch.check import answer
 from train.launch.spec import Dynamic, Spec
 from train.launch.verdict import identity

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from train import attempts
 from train.dist.place import JOB, NODES
 from train.errors import say
-from train.faults import attempts
 from train.launch.spec import MARGIN_S, Spec, command, environment, printed, steady_torchrun, this_torchrun
 from train.launch.verdict import Policy, Verdict, decide
 

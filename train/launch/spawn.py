@@ -23,9 +23,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from train import attempts
 from train.dist.place import JOB
 from train.errors import ConfigError, Held, MusterError, Preempted, final, of_code, one_line
-from train.faults import attempts
 from train.launch import loopback
 from train.launch.spec import Spec, environment
 from train.launch.variables import whole

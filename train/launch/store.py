@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from train import attempts as outcome
 from train.errors import final
-from train.faults import attempts as outcome
 from train.launch.compose import STORE_PORT
 
 # After these outcomes no agent comes back by itself, so the store is no longer needed.

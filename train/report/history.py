@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from train.faults import attempts
+from train import attempts
 from train.flat import flatten
 from train.loggers import jsonl
 from train.plan import Plan

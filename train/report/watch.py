@@ -13,7 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from train.faults import attempts, output
+from train import attempts
+from train.faults import output
 from train.loggers.console import describe, several
 from train.loggers.jsonl import NAME
 from train.origin import located

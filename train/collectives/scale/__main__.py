@@ -14,7 +14,7 @@ from train.collectives.scale.show import Prediction, draw, show
 from train.collectives.scale.strategies import STRATEGIES
 from train.errors import MusterError, say
 from train.faults import output
-from train.faults.exit import tell
+from train.job.exit import tell
 
 
 def main(arguments: Sequence[str]) -> int:

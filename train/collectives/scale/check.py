@@ -33,7 +33,7 @@ from train.collectives.table import WIDTH
 from train.collectives.wire import written_bytes
 from train.errors import ConfigError, MusterError, say
 from train.faults import agent
-from train.faults.exit import tell
+from train.job.exit import tell
 from train.models.gpt import Gpt
 
 WORLD_SIZES = (1, 2, 4)

@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from train import attempts
+from train.attempts import Attempt
 from train.dist.place import restarts_left
 from train.errors import (
     CrashLoop,
@@ -30,10 +32,9 @@ from train.errors import (
     say,
     traceback_of,
 )
-from train.faults import agent, attempts
-from train.faults.attempts import Attempt
+from train.faults import agent
 from train.faults.heartbeat import BEAT_S, Heartbeat
-from train.faults.lease import Lease, newest_claim
+from train.job.lease import Lease, newest_claim
 from train.origin import kind_and_message, located, place
 from train.redact import redacted
 

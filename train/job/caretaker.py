@@ -1,4 +1,4 @@
-"""Keep a claim while torchrun restarts its ranks: `python -m train.faults.caretaker FOLDER TOKEN AGENT`.
+"""Keep a claim while torchrun restarts its ranks: `python -m train.job.caretaker FOLDER TOKEN AGENT`.
 
 This is a process of its own, because no rank exists during a restart and torchrun's agent knows nothing of claims. It
 exits once the ranks have claimed the run again, and gives the claim up when the agent, identified as by
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from train.dist.place import has_ended
-from train.faults.lease import RENEW_S, RESTARTS, give_up, newest_claim, show, sign
+from train.job.lease import RENEW_S, RESTARTS, give_up, newest_claim, show, sign
 
 POLL_S = 0.2
 

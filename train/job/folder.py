@@ -11,17 +11,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from train.checkpoint.owner import Owner
+from train import attempts
+from train.attempts import Attempt
 from train.checkpoint.resume import find_checkpoint
 from train.checkpoint.storage import SEEN_WITHIN_S, Saved, Storage
-from train.dist.place import asked_for, record_name
+from train.dist.place import asked_for
 from train.dist.world import World
 from train.errors import CrashLoop, MusterError, StorageError, say, storage_error
-from train.faults import attempts, lease
-from train.faults.attempts import Attempt
-from train.faults.exit import Exit
-from train.faults.lease import Lease
 from train.files import replace_file
+from train.job import lease
+from train.job.exit import Exit
+from train.job.lease import Claimant, Lease
+from train.job.owner import Owner
 from train.loggers.jsonl import last_step
 
 Refusal = Callable[[Saved], MusterError | None]
@@ -119,20 +120,17 @@ def open_folder(options: RunOptions, world: World, leaving: Exit, *, refusal: Re
 
 
 def _claim(path: Path, options: RunOptions, world: World, leaving: Exit) -> None:
-    part = lease.JobPart.own()
+    own = Claimant.own(world.attempt, world.agents)
     wait_s = min(options.timeout_s + lease.HELD_S, lease.WAIT_S)
-    after = lease.look(path, world.agents, part, wait_s=wait_s, stopping=leaving.is_told)
+    after = lease.look(path, own, wait_s=wait_s, stopping=leaving.is_told)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise storage_error("use output_dir:", error) from error
     leaving.lease = Lease(
         path,
+        own,
         after=after,
-        attempt=world.attempt,
-        agents=world.agents,
-        launcher=record_name(),
-        part=part,
         on_loss=leaving.at_once,
         on_request=leaving.regroup,
         stands=lambda: bool(leaving.heartbeat and leaving.heartbeat.is_abandoned),
