@@ -199,7 +199,10 @@ def test_help_knows_a_folder_of_yaml_files_and_quotes_values(tmp_path):
     conf(tmp_path)
     code, out = start(["--help", "--config-dir", "conf"], [environment()], cwd=tmp_path, timeout_s=60)
     assert code == 0 and "resnet50, two, vit" in out and "mnist_mlp, placed" in out, out
-    assert "checkpoint.resume         'auto' resumes from the newest" in out and "`" not in out.partition("Every key and")[0]
+    assert (
+        "checkpoint.resume         'auto' resumes from the newest" in out
+        and "`" not in out.partition("Every key and")[0]
+    )
 
 
 def test_a_sweep_s_table_names_each_job_by_what_is_swept(tmp_path):

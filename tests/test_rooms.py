@@ -65,3 +65,48 @@ def test_no_two_public_classes_have_one_name():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def module_of(name: str) -> str:
+    """The module that an imported name is, or is in."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def edges(path: Path) -> set[str]:
+    """The modules that a module imports, at its top or when a function is called; not those that only name a type."""
+    tree = ast.parse(path.read_text())
+    typed = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    tree.body = [node for node in tree.body if node not in typed]
+    return {module_of(name) for name in imported(ast.unparse(tree))} - {""}
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """A path through `graph` that ends where it begins; empty if there is none."""
+    done = set()
+
+    def search(path):
+        for following in sorted(graph[path[-1]] - {path[-1]} - done):
+            if following in path:
+                return [*path[path.index(following) :], following]
+            if found := search([*path, following]):
+                return found
+        done.add(path[-1])
+        return []
+
+    return next(filter(None, (search([each]) for each in sorted(graph))), [])
+
+
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
+
+
+def test_a_cycle_is_seen():
+    assert cycle({"a": {"b"}, "b": {"c", "b"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert "train.dist.world" in edges(MODULES["train.checkpoint.manager"])
+
+
+def test_no_two_modules_import_each_other():
+    """Neither at the top nor within a function: a cycle that a late import hides is one, too."""
+    assert cycle({name: edges(path) for name, path in MODULES.items()}) == []

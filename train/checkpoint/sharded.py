@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from train.checkpoint.state import Index, OwnPiece, Read, WritePlan, dtype_of
+from train.checkpoint.index import Index, OwnPiece, Read, WritePlan, dtype_of
 
 
 class Sharded:

@@ -12,54 +12,17 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from train.checkpoint.index import Index, OwnPiece, Read, WritePlan, dtype_of
 from train.checkpoint.trained import SavedTensor
 from train.dist.pieces import in_pieces, own_piece
 from train.dist.world import World
 from train.errors import StorageError
-
-Index = dict[str, Any]
-"""{"tensors": name -> {size, dtype, pieces: [{offsets, sizes, file, at}]}, "values": name -> {file, at}}.
-
-at: offset in bytes.
-"""
-
-
-class OwnPiece(NamedTuple):
-    """One rank's piece of a tensor of `size`: the block of shape `sizes` that begins at `offsets`."""
-
-    name: str
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Size of the piece in bytes."""
-        return math.prod(self.sizes) * self.dtype.itemsize
-
-
-class WritePlan(NamedTuple):
-    """The tensor pieces that one rank writes, and the names of its plain values."""
-
-    pieces: list[OwnPiece]
-    values: list[str]
-
-
-class Read(NamedTuple):
-    """A read of the block of shape `lengths` at `offsets` of a saved `piece` (see Index) `into` a tensor so shaped."""
-
-    piece: dict[str, Any]
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    into: Tensor
 
 
 class Replicated:
@@ -164,7 +127,7 @@ class Shares:
     def _planner(self, state: Mapping[str, Any]) -> Any:
         if not self._world.sum([float(any(map(in_pieces, state.values())))])[0]:
             return Replicated()
-        from train.checkpoint.sharded import Sharded
+        from train.checkpoint.sharded import Sharded  # imported here: torch's planners take a second
 
         return Sharded(is_first=self._world.is_first)
 
@@ -283,11 +246,3 @@ def _read_values(where: dict[str, Any], open_file: Any) -> dict[str, Any]:
         except Exception as error:  # an unpickling error: the data is not a plain value
             raise StorageError(f"{file} of the checkpoint holds what is no plain value: {error}") from error
     return {name: values[name] for name in where}
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the torch.dtype of this name, without `torch.`. Raises StorageError."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise StorageError(f"the index of the checkpoint names {name}, which is no type of a tensor")
-    return dtype
