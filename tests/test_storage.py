@@ -212,6 +212,55 @@ def test_what_was_withdrawn_outlives_a_new_checkpoint_of_the_same_step(bucket):
     assert not any("/new/" in key for key in left)
 
 
+@pytest.fixture(params=["folder", "database", "object store"])
+def any_storage(request, tmp_path):
+    """An empty storage of each kind of commit, in this process."""
+    if request.param == "object store":
+        pytest.importorskip("fsspec")
+        yield Storage(f"memory://{tmp_path}")
+        return
+    storage = Storage(f"kit.parts.backends.Sqlite://{tmp_path}/s.db" if request.param == "database" else str(tmp_path))
+    storage.prepare()
+    yield storage
+
+
+@pytest.mark.unit
+def test_every_backend_keeps_the_commit_protocol(any_storage):
+    """Nothing of a draft is seen; of two writers one commits; what is withdrawn is kept, what is removed is gone."""
+    storage = any_storage
+    draft(storage, 4, "killed")
+    assert storage.steps() == []
+    for step in (1, 2, 3):
+        assert commit(storage, step, "a", b"first")
+    assert not commit(storage, 3, "late", b"other") and content(storage, 3) == b"first"
+    assert storage.steps() == [3, 2, 1] and storage.bad() == []
+    storage.withdraw(2)
+    assert commit(storage, 2, "b", b"again") and content(storage, 2) == b"again"
+    assert len(storage.bad()) == 1 and "bad-" in storage.bad()[0]
+    storage.prune(keep=1, spare=1)
+    assert storage.steps() == [3, 1] and len(storage.bad()) == 1
+    storage.start_over()
+    assert storage.steps() == [] and storage.bad() == []
+    assert commit(storage, 5, "c") and newest(storage).step == 5
+    storage.prune(keep=1)
+    storage.clear()
+    files = [file for folder in storage.backend.list() for file in everything(storage.backend, folder)]
+    assert not [file for file in files if "killed" in file or "late" in file or ".old" in file], files
+    kept = [file for file in files if file.endswith("rank-00000.bin")]
+    assert len(kept) == 4, "withdrawn ones and the newest, and no other"
+
+
+def everything(backend, folder):
+    """The paths of all files in a folder."""
+    below = [
+        path
+        for each in backend.list(folder)
+        if each != folder.split("/")[-1]
+        for path in everything(backend, f"{folder}/{each}")
+    ]
+    return below or [folder]
+
+
 class Proxy:
     """HTTP between a client and the store: `answer(method, path)` may spoil an answer after the store has acted, or before."""
 

@@ -15,8 +15,9 @@ from typing import Any
 from torch import nn
 
 from train.callbacks.all import Callbacks
+from train.checkpoint.backends.base import STEP, name
 from train.checkpoint.records import read_best
-from train.checkpoint.storage import STEP, Saved, Storage, name
+from train.checkpoint.storage import Saved, Storage
 from train.checkpoint.weights import Evaluated, lists_beside, read_evaluated, read_weights
 from train.config.command_line import readable
 from train.config.compose import of_run

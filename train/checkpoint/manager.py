@@ -21,9 +21,10 @@ import torch
 from torch.distributed import DistError
 
 from train import attempts
+from train.checkpoint.backends.base import name
 from train.checkpoint.records import BEST, INDEX
 from train.checkpoint.state import RankShare, Shares, file_of, read, saved_tensors
-from train.checkpoint.storage import Files, Lost, Saved, Storage, Unclear, name, place_of
+from train.checkpoint.storage import Files, Lost, Saved, Storage, Unclear, place_of
 from train.checkpoint.trained import Resumable, Trained, own_prefix
 from train.checkpoint.weights import unreadable
 from train.dist.world import World

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint import storage
+from train.checkpoint.backends.base import STEP
 from train.checkpoint.manager import newest, verify
 from train.checkpoint.storage import Saved, Storage
 from train.dist.world import World
@@ -54,7 +54,7 @@ def _named(named: str, world: World, bad: list[str]) -> Saved:
         raise ConfigError(
             f"checkpoint.resume={named} is no folder: give auto, never, a run's folder, one checkpoint's, or a URL"
         )
-    if match := storage.STEP.fullmatch(last):
+    if match := STEP.fullmatch(last):
         return verify(Storage(root or "."), int(match[1]), world)
     other = newest(Storage(str(inside) if nested else named), world, on_bad=bad.append, own=False)
     if other is None:

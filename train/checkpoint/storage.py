@@ -1,15 +1,15 @@
 """The commit protocol of checkpoints, shared by all backends.
 
-Files are first written to a draft, which is never read as a checkpoint; the backend's `publish` then commits the draft
-in one step. A writer killed before that leaves only a draft. The manifest contains the size and SHA-256 of every file,
-and its own SHA-256, because torch reads a file with flipped bits without an error.
+Files are first written to a draft, which is never read as a checkpoint; the backend then commits the draft in one step,
+in its own way (backends/by_rename.py, backends/by_manifest.py). A writer killed before that leaves only a draft. The
+manifest contains the size and SHA-256 of every file, and its own SHA-256, because torch reads a file with flipped bits
+without an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,15 +17,12 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from train.checkpoint.backends import at
-from train.checkpoint.backends.base import MANIFEST, Backend, Unsure
+from train.checkpoint.backends.base import MANIFEST, Backend, Unsure, name
 from train.checkpoint.records import INDEX, read_index, read_manifest, sealed
 from train.errors import Damaged, MusterError, StorageError
-from train.files import DRAFT
 from train.redact import redacted, without
 
-STEP = re.compile(r"step-([0-9]{8,18})")
 FORMAT = 2
-OLD = ".old"
 TRIES, PAUSE_S = 3, 1.0
 SEEN_WITHIN_S = 10.0
 T = TypeVar("T")
@@ -64,14 +61,13 @@ class Storage:
     def clear(self) -> None:
         """Remove drafts that killed writers left. Only the owner of the storage may call it."""
         with self.doing("use"):
-            for each in self.backend.list() if self.backend.renames else []:
-                if each.startswith((".step-", f"{OLD}-step-", DRAFT)):
-                    self.backend.delete(each)
+            self.backend.clear()
 
     @contextlib.contextmanager
     def write(self, step: int, attempt: str, file: str) -> Iterator[Hashing]:
         """Open a file of a draft for sequential writing; after the block its `facts` are final."""
-        with self.doing(f"write {self.path(step)}"), self.backend.put(f"{self._draft(step, attempt)}/{file}") as to:
+        draft = self.backend.draft(name(step), attempt)
+        with self.doing(f"write {self.path(step)}"), self.backend.put(f"{draft}/{file}") as to:
             yield Hashing(to)
 
     def commit(self, step: int, attempt: str, manifest: dict[str, Any], files: Files) -> bool:
@@ -81,10 +77,11 @@ class Storage:
             StorageError: a file of the draft is not visible here, or the draft could not be published.
             Unclear: the draft may have been published; it must not be removed.
         """
-        draft, inside = self._draft(step, attempt), "" if self.backend.renames else f"{attempt}/"
+        draft = self.backend.draft(name(step), attempt)
         for file, facts in files.items():
             self._see(f"{draft}/{file}", facts["size"])
-        whole = {"format": FORMAT, **manifest, "files": {f"{inside}{file}": facts for file, facts in files.items()}}
+        placed = {self.backend.place(file, attempt): facts for file, facts in files.items()}
+        whole = {"format": FORMAT, **manifest, "files": placed}
         with self.doing(f"write {self.path(step)}"):
             try:
                 self.backend.publish(draft, name(step), sealed(whole))
@@ -99,17 +96,17 @@ class Storage:
     def abandon(self, step: int, attempt: str) -> None:
         """Try to remove a draft; errors are ignored."""
         with contextlib.suppress(Exception):
-            self.backend.delete(self._draft(step, attempt))
+            self.backend.delete(self.backend.draft(name(step), attempt))
 
     def steps(self) -> list[int]:
         """Return the steps of committed checkpoints, newest first."""
         with self.doing("list"):
-            return [step for step in self._folders() if self._is_published(step)]
+            return sorted(self.backend.committed(), reverse=True)
 
     def bad(self) -> list[str]:
         """Return the names of quarantined checkpoints."""
         with self.doing("list"):
-            return self._withdrawn("bad")
+            return list(self.backend.withdrawn("bad"))
 
     def manifest(self, step: int) -> dict[str, Any]:
         """Read the manifest. Raises Damaged if it is missing or has changed, StorageError if it cannot be read."""
@@ -144,28 +141,22 @@ class Storage:
             if old != spare:
                 self.remove(old)
         with self.doing("clear"):
-            for step in self._folders() if not self.backend.renames else []:
-                if step <= max(steps, default=-1) and not self._is_named(step):
-                    self.backend.delete(name(step))
+            self.backend.clear_drafts(max(steps, default=-1))
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint; it is withdrawn first, so that a partial one is never visible."""
         with self.doing(f"delete {self.path(step)}"):
             try:
-                inside = "" if self.backend.renames else f"{name(step)}/{self.manifest(step)['attempt']}"
+                self.backend.remove(name(step), partial(self.manifest, step))
             except Damaged:
                 self.withdraw(step)
-                return
-            self.backend.delete(self.backend.withdraw(name(step), OLD))
-            if inside:  # in an object store withdrawn checkpoints may share the step's folder
-                self.backend.delete(inside)
 
     def start_over(self) -> None:
         """Withdraw all checkpoints, bad ones too, so that a run starts from zero. No files are deleted."""
         for step in self.steps():
             self.withdraw(step, "previous")
         with self.doing("set the earlier run aside"):
-            for each in self._withdrawn("bad"):
+            for each in self.backend.withdrawn("bad"):
                 self.backend.withdraw(each, "previous")
 
     def patiently(self, file: str, read: Callable[[], T]) -> T:
@@ -230,27 +221,6 @@ class Storage:
                     "checkpoints must lie where all nodes see the same files"
                 )
             time.sleep(PAUSE_S / 10)
-
-    def _folders(self) -> list[int]:
-        """Return the steps that have a folder, committed or not, newest first."""
-        found = {int(match[1]): each for each in self.backend.list() if (match := STEP.fullmatch(each))}
-        return sorted((step for step, each in found.items() if each == name(step)), reverse=True)
-
-    def _is_published(self, step: int) -> bool:
-        return self.backend.renames or MANIFEST in self.backend.list(name(step))
-
-    def _is_named(self, step: int) -> bool:
-        """Return True if the step's folder has a manifest, committed or withdrawn, that names its files."""
-        return any(file.endswith(MANIFEST) and not file.startswith(OLD) for file in self.backend.list(name(step)))
-
-    def _withdrawn(self, word: str) -> list[str]:
-        if self.backend.renames:
-            return [each for each in self.backend.list() if each.startswith(f"{word}-step-")]
-        folders = [name(step) for step in reversed(self._folders())]
-        return [f"{at}/{file}" for at in folders for file in self.backend.list(at) if file.startswith(f"{word}-")]
-
-    def _draft(self, step: int, attempt: str) -> str:
-        return f".{name(step)}.{attempt}" if self.backend.renames else f"{name(step)}/{attempt}"
 
     @contextlib.contextmanager
     def doing(self, what: str, *passed: type[Exception]) -> Iterator[None]:
@@ -320,11 +290,6 @@ def _backend(place: str) -> Backend:
         raise
     except Exception as error:
         raise StorageError(f"cannot use {place}: {without(_reason(error), place)}; mend it, then run again") from error
-
-
-def name(step: int) -> str:
-    """Return the name of a step's checkpoint, `step-00000010`."""
-    return f"step-{step:08d}"
 
 
 def _reason(error: Exception) -> str:

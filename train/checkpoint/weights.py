@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from train.checkpoint.backends.base import STEP
 from train.checkpoint.download import local_copy
 from train.checkpoint.records import INDEX, Manifest
 from train.checkpoint.state import as_bytes, host_copy, read, saved_tensors
-from train.checkpoint.storage import STEP, Saved, Storage
+from train.checkpoint.storage import Saved, Storage
 from train.checkpoint.trained import EXTRA
 from train.dist.pieces import in_pieces
 from train.errors import ConfigError, MusterError, StorageError, one_line, storage_error

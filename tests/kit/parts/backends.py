@@ -3,15 +3,13 @@
 import contextlib
 import io
 import sqlite3
-import time
 
-from train.checkpoint.backends.base import MANIFEST, Backend
+from train.checkpoint.backends.base import MANIFEST
+from train.checkpoint.backends.by_rename import CommitByRename
 
 
-class Sqlite(Backend):
+class Sqlite(CommitByRename):
     """Checkpoints in one database file."""
-
-    renames = True
 
     def __init__(self, url):
         self.root, self.path = url, url.partition("://")[2]
@@ -57,12 +55,7 @@ class Sqlite(Backend):
             raise FileExistsError(name)
         with self.put(f"{draft}/{MANIFEST}") as file:
             file.write(manifest)
-        self._rename(draft, name)
+        self.rename(draft, name)
 
-    def withdraw(self, name, word):
-        aside = f"{word}-{name}.{time.time_ns()}"
-        self._rename(name, aside)
-        return aside
-
-    def _rename(self, old, new):
+    def rename(self, old, new):
         self.do("UPDATE files SET name = ? || substr(name, ?) WHERE name LIKE ?", new, len(old) + 1, f"{old}/%")

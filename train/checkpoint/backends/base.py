@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 MANIFEST = "manifest.json"
+STEP = re.compile(r"step-([0-9]{8,18})")
+OLD = ".old"
+"""First part of the name of a checkpoint that is being deleted."""
 
 
 class Unsure(Exception):
     """`create` or `publish` failed, and it is unknown whether the file or the checkpoint exists."""
 
 
+def name(step: int) -> str:
+    """Return the name of a step's checkpoint, `step-00000010`."""
+    return f"step-{step:08d}"
+
+
+def steps_of(names: Iterable[str]) -> list[int]:
+    """Return the steps of the names that are a checkpoint's, in ascending order."""
+    found = [(int(match[1]), each) for each in names if (match := STEP.fullmatch(each))]
+    return sorted(step for step, each in found if each == name(step))
+
+
 class Backend(ABC):
     """Storage of named files (`step-00000010/rank-00000.bin`), with an atomic commit of a draft as a checkpoint.
 
-    Methods raise the exceptions of the storage's own client, and FileNotFoundError for a missing file.
+    A backend subclasses `CommitByRename` or `CommitByManifest`, which have all methods but those that access files; or
+    this class, with a commit of its own. Methods raise the exceptions of the storage's own client, and
+    FileNotFoundError for a missing file.
     """
 
     root: str
     """Location of the storage, for display."""
-    renames: bool
-    """True if `publish` renames a draft to the checkpoint's name (a folder), False if files stay (an object store)."""
 
     @abstractmethod
     def prepare(self) -> None:
@@ -58,6 +74,14 @@ class Backend(ABC):
         """Delete a file, or a folder with its content; does nothing if it does not exist."""
 
     @abstractmethod
+    def draft(self, name: str, attempt: str) -> str:
+        """Return the folder that `attempt` writes the files of checkpoint `name` to before their commit."""
+
+    @abstractmethod
+    def place(self, file: str, attempt: str) -> str:
+        """Return the name that a draft's file has in the checkpoint, relative to the checkpoint's folder."""
+
+    @abstractmethod
     def publish(self, draft: str, name: str, manifest: bytes) -> None:
         """Commit `draft` atomically as the checkpoint `name` with `manifest`; never overwrite another.
 
@@ -67,8 +91,36 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def withdraw(self, name: str, word: str) -> str:
-        """Undo `publish` in one step and keep all files: rename `name` (or an earlier result) to begin with `word`.
+    def committed(self) -> Sequence[int]:
+        """Return the steps of all committed checkpoints, in any order."""
 
-        Returns the new name. In an object store only the manifest is renamed, within its folder.
+    @abstractmethod
+    def withdraw(self, name: str, word: str) -> str:
+        """Undo `publish` in one step and keep all files: rename `name`, or an earlier result, to begin with `word`.
+
+        Returns the new name.
         """
+
+    @abstractmethod
+    def withdrawn(self, word: str) -> Sequence[str]:
+        """Return the names that `withdraw` gave with this `word`, oldest step first."""
+
+    @abstractmethod
+    def remove(self, name: str, manifest: Callable[[], dict[str, Any]]) -> None:
+        """Delete the checkpoint `name` after it was withdrawn, so that a partial one is never visible.
+
+        Args:
+            name: name of the checkpoint.
+            manifest: reads its manifest; raises Damaged, on which nothing may have been deleted yet.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Delete drafts that killed writers left, if no draft can become a checkpoint any more.
+
+        Called by the owner of the storage before it writes.
+        """
+
+    @abstractmethod
+    def clear_drafts(self, newest: int) -> None:
+        """Delete drafts of steps up to `newest`, a committed one, unless `clear` deletes them. Keeps withdrawn ones."""

@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint.backends.base import MANIFEST, Backend
+from train.checkpoint.backends.base import MANIFEST
+from train.checkpoint.backends.by_rename import CommitByRename
 from train.files import create_file, sync_folder
 
 
-class Directory(Backend):
+class Directory(CommitByRename):
     """Stores a checkpoint as `step-NNNNNNNN/` with the ranks' files, the index and the manifest."""
-
-    renames = True
 
     def __init__(self, folder: Path):
         self.folder, self.root = folder, str(folder)
@@ -59,10 +57,8 @@ class Directory(Backend):
         with self.put(f"{draft}/{MANIFEST}") as file:
             file.write(manifest)
         sync_folder(self.folder / draft)
-        os.rename(self.folder / draft, self.folder / name)
+        self.rename(draft, name)
         sync_folder(self.folder)
 
-    def withdraw(self, name: str, word: str) -> str:
-        aside = f"{word}-{name}.{time.time_ns()}"
-        os.rename(self.folder / name, self.folder / aside)
-        return aside
+    def rename(self, old: str, new: str) -> None:
+        os.rename(self.folder / old, self.folder / new)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from typing import Any
 
-from train.checkpoint.backends.base import MANIFEST, Backend, Unsure
+from train.checkpoint.backends.base import Unsure
+from train.checkpoint.backends.by_manifest import CommitByManifest
 from train.errors import ConfigError
 from train.redact import without
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
 
-class ObjectStore(Backend):
+class ObjectStore(CommitByManifest):
     """Stores files in `step-NNNNNNNN/ATTEMPT/` and their `step-NNNNNNNN/manifest.json`, on any fsspec file system.
 
     Source: https://filesystem-spec.readthedocs.io
     """
-
-    renames = False
 
     def __init__(self, url: str):
         self.root = url.rstrip("/")
@@ -77,19 +75,10 @@ class ObjectStore(Backend):
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm(self._key(name), recursive=True)
 
-    def publish(self, draft: str, name: str, manifest: bytes) -> None:
-        self.create(f"{name}/{MANIFEST}", manifest)
-
-    def withdraw(self, name: str, word: str) -> str:
-        """Copy the manifest, then delete the original: a kill in between leaves both names and loses nothing.
-
-        Not every server supports gcsfs's own `mv`.
-        """
-        folder, _, file = name.partition("/")
-        aside = f"{folder}/{word}-{time.time_ns()}-{MANIFEST}"
-        self.fs.copy(self._key(f"{folder}/{file or MANIFEST}"), self._key(aside))
-        self.fs.rm(self._key(f"{folder}/{file or MANIFEST}"))
-        return aside
+    def rename(self, old: str, new: str) -> None:
+        """Copy, then delete: not every server supports gcsfs's own `mv`."""
+        self.fs.copy(self._key(old), self._key(new))
+        self.fs.rm(self._key(old))
 
     def _read(self, key: str) -> bytes | None:
         with contextlib.suppress(Exception):
