@@ -18,9 +18,9 @@ import torch
 
 from train.config.compose import compose
 from train.faults.preemption import Preemption
-from train.job.exit import Exit
+from train.job.lifecycle import Ending, Lifecycle
 from train.loop import Run, load, save
-from train.run import beat, join, open_run
+from train.run import join, open_run
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 WORKLOADS = {
@@ -42,7 +42,7 @@ class Turns:
     def __init__(self, run: Run, steps: int):
         self.run, self.steps = run, steps
         turns = 3 * ROUNDS + 1
-        self._batches = iter(load(run, run.plan, range(turns * steps)))
+        self._batches = iter(load(run, run.course.plan, range(turns * steps)))
 
     def turn(self, keep: Callable[[], None], finish: Callable[[], None]) -> tuple[float, float]:
         """Seconds of the turn until all is written, and those that `keep` took of it."""
@@ -63,12 +63,12 @@ def measure(name: str, overrides: str, steps: int, folder: Path) -> list[object]
     line = [*overrides.split(), f"output_dir={folder}", "max_steps=1000", "log.progress=none", "log.tensorboard=false"]
     config, preemption = compose(line), Preemption()
     world, strategy = join(config, preemption)
-    leaving = Exit(folder)
-    heartbeat = beat(config, world, leaving)
+    life = Lifecycle(folder, preemption)
+    life.meet(world, timeout_s=config.dist.timeout_s)
     plain: list[tuple[float, float]] = []
     kit: list[tuple[float, float]] = []
     none: list[float] = []
-    with open_run(config, world, strategy, preemption, heartbeat, leaving) as (run, _, checkpoints):
+    with life, open_run(config, world, strategy, life) as (run, _, checkpoints):
         turns = Turns(run, steps)
         turns.turn(lambda: save(run), checkpoints.flush)
         for _ in range(ROUNDS):
@@ -76,7 +76,9 @@ def measure(name: str, overrides: str, steps: int, folder: Path) -> list[object]
             plain.append(turns.turn(lambda: torch.save(strategy.state(), folder / "plain.pt"), lambda: None))
             none.append(turns.turn(lambda: None, lambda: None)[0])
         size = (folder / "plain.pt").stat().st_size / 1e6
-    heartbeat.close()
+        life.end(Ending())
+    if life.exit_code:
+        raise SystemExit(life.exit_code)
     blocked = [statistics.median(each[1] for each in which) for which in (kit, plain)]
     ratio = statistics.median(ours[1] / theirs[1] for ours, theirs in zip(kit, plain, strict=True))
     extra = [

@@ -36,10 +36,10 @@ from train.config.compose import compose
 from train.config.parts import build
 from train.data.load import Data
 from train.faults.preemption import Preemption
-from train.job.exit import Exit
+from train.job.lifecycle import Lifecycle
 from train.loop import train
 from train.plan import Plan
-from train.run import beat, join, open_run
+from train.run import join, open_run
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 RESULTS = Path(os.environ.get("RESULTS", Path(__file__).parent / "results"))
@@ -161,27 +161,28 @@ def measure(workload: Workload, folder: str) -> tuple[bool, list[Any]]:
     steps = of_a_turn * (ROUNDS + 1) + 1  # the first turn warms up
     line = [*workload.overrides, *AS_A_USER, "optimizer.lr=0.01", f"max_steps={steps}", f"output_dir={folder}"]
     config = compose([*line, f"batch_size={workload.batch * ranks}"])
-    preemption, leaving = Preemption(), Exit(Path(folder))
+    preemption = Preemption()
     world, strategy = join(config, preemption)
-    heartbeat = beat(config, world, leaving)
-    with open_run(config, world, strategy, preemption, heartbeat, leaving) as (opened, _, _):
+    life = Lifecycle(Path(folder), preemption)
+    life.meet(world, timeout_s=config.dist.timeout_s)
+    with life, open_run(config, world, strategy, life) as (opened, _, _):
         dataset = Ready(workload)
         data = Data(dataset, None, workload.classes, "bench")
         model = partial(build, config.model, input_shape=workload.shape, num_classes=workload.classes)
         others = [by_hand(model(), dataset, workload.batch), bare(model(), dataset, workload.batch)]
         others += [peer(model(), dataset, workload.batch, loss_of) for peer in chosen_peers().values()]
         turns = InTurns(strategy, others, of_a_turn)
-        train(replace(opened, data=data, plan=Plan(SAMPLES, config.batch_size), strategy=turns))  # type: ignore[arg-type]
-    heartbeat.close()
-    is_first = world.is_first
-    world.close()
+        course = replace(opened.course, data=data, plan=Plan(SAMPLES, config.batch_size))
+        life.end(train(replace(opened, course=course, strategy=turns)))  # type: ignore[arg-type]
+    if life.exit_code:
+        raise SystemExit(life.exit_code)
     kept = turns.turns[1:]
     speeds = [round(statistics.median(column), 1) for column in zip(*kept, strict=True)]
     ratios = [round(statistics.median(kit / turn[at] for kit, *turn in kept), 2) for at in range(len(others))]
     hand = round(statistics.median(turn[1] / turn[2] for turn in kept), 2)
     alone = sorted(turn[2] for turn in kept)
     spread = round((alone[-1] - alone[0]) / statistics.median(alone), 2)
-    return is_first, [workload.name, ranks, *speeds, *ratios, hand, spread]
+    return world.is_first, [workload.name, ranks, *speeds, *ratios, hand, spread]
 
 
 def chosen_peers() -> dict[str, Loop]:

@@ -19,9 +19,8 @@ from pathlib import Path
 from bench.steps import WORKLOAD, held, launch, overrides
 from train.checkpoint.weights import write_weights
 from train.config.compose import compose
-from train.faults.heartbeat import Heartbeat
 from train.faults.preemption import Preemption
-from train.job.exit import Exit
+from train.job.lifecycle import Ending, Lifecycle
 from train.loop import load, save
 from train.run import join, open_run
 
@@ -62,15 +61,15 @@ def worker(line: list[str], *, loads: bool) -> None:
     """On every rank: one step, a checkpoint and model.pt; or, if it `loads`, what is needed to resume from it."""
     config, preemption = compose(line), Preemption()
     world, strategy = join(config, preemption)
-    heartbeat = Heartbeat(world, timeout_s=3600.0, start_s=3600.0, on_hang=print)
-    heartbeat.start()
+    life = Lifecycle(Path(config.output_dir), preemption)
+    life.meet(world, timeout_s=3600.0)
     found: dict[str, Extra] = {}
     opening = found["open"] = Extra()
     opening.__enter__()
-    with open_run(config, world, strategy, preemption, heartbeat, Exit(Path(config.output_dir))) as (run, folder, _):
+    with life, open_run(config, world, strategy, life) as (run, folder, _):
         opening.__exit__()
         if not loads:
-            strategy.step(0, next(iter(load(run, run.plan, range(1)))))
+            strategy.step(0, next(iter(load(run, run.course.plan, range(1)))))
             run.progress.step = 1
             with found.setdefault("save", Extra()):
                 with found.setdefault("blocked", Extra()):
@@ -83,7 +82,8 @@ def worker(line: list[str], *, loads: bool) -> None:
         )
         if world.is_first:
             print(json.dumps({name: max(rank[name] for rank in ranks) for name in ranks[0]}), flush=True)
-    os._exit(0)  # as the kit does: torch's threads may abort in a tear-down
+        life.end(Ending())
+    os._exit(life.exit_code)  # as the kit does: torch's threads may abort in a tear-down
 
 
 def main() -> None:

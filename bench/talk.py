@@ -24,7 +24,7 @@ from train.dist.meeting import Met, meet
 from train.dist.place import Place
 from train.faults import heartbeat
 from train.faults.heartbeat import Heartbeat, period_s
-from train.faults.preemption import Preemption
+from train.faults.preemption import Agreement, Preemption
 
 STILL_S = 4.0  # for the simulation: after half of it a rank counts as one that stands still
 
@@ -65,11 +65,10 @@ class Ranks:
         alike = {"size": size, "device": torch.device("cpu")}
         worlds = [SimpleNamespace(rank=b.rank, is_first=b.rank == 0, board=b, **alike) for b in self.boards]
         self.beats = [Heartbeat(world, timeout_s=STILL_S, start_s=9e9, on_hang=print) for world in worlds]
-        self.watchers = [Preemption() for _ in worlds]
+        self.preemptions = [Preemption() for _ in worlds]
         for beat in self.beats:
             beat.start()
-        for watcher, world in zip(self.watchers, worlds, strict=True):
-            watcher.watch(world)
+        self.watchers = [Agreement(*each) for each in zip(worlds, self.preemptions, strict=True)]
 
     def asked(self) -> list[int]:
         return [board.operations.total() for board in self.boards]
@@ -105,7 +104,7 @@ def save(ranks: Ranks, number: int) -> None:
 
 def stop(ranks: Ranks) -> None:
     """One rank is told to stop; until all know where."""
-    ranks.watchers[-1].signalled = True
+    ranks.preemptions[-1].request()
     for watcher in ranks.watchers:
         while watcher._watcher.is_alive():
             time.sleep(0.01)

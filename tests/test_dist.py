@@ -23,7 +23,7 @@ from train.dist.meeting import meet
 from train.dist.network import Stopped, check_descriptors
 from train.dist.place import Place
 from train.errors import ConfigError, CrashLoop, DataError, MusterError, Preempted, RankLost, final, of_code
-from train.faults.preemption import Preemption
+from train.faults.preemption import Agreement, Preemption
 
 
 @pytest.fixture
@@ -186,14 +186,15 @@ def test_a_save_that_a_rank_gave_up_fails_even_if_that_rank_is_ahead(store):
 
 
 def preempted(store, *, begun, signalled):
-    watchers = []
+    watchers, preemptions = [], []
     for board, number in zip(boards(store, len(begun)), begun, strict=True):
-        watcher = Preemption()
-        watcher.watch(SimpleNamespace(size=len(begun), rank=board.rank, board=board))
+        preemption = Preemption()
+        watcher = Agreement(SimpleNamespace(size=len(begun), rank=board.rank, board=board), preemption)
         for _ in range(number):
             assert watcher.proceed()
         watchers.append((watcher, board))
-    watchers[signalled][0].signalled = True
+        preemptions.append(preemption)
+    preemptions[signalled].request()
     until(lambda: all(watcher._holding for watcher, _ in watchers), "word to all", timeout_s=5)
     return watchers
 

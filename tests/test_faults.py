@@ -15,8 +15,8 @@ from kit.ledger import RECORDED, assert_exact, recorded
 from kit.loopback import nodes
 
 from train.data.loader import _plainly
+from train.job.lifecycle import without_sigchld
 from train.plan import Plan
-from train.run import without_sigchld
 
 LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10")
 

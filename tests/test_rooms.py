@@ -15,7 +15,7 @@ RUNTIME = (
     "timing", "checkpoint", "loggers", "report", "job",
 )  # fmt: skip
 ORDER = (
-    *RUNTIME, "doctor", "patterns", "config", "data", "models", "objectives", "optim", "strategies", "window", "loop",
+    *RUNTIME, "doctor", "patterns", "config", "data", "models", "objectives", "optim", "strategies", "window", "evaluation", "loop",
     "callbacks", "changes", "settings", "outputs", "accepts", "run", "evaluate", "__main__", "collectives",
 )  # fmt: skip
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from train.callbacks.all import Callbacks
 from train.checkpoint.backends.base import STEP, name
 from train.checkpoint.records import read_best
 from train.checkpoint.storage import Saved, Storage
@@ -26,105 +25,69 @@ from train.config.options import values
 from train.config.parts import Part
 from train.data.load import load
 from train.dist.world import World
-from train.errors import ConfigError, MusterError, Preempted, say
+from train.errors import ConfigError, MusterError, say
+from train.evaluation import measure
 from train.faults import output
 from train.faults.preemption import Preemption
-from train.job.exit import Exit, tell
-from train.loggers.base import Logger
-from train.loggers.metrics import Metrics
-from train.loop import Progress, Run, evaluate
+from train.job.exit import tell
+from train.job.lifecycle import Ending, Lifecycle, Peers
 from train.models.prepare import take
 from train.objectives.build import build_measures
 from train.plan import Plan
 from train.redact import redacted
-from train.run import beat, join, recipe, set_numerics
+from train.run import join, recipe, set_numerics
 from train.strategies.base import Recipe, Strategy
 from train.strategies.common.buffers import Buffers
-from train.timing.clock import Clock
-from train.window import Window
 
 
-class Print(Logger):
+class Print:
     """Prints values to standard output, one per line or as JSON."""
 
-    def __init__(self, facts: dict[str, Any], *, as_json: bool):
-        self.facts, self.as_json = facts, as_json
+    def __init__(self, *, as_json: bool):
+        self.as_json = as_json
 
-    def log(self, record: dict[str, Any]) -> None:
-        """Print the values of an evaluation."""
-        found = {name: value for name, value in record.items() if name not in ("kind", "step", "epoch")}
+    def __call__(self, facts: dict[str, Any], values: dict[str, float]) -> None:
+        """Print the `values` of an evaluation, and the `facts` about it."""
         if self.as_json:
-            print(json.dumps({**self.facts, **found}), flush=True)
+            print(json.dumps({**facts, **values}), flush=True)
         else:
-            facts = "  ".join(f"{name}={value}" for name, value in self.facts.items())
-            print(facts, *(f"{name} {value:.6g}" for name, value in found.items()), sep="\n", flush=True)
-
-
-class Quiet(Exit):
-    """Handles the end of an evaluation without writing to the run's folder."""
-
-    def _write(self, record: dict[str, Any], *, first: bool = False) -> None: ...
-
-
-class Nothing:
-    """Replaces checkpoints and saves nothing: an evaluation cannot be resumed."""
-
-    def save(self, *, state: dict[str, Any], position: dict[str, Any]) -> None:
-        """Raise Preempted in place of saving."""
-        raise Preempted("stopped in the middle of an evaluation: run the same command again")
-
-    def flush(self) -> None:
-        """Do nothing."""
-        ...
+            told = "  ".join(f"{name}={value}" for name, value in facts.items())
+            print(told, *(f"{name} {value:.6g}" for name, value in values.items()), sep="\n", flush=True)
 
 
 def attempt(config: Config, preemption: Preemption, source: Source, *, split: str, as_json: bool) -> int:
     """Evaluate with the other ranks and return the exit code. Writes nothing to the run's folder."""
-    leaving = Quiet(Path(config.output_dir))
-    try:
+    with Lifecycle(Path(config.output_dir), preemption, records=False) as life:
         world, strategy = join(config, preemption)
-        measure(config, world, strategy, preemption, leaving, source, split=split, as_json=as_json)
-    except BaseException as error:
-        return leaving.because(error)
-    return 0
+        life.meet(world, timeout_s=config.dist.timeout_s)
+        peers = life.run()
+        show = Print(as_json=as_json) if world.is_first else None
+        ending = carry_out(config, peers, strategy, source, split=split, show=show)
+        life.on_end(strategy.close)
+        life.end(ending)
+    return life.exit_code
 
 
-def measure(
-    config: Config,
-    world: World,
-    strategy: Strategy,
-    preemption: Preemption,
-    leaving: Exit,
-    source: Source,
-    *,
-    split: str,
-    as_json: bool,
-) -> None:
+def carry_out(
+    config: Config, peers: Peers, strategy: Strategy, source: Source, *, split: str, show: Print | None
+) -> Ending:
     """Print the metrics of `source`'s weights on `split`. Collective: every rank must call it. Raises MusterError."""
-    leaving.world, leaving.heartbeat = world, beat(config, world, leaving)
-    preemption.watch(world)
+    world = peers.world
     set_numerics(config)
     data = load(config, world)
-    data = replace(data, test=data.train) if split == "train" else data
-    if data.test is None:
+    test = data.train if split == "train" else data.test
+    if test is None:
         raise ConfigError(f"data._target_={config.data.target} has no test split: give --split train")
     plan = Plan(len(data.train), config.batch_size, config.seed)
     measures = build_measures(config.metrics, world=world)
     parts = recipe(config, data, plan, 1, world, measures=measures)
     strategy.build(replace(parts, build_model=lambda: restored(parts, source, world)), world)
-    facts = {"weights": str(source), "split": split, "samples": len(data.test), "world_size": world.size}
-    metrics = Metrics([Print(facts, as_json=as_json)] if world.is_first else [], samples=0)
-    evaluate(
-        Run(
-            config=config, world=world, data=data, plan=plan, strategy=strategy, checkpoints=Nothing(), metrics=metrics,
-            preemption=preemption, heartbeat=leaving.heartbeat, total_steps=1, progress=Progress(),
-            callbacks=Callbacks({}), measures=measures, clock=Clock(), window=Window(world, slices=None),
-        )
-    )  # fmt: skip
-    preemption.close()
-    strategy.close()
-    leaving.heartbeat.close()
-    world.close()
+    values = measure(config, test, strategy, world, measures, begin=lambda: peers.begin("evaluation", 0))
+    if values is None:
+        return Ending(preempted="stopped in the middle of an evaluation: run the same command again")
+    if show:
+        show({"weights": str(source), "split": split, "samples": len(test), "world_size": world.size}, values)
+    return Ending()
 
 
 def restored(recipe: Recipe, source: Source, world: World) -> nn.Module:
@@ -223,8 +186,8 @@ def main() -> None:
         if not any(key.startswith("strategy.") for key in keys):  # ddp loads the weights of any strategy
             options = values("strategy", "ddp")
             config = replace(config, strategy=Part.of("strategy", options))
-        config = replace(config, virtual_world_size=None, callbacks={}, freeze=[])
-        config.eval.every_steps = None
+        evaluates = replace(config.eval, every_steps=None)
+        config = replace(config, virtual_world_size=None, callbacks={}, freeze=[], eval=evaluates)
         source = Source(given.run, given.checkpoint, storage=config.checkpoint.storage)
         code = attempt(config, preemption, source, split=given.split, as_json=given.json)
     except MusterError as error:

@@ -7,26 +7,23 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Protocol
 
 import torch
 
 from train.config.keys import Config, NonFinite, Precision
-from train.data.generators import kept_generators, key_of, seed_generators
+from train.data.generators import kept_generators
 from train.data.load import Data
-from train.data.loader import Batch, LoaderConfig, batches
+from train.data.loader import Batch, micro_batches
 from train.dist.world import World
-from train.errors import Diverged, Preempted
-from train.faults.heartbeat import Heartbeat
-from train.faults.preemption import Preemption
-from train.objectives.measure import Measures, is_better, means, value_of
+from train.errors import Diverged
+from train.evaluation import measure
+from train.job.lifecycle import Ending, Peers
+from train.objectives.measure import Measures, is_better, value_of
 from train.plan import Plan
 from train.strategies.base import StepResult, Strategy
 from train.timing.clock import Clock, Times, gathered, spread
 from train.window import Window
-
-EVAL_BATCH = 256
 
 
 class Saves(Protocol):
@@ -80,24 +77,51 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Course:
+    """The steps of a run: the data, the samples of each step, the number of steps, and the progress."""
+
+    data: Data
+    plan: Plan
+    total_steps: int
+    progress: Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meters:
+    """What a run measures: records for the loggers, metrics of evaluations, times, and sums since the last log line."""
+
+    records: Records
+    measures: Measures
+    clock: Clock
+    window: Window
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """One attempt at a run: its parts and its progress."""
 
     config: Config
-    world: World
-    data: Data
-    plan: Plan
+    peers: Peers
+    course: Course
     strategy: Strategy
-    checkpoints: Saves
-    metrics: Records
-    preemption: Preemption
-    heartbeat: Heartbeat
-    total_steps: int
-    progress: Progress
     callbacks: Hooks
-    measures: Measures
-    clock: Clock
-    window: Window
+    checkpoints: Saves
+    meters: Meters
+
+    @property
+    def world(self) -> World:
+        """The ranks' group."""
+        return self.peers.world
+
+    @property
+    def progress(self) -> Progress:
+        """The progress over all attempts."""
+        return self.course.progress
+
+    @property
+    def total_steps(self) -> int:
+        """The number of steps of the whole run."""
+        return self.course.total_steps
 
     @property
     def step(self) -> int:
@@ -109,60 +133,72 @@ class Run:
         """True if all steps are done or training was stopped early."""
         return self.step >= self.total_steps or self.progress.stopped is not None
 
+    @property
+    def is_preempted(self) -> bool:
+        """True once the ranks have stopped between two phases of work, as they agreed to."""
+        return self.peers.agreement.is_reached
+
     def stop(self, reason: str) -> None:
         """End training after this step, as if it were the last. Every rank must call it at the same step."""
         if not self.is_over:
             self.progress.stopped = reason
-            self.metrics.event("stopped", step=self.step, reason=reason)
+            self.meters.records.event("stopped", step=self.step, reason=reason)
 
 
-def train(run: Run) -> None:
-    """Train from `run.step` to the end. Collective: every rank must call it.
+def train(run: Run) -> Ending:
+    """Train from `run.step` to the end, and return how training ended. Collective: every rank must call it.
 
         try an evaluation, repeat one that a stop cut short
-        while steps are left:
-            begin the next step, or stop here if the ranks agreed to
+        for each step that is left, until the ranks agree to stop:
             one optimizer step on the next micro-batches
             log, evaluate, save, each at its interval
         save and evaluate
 
+    If the run is preempted, a checkpoint of the current step is written.
+
     Raises:
-        Preempted: the run was preempted; a checkpoint of the current step is written.
         Diverged: the loss, gradient or weights are not finite, and `on_nonfinite` or `max_skipped_steps` says to stop.
         StorageError: checkpoints cannot be written.
     """
+    course, meters = run.course, run.meters
     try_evaluation(run)
     run.callbacks.on_start(run)
-    run.clock.begin()
-    run.metrics.begin()
+    meters.clock.begin()
+    meters.records.begin()
     evaluate_if_due(run)
-    for micro_batches in run.clock.waiting(load(run, run.plan, range(run.step, run.total_steps))):
-        if run.is_over:
-            break
-        begin(run, "step")
-        result = run.strategy.step(run.step, micro_batches)
-        run.window.add(result, samples=run.plan.count(run.step))
-        run.progress.step += 1
+    for batches in steps(run):
+        result = run.strategy.step(run.step, batches)
+        meters.window.add(result, samples=course.plan.count(run.step))
+        course.progress.step += 1
         count_skips(run, result)
-        run.metrics.advance(run.step)
+        meters.records.advance(run.step)
         run.callbacks.on_step_end(run)
         if run.step % run.config.log.every_steps == 0 or run.is_over:
             log(run, result)
         evaluate_if_due(run)
         if is_time_to_save(run):
             save(run)
-    save(run)
-    evaluate(run)
-    flush(run)
+    if not run.is_preempted:
+        save(run)
+        evaluate(run)
+    return preempted(run) if run.is_preempted else done(run)
 
 
-def load(run: Run, plan: Plan, steps: range, *, train: bool = True) -> Iterator[list[Batch]]:
-    """This rank's micro-batches of each of `steps`, of the training or the test split; empty ones on a rank that takes no
-    samples."""
-    if run.strategy.data_shard is None:
-        return iter([] for _ in steps)
-    loader = LoaderConfig.of(run.config, shard=run.strategy.data_shard, device=run.world.device, train=train)
-    return batches(run.data.train if train else run.data.test, plan, steps, loader)
+def steps(run: Run) -> Iterator[list[Batch]]:
+    """Yield the micro-batches of each step that is left, until the run is over or the ranks have agreed to stop."""
+    left = range(run.step, run.total_steps)
+    for batches in run.meters.clock.waiting([] if run.is_preempted else load(run, run.course.plan, left)):
+        if run.is_over or not run.peers.begin("step", run.step):
+            return
+        yield batches
+        if run.is_preempted:
+            return
+
+
+def load(run: Run, plan: Plan, steps: range) -> Iterator[list[Batch]]:
+    """Return this rank's micro-batches of each of `steps` of training."""
+    shard, device = run.strategy.data_shard, run.world.device
+    return micro_batches(run.config, run.course.data.train, plan, steps, shard=shard, device=device)
 
 
 def evaluate_if_due(run: Run) -> None:
@@ -170,7 +206,7 @@ def evaluate_if_due(run: Run) -> None:
 
     On resume this repeats an evaluation during which an earlier attempt was stopped.
     """
-    every = run.config.eval.every_steps or run.plan.steps_per_epoch
+    every = run.config.eval.every_steps or run.course.plan.steps_per_epoch
     if isinstance(every, int) and 0 < run.step < run.total_steps and run.step % every == 0:
         if run.progress.evaluated != run.step:
             evaluate(run)
@@ -178,13 +214,15 @@ def evaluate_if_due(run: Run) -> None:
 
 def evaluate(run: Run) -> None:
     """Evaluate the test split, every sample exactly once at any world size. Collective: every rank must call it."""
-    if run.data.test is None or run.config.eval.every_steps == "off" or run.progress.evaluated == run.step > 0:
+    if run.course.data.test is None or run.config.eval.every_steps == "off" or run.progress.evaluated == run.step > 0:
         return
-    started = time.perf_counter()
-    with run.clock.spending("evaluation"):
+    started, meters = time.perf_counter(), run.meters
+    with meters.clock.spending("evaluation"):
         run.callbacks.on_eval_begin(run)
-        values = measure(run, begin)
-    run.metrics.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=values)
+        values = measure_test(run, begin=lambda: run.peers.begin("evaluation", run.step))
+    if values is None:  # cut short: the next attempt repeats it
+        return
+    meters.records.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=values)
     run.progress.evaluated = run.step
     run.callbacks.on_eval_end(run, values)
     note_best(run, values)
@@ -197,48 +235,25 @@ def try_evaluation(run: Run) -> None:
     and nothing is compiled. A resumed run skips it. Collective: every rank must call it.
     """
     most = run.config.eval.sanity_batches
-    if not most or run.step or run.data.test is None or run.config.eval.every_steps == "off":
+    if not most or run.step or run.course.data.test is None or run.config.eval.every_steps == "off":
         return
     eager = torch.compiler.set_stance("force_eager") if run.config.compile else contextlib.nullcontext()
-    with kept_generators(on_device=True), run.measures.aside(), eager:
-        values = measure(run, lambda run, phase: run.heartbeat.enter(phase, run.step), most=most)
+
+    def enter() -> bool:
+        run.peers.heartbeat.enter("evaluation", run.step)
+        return True
+
+    with kept_generators(on_device=True), run.meters.measures.aside(), eager:
+        values = measure_test(run, begin=enter, most=most) or {}
     if run.config.checkpoint.best:
         value_of(run.config.checkpoint.best, values, key="checkpoint.best")
     run.callbacks.on_trial(values)
 
 
-def measure(run: Run, begin: Callable[[Run, str], None], *, most: int | None = None) -> dict[str, float]:
-    """Return the means over the test split, or its first `most` batches. Collective: every rank must call it."""
-    totals, slices, test = dict[str, Any](), run.config.virtual_world_size, run.data.test
-    assert test is not None
-    size = min(len(test), run.config.eval.max_samples or len(test))
-    ranks = run.strategy.data_shard[1] if run.strategy.data_shard else 1
-    batch_size = run.config.batch_size if most else EVAL_BATCH * (slices or ranks)  # a trial costs no more than a step
-    plan = Plan(size, batch_size=min(size, batch_size), shuffle=False)
-    steps = range(min(plan.steps_per_epoch, most or plan.steps_per_epoch))
-    for number, micro_batches in enumerate(load(run, plan, steps, train=False)):
-        begin(run, "evaluation")
-        for batch in seeded(micro_batches, run.config.seed, number):
-            for name, value in run.strategy.evaluate(batch).items():
-                key = f"{batch.slice:08d}/{name}" if slices else f"/{name}"  # sum in slice order, not rank order
-                totals[key] = totals.get(key, 0) + value.double()
-    begin(run, "evaluation")
-    values = means(
-        run.world.sum_named({key: float(value) for key, value in totals.items()}), count=plan.samples_before(len(steps))
-    )
-    return values | run.measures.compute(run.world)
-
-
-def seeded(micro_batches: list[Batch], *words: int) -> Iterator[Batch]:
-    """Yield an evaluation's micro-batches, with generators seeded for each from `words` and its position.
-
-    The generators of training are left unchanged.
-    """
-    with kept_generators(on_device=True):
-        for number, parts in groupby(micro_batches, key=lambda batch: batch.slice):
-            for part, batch in enumerate(parts):
-                seed_generators(key_of(*words, "evaluation", number, part), on_device=True)
-                yield batch
+def measure_test(run: Run, *, begin: Callable[[], bool], most: int | None = None) -> dict[str, float] | None:
+    """Return the means over the test split, as `train.evaluation.measure` does. Collective: every rank must call it."""
+    test, measures = run.course.data.test, run.meters.measures
+    return measure(run.config, test, run.strategy, run.world, measures, begin=begin, most=most)
 
 
 def note_best(run: Run, values: dict[str, float]) -> None:
@@ -251,9 +266,13 @@ def note_best(run: Run, values: dict[str, float]) -> None:
 
 
 def is_time_to_save(run: Run) -> bool:
-    """Return True if a checkpoint is due between two steps. After the last step `train` saves in any case."""
+    """Return True if a checkpoint is due between two steps.
+
+    After the last step, and when preempted, `train` saves in any case.
+    """
     is_best = run.progress.best is not None and run.progress.best["step"] == run.step
-    return not run.is_over and (run.step % run.config.checkpoint.every_steps == 0 or is_best)
+    is_due = run.step % run.config.checkpoint.every_steps == 0 or is_best
+    return is_due and not run.is_over and not run.is_preempted
 
 
 def log(run: Run, result: StepResult) -> None:
@@ -261,24 +280,25 @@ def log(run: Run, result: StepResult) -> None:
 
     Collective: every rank must call it.
     """
-    own_loss = run.window.own_loss()  # waits for the device
-    is_due = run.clock.is_due(run.world.size)
-    times = spread(run.clock.read(), rank=run.world.rank, size=run.world.size) if is_due else []
+    meters = run.meters
+    own_loss = meters.window.own_loss()  # waits for the device
+    is_due = meters.clock.is_due(run.world.size)
+    times = spread(meters.clock.read(), rank=run.world.rank, size=run.world.size) if is_due else []
     losses, *everybody = run.world.sum([own_loss, *times])
-    loss, more = run.window.close(losses)
+    loss, more = meters.window.close(losses)
     if not math.isfinite(loss) and run.config.on_nonfinite is NonFinite.stop:
         raise diverged(run)
-    run.metrics.train(
+    meters.records.train(
         step=run.step,
         epoch=epoch(run),
         loss=loss,
         lr=run.strategy.lr,
         grad_norm=float(result.grad_norm),
-        samples=run.plan.samples_before(run.step),
+        samples=run.course.plan.samples_before(run.step),
         more=more,
     )
     if is_due:
-        run.metrics.timing(run.step, gathered(everybody))
+        meters.records.timing(run.step, gathered(everybody))
 
 
 def save(run: Run) -> None:
@@ -286,42 +306,44 @@ def save(run: Run) -> None:
 
     Raises Diverged instead of saving weights that are not finite.
     """
-    run.heartbeat.enter("save", run.step)
+    run.peers.heartbeat.enter("save", run.step)
     run.callbacks.on_checkpoint(run)
     if not run.strategy.is_finite():
         raise diverged(run)
     position = {
         "step": run.step,
         "epoch": epoch(run),
-        "samples": run.plan.samples_before(run.step),
+        "samples": run.course.plan.samples_before(run.step),
         "evaluated": run.progress.evaluated,
         "best": run.progress.best,
         "stopped": run.progress.stopped,
     }
-    with run.clock.spending("checkpoint"):
-        state = {**run.strategy.state(), **run.callbacks.state(), **run.window.state()}
+    with run.meters.clock.spending("checkpoint"):
+        state = {**run.strategy.state(), **run.callbacks.state(), **run.meters.window.state()}
         run.checkpoints.save(state=state, position=position)
-    run.heartbeat.enter("step", run.step)
+    run.peers.heartbeat.enter("step", run.step)
 
 
 def flush(run: Run) -> None:
     """Wait for the checkpoint that is being written. Raises StorageError if it failed."""
-    run.heartbeat.enter("save", run.step)
-    with run.clock.spending("checkpoint"):
+    run.peers.heartbeat.enter("save", run.step)
+    with run.meters.clock.spending("checkpoint"):
         run.checkpoints.flush()
 
 
-def begin(run: Run, phase: str) -> None:
-    """Enter the next phase of work. If all ranks agreed to stop here, save and raise Preempted."""
-    run.heartbeat.enter(phase, run.step)
-    if run.preemption.proceed():
-        return
+def preempted(run: Run) -> Ending:
+    """Save the step at which the ranks have stopped, and return the end of this attempt. Collective."""
     save(run)
     flush(run)
-    run.metrics.event("preempted", step=run.step)
-    raise Preempted(
-        f"stopped at step {run.step} of {run.total_steps} and saved it: run the same command again to resume"
-    )
+    run.meters.records.event("preempted", step=run.step)
+    said = f"stopped at step {run.step} of {run.total_steps} and saved it: run the same command again to resume"
+    return Ending(run.step, run.total_steps, preempted=said)
+
+
+def done(run: Run) -> Ending:
+    """Wait for the last checkpoint, and return the end of the run. Raises StorageError."""
+    flush(run)
+    return Ending(run.step, run.total_steps)
 
 
 def count_skips(run: Run, result: StepResult) -> None:
@@ -336,7 +358,7 @@ def count_skips(run: Run, result: StepResult) -> None:
     stop = run.config.on_nonfinite is NonFinite.stop and not scaled
     if stop or run.progress.skipped_in_a_row > run.config.max_skipped_steps:
         raise diverged(run)
-    run.metrics.event("skipped", step=run.step, in_a_row=run.progress.skipped_in_a_row)
+    run.meters.records.event("skipped", step=run.step, in_a_row=run.progress.skipped_in_a_row)
 
 
 def diverged(run: Run) -> Diverged:
@@ -350,4 +372,4 @@ def diverged(run: Run) -> Diverged:
 
 def epoch(run: Run) -> int:
     """Return the epoch of the last step done, from 0."""
-    return run.plan.epoch(max(0, run.step - 1))
+    return run.course.plan.epoch(max(0, run.step - 1))

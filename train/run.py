@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import random
-import signal
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -36,14 +35,13 @@ from train.data.load import Data
 from train.data.load import load as load_data
 from train.dist.meeting import meet
 from train.dist.place import Place, asked_for
-from train.dist.world import START_S, World, start
+from train.dist.world import World, start
 from train.errors import ConfigError, Diverged, MusterError, StorageError, one_line, say
-from train.faults.heartbeat import Heartbeat
 from train.faults.preemption import Preemption
-from train.job.exit import Exit
-from train.job.folder import RunFolder, note_end, open_folder
+from train.job.folder import RunFolder
+from train.job.lifecycle import Ending, Lifecycle
 from train.loggers.metrics import Metrics
-from train.loop import Progress, Run, train
+from train.loop import Course, Meters, Progress, Run, train
 from train.models.prepare import prepared
 from train.objectives.build import build_measures, build_objective
 from train.objectives.measure import Measures, is_better
@@ -67,35 +65,22 @@ SETTLE_S = 10.0
 
 def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
     """Run one attempt and return its exit code. A ConfigError in place of the config is reported on all ranks."""
-    leaving = Exit(Path("."))
-    if isinstance(config, Config):
-        leaving = Exit(Path(config.output_dir), max_idle_attempts=config.max_idle_attempts, preemption=preemption)
-    try:
+    with lifecycle(config, preemption) as life:
         world, strategy = join(config, preemption)
-        leaving.world = world
         assert isinstance(config, Config)
-        leaving.heartbeat = heartbeat = beat(config, world, leaving)
+        life.meet(world, timeout_s=config.dist.timeout_s)
         if config.doctor:
             consult(config, world)
-        with open_run(config, world, strategy, preemption, heartbeat, leaving) as (run, folder, checkpoints):
-            carry_out(run, folder, checkpoints)
-        strategy.close()
-        heartbeat.close()
-        world.close()
-        return 0
-    except BaseException as error:
-        with without_sigchld():
-            return leaving.because(error)
+        with open_run(config, world, strategy, life) as (run, folder, checkpoints):
+            carry_out(run, life, folder, checkpoints)
+    return life.exit_code
 
 
-@contextlib.contextmanager
-def without_sigchld() -> Iterator[None]:
-    """Suspend torch's SIGCHLD handler: when a loader worker dies, it raises at whatever line is running."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
+def lifecycle(config: Config | ConfigError, preemption: Preemption) -> Lifecycle:
+    """Return the new attempt that `config` describes."""
+    if isinstance(config, ConfigError):
+        return Lifecycle(Path("."), preemption)
+    return Lifecycle(Path(config.output_dir), preemption, max_idle_attempts=config.max_idle_attempts)
 
 
 def join(config: Config | ConfigError, preemption: Preemption) -> tuple[World, Strategy]:
@@ -128,14 +113,6 @@ def find_place(config: Config | ConfigError) -> Place:
         raise config from None
 
 
-def beat(config: Config, world: World, leaving: Exit) -> Heartbeat:
-    """Return the heartbeat. It starts only with several ranks or under torchrun."""
-    heartbeat = Heartbeat(world, timeout_s=config.dist.timeout_s, start_s=START_S, on_hang=leaving.at_once)
-    if world.size > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-        heartbeat.start()
-    return heartbeat
-
-
 def consult(config: Config, world: World) -> None:
     """Run the doctor's quick checks. Collective: every rank must call it. Raises ConfigError if a check fails."""
     from train.doctor.show import wrong
@@ -149,7 +126,7 @@ def consult(config: Config, world: World) -> None:
 
 @contextlib.contextmanager
 def open_run(
-    config: Config, world: World, strategy: Strategy, preemption: Preemption, heartbeat: Heartbeat, leaving: Exit
+    config: Config, world: World, strategy: Strategy, life: Lifecycle
 ) -> Iterator[tuple[Run, RunFolder, Checkpoints]]:
     """Build all parts of a run and restore the newest checkpoint. Collective: every rank must call it.
 
@@ -165,60 +142,61 @@ def open_run(
     total_steps = config.max_steps or config.epochs * plan.steps_per_epoch
     options = run_options(config)
     refusal = partial(refuse_changes, config, fingerprint=data.fingerprint, total_steps=total_steps)
-    with open_folder(options, world, leaving, refusal=refusal) as folder:
-        callbacks = Callbacks.of(config, data)
-        measures = build_measures(config.metrics, world=world, sliced=config.virtual_world_size is not None)
-        kinds = sorted({*world.gather(kind_of(world))}) if config.virtual_world_size else []
-        weights = first_weights(config, world) if folder.saved is None else None
-        parts = recipe(
-            config, data, plan, total_steps, world, measures=measures, weights=weights, ignore=config.init_ignore
+    folder = life.claim(options, refusal=refusal)
+    callbacks = Callbacks.of(config, data)
+    measures = build_measures(config.metrics, world=world, sliced=config.virtual_world_size is not None)
+    kinds = sorted({*world.gather(kind_of(world))}) if config.virtual_world_size else []
+    weights = first_weights(config, world) if folder.saved is None else None
+    parts = recipe(
+        config, data, plan, total_steps, world, measures=measures, weights=weights, ignore=config.init_ignore
+    )
+    strategy.build(parts, world)
+    life.on_end(strategy.close)
+    callbacks.on_build(strategy)
+    window = Window(world, slices=config.virtual_world_size, measures=config.log.train_metrics)
+    progress = restore(config, world, folder, strategy, callbacks, window)
+    total_steps = max(total_steps, progress.step)  # an earlier attempt may have had a larger `max_steps`
+    life.restored(progress, report=partial(report, folder.path) if world.is_first and config.log.report else None)
+    finished = folder.is_done and (progress.step >= total_steps or progress.stopped is not None)
+    loggers = (
+        open_loggers(
+            config,
+            step=progress.step,
+            total_steps=total_steps,
+            evaluated=None if finished or not progress.step else progress.evaluated,
         )
-        strategy.build(parts, world)
-        callbacks.on_build(strategy)
-        window = Window(world, slices=config.virtual_world_size, measures=config.log.train_metrics)
-        progress = restore(config, world, folder, strategy, callbacks, window)
-        total_steps = max(total_steps, progress.step)  # an earlier attempt may have had a larger `max_steps`
-        leaving.progress = progress
-        if world.is_first and config.log.report:
-            leaving.report = partial(report, folder.path)
-        finished = folder.is_done and (progress.step >= total_steps or progress.stopped is not None)
-        loggers = (
-            open_loggers(
-                config,
-                step=progress.step,
-                total_steps=total_steps,
-                evaluated=None if finished or not progress.step else progress.evaluated,
-            )
-            if world.is_first
-            else []
-        )
-        windows = record_times(config, world, step=progress.step)
-        metrics = Metrics(loggers, samples=plan.samples_before(progress.step), windows=windows)
-        checkpoints = Checkpoints(
-            options.checkpoints,
-            folder=folder.path,
-            world=world,
-            keep=config.checkpoint.keep,
-            facts=identity(config, data, total_steps, kinds) | {"averages": callbacks.averages},
-            newest_step=folder.saved.step if folder.saved else None,
-            may_commit=folder.may_commit,
-            on_commit=lambda facts: metrics.event("checkpoint_failed" if "failed" in facts else "checkpoint", **facts),
-        )
-        run = Run(
-            config=config, world=world, data=data, plan=plan, strategy=strategy, checkpoints=checkpoints, metrics=metrics,
-            preemption=preemption, heartbeat=heartbeat, total_steps=total_steps, progress=progress, callbacks=callbacks,
-            measures=measures, clock=Clock(strategy.waited_s), window=window,
-        )  # fmt: skip
-        preemption.watch(world)
-        try:
-            announce(run, folder, kinds)
-            gc.freeze()  # imported modules live to the end: the collector need not scan them again
-            gc.enable()
-            yield run, folder, checkpoints
-        finally:
-            preemption.close()
-            callbacks.close()
-            metrics.close(run.step, run.clock.rest())
+        if world.is_first
+        else []
+    )
+    windows = record_times(config, world, step=progress.step)
+    metrics = Metrics(loggers, samples=plan.samples_before(progress.step), windows=windows)
+    checkpoints = Checkpoints(
+        options.checkpoints,
+        folder=folder.path,
+        world=world,
+        keep=config.checkpoint.keep,
+        facts=identity(config, data, total_steps, kinds) | {"averages": callbacks.averages},
+        newest_step=folder.saved.step if folder.saved else None,
+        may_commit=folder.may_commit,
+        on_commit=lambda facts: metrics.event("checkpoint_failed" if "failed" in facts else "checkpoint", **facts),
+    )
+    run = Run(
+        config=config,
+        peers=life.run(),
+        course=Course(data=data, plan=plan, total_steps=total_steps, progress=progress),
+        strategy=strategy,
+        callbacks=callbacks,
+        checkpoints=checkpoints,
+        meters=Meters(records=metrics, measures=measures, clock=Clock(strategy.waited_s), window=window),
+    )
+    try:
+        announce(run, folder, kinds)
+        gc.freeze()  # imported modules live to the end: the collector need not scan them again
+        gc.enable()
+        yield run, folder, checkpoints
+    finally:
+        callbacks.close()
+        metrics.close(run.step, run.meters.clock.rest())
 
 
 def refuse_unevaluated(config: Config, data: Data) -> None:
@@ -247,18 +225,17 @@ def record_times(config: Config, world: World, *, step: int) -> Timing | None:
     return Timing(Path(config.output_dir), hosts=hosts, attempt=world.attempt, step=step) if world.is_first else None
 
 
-def carry_out(run: Run, folder: RunFolder, checkpoints: Checkpoints) -> None:
+def carry_out(run: Run, life: Lifecycle, folder: RunFolder, checkpoints: Checkpoints) -> None:
     """Train to the end, unless the run has already finished. Collective: every rank must call it.
 
     Raises MusterError, as `train.loop.train` does.
     """
     if folder.is_done and run.is_over:
-        run.metrics.event("done", step=run.step, note="finished already")
-        if run.world.is_first:
-            note_end(folder, step=run.step, total_steps=run.total_steps)
+        run.meters.records.event("done", step=run.step, note="finished already")
+        life.end(Ending(run.step, run.total_steps), report=False)
         return
     try:
-        train(run)
+        ending = train(run)
     except Diverged:  # raised on every rank at the same step, so all ranks' checkpoint writers are still alive
         checkpoints.settle(SETTLE_S)
         raise
@@ -266,7 +243,9 @@ def carry_out(run: Run, folder: RunFolder, checkpoints: Checkpoints) -> None:
         if error.of_data and (where := origin_of_samples(run)):
             raise type(error)(f"{error}; samples come from {where}") from error
         raise
-    finish(run, folder, checkpoints)
+    if not ending.preempted:
+        finish(run, folder, checkpoints)
+    life.end(ending)
 
 
 def origin_of_samples(run: Run) -> str:
@@ -274,18 +253,18 @@ def origin_of_samples(run: Run) -> str:
     loader = run.config.loader
     own = {name: callable_of(f"loader.{name}", getattr(loader, name)) for name in ("collate_fn", "batch")}
     through = [f"loader.{name}{where}" for name, each in own.items() if (where := defined(each, "__call__"))]
-    made = defined(run.data.train, "__getitem__", "__iter__").strip(" ()")
+    made = defined(run.course.data.train, "__getitem__", "__iter__").strip(" ()")
     if not through:
         return made
     return f"{made or run.config.data.target} through {' and '.join(through)}"
 
 
 def finish(run: Run, folder: RunFolder, checkpoints: Checkpoints) -> None:
-    """Write model.pt, best.json, the final record and report.html. Collective: every rank must call it.
+    """Write model.pt and best.json. Collective: every rank must call it.
 
     Raises StorageError.
     """
-    run.heartbeat.enter("finish", run.step)
+    run.peers.heartbeat.enter("finish", run.step)
     run.strategy.sync_parameters()
     run.callbacks.on_end(run)
     failure: MusterError | None
@@ -294,14 +273,12 @@ def finish(run: Run, folder: RunFolder, checkpoints: Checkpoints) -> None:
         try:
             if run.progress.best:  # may be from the last evaluation, which comes after the last save
                 checkpoints.note_best(run.progress.best)
-            run.metrics.event("done", step=run.step, output_dir=str(folder.path))
-            note_end(folder, step=run.step, total_steps=run.total_steps)
+            run.meters.records.event("done", step=run.step, output_dir=str(folder.path))
         except MusterError as error:
             failure = error
-    if run.world.is_first and run.config.log.report:
-        run.metrics.close(run.step, run.clock.rest())  # before the report: it includes the last window and evaluation
-        report(folder.path)
     run.world.together(failure)
+    if run.config.log.report:
+        run.meters.records.close(run.step, run.meters.clock.rest())  # before the report, which has the last window
 
 
 def report(path: Path) -> None:
@@ -488,29 +465,33 @@ def announce(run: Run, folder: RunFolder, kinds: list[str]) -> None:
         "device": str(world.device.type),
         "attempt": world.attempt,
     }
-    if run.plan.batch_size < run.config.batch_size:
-        asked, there = run.config.batch_size, run.plan.size
-        run.metrics.event(
+    if run.course.plan.batch_size < run.config.batch_size:
+        asked, there = run.config.batch_size, run.course.plan.size
+        run.meters.records.event(
             "note", text=f"batch_size={asked} is more than the {there} training samples: a step takes all of them"
         )
-    given = run.config.max_steps or run.config.epochs * run.plan.steps_per_epoch
+    given = run.config.max_steps or run.config.epochs * run.course.plan.steps_per_epoch
     if given < run.step:
-        run.metrics.event("note", text=f"{given} steps are asked for and {run.step} are done: none is left to make")
+        run.meters.records.event(
+            "note", text=f"{given} steps are asked for and {run.step} are done: none is left to make"
+        )
     meant = asked_for(world.place.local_world_size)
     if meant and world.size < meant:
-        run.metrics.event(
+        run.meters.records.event(
             "note", text=f"trains with {world.size} of the {meant} ranks that were asked for: others have not come"
         )
-    if run.data.test is None and (why := never_evaluated(run.config, run.data)):
-        run.metrics.event("note", text=f"nothing is evaluated: {why}")
+    if run.course.data.test is None and (why := never_evaluated(run.config, run.course.data)):
+        run.meters.records.event("note", text=f"nothing is evaluated: {why}")
     for text in mixed_kinds(kinds, folder.saved.manifest.get("computes_on") if folder.saved else None):
-        run.metrics.event("note", text=text)
+        run.meters.records.event("note", text=text)
     if before.outcome not in ("none", attempts.DONE, attempts.PREEMPTED):
-        run.metrics.event("restart", step=run.step, after=before.outcome, cause=before.error)
+        run.meters.records.event("restart", step=run.step, after=before.outcome, cause=before.error)
     if folder.saved is None:
-        run.metrics.event("start", output_dir=str(folder.path), samples_per_epoch=len(run.data.train), **facts)
+        run.meters.records.event(
+            "start", output_dir=str(folder.path), samples_per_epoch=len(run.course.data.train), **facts
+        )
         return
-    run.metrics.event("resume", checkpoint=folder.saved.path, **facts)
+    run.meters.records.event("resume", checkpoint=folder.saved.path, **facts)
     then, now = folder.saved.manifest.get("config", {}).get("micro_batch_size"), run.config.micro_batch_size
     if then != now and world.is_first:
         say(f"muster: micro_batch_size={now} was {then}: batch norm and dropout see other batches from here on")

@@ -72,6 +72,25 @@ class LoaderConfig:
         return cls(share, device, config.seed, loader.num_workers, max_bad, collate, adapter)
 
 
+def micro_batches(
+    config: Config,
+    dataset: Any,
+    plan: Plan,
+    steps: range,
+    *,
+    shard: tuple[int, int] | None,
+    device: torch.device,
+    train: bool = True,
+) -> Iterator[list[Batch]]:
+    """Yield this rank's micro-batches of each of `steps`, as the config says; see `LoaderConfig.of`.
+
+    shard: None on a rank that takes no samples; its lists are empty.
+    """
+    if shard is None:
+        return iter([] for _ in steps)
+    return batches(dataset, plan, steps, LoaderConfig.of(config, shard=shard, device=device, train=train))
+
+
 def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Iterator[list[Batch]]:
     """Yield the micro-batches of each step, on the device.
 

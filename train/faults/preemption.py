@@ -31,11 +31,19 @@ POLLS_PER_S = 1000.0  # total of all ranks
 
 
 class Preemption:
-    """Tracks whether this run was told to stop. Call `install` as early as possible, `watch` once the world exists."""
+    """Tracks whether this process was told to stop. Call `install` as early as possible."""
 
     def __init__(self) -> None:
-        self.signalled = False
-        self._change = threading.Condition()
+        self._is_requested = False
+
+    @property
+    def signalled(self) -> bool:
+        """Whether this process was told to stop."""
+        return self._is_requested
+
+    def request(self) -> None:
+        """Stop this process's run at the next step, and with it those of all other ranks."""
+        self._is_requested = True
 
     def install(self) -> None:
         """Handle SIGTERM, Ctrl-C, SIGUSR1 and SIGUSR2 from now on. A second SIGTERM changes nothing.
@@ -49,14 +57,26 @@ class Preemption:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signalled:  # a second Ctrl-C: the user does not want to wait
             raise KeyboardInterrupt
-        self.signalled = True
+        self.request()
 
-    def watch(self, world: World) -> None:
-        """Start to watch for other ranks' requests; call it at the start of a run."""
-        self._world = world
+
+class Agreement:
+    """The ranks' agreement on the step at which all of them stop. Watches for requests until it is closed.
+
+    `is_reached` is True once `proceed` has returned False; it changes at the same point on all ranks.
+
+    Args:
+        world: the ranks.
+        preemption: whether this rank was told to stop.
+    """
+
+    def __init__(self, world: World, preemption: Preemption):
+        self._world, self._preemption = world, preemption
+        self._change = threading.Condition()
         self._begun = 0
         self._target: int | None = None
         self._holding = False
+        self.is_reached = False
         self._ended = threading.Event()
         self._watcher: threading.Thread | None = None
         if world.size > 1:
@@ -69,24 +89,25 @@ class Preemption:
         Collective: every rank must call it in the same order, and all get False at the same point.
         """
         with self._change:
-            if self._world.size == 1 and self.signalled and self._target is None:
+            if self._world.size == 1 and self._preemption.signalled and self._target is None:
                 self._target = self._begun
             while True:
                 if self._target is not None and self._begun >= self._target:
+                    self.is_reached = True
                     return False
                 if self._target is not None or not self._holding:
                     self._begun += 1
                     return True
                 self._change.wait()
 
-    def close(self) -> None:
-        """Stop watching."""
+    def close(self, *, wait_s: float = 5.0) -> None:
+        """Stop watching; wait at most `wait_s` until the watcher leaves the store alone."""
         self._ended.set()
         with self._change:  # no target will come for a thread that waits for it
             self._target = self._begun if self._target is None else self._target
             self._change.notify_all()
         if self._watcher:
-            self._watcher.join(timeout=5)
+            self._watcher.join(timeout=wait_s)
 
     def _watch(self) -> None:
         # If the store is gone, so is the group: the main thread learns of it in its next collective.
@@ -105,7 +126,7 @@ class Preemption:
         looked_s = pause_s
         while not self._ended.wait(POLL_S):
             looked_s += POLL_S
-            if self.signalled:
+            if self._preemption.signalled:
                 board.ask_to_stop()
                 return True
             if looked_s >= pause_s:

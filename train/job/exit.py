@@ -1,4 +1,4 @@
-"""End an attempt: report the first cause once for all ranks, write outcome.json, and give the exit code."""
+"""Report why an attempt ends: the first cause, once for all ranks, in outcome.json and as an exit code."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ import hashlib
 import os
 import re
 import socket
-import sys
-import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any
 
 from train import attempts
 from train.attempts import Attempt
-from train.dist.place import restarts_left
 from train.errors import (
     CrashLoop,
     Held,
@@ -44,52 +40,30 @@ if TYPE_CHECKING:
 
 FIRST_CAUSE_WAIT_S = 1.0  # a failing rank reports at once; a killed rank never does
 SILENCE_S = 0.3  # a killed rank sends no heartbeat either
-REPORT_S = 5.0
 OF_A_START = ("token", "idle_attempts", "times_held")
 
 
-class HasStep(Protocol):
-    """An object with the current step."""
-
-    step: int
-
-
+@dataclass(frozen=True, kw_only=True)
 class Exit:
-    """The end of this process's attempt.
+    """Reports why an attempt ends: once for all ranks, in one line and in outcome.json.
 
-    Its attributes are set as the attempt proceeds, and so decide which ranks an error concerns.
+    folder: the run's folder. preemption: whether this rank was told to stop.
+    max_idle_attempts: failed starts in a row before CrashLoop; None: starts are not counted.
+    records: False if outcome.json is left alone, as by an evaluation.
+    world, heartbeat, lease, step: what the attempt has so far; they decide which ranks an error concerns.
     """
 
-    def __init__(self, folder: Path, *, max_idle_attempts: int | None = None, preemption: Preemption | None = None):
-        self.folder, self.max_idle_attempts, self.preemption = folder, max_idle_attempts, preemption
-        self.world: World | None = None
-        self.heartbeat: Heartbeat | None = None
-        self.lease: Lease | None = None
-        self.progress: HasStep | None = None
-        self.report: Callable[[], None] | None = None
-        self._leaving = threading.Lock()
-
-    @property
-    def step(self) -> int | None:
-        """The step of the run; None before training."""
-        return self.progress.step if self.progress else None
-
-    def is_told(self) -> bool:
-        """Whether this rank was told to stop."""
-        return bool(self.preemption and self.preemption.signalled)
-
-    def regroup(self, other: str) -> None:
-        """Have all ranks save and leave, so that torchrun restarts them together with `other`."""
-        say(f"muster: {other} of this job waits for the run: all ranks save their place and start again together")
-        if self.preemption:
-            self.preemption.signalled = True
+    folder: Path
+    preemption: Preemption
+    max_idle_attempts: int | None = None
+    records: bool = True
+    world: World | None = None
+    heartbeat: Heartbeat | None = None
+    lease: Lease | None = None
+    step: int | None = None
 
     def because(self, error: BaseException) -> int:
-        """Report `error` once for all ranks, write outcome.json, and return the exit code.
-
-        The main thread or the heartbeat's calls it, whichever is first; the other one waits until the process ends.
-        """
-        self._leaving.acquire()
+        """Report `error` and return the exit code."""
         lost = self._is_lost(error)
         error = _put_into_words(error)
         agent.tell(in_words(error))
@@ -97,34 +71,12 @@ class Exit:
             agent.end_if_stuck()
         code = error.exit_code if isinstance(error, MusterError) else 1
         if self.world is None:
-            code = self._alone(error, code)
-        else:
-            if self.heartbeat:
-                self.heartbeat.enter("leaving after step", self.step or 0)
-            code = self._with_others(self.world, error, code, lost=lost)
-        self._report()
-        if self.lease:  # here, because a thread may end the process without unwinding
-            ends = code in final() or (code == Preempted.exit_code and self.is_told())
-            if restarts_left() and not ends:
-                self.lease.leave_to_restart()
-            else:
-                self.lease.let_go()
-        return self._quit(code)
-
-    def _report(self) -> None:
-        """Write report.html while this attempt holds the run. Waits at most `REPORT_S`: the folder may be lost."""
-        if self.report and self.lease and self.lease.is_held():
-            writer = threading.Thread(target=self.report, name="report", daemon=True)
-            writer.start()
-            writer.join(REPORT_S)
-
-    def at_once(self, error: BaseException) -> NoReturn:
-        """Like `because`, but from a thread: end the process."""
-        code = 1
-        try:
-            code = self.because(error)
-        finally:
-            os._exit(code)
+            return self._alone(error, code)
+        if self.heartbeat:
+            self.heartbeat.enter("leaving after step", self.step or 0)
+        if isinstance(error, Preempted):
+            return self._stopped(self.world, error, code)
+        return self._with_others(self.world, error, code, lost=lost)
 
     def _alone(self, error: BaseException, code: int) -> int:
         """Report an error from before the meeting: rank 0 reports for all, unless this rank never reached it."""
@@ -140,6 +92,15 @@ class Exit:
                 self._refuse(record, own)
         if alone or is_first:
             tell(error)
+        return code
+
+    def _stopped(self, world: World, error: Preempted, code: int) -> int:
+        """Report a stop. Every rank has come to it at the same point, so rank 0 reports for all."""
+        record = self._record(error, code, lost=False)
+        self._counted(error, code, record, world.attempt)
+        if world.is_first:
+            tell(error)
+        self._write(record, first=world.is_first)
         return code
 
     def _with_others(self, world: World, error: BaseException, code: int, *, lost: bool) -> int:
@@ -202,7 +163,7 @@ class Exit:
 
     def _is_failed_start(self, error: BaseException, code: int) -> bool:
         """Whether `error` counts as a failed start; not if the launcher ended all ranks because a node joins."""
-        ended = code == Preempted.exit_code or (isinstance(error, RankLost) and self.is_told())
+        ended = code == Preempted.exit_code or (isinstance(error, RankLost) and self.preemption.signalled)
         return self.max_idle_attempts is not None and code not in final() and not ended
 
     def _is_lost(self, error: BaseException) -> bool:
@@ -248,6 +209,8 @@ class Exit:
         written, and the holder's report reads the record. Returns the record's path if this rank has written it.
         """
         assert self.world
+        if not self.records:
+            return None
         with contextlib.suppress(MusterError, OSError):  # the write failed; the printed line has the cause
             now = attempts.last(self.folder)
             if now.attempt != self.world.attempt:
@@ -264,16 +227,6 @@ class Exit:
         self.folder.mkdir(parents=True, exist_ok=True)
         is_held = newest_claim(self.folder)[1].get("attempt", attempt) != attempt
         return attempts.refuse(self.folder, Attempt.of({**record, "attempt": attempt}), beside=is_held)
-
-    def _quit(self, code: int) -> int:
-        """Leave without waiting for ranks that may be gone: destroying a broken process group can block."""
-        agent.end_restarts(code)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if self.world is not None and self.world.size > 1:
-            self.world.leave(gone=self.heartbeat.gone if self.heartbeat else 0)
-            os._exit(code)
-        return code
 
 
 def _digest(text: str) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,9 @@ from train.checkpoint.resume import find_checkpoint
 from train.checkpoint.storage import SEEN_WITHIN_S, Saved, Storage
 from train.dist.place import asked_for
 from train.dist.world import World
-from train.errors import CrashLoop, MusterError, StorageError, say, storage_error
+from train.errors import CrashLoop, MusterError, RankLost, StorageError, say, storage_error
 from train.files import replace_file
 from train.job import lease
-from train.job.exit import Exit
 from train.job.lease import Claimant, Lease
 from train.job.owner import Owner
 from train.loggers.jsonl import last_step
@@ -92,20 +90,54 @@ class RunFolder:
         return True
 
 
-@contextlib.contextmanager
-def open_folder(options: RunOptions, world: World, leaving: Exit, *, refusal: Refusal) -> Iterator[RunFolder]:
-    """Claim the run's folder, choose the checkpoint to resume from, and record that this attempt runs.
+def claim_folder(
+    options: RunOptions,
+    world: World,
+    *,
+    stopping: Callable[[], bool],
+    on_loss: Callable[[RankLost], object],
+    on_request: Callable[[str], object],
+    stands: Callable[[], bool],
+) -> Lease | None:
+    """Claim the run's folder and return the claim; None on other ranks than 0. Collective: every rank must call it.
+
+    Args:
+        options: where the folder is.
+        world: the ranks.
+        stopping: returns whether this process was told to stop.
+        on_loss: see `Lease`.
+        on_request: see `Lease`.
+        stands: see `Lease`.
+
+    Raises:
+        MusterError: another attempt uses the folder, or it cannot be written; see `lease.look`.
+    """
+    path, own, held = options.output_dir, Claimant.own(world.attempt, world.agents), list[Lease]()
+    wait_s = min(options.timeout_s + lease.HELD_S, lease.WAIT_S)
+
+    def claim() -> None:
+        after = lease.look(path, own, wait_s=wait_s, stopping=stopping)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error("use output_dir:", error) from error
+        held.append(Lease(path, own, after=after, on_loss=on_loss, on_request=on_request, stands=stands))
+
+    world.on_first(claim)
+    return held[0] if held else None
+
+
+def open_folder(options: RunOptions, world: World, held: Lease | None, *, refusal: Refusal) -> RunFolder:
+    """Choose the checkpoint to resume from, and record that this attempt runs in the folder that it has claimed.
 
     The command is refused before anything of the run is changed. Rank 0 reads and chooses for all ranks: two ranks
     that read the folder themselves may see different files. Collective: every rank must call it.
 
     Raises:
-        MusterError: the folder belongs to another launch or another run, is damaged, or cannot be written; see
-            errors.py.
+        MusterError: the folder belongs to another run, is damaged, or cannot be written; see errors.py.
     """
     path = options.output_dir
-    world.on_first(lambda: _claim(path, options, world, leaving))
-    _see_claim(path, world, leaving.lease)
+    _see_claim(path, world, held)
     record, over = world.on_first(lambda: _before(path, options, world))
     before = Attempt.of(record)
     look = partial(_resume_point, options, world, before, refusal=refusal)
@@ -113,28 +145,8 @@ def open_folder(options: RunOptions, world: World, leaving: Exit, *, refusal: Re
     owner = owner_of(options, world)
     if owner and world.on_first(lambda: _own(owner, before, saved)) and not over:
         saved = look()
-    is_done = world.on_first(lambda: _take_over(path, options, world, before, saved, leaving.lease, over=over))
-    yield RunFolder(path, before, saved, is_done, leaving.lease, owner)
-    if leaving.lease:  # after a failure Exit releases it, once outcome.json is written
-        leaving.lease.let_go()
-
-
-def _claim(path: Path, options: RunOptions, world: World, leaving: Exit) -> None:
-    own = Claimant.own(world.attempt, world.agents)
-    wait_s = min(options.timeout_s + lease.HELD_S, lease.WAIT_S)
-    after = lease.look(path, own, wait_s=wait_s, stopping=leaving.is_told)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise storage_error("use output_dir:", error) from error
-    leaving.lease = Lease(
-        path,
-        own,
-        after=after,
-        on_loss=leaving.at_once,
-        on_request=leaving.regroup,
-        stands=lambda: bool(leaving.heartbeat and leaving.heartbeat.is_abandoned),
-    )
+    is_done = world.on_first(lambda: _take_over(path, options, world, before, saved, held, over=over))
+    return RunFolder(path, before, saved, is_done, held, owner)
 
 
 def _see_claim(path: Path, world: World, held: Lease | None) -> None:
@@ -231,7 +243,7 @@ def _set_aside(path: Path, options: RunOptions) -> None:
     options.checkpoints.prepare()
 
 
-def note_end(folder: RunFolder, *, step: int, total_steps: int) -> None:
+def note_end(folder: Path, *, step: int, total_steps: int) -> None:
     """Record that the run is done. Rank 0 only. Raises StorageError."""
-    now = attempts.last(folder.path)
-    attempts.write(folder.path, replace(now, outcome=attempts.DONE, exit_code=0, step=step, total_steps=total_steps))
+    now = attempts.last(folder)
+    attempts.write(folder, replace(now, outcome=attempts.DONE, exit_code=0, step=step, total_steps=total_steps))

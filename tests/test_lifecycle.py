@@ -1,0 +1,129 @@
+"""The states of an attempt: which follows which, and how each is undone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kit.until import until
+
+from train import attempts
+from train.errors import DataError, RankLost
+from train.faults.preemption import Preemption
+from train.job import lifecycle
+from train.job.folder import RunOptions
+from train.job.lifecycle import FOLLOWS, Ending, Lifecycle, State
+
+pytestmark = pytest.mark.unit
+
+
+class Alone:
+    """The group of one rank, which notes how it was left."""
+
+    rank, size, is_first, device = 0, 1, True, torch.device("cpu")
+    attempt, agents = "attempt", ["agent"]
+    place = SimpleNamespace(local_world_size=1)
+
+    def __init__(self, said):
+        self.said = said
+        self.board = SimpleNamespace(claim_failure=lambda record: (True, record))
+
+    def on_first(self, ask):
+        return ask()
+
+    def broadcast(self, value):
+        return value
+
+    def together(self, failure):
+        if failure:
+            raise failure
+
+    def close(self):
+        self.said.append("group closed")
+
+    def leave(self, *, gone):
+        self.said.append("group left")
+
+
+def restored(folder, said):
+    """An attempt whose run is at step 7."""
+    life = Lifecycle(folder, Preemption(), max_idle_attempts=3)
+    life.meet(Alone(said), timeout_s=60)
+    life.claim(RunOptions(folder), refusal=lambda saved: None)
+    life.on_end(lambda: said.append("strategy closed"), failed=lambda: said.append("strategy left"))
+    life.restored(SimpleNamespace(step=7), report=lambda: said.append("report"))
+    return life
+
+
+def test_every_state_can_end_and_each_follows_another():
+    assert FOLLOWS[State.ended] == {*State} and {*FOLLOWS} == {*State} - {State.started}
+    life = Lifecycle("run", Preemption())
+    with pytest.raises(AssertionError, match="started -> restored"):
+        life.restored(SimpleNamespace(step=0), report=None)
+
+
+def test_a_run_that_is_done_is_recorded_reported_and_undone_in_order(tmp_path):
+    said = []
+    with restored(tmp_path, said) as life:
+        assert life.run().begin("step", 7)
+        assert attempts.last(tmp_path).outcome == "running"
+        life.end(Ending(7, 7))
+        assert said == ["report"]
+    assert said == ["report", "strategy closed", "group closed"]
+    assert life.exit_code == 0 and life.state is State.ended
+    assert attempts.last(tmp_path).outcome == "done" and not list(tmp_path.glob(".*"))
+
+
+def test_a_preempted_run_ends_like_one_that_is_done(tmp_path, capfd):
+    said = []
+    with restored(tmp_path, said) as life:
+        peers = life.run()
+        life.preemption.request()
+        assert not peers.begin("step", 7) and peers.agreement.is_reached
+        life.end(Ending(7, 9, preempted="stopped at step 7"))
+    assert said == ["report", "strategy closed", "group closed"]
+    assert capfd.readouterr().err == "muster: preempted: stopped at step 7\n"
+    record = attempts.last(tmp_path)
+    assert (life.exit_code, record.exit_code, record.outcome, record.step) == (75, 75, "preempted", 7)
+    assert record.error == "stopped at step 7" and not list(tmp_path.glob(".*"))
+
+
+def test_after_an_error_nothing_is_waited_for(tmp_path, capfd):
+    said = []
+    with restored(tmp_path, said) as life:
+        life.run()
+        raise DataError("no such sample")
+    assert said == ["report", "strategy left", "group left"]
+    assert (life.exit_code, attempts.last(tmp_path).outcome) == (3, "data_error")
+    assert capfd.readouterr().err == "muster: data error: no such sample\n"
+
+
+def test_an_undoing_that_fails_turns_the_end_into_a_failure(tmp_path):
+    said = []
+
+    def broken():
+        raise RuntimeError("connection reset")
+
+    with restored(tmp_path, said) as life:
+        life.on_end(broken)
+        life.run()
+        life.end(Ending(7, 7))
+    assert said == ["report", "strategy left", "group left"]
+    assert life.exit_code == 1 and "connection reset" in attempts.last(tmp_path).error
+
+
+def test_a_lost_peer_ends_the_process_from_another_thread(tmp_path, monkeypatch):
+    said, ended = [], []
+    life = restored(tmp_path, said)
+    life.run()
+
+    def leave(code):
+        ended.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(lifecycle.os, "_exit", leave)
+    with pytest.raises(SystemExit):
+        life.lose(RankLost("rank 1 gives no sign of life", rank=1, host="n2"))
+    until(lambda: ended, "end of the process", timeout_s=5)
+    record = attempts.last(tmp_path)
+    assert (ended, record.outcome, record.rank, record.failed_host) == ([1], "rank_lost", 1, "n2")
+    assert said == ["report", "strategy left", "group left"]

@@ -1,0 +1,72 @@
+"""The evaluation of a model on a test split, every sample exactly once at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+from train.config.keys import Config
+from train.data.generators import kept_generators, key_of, seed_generators
+from train.data.loader import Batch, micro_batches
+from train.dist.world import World
+from train.objectives.measure import Measures, means
+from train.plan import Plan
+from train.strategies.base import Strategy
+
+EVAL_BATCH = 256
+
+
+def measure(
+    config: Config,
+    test: Any,
+    strategy: Strategy,
+    world: World,
+    measures: Measures,
+    *,
+    begin: Callable[[], bool],
+    most: int | None = None,
+) -> dict[str, float] | None:
+    """Return the means over the samples of `test`; None if the ranks stopped before the end.
+
+    Collective: every rank must call it.
+
+    Args:
+        config: the run's config.
+        test: the data set.
+        strategy: holds the model.
+        world: the ranks.
+        measures: the configured measures; they are reset.
+        begin: is called before each batch and before the results are added up; False means to stop there.
+        most: the number of batches; None: all. They are then as large as those of training.
+    """
+    totals, slices = dict[str, Any](), config.virtual_world_size
+    size = min(len(test), config.eval.max_samples or len(test))
+    ranks = strategy.data_shard[1] if strategy.data_shard else 1
+    batch_size = config.batch_size if most else EVAL_BATCH * (slices or ranks)  # a trial costs no more than a step
+    plan = Plan(size, batch_size=min(size, batch_size), shuffle=False)
+    steps = range(min(plan.steps_per_epoch, most or plan.steps_per_epoch))
+    batches = micro_batches(config, test, plan, steps, shard=strategy.data_shard, device=world.device, train=False)
+    for number, of_step in enumerate(batches):
+        if not begin():
+            return None
+        for batch in seeded(of_step, config.seed, number):
+            for name, value in strategy.evaluate(batch).items():
+                key = f"{batch.slice:08d}/{name}" if slices else f"/{name}"  # sum in slice order, not rank order
+                totals[key] = totals.get(key, 0) + value.double()
+    if not begin():
+        return None
+    sums = world.sum_named({key: float(value) for key, value in totals.items()})
+    return means(sums, count=plan.samples_before(len(steps))) | measures.compute(world)
+
+
+def seeded(batches: list[Batch], *words: int) -> Iterator[Batch]:
+    """Yield an evaluation's micro-batches, with generators seeded for each from `words` and its position.
+
+    The generators of training are left unchanged.
+    """
+    with kept_generators(on_device=True):
+        for number, parts in groupby(batches, key=lambda batch: batch.slice):
+            for part, batch in enumerate(parts):
+                seed_generators(key_of(*words, "evaluation", number, part), on_device=True)
+                yield batch
