@@ -4,8 +4,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from kit.clock import ManualClock
 
-from train.faults import phase as phases
+from train.faults import survey as surveys
 from train.faults.heartbeat import period_s
 from train.faults.phase import FIRST_S, LONG_S, Phase, Phases
 from train.faults.survey import Echo, Survey
@@ -31,7 +32,7 @@ def test_of_equals_the_one_in_its_own_code_is_last():
 def clock(monkeypatch):
     """A clock that is set by hand."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(phases.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(surveys.time, "monotonic", lambda: clock.now)
     return clock
 
 
@@ -40,13 +41,14 @@ def limits(own, clock, durations, kind="step"):
     for number, seconds in enumerate(durations):
         own.enter(kind, number)
         found.append(own.limit_s)
-        clock.now += seconds
+        clock.sleep(seconds)
     return found
 
 
-def test_a_phase_may_take_longer_while_nothing_is_known_of_it(clock):
+def test_a_phase_may_take_longer_while_nothing_is_known_of_it():
     """Two first ones, then the timeout, unless such a phase is known to take longer."""
-    own = Phases(timeout_s=5.0, start_s=9.0)
+    clock = ManualClock()
+    own = Phases(timeout_s=5.0, start_s=9.0, clock=clock)
     assert own.limit_s == 9.0
     assert limits(own, clock, [100, 1, 1, 1, 4, 1]) == [FIRST_S, FIRST_S, 5.0, 5.0, 5.0, 12.0]
     own.enter("save", 6)
@@ -54,12 +56,13 @@ def test_a_phase_may_take_longer_while_nothing_is_known_of_it(clock):
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_whose_device_is_not_done_waits_wherever_its_code_stands(clock, busy):
+def test_whose_device_is_not_done_waits_wherever_its_code_stands(busy):
     """On CUDA a rank that waits for the others in a collective stands where it reads a value, as in float(loss)."""
-    own = Phases(timeout_s=4.0, start_s=9.0, device_is_busy=lambda: busy)
+    clock = ManualClock()
+    own = Phases(timeout_s=4.0, start_s=9.0, device_is_busy=lambda: busy, clock=clock)
     own.enter("step", 3)
     assert not own.now(1).waiting, "nothing is looked up while all goes well"
-    clock.now += 2.0
+    clock.sleep(2.0)
     assert own.now(2).waiting is busy
 
 

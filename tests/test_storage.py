@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from kit.clock import ManualClock
 from kit.job import environment, finish, free_port, reached, run, start, wait_for
 
 from train.attempts import Attempt
@@ -384,13 +385,25 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path, request, ki
 
 
 @pytest.mark.unit
-def test_a_file_that_rank_0_does_not_see_is_no_part_of_a_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(protocol, "SEEN_WITHIN_S", 0.3)
-    storage = Storage(str(tmp_path))
+def test_a_file_that_rank_0_does_not_see_is_no_part_of_a_commit(tmp_path):
+    clock = ManualClock()
+    storage, began = Storage(str(tmp_path), clock=clock), clock.now
     files = {**draft(storage, 5, "a"), "rank-00001.bin": {"size": 3, "sha256": ""}}
     with pytest.raises(StorageError, match=r"rank-00001\.bin is not there as rank 0 sees it"):
         storage.commit(5, "a", {"step": 5, "attempt": "a"}, files)
     assert storage.steps() == []
+    assert protocol.SEEN_WITHIN_S <= clock.now - began < protocol.SEEN_WITHIN_S + 1
+
+
+@pytest.mark.unit
+def test_a_file_that_rank_0_sees_late_is_waited_for(tmp_path):
+    clock = ManualClock()
+    storage, late = Storage(str(tmp_path), clock=clock), tmp_path / ".step-00000005.a/rank-00001.bin"
+    files = {**draft(storage, 5, "a"), late.name: {"size": 3, "sha256": ""}}
+    clock.at(2.0, lambda: late.write_bytes(b"a"))
+    clock.at(4.0, lambda: late.write_bytes(b"abc"))
+    assert storage.commit(5, "a", {"step": 5, "attempt": "a"}, files) and storage.steps() == [5]
+    assert (tmp_path / "step-00000005/rank-00001.bin").read_bytes() == b"abc"
 
 
 def test_nodes_that_do_not_share_the_folder_are_told_so(tmp_path):
@@ -579,8 +592,8 @@ def test_a_name_that_is_a_pattern_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
 def test_what_cannot_be_read_just_now_is_not_bad(tmp_path, request, monkeypatch, kind):
     """A time-out, a stale handle: tried again, and if it stays, the run ends; nothing is quarantined."""
-    storage = Storage(str(tmp_path)) if kind == "folder" else request.getfixturevalue("bucket")
-    monkeypatch.setattr(protocol, "PAUSE_S", 0.01)
+    backend = Storage(str(tmp_path)).backend if kind == "folder" else request.getfixturevalue("bucket").backend
+    storage = Storage(backend, clock=ManualClock())
     for step in (1, 2):
         commit(storage, step, "a")
     failures, size = [1], storage.backend.size

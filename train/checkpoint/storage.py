@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 from train.checkpoint.backends import at
 from train.checkpoint.backends.base import MANIFEST, Backend, Unsure, name
 from train.checkpoint.records import INDEX, read_index, read_manifest, sealed
+from train.clock import SYSTEM, SystemClock
 from train.errors import Damaged, MusterError, StorageError
 from train.redact import redacted, without
 
@@ -43,11 +43,12 @@ class Storage:
 
     Args:
         place: a folder's path, an fsspec URL, `package.module.Class://...` for a custom backend, or a backend.
+        clock: measures the waits for files of other ranks and before retries.
     """
 
-    def __init__(self, place: str | Backend):
+    def __init__(self, place: str | Backend, *, clock: SystemClock = SYSTEM):
         self.backend = _backend(place) if isinstance(place, str) else place
-        self.root = redacted(self.backend.root)
+        self.root, self.clock = redacted(self.backend.root), clock
 
     def path(self, step: int) -> str:
         """Return the location of the checkpoint of `step`, for display."""
@@ -177,7 +178,7 @@ class Storage:
                     raise StorageError(
                         f"cannot read {self.root}/{file}: {reason}; mend that, then run again"
                     ) from error
-                time.sleep(PAUSE_S)
+                self.clock.sleep(PAUSE_S)
         raise AssertionError
 
     def _record(self, step: int, file: str, read: Callable[[bytes], dict[str, Any]]) -> dict[str, Any]:
@@ -208,19 +209,19 @@ class Storage:
 
     def _see(self, file: str, size: int) -> None:
         """Wait until another rank's file is visible with its full size: a network file system may show it late."""
-        deadline, there = time.monotonic() + SEEN_WITHIN_S, -1
+        deadline, there = self.clock.monotonic() + SEEN_WITHIN_S, -1
         while there != size:
             with contextlib.suppress(FileNotFoundError), self.doing(f"read {file}", FileNotFoundError):
                 there = self.backend.size(file)
             if there == size:
                 return
-            if time.monotonic() > deadline:
+            if self.clock.monotonic() > deadline:
                 found = "is not there" if there < 0 else f"has {there} bytes instead of {size}"
                 raise StorageError(
                     f"{self.root}/{file} {found} as rank 0 sees it, though it was written: "
                     "checkpoints must lie where all nodes see the same files"
                 )
-            time.sleep(PAUSE_S / 10)
+            self.clock.sleep(PAUSE_S / 10)
 
     @contextlib.contextmanager
     def doing(self, what: str, *passed: type[Exception]) -> Iterator[None]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from train.clock import SYSTEM, SystemClock
 
 LONG_S = 1800.0  # a save to slow storage
 FIRST_S = 600.0  # the first phases of each kind compile and tune
@@ -47,16 +48,23 @@ class Phase:
 class Phases:
     """This rank's successive phases, and the longest duration of each kind."""
 
-    def __init__(self, *, timeout_s: float, start_s: float, device_is_busy: Callable[[], bool] = lambda: False):
-        self.timeout_s, self.device_is_busy = timeout_s, device_is_busy
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        start_s: float,
+        device_is_busy: Callable[[], bool] = lambda: False,
+        clock: SystemClock = SYSTEM,
+    ):
+        self.timeout_s, self.device_is_busy, self.clock = timeout_s, device_is_busy, clock
         self._entered: Counter[str] = Counter()
         self._longest: dict[str, float] = {}
-        self._current = (0, "start-up", start_s, time.monotonic())
+        self._current = (0, "start-up", start_s, self.clock.monotonic())
 
     def enter(self, kind: str, step: int) -> None:
         """Leave the current phase and enter the next: `step`, `evaluation`, `save` or `finish`."""
         number, label, _, since = self._current
-        now, before = time.monotonic(), label.split()[0]
+        now, before = self.clock.monotonic(), label.split()[0]
         if self._entered[before] >= FIRST:
             self._longest[before] = max(self._longest.get(before, 0.0), now - since)
         self._entered[kind] += 1
@@ -68,7 +76,7 @@ class Phases:
     @property
     def age_s(self) -> float:
         """Seconds since the current phase began."""
-        return time.monotonic() - self._current[3]
+        return self.clock.monotonic() - self._current[3]
 
     @property
     def limit_s(self) -> float:
@@ -78,7 +86,7 @@ class Phases:
     def now(self, beat: int) -> Phase:
         """Return the current phase to post. Looks up the code's position only after the phase has lasted a while."""
         number, label, limit_s, since = self._current
-        age_s = time.monotonic() - since
+        age_s = self.clock.monotonic() - since
         where, waiting = standing() if age_s > self.timeout_s / 4 else ("", False)
         waiting = waiting or bool(where and self.device_is_busy())
         return Phase(beat, number, label, age_s, limit_s, waiting, where, socket.gethostname())
