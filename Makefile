@@ -1,4 +1,4 @@
-# One command per habit. `make` alone lists them.
+# One command per task. `make` lists them.
 VENV   ?= .venv
 PYTHON ?= python3
 NPROC  ?= 2
@@ -6,8 +6,8 @@ ARGS   ?=
 MINUTES ?= 3
 BIN    := $(VENV)/bin
 export PYTHONUNBUFFERED = 1
-# pip takes a few minutes the first time; uv, where there is one, half a minute. (It does not ask what an editable
-# install needs: that is named here.)
+# pip takes a few minutes the first time; uv, if installed, half a minute. (uv does not install the requirements of an
+# editable build: `editables` is named here.)
 ifneq ($(shell uv --version 2> /dev/null),)
 INSTALL = uv pip install --compile-bytecode --python $(BIN)/python -c constraints.txt editables
 else
@@ -15,13 +15,13 @@ INSTALL = $(BIN)/pip install --disable-pip-version-check -c constraints.txt edit
 endif
 
 .PHONY: help train quick test test-docker test-slurm test-kubernetes lint format bench recovery soak docs clean
-help: ## this list
+help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); ARGS="model=convnet" adds overrides
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(NPROC) -m train $(ARGS)
 
-test: $(VENV)/.test ## the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
+test: $(VENV)/.test ## run the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
 	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=40 -m "not docker and not slurm and not kubernetes and not kubeconfig"
 	$(MAKE) --jobs=3 --output-sync=target --no-print-directory test-kubernetes test-docker test-slurm
@@ -29,10 +29,10 @@ else
 	$(BIN)/python -m pytest -rs $(ARGS)
 endif
 
-quick: lint ## in two minutes: lint, every test that starts no process, and a dozen runs
+quick: lint ## two minutes: lint, all tests that start no process, and a dozen runs
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "unit or quick"
 
-# Side by side: most of their time is waiting. What has no Docker engine or no root is skipped, and says so.
+# These run in parallel: most of their time is waiting. Without a Docker engine or root, tests are skipped with a reason.
 test-docker: $(VENV)/.test
 	$(BIN)/python -m pytest -rs -m "docker or kubeconfig"
 test-slurm: $(VENV)/.test
@@ -47,27 +47,27 @@ lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck, hadolint
 	git ls-files '*.sh' '*.sbatch' .ci/run | xargs -r $(BIN)/shellcheck
 	$(BIN)/hadolint docker/Dockerfile
 
-format: $(VENV)/.test ## rewrite the sources as ruff would
+format: $(VENV)/.test ## format the sources with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.train ## the kit beside a hand-written DDP loop, as ratios
+bench: $(VENV)/.train ## compare the kit with a hand-written DDP loop, as ratios
 	$(BIN)/python -m bench.loop $(ARGS)
 
-recovery: $(VENV)/.test ## seconds from a killed worker, node or store to the next step
+recovery: $(VENV)/.test ## measure seconds from a killed worker, node or store to the next step
 	$(BIN)/python -m bench.recovery $(ARGS)
 
-soak: $(VENV)/.test ## random faults for MINUTES (3), then a look at what was lost
+soak: $(VENV)/.test ## inject random faults for MINUTES (3), then check that nothing was lost
 	$(BIN)/python -m bench.soak --minutes $(MINUTES) $(ARGS)
 
-docs: $(VENV)/.train ## the pages of docs/ as a site, in site/
+docs: $(VENV)/.train ## build the pages of docs/ as a site, in site/
 	$(INSTALL) --quiet -e '.[docs]'
 	$(BIN)/mkdocs build --quiet --strict --site-dir site
 
-clean: ## remove the environment and caches; runs/ stays
+clean: ## remove the environment and caches; keep runs/
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
 
-# Installed once, and again when what is pinned changes.
+# Installed once, and again when pyproject.toml or constraints.txt change.
 $(VENV)/.venv:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "muster needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)

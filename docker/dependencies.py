@@ -1,4 +1,4 @@
-"""Print the run-time requirements of pyproject.toml, S3 included: what an image installs before it gets any code."""
+"""Print the run-time requirements of pyproject.toml, S3 included; an image installs them before it copies the code."""
 
 import sys
 import tomllib

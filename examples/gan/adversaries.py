@@ -1,4 +1,4 @@
-"""A GAN: two models that are trained in turn, by a strategy of one's own.
+"""A GAN: two models trained in turn by a custom strategy.
 
 Source: Goodfellow et al., "Generative Adversarial Networks", 2014.
 """
@@ -26,7 +26,7 @@ class Ring(torch.utils.data.TensorDataset):
 
 
 class Adversaries(nn.Module):
-    """`generator`: noise to points; `discriminator`: points to a logit, above 0 for real ones."""
+    """`generator` maps noise to points; `discriminator` maps points to a logit, above 0 for real points."""
 
     def __init__(self, *, noise: int, width: int):
         super().__init__()
@@ -43,20 +43,22 @@ class Adversaries(nn.Module):
         return made
 
     def forward(self, points: Tensor) -> Tensor:
-        """As many points as given, for an evaluation."""
+        """Return as many generated points as given, for an evaluation."""
         return self.fakes(len(points))
 
 
 class Distance:
-    """How far from the circle generated points lie."""
+    """Mean distance of generated points from the circle."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs.norm(dim=1) - 1).abs().mean()
 
 
 class Gan(Stepping):
-    """One step of the discriminator, then one of the generator, on the same micro-batches. The optimizer's groups are
-    theirs; a parameter without a gradient it leaves alone."""
+    """Takes one step of the discriminator, then one of the generator, on the same micro-batches.
+
+    The optimizer has the parameters of both and skips those without a gradient.
+    """
 
     def build(self, recipe: Recipe, world: World) -> None:
         self.world = world
@@ -71,7 +73,7 @@ class Gan(Stepping):
         return StepResult(loss, self.optimizer_step.norm)
 
     def _turn(self, step, batches, part, losses):
-        """Step one of the two; this rank's share of its loss."""
+        """Take one step of `part`; return this rank's share of its loss."""
         self.optimizer_step.optimizer.zero_grad()
         shares = [losses(batch).mean() * (batch.count / batch.total) for batch in batches]
         torch.stack(shares).sum().backward()
@@ -79,7 +81,7 @@ class Gan(Stepping):
             if not any(parameter is own for own in part.parameters()):
                 parameter.grad = None
             elif self.world.size > 1:
-                dist.all_reduce(parameter.grad)  # shares of the global mean: their sum is its gradient
+                dist.all_reduce(parameter.grad)  # gradients of shares of the global mean: their sum is its gradient
         self.optimizer_step.update(step, None)
         return torch.stack(shares).sum().detach()
 

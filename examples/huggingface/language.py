@@ -1,4 +1,4 @@
-"""A GPT-2 of Hugging Face, from its config, on samples that are dicts."""
+"""A GPT-2 of Hugging Face, built from its config and trained on dict samples."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 
 class Lines(Dataset[dict[str, torch.Tensor]]):
-    """Texts of different lengths, as bytes: what Python says of its own types, the last tenth for testing."""
+    """Texts of different lengths as bytes: docstrings of Python's built-in types; the last tenth is the test split."""
 
     def __init__(self, *, train: bool, longest: int):
         texts = [str(each.__doc__) for kind in (str, dict, list, set, bytes) for each in vars(kind).values()]
@@ -24,7 +24,7 @@ class Lines(Dataset[dict[str, torch.Tensor]]):
 
 
 def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """`[B, T]` of each; what is padding gets the label -100, which the loss leaves out."""
+    """Pad samples to `[B, T] int64`; padding has the label -100, which the loss ignores."""
     ids = [sample["input_ids"] for sample in samples]
     padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     lengths = torch.tensor([len(each) for each in ids])
@@ -33,5 +33,5 @@ def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def gpt2(**config: Any) -> GPT2LMHeadModel:
-    """`config` is GPT2Config's."""
+    """Build the model; `config` has arguments of GPT2Config."""
     return GPT2LMHeadModel(GPT2Config(vocab_size=256, use_cache=False, loss_type="ForCausalLM", **config))

@@ -1,6 +1,6 @@
-"""Train with two processes, started by this script and not by a launcher: `python script.py [overrides]`.
+"""Train with two processes that this script starts, without a launcher: `python script.py [overrides]`.
 
-It needs no `if __name__ == "__main__":`, as the processes do not import it again.
+The script needs no `if __name__ == "__main__":`, because the processes do not import it again.
 """
 
 import sys
@@ -12,5 +12,5 @@ try:
     run = train.launch(["name=script", *sys.argv[1:]], nproc=2, max_restarts=3)
 except MusterError as error:
     print(error, file=sys.stderr)
-    sys.exit(error.exit_code)  # 75: told to stop, all is saved, and the same line resumes
+    sys.exit(error.exit_code)  # 75: preempted and saved; the same command resumes
 print(run.folder, run.outcome["outcome"], "at step", run.outcome["step"])

@@ -1,4 +1,4 @@
-"""A data set and a model of one's own, as they would lie in a project that has Muster installed."""
+"""A data set and a model, as in a project that has Muster installed."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Segmentation: the mask of a disc among noise, measured by pixels."""
+"""Segmentation of a disc in noise, with metrics by pixel."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 
 
 class Discs(Dataset[tuple[Tensor, Tensor]]):
-    """`[1, side, side] float32` noisy pictures of a disc each, and `[side, side] int64` masks of it."""
+    """Pairs of a noisy image of one disc, `[1, side, side] float32`, and its mask, `[side, side] int64`."""
 
     def __init__(self, *, train: bool, size: int, side: int):
         self.size, self.side, self.first = size if train else size // 4, side, 0 if train else size
@@ -24,7 +24,7 @@ class Discs(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Net(nn.Sequential):
-    """`[B, 1, H, W]` to `[B, 2, H, W]` logits."""
+    """Maps images `[B, 1, H, W]` to logits `[B, 2, H, W]`."""
 
     def __init__(self, *, width: int):
         super().__init__(
@@ -35,7 +35,7 @@ class Net(nn.Sequential):
 
 
 class Pixels:
-    """Cross-entropy of pixels. A sum and its own count is a mean over what was counted, here pixels, not samples."""
+    """Cross-entropy by pixel. A metric (sum, count) is a mean over the count, here pixels instead of samples."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets)

@@ -1,4 +1,4 @@
-"""A stream that can only be read from its beginning, and says where it is (torchdata's state_dict protocol)."""
+"""A stream that can only be read from its beginning and saves its position (torchdata's state_dict protocol)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 
 
 class Readings(IterableDataset[tuple[torch.Tensor, int]]):
-    """Sums of six numbers, in an order of each epoch's own; `size` samples an epoch."""
+    """Six numbers and the sign of their sum, in a different order in each epoch; `size` samples per epoch."""
 
     num_classes = 2
 
