@@ -165,7 +165,7 @@ def measure(workload: Workload, folder: str) -> tuple[bool, list[Any]]:
     world, strategy = join(config, preemption)
     life = Lifecycle(Path(folder), preemption)
     life.meet(world, timeout_s=config.dist.timeout_s)
-    with life, open_run(config, world, strategy, life) as (opened, _, _):
+    with life, open_run(config=config, world=world, strategy=strategy, life=life) as (opened, _):
         dataset = Ready(workload)
         data = Data(dataset, None, workload.classes, "bench")
         model = partial(build, config.model, input_shape=workload.shape, num_classes=workload.classes)

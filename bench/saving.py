@@ -66,7 +66,7 @@ def worker(line: list[str], *, loads: bool) -> None:
     found: dict[str, Extra] = {}
     opening = found["open"] = Extra()
     opening.__enter__()
-    with life, open_run(config, world, strategy, life) as (run, folder, _):
+    with life, open_run(config=config, world=world, strategy=strategy, life=life) as (run, folder):
         opening.__exit__()
         if not loads:
             strategy.step(0, next(iter(load(run, run.course.plan, range(1)))))

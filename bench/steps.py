@@ -21,10 +21,11 @@ from train.data.load import load
 from train.data.loader import LoaderConfig, batches
 from train.dist.place import Place
 from train.dist.world import World, start
+from train.numerics import seed_all, set_numerics
 from train.plan import Plan
-from train.run import recipe, seed_all, set_numerics
 from train.settings import group_options
 from train.strategies.base import StepResult, Strategy
+from train.strategies.recipe import recipe
 
 WORKLOAD = (
     "data=synthetic data.image_shape=[1,28,28] model=mlp model.hidden=[1024,1024,1024] batch_size=64 optimizer=adamw"

@@ -15,8 +15,8 @@ RUNTIME = (
     "timing", "checkpoint", "loggers", "report", "job",
 )  # fmt: skip
 ORDER = (
-    *RUNTIME, "doctor", "patterns", "config", "data", "models", "objectives", "optim", "strategies", "window", "evaluation", "loop",
-    "callbacks", "changes", "settings", "outputs", "accepts", "run", "evaluate", "__main__", "collectives",
+    *RUNTIME, "doctor", "patterns", "config", "numerics", "data", "models", "objectives", "optim", "strategies", "window", "evaluation", "course", "loop",
+    "callbacks", "announce", "position", "changes", "settings", "outputs", "accepts", "run", "evaluate", "__main__", "collectives",
 )  # fmt: skip
 
 

@@ -32,12 +32,14 @@ from train.faults.preemption import Preemption
 from train.job.exit import tell
 from train.job.lifecycle import Ending, Lifecycle, Peers
 from train.models.prepare import take
+from train.numerics import set_numerics
 from train.objectives.build import build_measures
 from train.plan import Plan
 from train.redact import redacted
-from train.run import join, recipe, set_numerics
+from train.run import join
 from train.strategies.base import Recipe, Strategy
 from train.strategies.common.buffers import Buffers
+from train.strategies.recipe import recipe
 
 
 class Print:

@@ -7,10 +7,14 @@ from itertools import groupby
 from typing import Any
 
 from train.config.keys import Config
+from train.config.parts import locate
 from train.data.generators import kept_generators, key_of, seed_generators
+from train.data.load import Data
 from train.data.loader import Batch, micro_batches
 from train.dist.world import World
+from train.errors import ConfigError
 from train.objectives.measure import Measures, means
+from train.origin import defined
 from train.plan import Plan
 from train.strategies.base import Strategy
 
@@ -70,3 +74,23 @@ def seeded(batches: list[Batch], *words: int) -> Iterator[Batch]:
             for part, batch in enumerate(parts):
                 seed_generators(key_of(*words, "evaluation", number, part), on_device=True)
                 yield batch
+
+
+def refuse_unevaluated(config: Config, data: Data) -> None:
+    """Raise ConfigError if `checkpoint.best` or a callback needs evaluations and the run makes none."""
+    needs = [f"checkpoint.best={config.checkpoint.best}"] if config.checkpoint.best else []
+    needs += [part.key for part in config.callbacks.values() if getattr(locate(part), "needs_evaluations", False)]
+    if needs and (why := never_evaluated(config, data)):
+        raise ConfigError(f"{needs[0]} needs evaluations, and nothing is evaluated: {why}; or leave {needs[0]} out")
+
+
+def never_evaluated(config: Config, data: Data) -> str | None:
+    """Return why the run makes no evaluation, and how to enable it; None if it evaluates."""
+    if config.eval.every_steps == "off":
+        return "eval.every_steps=off says so: leave it out"
+    if data.test is None:
+        return (
+            f"data._target_={config.data.target} has no parameter train{defined(data.train)}: give its constructor one, "
+            "which gets True for the training split and False for the test split"
+        )
+    return None

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from train.config.keys import Config, NonFinite, Precision
+from train.course import Course, Progress
 from train.data.generators import kept_generators
-from train.data.load import Data
 from train.data.loader import Batch, micro_batches
 from train.dist.world import World
 from train.errors import Diverged
@@ -31,6 +31,8 @@ class Saves(Protocol):
 
     def save(self, *, state: dict[str, Any], position: dict[str, Any]) -> None: ...
     def flush(self) -> None: ...
+    def settle(self, seconds: float) -> None: ...
+    def note_best(self, best: dict[str, Any]) -> None: ...
 
 
 class Records(Protocol):
@@ -58,32 +60,6 @@ class Hooks(Protocol):
     def on_checkpoint(self, run: Run) -> None: ...
     def on_end(self, run: Run) -> None: ...
     def state(self) -> dict[str, Any]: ...
-
-
-@dataclass
-class Progress:
-    """Progress of a run over all its attempts.
-
-    step: optimizer steps done. evaluated: step of the last complete evaluation.
-    skipped_in_a_row: steps skipped since the last one that was not.
-    best: {metric, value, step} of the evaluation with the best `checkpoint.best`. stopped: why training ends early.
-    """
-
-    step: int = 0
-    evaluated: int = 0
-    skipped_in_a_row: int = 0
-    best: dict[str, Any] | None = None
-    stopped: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Course:
-    """The steps of a run: the data, the samples of each step, the number of steps, and the progress."""
-
-    data: Data
-    plan: Plan
-    total_steps: int
-    progress: Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +107,7 @@ class Run:
     @property
     def is_over(self) -> bool:
         """True if all steps are done or training was stopped early."""
-        return self.step >= self.total_steps or self.progress.stopped is not None
+        return self.course.is_over
 
     @property
     def is_preempted(self) -> bool:

@@ -14,10 +14,11 @@ from train.data.loader import LoaderConfig, batches
 from train.dist.place import Place
 from train.dist.world import World
 from train.dist.world import start as start_world
+from train.numerics import set_numerics
 from train.plan import Plan
-from train.run import recipe, set_numerics
 from train.settings import group_options
 from train.strategies.base import SavedTensor, StepResult, Strategy
+from train.strategies.recipe import recipe
 
 STEPS = 100
 

@@ -1,0 +1,69 @@
+"""The beginning of an attempt, in metrics.jsonl and on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from train import attempts
+from train.course import steps_asked_for
+from train.dist.place import asked_for
+from train.errors import say
+from train.evaluation import never_evaluated
+from train.job.folder import RunFolder
+from train.loop import Run
+
+
+def announce(run: Run, folder: RunFolder, *, kinds: list[str]) -> None:
+    """Write to metrics.jsonl how this attempt begins, and print the limits of what it guarantees.
+
+    kinds: processor kinds of the ranks (see `numerics.kind_of`); empty without `virtual_world_size`.
+    """
+    before, world = folder.before, run.world
+    if run.strategy.caveat and world.is_first:
+        say(f"muster: {run.strategy.caveat}")
+    facts = {
+        "step": run.step,
+        "total_steps": run.total_steps,
+        "world_size": world.size,
+        "device": str(world.device.type),
+        "attempt": world.attempt,
+    }
+    if run.course.plan.batch_size < run.config.batch_size:
+        asked, there = run.config.batch_size, run.course.plan.size
+        run.meters.records.event(
+            "note", text=f"batch_size={asked} is more than the {there} training samples: a step takes all of them"
+        )
+    given = steps_asked_for(run.config, run.course.plan)
+    if given < run.step:
+        run.meters.records.event(
+            "note", text=f"{given} steps are asked for and {run.step} are done: none is left to make"
+        )
+    meant = asked_for(world.place.local_world_size)
+    if meant and world.size < meant:
+        run.meters.records.event(
+            "note", text=f"trains with {world.size} of the {meant} ranks that were asked for: others have not come"
+        )
+    if run.course.data.test is None and (why := never_evaluated(run.config, run.course.data)):
+        run.meters.records.event("note", text=f"nothing is evaluated: {why}")
+    for text in mixed_kinds(kinds, folder.saved.manifest.get("computes_on") if folder.saved else None):
+        run.meters.records.event("note", text=text)
+    if before.outcome not in ("none", attempts.DONE, attempts.PREEMPTED):
+        run.meters.records.event("restart", step=run.step, after=before.outcome, cause=before.error)
+    if folder.saved is None:
+        run.meters.records.event(
+            "start", output_dir=str(folder.path), samples_per_epoch=len(run.course.data.train), **facts
+        )
+        return
+    run.meters.records.event("resume", checkpoint=folder.saved.path, **facts)
+    then, now = folder.saved.manifest.get("config", {}).get("micro_batch_size"), run.config.micro_batch_size
+    if then != now and world.is_first:
+        say(f"muster: micro_batch_size={now} was {then}: batch norm and dropout see other batches from here on")
+
+
+def mixed_kinds(kinds: list[str], then: list[str] | None) -> Iterator[str]:
+    """Yield why virtual_world_size may not give one hash: ranks, or attempts (`then`: earlier), round differently."""
+    asked = "virtual_world_size gives one hash of the weights for one kind of processor and one torch"
+    if len(kinds) > 1:
+        yield f"{asked}, and the ranks compute on {'; '.join(kinds)}: another division of them gives another hash"
+    elif kinds and then and kinds != then:
+        yield f"{asked}; up to this checkpoint it was {'; '.join(then)}, now it is {kinds[0]}: the hash will be another"

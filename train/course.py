@@ -1,0 +1,52 @@
+"""The steps of a run: the samples of each, their number, and the progress through them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from train.config.keys import Config
+from train.data.load import Data
+from train.plan import Plan
+
+
+@dataclass
+class Progress:
+    """Progress of a run over all its attempts.
+
+    step: optimizer steps done. evaluated: step of the last complete evaluation.
+    skipped_in_a_row: steps skipped since the last one that was not.
+    best: {metric, value, step} of the evaluation with the best `checkpoint.best`. stopped: why training ends early.
+    """
+
+    step: int = 0
+    evaluated: int = 0
+    skipped_in_a_row: int = 0
+    best: dict[str, Any] | None = None
+    stopped: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """The steps of a run: the data, the samples of each step, the number of steps, and the progress."""
+
+    data: Data
+    plan: Plan
+    total_steps: int
+    progress: Progress
+
+    @property
+    def is_over(self) -> bool:
+        """True if all steps are done or training was stopped early."""
+        return self.progress.step >= self.total_steps or self.progress.stopped is not None
+
+
+def plan_of(config: Config, data: Data) -> Plan:
+    """Return the plan of the training samples."""
+    batch_size, drop_last = min(config.batch_size, len(data.train)), config.loader.drop_last
+    return Plan(len(data.train), batch_size, config.seed, shuffle=data.shuffles, drop_last=drop_last)
+
+
+def steps_asked_for(config: Config, plan: Plan) -> int:
+    """Return the number of steps that the config asks for."""
+    return config.max_steps or config.epochs * plan.steps_per_epoch

@@ -1,0 +1,34 @@
+"""The weights that a model starts with: `init_from`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.checkpoint.download import local_copy
+from train.checkpoint.weights import read_weights
+from train.config.keys import Config
+from train.dist.world import World
+from train.errors import MusterError, StorageError
+
+
+def first_weights(config: Config, world: World) -> dict[str, Any] | None:
+    """Return the state dict that `init_from` names, or None. One rank of a host downloads while the others wait.
+
+    Collective: every rank must call it. Raises MusterError.
+    """
+    if not config.init_from:
+        return None
+    failure, weights, source = None, dict[str, Any](), config.init_from
+    with world.local_first(torch.hub.get_dir()) as goes_first:
+        try:
+            source = str(local_copy(source, ask=goes_first)) if "://" in source else source
+            weights = read_weights(source)
+        except MusterError as error:
+            failure = error
+    world.together(failure)
+    if source != config.init_from and len({*world.gather(Path(source).name)}) > 1:  # the file name is its digest
+        raise StorageError(f"init_from={config.init_from} changed while the nodes downloaded it: run again")
+    return weights

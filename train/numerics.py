@@ -1,0 +1,52 @@
+"""The numerics of a run: seeds, determinism, threads, and the kind of processor that rounds."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+
+import numpy as np
+import torch
+
+from train.config.keys import Config
+from train.dist.world import World
+from train.timing.record import environment
+
+
+def set_numerics(config: Config) -> None:
+    """Set seeds, determinism and thread count. Must be called before the first tensor is created."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = not config.deterministic
+    if config.virtual_world_size and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # torchrun's default; the rounding of a sum depends on the number of threads
+    _seed(config.seed)
+
+
+def kinds_of(world: World) -> list[str]:
+    """Return the kinds of processor that the ranks compute on. Collective: every rank must call it."""
+    return sorted({*world.gather(kind_of(world))})
+
+
+def kind_of(world: World) -> str:
+    """Return GPU or processor model and torch version: besides the order, the last bits of a sum depend on them."""
+    here = environment()
+    return f"{here['gpu' if world.device.type == 'cuda' else 'processor']}, torch {here['torch']}"
+
+
+def seed_all(seed: int, rank: int, *, step: int) -> None:
+    """Seed this rank's generators, for dropout and the like, from seed, rank and step.
+
+    The step matters on resume at another world size, where the checkpoint's generator states do not fit: without it,
+    dropout masks would repeat those of the first steps.
+    """
+    words = f"{seed}/{rank}/{step}" if step else f"{seed}/{rank}"
+    _seed(int.from_bytes(hashlib.sha256(words.encode()).digest()[:7]))
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -1,0 +1,79 @@
+"""The recipe of a run: how its model, objective and optimizer are built, for the strategy to do in its own order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from train.config.keys import Config
+from train.config.parts import build, locate, signature
+from train.data.load import Data
+from train.dist.world import World
+from train.models.prepare import prepared
+from train.objectives.build import build_objective
+from train.objectives.measure import Measures
+from train.optim.build import Named, build_optimizer, grouped_options
+from train.optim.schedule import adapt, build_schedule
+from train.plan import Plan
+from train.strategies.base import Recipe
+from train.strategies.common.broadcast import begin_alike
+
+
+def recipe(
+    config: Config,
+    data: Data,
+    plan: Plan,
+    total_steps: int,
+    world: World,
+    *,
+    measures: Measures | None = None,
+    weights: Mapping[str, Any] | None = None,
+) -> Recipe:
+    """Return the recipe of the model, the objective and the optimizer. Collective: every rank must call it.
+
+    weights: the model's first weights, of which names that match `init_ignore` are left out.
+    """
+    wanted = signature(locate(config.model))
+    offered: dict[str, Any] = {"num_classes": data.num_classes} if data.num_classes else {}
+    if "input_shape" in wanted:  # reading `data.input_shape` may load a sample
+        offered["input_shape"] = data.input_shape
+    schedule = build_schedule(
+        config.scheduler,
+        lr=config.optimizer.values.get("lr"),
+        total_steps=total_steps,
+        steps_per_epoch=plan.steps_per_epoch,
+    )
+    objective = build_objective(config.objective, device=world.device)
+    if isinstance(objective, nn.Module):
+        begin_alike(objective)
+
+    def new_optimizer(named: Iterable[Named], **options: Any) -> torch.optim.Optimizer:
+        based = partial(adapt, schedule, total_steps=total_steps)
+        return build_optimizer(config.optimizer, named, precision=config.precision, adapt=based, **options)
+
+    return Recipe(
+        build_model=partial(
+            prepared,
+            partial(build, config.model, **offered),
+            weights=weights,
+            ignore=config.init_ignore,
+            freeze=config.freeze,
+        ),
+        build_optimizer=new_optimizer,
+        objective=objective,
+        schedule=schedule,
+        precision=config.precision,
+        grad_clip=config.grad_clip,
+        compile=config.compile,
+        channels_last=config.channels_last,
+        on_nonfinite=config.on_nonfinite,
+        seed=config.seed,
+        slices=config.virtual_world_size,
+        measures=measures or Measures({}),
+        train_metrics=config.log.train_metrics,
+        optimizer_options=frozenset(grouped_options(config.optimizer)),
+    )
