@@ -11,7 +11,7 @@ pytestmark = pytest.mark.unit
 # The runtime, which knows no Hydra, no strategy and no model; then the trainer: config -> data -> model -> strategy ->
 # loop. The left never imports the right.
 RUNTIME = (
-    "redact", "errors", "origin", "imported", "flat", "files", "clock", "plan", "dist", "attempts", "faults", "launch",
+    "redact", "errors", "origin", "imported", "flat", "files", "process", "clock", "plan", "dist", "attempts", "faults", "launch",
     "timing", "checkpoint", "loggers", "report", "job",
 )  # fmt: skip
 ORDER = (

@@ -30,7 +30,7 @@ def main() -> None:
     jobs: list[tuple[str | None, int, Mapping[str, str]]] = []
 
     def job(config: Config | ConfigError, values: Mapping[str, str]) -> int:
-        ended = carry_out(config, preemption)
+        ended = run_attempt(config, preemption)
         jobs.append((getattr(config, "output_dir", None), ended, values))
         return ended
 
@@ -46,7 +46,7 @@ def main() -> None:
     os._exit(code)
 
 
-def carry_out(config: Config | ConfigError, preemption: Preemption) -> int:
+def run_attempt(config: Config | ConfigError, preemption: Preemption) -> int:
     """Run one attempt. A config error is reported at once if there are no other ranks to inform."""
     from train.errors import ConfigError
     from train.job.exit import tell

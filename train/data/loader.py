@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from train import process
 from train.config.keys import BadSample, Config
 from train.config.parts import callable_of
 from train.data.fetch import Fetch
@@ -174,10 +172,8 @@ def _unchanged(batch: Any) -> Any:
 
 def _start_worker(_: int) -> None:
     # torchrun signals the whole process group: a worker killed by SIGTERM would prevent the last checkpoint.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a rank that was killed
+    process.ignore(*process.STOP_SIGNALS)
+    process.die_with_parent()  # do not outlive a rank that was killed
 
 
 def check_shared_memory(batch_bytes: int, *, num_workers: int, place: str = "/dev/shm") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from train import process
 from train.errors import final, say
 from train.faults import output
 from train.redact import redacted
@@ -24,7 +24,7 @@ LAST_WORDS_S = 10.0
 def die_with_it() -> None:
     """Under torchrun, die when the agent dies: an orphan would train on beside the worker that replaces it."""
     if _is_there():
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        process.die_with_parent()
 
 
 def tell(text: str) -> None:

@@ -22,6 +22,8 @@ import threading
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from train.process import STOP_SIGNALS
+
 if TYPE_CHECKING:
     from train.dist.world import World
 
@@ -51,7 +53,7 @@ class Preemption:
         Slurm sends a step's USR1 or USR2 to every process in it, loader workers included; they mean the same as
         SIGTERM.
         """
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

@@ -6,7 +6,6 @@ plan.json, failure.json, value-RANK.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import pickle
@@ -15,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from train import attempts
+from train import attempts, process
 from train.dist.place import JOB
 from train.faults import output
 from train.launch.check import answer
@@ -26,7 +25,7 @@ from train.launch.verdict import identity
 def main(given: list[str]) -> int:
     """Run the ranks to their end, and return 0 if all ended well."""
     folder, parent = Path(given[0]), int(given[1])
-    end_with(parent)
+    process.die_with_parent(signal.SIGTERM, parent=parent)  # no process remains, however the caller dies
     spec, overrides = pickle.loads((folder / "job").read_bytes())
     if overrides is None:
         line = ["train.launch.rank", str(folder)]
@@ -37,14 +36,6 @@ def main(given: list[str]) -> int:
             return 2
         line = ["train", *overrides]
     return run(spec, ["-P", "-m", *line], folder)
-
-
-def end_with(parent: int) -> None:
-    """Get SIGTERM when the caller of `train.launch` dies, however it dies, so that no process remains."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def plan_of(overrides: list[str]) -> dict[str, Any]:
@@ -83,7 +74,7 @@ def run(spec: Spec, line: list[str], folder: Path) -> int:
         code, failures = 1, error.failures
     except SignalException as error:  # from the caller, or from a rank that a restart cannot help (faults/agent.py)
         code, failures = 128 + int(error.sigval), {}
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    process.ignore(signal.SIGTERM)
     (folder / "failure.json").write_text(json.dumps(first(failures, folder)))
     return code
 

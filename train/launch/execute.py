@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from train import attempts
+from train import attempts, process
 from train.dist.place import JOB, NODES
 from train.errors import say
 from train.launch.spec import MARGIN_S, Spec, command, environment, printed, steady_torchrun, this_torchrun
@@ -25,7 +24,6 @@ POLL_S = 0.2
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 NO_HANGUP = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT"}
 """For torchrun: closing a terminal (SIGHUP) must not end the agent."""
-LIBC = ctypes.CDLL(None)
 
 
 @dataclass
@@ -66,7 +64,7 @@ class AgentEnd:
 def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folder: Path | None = None) -> AgentEnd:
     """Start the agent, wait for it, and judge its end by the records in `folder`, if `folder` is known."""
     signals = Signals(policy)
-    for number in (signal.SIGTERM, signal.SIGINT, *NOTICES):  # a terminal also sends SIGINT to the agent itself
+    for number in process.STOP_SIGNALS:  # a terminal also sends SIGINT to the agent itself
         signal.signal(number, signals.on)
     before = attempts.newest(folder, launcher=spec.job_name) if folder else {}
     code = _run_agent(spec, overrides, signals)
@@ -94,10 +92,8 @@ def _as_child() -> None:
 
     Slurm sends USR1 and USR2 to every process; the launcher handles them.
     """
-    if sys.platform == "linux":
-        LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    for number in NOTICES:
-        signal.signal(number, signal.SIG_IGN)
+    process.die_with_parent()
+    process.ignore(*NOTICES)
 
 
 def _settled(folder: Path, launcher: str, *, told: bool) -> dict[str, Any]:

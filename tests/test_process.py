@@ -1,0 +1,53 @@
+"""A process that dies with its parent, and ignores the signals that are for others."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kit.until import until
+
+from train import process
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+print(child.stdout.readline().strip(), flush=True)
+time.sleep(60)
+"""
+CHILD = "import os, time; from train import process; process.{}; print(os.getpid(), flush=True); time.sleep(60)"
+linux = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@linux
+@pytest.mark.parametrize("call", ["die_with_parent()", "die_with_parent(15)"])
+def test_a_child_dies_with_its_parent(call):
+    line = [sys.executable, "-c", PARENT, CHILD.format(call)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        assert is_running(child)
+        parent.kill()
+    until(lambda: not is_running(child), "death of the child", timeout_s=10)
+
+
+def test_a_child_whose_parent_has_died_before_dies_at_once():
+    line = [sys.executable, "-c", CHILD.format("die_with_parent(15, parent=1)")]
+    assert os.getpid() != 1 and subprocess.run(line, timeout=30, check=False).returncode == -signal.SIGTERM
+
+
+def test_ignored_signals_stay_ignored_after_exec():
+    """As in an agent between fork and exec."""
+    line = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('alive')"]
+    done = subprocess.run(
+        line, preexec_fn=lambda: process.ignore(signal.SIGUSR1), stdout=subprocess.PIPE, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "alive\n")

@@ -1,0 +1,34 @@
+"""The current process: its death with its parent, and the signals that it ignores."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that ask a run to stop."""
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
+
+
+def die_with_parent(number: int = signal.SIGKILL, *, parent: int | None = None) -> None:
+    """Make the kernel send signal `number` to this process when its parent dies, however it dies. Linux only.
+
+    The parent is the thread that started this process. See PR_SET_PDEATHSIG in prctl(2).
+
+    Args:
+        number: the signal.
+        parent: the parent's pid, if known; if it has died already, this process sends itself the signal.
+    """
+    if LIBC:
+        LIBC.prctl(PR_SET_PDEATHSIG, number)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def ignore(*numbers: int) -> None:
+    """Ignore these signals from now on, also in programs that this process becomes by exec. Main thread only."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
