@@ -7,10 +7,10 @@ import pytest
 from kit.clock import ManualClock
 
 from train.faults import survey as surveys
+from train.faults.blame import NAMED, Outlook, fault, last, outlook, silence
 from train.faults.heartbeat import period_s
 from train.faults.phase import FIRST_S, LONG_S, Phase, Phases
 from train.faults.survey import Echo, Survey
-from train.faults.verdict import NAMED, Outlook, fault, last, outlook, silence
 
 pytestmark = pytest.mark.unit
 

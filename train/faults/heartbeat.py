@@ -2,7 +2,7 @@
 
 In a collective all ranks wait for the last one, so when one rank hangs all stand still, and the collective's own
 timeout cannot tell which rank hangs. Here each rank posts its current phase (phase.py) to the store. Rank 0 alone reads
-all of them, and posts its assessment (verdict.py) with its own phase. A rank that has stood still for longer than its
+all of them, and posts its assessment (blame.py) with its own phase. A rank that has stood still for longer than its
 phase allows reads rank 0's post: the ranks that hang print where their code stands and leave, the others leave after
 them, and the launcher restarts all. If rank 0 posts nothing new, rank 0 is lost. A stopped process is ended by its
 watchdog timer (watchdog.py), which must be re-armed regularly.
@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 
 from train.dist.place import store_is_agents
 from train.errors import RankLost, say
+from train.faults.blame import fault, silence
 from train.faults.phase import Phase, Phases, cuda_is_busy
 from train.faults.survey import Echo, Eye, Survey
-from train.faults.verdict import fault, silence
 from train.faults.watchdog import Watchdog
 
 if TYPE_CHECKING:

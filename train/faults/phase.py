@@ -87,7 +87,7 @@ class Phases:
         """Return the current phase to post. Looks up the code's position only after the phase has lasted a while."""
         number, label, limit_s, since = self._current
         age_s = self.clock.monotonic() - since
-        where, waiting = standing() if age_s > self.timeout_s / 4 else ("", False)
+        where, waiting = code_position() if age_s > self.timeout_s / 4 else ("", False)
         waiting = waiting or bool(where and self.device_is_busy())
         return Phase(beat, number, label, age_s, limit_s, waiting, where, socket.gethostname())
 
@@ -97,7 +97,7 @@ def cuda_is_busy(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.cuda.current_stream(device).query()
 
 
-def standing() -> tuple[str, bool]:
+def code_position() -> tuple[str, bool]:
     """Return the main thread's position outside of torch, and whether it waits for other ranks there."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     waiting, first = False, frame

@@ -7,8 +7,8 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from train.faults.blame import Outlook, outlook
 from train.faults.phase import Phase
-from train.faults.verdict import Outlook, outlook
 
 if TYPE_CHECKING:
     from train.dist.world import World

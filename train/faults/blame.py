@@ -13,12 +13,12 @@ from typing import Any
 from train.errors import RankLost
 from train.faults.phase import Phase
 
-NAMED = 8  # the most ranks that a verdict names
+NAMED = 8  # the most ranks that an outlook names
 
 
 @dataclass(frozen=True)
 class Standing:
-    """One rank, as a verdict describes it."""
+    """One rank, as an outlook describes it."""
 
     rank: int
     host: str | None
@@ -69,12 +69,12 @@ def outlook(phases: dict[int, Phase | None], *, silent_s: dict[int, float], quie
         quiet_s: seconds of silence that are normal.
     """
     longest = sorted(silent_s, key=lambda rank: -silent_s[rank])[:NAMED]
-    silent = [standing(rank, phases[rank], silent_s[rank]) for rank in sorted(longest) if silent_s[rank] > quiet_s]
+    silent = [standing_of(rank, phases[rank], silent_s[rank]) for rank in sorted(longest) if silent_s[rank] > quiet_s]
     known = {rank: phase for rank, phase in phases.items() if phase}
     if len(known) < len(phases):
         return Outlook(silent, [], 0, False, overdue=False, all_behind=False)
     culprits = last(known)
-    behind = [standing(rank, known[rank], silent_s.get(rank, 0.0)) for rank in culprits[: NAMED // 2]]
+    behind = [standing_of(rank, known[rank], silent_s.get(rank, 0.0)) for rank in culprits[: NAMED // 2]]
     first = known[culprits[0]]
     return Outlook(
         silent,
@@ -86,7 +86,7 @@ def outlook(phases: dict[int, Phase | None], *, silent_s: dict[int, float], quie
     )
 
 
-def standing(rank: int, phase: Phase | None, silent_s: float) -> Standing:
+def standing_of(rank: int, phase: Phase | None, silent_s: float) -> Standing:
     """Describe `rank` in `phase`, silent for `silent_s` seconds."""
     if phase is None:
         return Standing(rank, None, f"rank {rank} (start-up)", "", 0.0, silent_s)
