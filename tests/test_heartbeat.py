@@ -4,11 +4,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from kit.clock import ManualClock
 
-from train.faults import survey as surveys
 from train.faults.blame import NAMED, Outlook, fault, last, outlook, silence
-from train.faults.heartbeat import period_s
+from train.faults.heartbeat import Heartbeat, period_s
 from train.faults.phase import FIRST_S, LONG_S, Phase, Phases
 from train.faults.survey import Echo, Survey
 
@@ -29,11 +29,8 @@ def test_of_equals_the_one_in_its_own_code_is_last():
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """A clock that is set by hand."""
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(surveys.time, "monotonic", lambda: clock.now)
-    return clock
+def clock():
+    return ManualClock()
 
 
 def limits(own, clock, durations, kind="step"):
@@ -45,9 +42,8 @@ def limits(own, clock, durations, kind="step"):
     return found
 
 
-def test_a_phase_may_take_longer_while_nothing_is_known_of_it():
+def test_a_phase_may_take_longer_while_nothing_is_known_of_it(clock):
     """Two first ones, then the timeout, unless such a phase is known to take longer."""
-    clock = ManualClock()
     own = Phases(timeout_s=5.0, start_s=9.0, clock=clock)
     assert own.limit_s == 9.0
     assert limits(own, clock, [100, 1, 1, 1, 4, 1]) == [FIRST_S, FIRST_S, 5.0, 5.0, 5.0, 12.0]
@@ -56,9 +52,8 @@ def test_a_phase_may_take_longer_while_nothing_is_known_of_it():
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_whose_device_is_not_done_waits_wherever_its_code_stands(busy):
+def test_whose_device_is_not_done_waits_wherever_its_code_stands(clock, busy):
     """On CUDA a rank that waits for the others in a collective stands where it reads a value, as in float(loss)."""
-    clock = ManualClock()
     own = Phases(timeout_s=4.0, start_s=9.0, device_is_busy=lambda: busy, clock=clock)
     own.enter("step", 3)
     assert not own.now(1).waiting, "nothing is looked up while all goes well"
@@ -115,23 +110,23 @@ def board_of(beats):
 
 def test_a_rank_that_posts_nothing_new_is_silent_and_one_that_was_not_looked_at_is_not(clock):
     beats = [b"", json.dumps({"phase": vars(phase(7))}).encode()]
-    survey = Survey(SimpleNamespace(size=2, rank=0, board=board_of(beats)), 0.1)
+    survey = Survey(SimpleNamespace(size=2, rank=0, board=board_of(beats)), 0.1, clock=clock)
     for _ in range(10):
         survey.look(phase(7), is_wanted=False)
-        clock.now += 0.1
+        clock.sleep(0.1)
     assert survey.gone == 1 and survey.outlook and [one.rank for one in survey.outlook.silent] == [1]
-    clock.now += 30  # this process was stopped itself
+    clock.sleep(30)  # this process was stopped itself
     survey.look(phase(7), is_wanted=True)
     assert survey.gone == 0 and survey.outlook and not survey.outlook.silent
 
 
 def test_the_others_see_that_rank_0_posts_nothing_new(clock):
     beats = [json.dumps({"phase": vars(phase(7)), "outlook": None}).encode()]
-    echo = Echo(SimpleNamespace(size=2, rank=1, board=board_of(beats)), 0.1)
+    echo = Echo(SimpleNamespace(size=2, rank=1, board=board_of(beats)), 0.1, clock=clock)
     echo.begin()
     for _ in range(5):
         echo.look(phase(7), is_wanted=True)
-        clock.now += 0.1
+        clock.sleep(0.1)
     assert echo.first_silent_s == pytest.approx(0.5) and echo.first_name == "rank 0 on n1 (step 7)"
     beats[0] = json.dumps({"phase": vars(phase(8)), "outlook": None}).encode()
     echo.look(phase(7), is_wanted=True)
@@ -142,3 +137,18 @@ def test_beats_grow_rarer_with_the_world_but_not_too_rare_for_the_timeout():
     assert period_s(2, 300) == period_s(200, 300) == 0.1
     assert period_s(1024, 300) == pytest.approx(0.512)
     assert period_s(100_000, 40) == 5
+
+
+def test_a_rank_that_waits_for_a_silent_rank_0_leaves_at_the_timeout(clock):
+    beats = [json.dumps({"phase": vars(phase(7)), "outlook": None}).encode()]
+    board, began = board_of(beats), clock.now
+    world = SimpleNamespace(size=2, rank=1, is_first=False, device=torch.device("cpu"), board=board)
+    own = Heartbeat(world, timeout_s=5.0, start_s=5.0, on_hang=print, clock=clock)
+    own.enter("step", 7)
+    own.enter("step", 8)
+    own.enter("step", 9)  # the first two may take longer
+    while not (found := own._verdict()) and clock.now - began < 60:
+        own.eye.look(own.phases.now(1), is_wanted=True)
+        clock.sleep(0.1)
+    assert found and found.rank == 0 and "rank 0 on n1 (step 7) gives no sign of life" in str(found)
+    assert 4.8 < clock.now - began < 5.2

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from train.clock import SYSTEM, SystemClock
 from train.dist.place import store_is_agents
 from train.errors import RankLost, say
 from train.faults.blame import fault, silence
@@ -47,11 +48,20 @@ def period_s(size: int, timeout_s: float) -> float:
 class Heartbeat:
     """This rank's heartbeat, and its view of the other ranks."""
 
-    def __init__(self, world: World, *, timeout_s: float, start_s: float, on_hang: Callable[[RankLost], object]):
-        self.world, self.timeout_s, self.on_hang = world, timeout_s, on_hang
-        self.phases = Phases(timeout_s=timeout_s, start_s=start_s, device_is_busy=partial(cuda_is_busy, world.device))
+    def __init__(
+        self,
+        world: World,
+        *,
+        timeout_s: float,
+        start_s: float,
+        on_hang: Callable[[RankLost], object],
+        clock: SystemClock = SYSTEM,
+    ):
+        self.world, self.timeout_s, self.on_hang, self.clock = world, timeout_s, on_hang, clock
+        is_busy = partial(cuda_is_busy, world.device)
+        self.phases = Phases(timeout_s=timeout_s, start_s=start_s, device_is_busy=is_busy, clock=clock)
         self.period_s = period_s(world.size, timeout_s)
-        self.eye: Eye = (Survey if world.is_first else Echo)(world, self.period_s)
+        self.eye: Eye = (Survey if world.is_first else Echo)(world, self.period_s, clock=clock)
         self._beat = 0
         self._told = -1
         self._watching = threading.Event()
@@ -127,20 +137,20 @@ class Heartbeat:
                 if self.world.is_first or is_wanted:
                     self.eye.look(mine, is_wanted=is_wanted)
                 self.world.board.post_beat(self.eye.post(mine))
-                self._ended.wait(self.period_s)
+                self.clock.wait(self._ended, self.period_s)
         except RuntimeError:
             self._store_is_gone = True
 
     def _judge(self) -> None:
         """Re-arm the watchdog; when this rank stands still for too long, find the rank at fault."""
         assert self._watchdog
-        while not self._ended.wait(BEAT_S):
+        while not self.clock.wait(self._ended, BEAT_S):
             self._watchdog.wind(self.timeout_s)
             try:
                 verdict = self._verdict()
             except Exception:  # a bug here must not end a healthy run, as a watchdog that is not re-armed would
                 traceback.print_exc()
-                self._ended.wait(self.timeout_s / 2)
+                self.clock.wait(self._ended, self.timeout_s / 2)
                 continue
             if verdict and not self._ended.is_set():
                 self._watchdog.wind(self.timeout_s + LAST_WORDS_S)

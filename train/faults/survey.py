@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from train.clock import SYSTEM, SystemClock
 from train.faults.blame import Outlook, outlook
 from train.faults.phase import Phase
 
@@ -19,18 +19,18 @@ BLIND = 4  # after this many missed polls, discard old beats
 class Eye:
     """One rank's view. `outlook` is None before the first look; `gone` counts the ranks that rank 0 finds silent."""
 
-    def __init__(self, world: World, period_s: float):
-        self.world, self.period_s = world, period_s
+    def __init__(self, world: World, period_s: float, *, clock: SystemClock = SYSTEM):
+        self.world, self.period_s, self.clock = world, period_s, clock
         self.outlook: Outlook | None = None
         self.gone = 0
         self.first_name = "rank 0"
         self.first_host: str | None = None
-        self._looked = time.monotonic()
+        self._looked = self.clock.monotonic()
 
     @property
     def unanswered_s(self) -> float:
         """Seconds since the store last answered, while this rank watches."""
-        return time.monotonic() - self._looked
+        return self.clock.monotonic() - self._looked
 
     @property
     def first_silent_s(self) -> float:
@@ -39,7 +39,7 @@ class Eye:
 
     def begin(self) -> None:
         """Start to watch."""
-        self._looked = time.monotonic()
+        self._looked = self.clock.monotonic()
 
     def look(self, mine: Phase, *, is_wanted: bool) -> None:
         """Read the beats, and record when they changed. Raises DistStoreError if the store is gone."""
@@ -50,22 +50,22 @@ class Eye:
 
     def _was_blind(self) -> bool:
         """Whether the last look is too old to know which ranks were silent meanwhile; counts as a look."""
-        before, self._looked = self._looked, time.monotonic()
+        before, self._looked = self._looked, self.clock.monotonic()
         return self._looked - before > BLIND * self.period_s
 
 
 class Survey(Eye):
     """Rank 0's view. Parses the beats only when a rank is silent or stands still."""
 
-    def __init__(self, world: World, period_s: float):
-        super().__init__(world, period_s)
+    def __init__(self, world: World, period_s: float, *, clock: SystemClock = SYSTEM):
+        super().__init__(world, period_s, clock=clock)
         self._beats: list[bytes] = [b""] * world.size
-        self._changed = [time.monotonic()] * world.size
+        self._changed = [self.clock.monotonic()] * world.size
 
     def look(self, mine: Phase, *, is_wanted: bool) -> None:
         """Read every rank's beat; update `gone` and, if needed, `outlook`."""
         beats = list(self.world.board.beats()) if self.world.size > 1 else [b""]
-        blind, now = self._was_blind(), time.monotonic()
+        blind, now = self._was_blind(), self.clock.monotonic()
         for rank, beat in enumerate(beats):
             if blind or rank == 0 or beat != self._beats[rank]:
                 self._changed[rank] = now
@@ -87,26 +87,26 @@ class Survey(Eye):
 class Echo(Eye):
     """The view of any other rank."""
 
-    def __init__(self, world: World, period_s: float):
-        super().__init__(world, period_s)
+    def __init__(self, world: World, period_s: float, *, clock: SystemClock = SYSTEM):
+        super().__init__(world, period_s, clock=clock)
         self._beat = b""
-        self._changed = time.monotonic()
+        self._changed = self.clock.monotonic()
 
     @property
     def first_silent_s(self) -> float:
         """Seconds since rank 0 last posted a new beat."""
-        return time.monotonic() - self._changed
+        return self.clock.monotonic() - self._changed
 
     def begin(self) -> None:
         """Start to watch."""
         super().begin()
-        self._changed = time.monotonic()
+        self._changed = self.clock.monotonic()
 
     def look(self, mine: Phase, *, is_wanted: bool) -> None:
         """Read rank 0's beat and its outlook."""
         beat = self.world.board.first_beat()
         if self._was_blind() or beat != self._beat:
-            self._changed = time.monotonic()
+            self._changed = self.clock.monotonic()
         self._beat = beat
         said: dict[str, Any] = json.loads(beat or "{}")
         self.outlook = Outlook.of_json(said["outlook"]) if said.get("outlook") else None
