@@ -130,8 +130,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python slurm/submit.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("-m", "--multirun", action="store_true", help="a sweep: one job for each combination of a=1,2")
-    parser.add_argument("--dry-run", action="store_true", help="print the sbatch text, submit nothing")
+    parser.add_argument("-m", "--multirun", action="store_true", help="sweep: one job per combination of a=1,2")
+    parser.add_argument("--dry-run", action="store_true", help="print the sbatch script without submitting it")
     parser.add_argument("--wait", action="store_true", help="follow the runs until they end; exit 1 if one failed")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
@@ -157,8 +157,8 @@ def main() -> int:
     except RuntimeError as error:  # submitit found no sbatch
         tell(
             ConfigError(
-                f"cluster.executor={cluster.executor}: {one_line(error)}; use cluster=local where there is no Slurm, or "
-                "--dry-run to see the sbatch text"
+                f"cluster.executor={cluster.executor}: {one_line(error)}; use cluster=local without Slurm, or "
+                "--dry-run to see the sbatch script"
             )
         )
         return ConfigError.exit_code
@@ -170,9 +170,7 @@ def main() -> int:
             jobs = [executor.submit(agent) for agent in agents]
     except (FailedJobError, OSError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0].removeprefix("sbatch: error: ")[:200]
-        tell(
-            ConfigError(f"Slurm has not taken the job: {reason}; try `sinfo`, look at --dry-run, or use cluster=local")
-        )
+        tell(ConfigError(f"Slurm rejected the job: {reason}; try `sinfo`, check --dry-run, or use cluster=local"))
         return ConfigError.exit_code
     for job, agent in zip(jobs, agents, strict=True):
         print(f"job {job.job_id}  log {job.paths.stdout}  errors {job.paths.stderr}  run {agent.folder}", flush=True)

@@ -180,7 +180,7 @@ def test_metrics_have_no_step_twice_after_a_kill(tmp_path):
     result = run(tmp_path / "run", *slow)
     assert [line["step"] for line in result.lines("train")] == list(range(1, 61))
     assert result.events("restart")[0]["after"] == "running"
-    assert "after=killed  cause=it left no word" in result.out and "cause=None" not in result.out
+    assert "after=killed  cause=it left no record" in result.out and "cause=None" not in result.out
     assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "done"
 
 

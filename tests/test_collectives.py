@@ -129,7 +129,7 @@ def test_no_constant_of_the_fit_is_below_zero(seconds):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--ranks=1"], "a world of 1 rank has nobody to send to"),
+        (["--ranks=1"], "a world of 1 rank has no rank to send to"),
         (["--world-sizes=2,9"], "--world-sizes=9 in a world of 4 ranks: use 2 to 4"),
         (["--sizes=big"], "--sizes=big are not sizes"),
         (["--sizes=2"], "at least one float32"),

@@ -65,14 +65,14 @@ def test_every_check_has_facts_here():
         ("addresses", [{"master_is": ["127.0.0.1"]}, {}], True, "MASTER_ADDR=one is loopback on host0"),
         ("addresses", [{}, {"master_is": []}], True, "has no address on host1"),
         ("addresses", [{}, {"master_is": ["10.0.0.9"]}], True, "not one host: 10.0.0.1 on host0; 10.0.0.9 on host1"),
-        ("addresses", [{}, {"own": ["127.0.1.1"]}], False, "the own name of host1 is a loopback address"),
+        ("addresses", [{}, {"own": ["127.0.1.1"]}], False, "the host name of host1 resolves to a loopback address"),
         ("addresses", [{}, {"mtus": {"eth0": 9000}}], False, "MTU of eth0 differs: 1500 on host0; 9000 on host1"),
         ("clocks", [{}, {"time": 1000.0}, {"time": 1090.0}], False, "host2 by +90.0 s"),
         ("versions", [{}, {"torch": "2.11"}], True, "torch differs: 2.15 on host0; 2.11 on host1"),
         ("versions", [{}, {"python": "3.12"}], False, "python differs"),
-        ("processors", [{}, {"threads": 9}], False, "host1: 1 ranks with 9 threads in all have 4 processors"),
-        ("processors", [{}, {"quota": 1.5}], False, "have 1.5 processors"),
-        ("processors", [{"usable": [0]}, {}], True, "asked for 4 processors a task, and 1 can be used"),
+        ("processors", [{}, {"threads": 9}], False, "host1: 1 ranks start 9 threads on 4 processors"),
+        ("processors", [{}, {"quota": 1.5}], False, "on 1.5 processors"),
+        ("processors", [{"usable": [0]}, {}], True, "asked for 4 processors per task, but only 1 can be used"),
         ("memory", [{}, {"free": 0.4}], True, "host1: 0.4 GiB of memory"),
         ("memory", [{}, {"shared": 0.06}], True, "host1: 0.06 GiB of /dev/shm"),
         ("memory", [{}, {"files": 256}], False, "at most 256 file descriptors"),
@@ -87,7 +87,7 @@ def test_every_check_has_facts_here():
         ("gpus", [ON_0, {**ON_1, "slowed": True, "celsius": 91}], False, "rank 1 on host1: the GPU slows itself down at 91"),
         ("gpus", [ON_0, {**ON_1, "driver": "560.2"}], False, "the driver differs: 570.1 on host0; 560.2 on host1"),
         ("gpus", [ON_0, ON_0], True, "rank 1 on host1 and rank 0 have the same GPU, GPU-a"),
-        ("gpus", [{"there": 8}, {"there": 8}], False, "host0 has 8 GPUs, and training is to use its processors"),
+        ("gpus", [{"there": 8}, {"there": 8}], False, "host0 has 8 GPUs, but training uses the CPU"),
         ("ports", [{}, {"free": 12}], False, "host1: 12 ports are free of 32768 to 60999"),
         ("ports", [{}, {"range": "50000 to 50100"}], False, "differs: 32768 to 60999 on host0; 50000 to 50100 on host1"),
         ("ports", [{}, {"master": "29501"}], True, "MASTER_PORT differs: 29500 on host0; 29501 on host1"),
@@ -135,7 +135,7 @@ def test_a_rank_that_is_not_there_fails_the_visit(tmp_path):
 
 def test_more_threads_than_processors_are_seen(tmp_path):
     done = doctor(tmp_path, "--quick", ranks=2, before=("taskset", "-c", "0"))
-    assert done.returncode == 0 and "2 ranks with 2 threads in all have 1 processors" in done.stdout, done.stdout
+    assert done.returncode == 0 and "2 ranks start 2 threads on 1 processors" in done.stdout, done.stdout
 
 
 def test_a_run_may_ask_the_doctor_first(tmp_path):
@@ -159,7 +159,7 @@ srun torchrun -m train
     "change, line, says",
     [
         (("#SBATCH --nodes", "# SBATCH --nodes"), 2, "without a blank"),
-        (("export SRUN", "export OTHER"), 6, "srun does not take over --cpus-per-task"),
+        (("export SRUN", "export OTHER"), 6, "srun does not inherit --cpus-per-task"),
         (("#SBATCH --signal=B:USR1@120\n", ""), 1, "--signal=B:USR1@120"),
         (("srun torchrun", "echo begins\n#SBATCH --time=1\nsrun torchrun"), 7, "after the first command"),
         (("srun torchrun", "export PET_NNODES=2\nsrun torchrun --nnodes=4"), 7, "wins over PET_NNODES"),

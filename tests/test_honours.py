@@ -33,15 +33,15 @@ def test_the_documented_gan_is_refused_a_clip(tmp_path):
     folder = ROOT / "examples/gan"
     line = ("+experiment=gan", "--config-dir", str(folder / "conf"), "max_steps=2", "grad_clip=0.001")
     compiled = run(tmp_path / "other", *line[:-1], "compile=true", ok=False, cwd=folder)
-    assert compiled.code == 2 and "compile=true is not honoured" in compiled.said[0], compiled.out
+    assert compiled.code == 2 and "compile=true is not supported" in compiled.said[0], compiled.out
     result = run(tmp_path / "run", *line, ok=False, cwd=folder)
-    assert result.code == 2 and "grad_clip=0.001 is not honoured by strategy Gan" in result.said[0], result.out
+    assert result.code == 2 and "grad_clip=0.001 is not supported by strategy Gan" in result.said[0], result.out
 
 
 def test_train_metrics_are_refused_where_a_strategy_has_none(tmp_path):
     for strategy in ("pipeline", "parameter_server"):
         result = run(tmp_path / strategy, *SMALL, f"strategy={strategy}", "log.train_metrics=true", ranks=2, ok=False)
-        assert len(result.said) == 1 and "log.train_metrics=true is not honoured" in result.said[0], result.out
+        assert len(result.said) == 1 and "log.train_metrics=true is not supported" in result.said[0], result.out
 
 
 def test_a_run_goes_on_under_another_strategy(tmp_path):

@@ -209,8 +209,8 @@ def record(code, attempt="2", outcome=None):
 
 BEFORE = record(7, attempt="1")
 NEVER, TOLD = (
-    "no rank began to train: the agents' messages above say why",
-    "told to stop before a rank began to train",
+    "no rank began to train: see the agents' messages above",
+    "stopped before a rank began to train",
 )
 
 
@@ -391,7 +391,7 @@ def test_a_node_passes_on_one_signal_alone_and_shields_its_agent(own_python, tmp
     (tmp_path / "end").touch()
     out, _ = process.communicate(timeout=60)
     assert heard.read_text().split() == ["ready", "term"], out
-    assert process.returncode == code and (code == 1 or "told to stop before a rank began to train" in out), out
+    assert process.returncode == code and (code == 1 or "stopped before a rank began to train" in out), out
     spec = here(env).spec(environment(**env))
     assert printed(spec, command(spec, [f"output_dir={tmp_path / 'run'}"])) + "\n" in out, "pasteable: a short name"
 

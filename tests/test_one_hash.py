@@ -157,7 +157,7 @@ def test_what_it_cannot_do_is_said(tmp_path):
 @pytest.mark.unit
 def test_strategies_that_cannot_refuse_it(name):
     config = compose([f"strategy={name}", "virtual_world_size=8"])
-    with pytest.raises(ConfigError, match="virtual_world_size=8 is for strategy=ddp and strategy=single"):
+    with pytest.raises(ConfigError, match="virtual_world_size=8 requires strategy=ddp or strategy=single"):
         check_slices(config, build(config.strategy), 2)
 
 

@@ -138,7 +138,7 @@ def test_the_divided_state_of_such_an_optimizer(tmp_path):
         ((f"{OWN}nothing",), "gives NoneType, which has no param_groups"),
         (("optimizer.lr=0", *ONE_CYCLE), "a learning rate of 0"),
         (("+optimizer.foreach=true", "+optimizer.fused=true"), "cannot be `True` together"),
-        (("+optimizer.fused=true", "precision=fp16"), "does not go with precision=fp16"),
+        (("+optimizer.fused=true", "precision=fp16"), "cannot be combined with precision=fp16"),
         ((f"{MODELS}Complex", "+optimizer.fused=true"), "floating-point parameters"),
         ((f"{MODELS}Sparse", "optimizer=adamw"), "takes no sparse gradients"),
         ((f"{MODELS}Sparse", "strategy=fsdp"), "table gives sparse gradients"),

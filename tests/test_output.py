@@ -42,7 +42,7 @@ def ended_well(folder, *, printed=True):
     result = Result(0, "", folder, 0)
     assert result.outcome["outcome"] == "done" and result.outcome["exit_code"] == 0
     assert [line["step"] for line in result.lines("train")] == [*range(1, 31)] and (folder / "model.pt").exists()
-    said = [line["text"] for line in result.events("note") if "is dropped, and the run goes on" in line["text"]]
+    said = [line["text"] for line in result.events("note") if "is dropped, and the run continues" in line["text"]]
     assert len(said) == printed, said
     assert not list(folder.glob(".*"))
 

@@ -260,7 +260,7 @@ def test_the_live_view_fits_the_terminal(tmp_path, columns):
     assert max(map(len, lines)) <= columns
     assert "step 40/40" in lines[0] and "goodput" in lines[0] and lines[0].startswith("run done")
     assert re.search(r"loss [\d.]+ [▁-█]+ +accuracy", lines[1]) and "2 ranks" in lines[1]
-    assert "done: " in lines[2] and "has not begun" in lines[3]
+    assert "done: " in lines[2] and "has not started" in lines[3]
 
 
 def test_the_live_view_follows_a_run_to_its_end(tmp_path):
@@ -336,7 +336,7 @@ def test_a_port_that_is_taken_costs_the_run_nothing(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         result = run(tmp_path / "run", "max_steps=3", f"metrics.port={taken.getsockname()[1]}")
-    assert any("loggers.prometheus cannot begin" in line for line in result.said), result.out
+    assert any("loggers.prometheus cannot start" in line for line in result.said), result.out
 
 
 def test_tensorboard_has_each_step_once_after_a_kill_and_the_hyperparameters(tmp_path):

@@ -152,8 +152,8 @@ def test_a_table_a_picture_and_the_numbers(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (LINE, "are no network"),
-        ([*LINE, "--alpha-us=10", "--gb-per-s=0"], "are no network"),
+        (LINE, "do not describe a network"),
+        ([*LINE, "--alpha-us=10", "--gb-per-s=0"], "do not describe a network"),
         ([*LINE, "--network=no.json"], "holds no fitted constants"),
         ([*LINE, "--alpha-us=10", "--gb-per-s=50", "--stages=0"], "--stages=0"),
         (["--parameters=7e9"], "--layers"),

@@ -268,7 +268,7 @@ def test_told_to_stop_while_the_overrides_are_checked(slurm, checkout, ledger):
     slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
     state = slurm.ended(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), logs(checkout)
-    assert "told to stop before a rank began to train" in logs(checkout)
+    assert "stopped before a rank began to train" in logs(checkout)
     assert_exact(ledger, steps=10, batch_size=10)
 
 

@@ -93,7 +93,7 @@ def test_mistakes_are_refused_before_any_process(monkeypatch):
     with pytest.raises(ConfigError, match="nproc=0 is not valid"):
         launch(sits, nproc=0)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match="by a process that is a rank already"):
+    with pytest.raises(ConfigError, match="by a process that is already a rank"):
         launch(sits, nproc=2)
 
 

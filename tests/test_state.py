@@ -231,9 +231,9 @@ def test_parameters_of_groups_that_differ_in_what_no_config_sets_do_not_become_o
 @pytest.mark.parametrize(
     "line, says",
     [
-        (("objective._target_=kit.parts.state.Weighted",), "a parameter to train, temperature"),
-        ((f"{MODEL}Replacing",), "another parameter in the place of weight"),
-        ((f"{MODEL}Replacing", "+model.at=3"), "another parameter in the place of weight"),
+        (("objective._target_=kit.parts.state.Weighted",), "a trainable parameter, temperature"),
+        ((f"{MODEL}Replacing",), "has replaced the parameter weight"),
+        ((f"{MODEL}Replacing", "+model.at=3"), "has replaced the parameter weight"),
         ((f"{MODEL}Thawing",), "body.weight requires a gradient now"),
         ((f"{MODEL}Extra", "+model.plain=false"), "get_extra_state gives a dict that torch.load reads with"),
     ],

@@ -24,7 +24,7 @@ def imported(target: str, *, said: str) -> Any:
         if found is not None:
             break
     if found is None:
-        raise ConfigError(f"{said}: there is no module {words[0]}; install it, or run in the folder that holds it")
+        raise ConfigError(f"{said}: there is no module {words[0]}; install it, or run in the folder that contains it")
     for attribute in words[depth:]:
         if not hasattr(found, attribute):
             names = [name for name in dir(found) if not name.startswith("_")]

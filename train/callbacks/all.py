@@ -38,7 +38,7 @@ class Callbacks:
         for name, callback in named.items():
             if not isinstance(callback, Callback):
                 raise ConfigError(
-                    f"callbacks.{name} is no callback: derive {type(callback).__name__} from train.callbacks.base.Callback"
+                    f"callbacks.{name} is not a callback: derive {type(callback).__name__} from train.callbacks.base.Callback"
                 )
         if isinstance(data.train, Stream):
             named["stream"] = Position(data.train)

@@ -57,7 +57,7 @@ def world_sizes(options: Options, world_size: int) -> list[int]:
     """Return the world sizes to measure with `world_size` ranks. Raises ConfigError."""
     if world_size < 2:
         raise ConfigError(
-            "a world of 1 rank has nobody to send to: use --ranks, or torchrun's --nproc-per-node, of 2 or more"
+            "a world of 1 rank has no rank to send to: use --ranks, or torchrun's --nproc-per-node, of 2 or more"
         )
     if not options.world_sizes:
         return [size for size in range(2, world_size + 1) if size <= 4 or size & (size - 1) == 0 or size == world_size]

@@ -35,7 +35,7 @@ def arranged(words: Sequence[str]) -> list[str]:
     if wrong := _unknown_option(words):
         raise wrong
     if any(not text.strip() for text in overrides):
-        raise ConfigError("an empty word stands among the overrides: leave it out, or write key=value")
+        raise ConfigError("one of the overrides is empty: leave it out, or write key=value")
     line = [*overrides, *options]
     parser = get_args_parser()
     parser.error = _refuse
@@ -103,7 +103,9 @@ def _unknown_option(words: Sequence[str]) -> ConfigError | None:
             continue
         values = value.split(",") if value else _values(words[place + 1 :])
         said = values[0] if len(values) == 1 else f"[{','.join(values)}]"
-        return ConfigError(f"{word} is no option: write {name.lstrip('-').replace('-', '_')}={said}, without dashes")
+        return ConfigError(
+            f"{word} is not an option: write {name.lstrip('-').replace('-', '_')}={said}, without dashes"
+        )
     return None
 
 

@@ -110,7 +110,7 @@ def of_run(folder: Path, overrides: list[str]) -> Config:
     """Load the config of the run in `folder` and apply `overrides` (`key=value`). Raises ConfigError."""
     path = folder / "config.yaml"
     if not path.is_file():
-        raise ConfigError(f"{folder} is no run's folder: there is no config.yaml in it")
+        raise ConfigError(f"{folder} is not a run's folder: it has no config.yaml")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
         assert isinstance(merged, DictConfig)

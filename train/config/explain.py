@@ -34,7 +34,7 @@ def explain(error: Exception, overrides: Sequence[str] | None = None) -> ConfigE
     if match := re.search(r"Could not (?:override|delete from config) '([^']+)'", text):
         return unknown_key(match[1])
     if match := re.search(r"An item is already at '([^']+)'.*?prefix: '([^']+)'", text, re.S):
-        return ConfigError(f"{match[1]} is there already: write {match[2]}, without +")
+        return ConfigError(f"{match[1]} exists already: write {match[2]}, without +")
     if match := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text):
         group, option = match[1], match[2]
         there = options(group)
@@ -45,7 +45,7 @@ def explain(error: Exception, overrides: Sequence[str] | None = None) -> ConfigE
     if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*?)'\s*1\.", text, re.S):
         return ConfigError(
             f"{match[1]}={match[2]} has several values: write {match[1]}=[{match[2]}] for a list, {match[1]}=\"'{match[2]}'\" "
-            "for one text with a comma, or add -m for a run with each"
+            "for one string with a comma, or add -m for one run per value"
         )
     if key := getattr(cause, "full_key", None):
         reason = one_line(cause).split(" full_key:")[0]
@@ -71,11 +71,11 @@ def _of_file(error: Exception) -> str | None:
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
         where = f"{mark.name}:{mark.line + 1}" if mark else "a YAML file"
-        return f"{where}: {' '.join(str(error.problem or error.context).split())}: mend the YAML"
+        return f"{where}: {' '.join(str(error.problem or error.context).split())}: fix the YAML"
     if isinstance(error, (yaml.YAMLError, UnicodeDecodeError)):
-        return f"{_read_there(error)} is not a text in UTF-8 ({one_line(error)[:100]}): save it as one"
+        return f"{_read_there(error)} is not UTF-8 text ({one_line(error)[:100]}): save it as UTF-8"
     if isinstance(error, OSError) and error.strerror:
-        return f"cannot read {error.filename or 'a file of the config'}: {error.strerror}; mend that"
+        return f"cannot read {error.filename or 'a file of the config'}: {error.strerror}; fix this"
     text = one_line(error)
     if match := re.search(r"In '([^']+)': \w+ raised while composing config: (.*?) full_key: (\S+)", text):
         file, reason, key = match.groups()
@@ -107,7 +107,7 @@ def _of_option(text: str) -> str | None:
 
 
 def _missing(folder: str) -> str:
-    return "that is no folder" if Path(folder).exists() else "there is no such folder"
+    return "it is not a folder" if Path(folder).exists() else "it does not exist"
 
 
 def _of_choice(error: Exception, overrides: Sequence[str]) -> str | None:
@@ -128,7 +128,7 @@ def unknown_key(key: str) -> ConfigError:
     """Return the ConfigError for an unknown key, with the nearest valid names."""
     parent, _, last = key.rpartition(".")
     if parent.partition(".")[0] in ("own", *SEVERAL):
-        return ConfigError(f"{key} is not there yet: write +{key}=...")
+        return ConfigError(f"{key} does not exist yet: write +{key}=...")
     names = known_keys(parent)
     own = f"; for a parameter of your own class write +{key}=..." if parent in GROUPS else ""
     if theirs := [f"{parent}={each}" for each in options(parent) if last in values(parent, each)] if own else []:

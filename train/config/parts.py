@@ -41,7 +41,7 @@ class Part:
     def of(cls, key: str, node: dict[str, Any], aside: Sequence[str] = ()) -> Part:
         """Create a part from a config's `{_target_: ..., ...}`. Raises ConfigError if it has no target."""
         if not isinstance(node, dict):
-            raise ConfigError(f"{key}={node} is no part: write {key}.{TARGET}=your.Own, and its values beside it")
+            raise ConfigError(f"{key}={node} is not a part: write {key}.{TARGET}=your.Own and its values next to it")
         values = {str(name): value for name, value in node.items() if name not in aside}
         target = values.pop(TARGET, None)
         if not isinstance(target, str):
@@ -71,7 +71,7 @@ def build(part: Part, *args: Any, **offered: Any) -> Any:
     try:
         return target(*args, **kwargs)
     except ValueError as error:
-        raise ConfigError(f"{part.key}: {part.target} refuses what it was given: {located(error)}") from error
+        raise ConfigError(f"{part.key}: {part.target} rejects its arguments: {located(error)}") from error
 
 
 def bound(part: Part, *, free: int, **offered: Any) -> Any:

@@ -113,7 +113,7 @@ class Fetch(Dataset[Any]):
             except Exception as error:
                 if self.max_bad is None and isinstance(error, UNREADABLE):
                     raise DataError(
-                        f"sample {index} cannot be read: {located(error)}; mend it, or leave such samples out with loader.on_bad_sample=skip"
+                        f"sample {index} cannot be read: {located(error)}; fix it, or skip such samples with loader.on_bad_sample=skip"
                     ) from error
                 if self.max_bad is None:
                     raise
@@ -139,7 +139,7 @@ class Fetch(Dataset[Any]):
         reason = " ".join(str(error).split())[:200]
         if index not in self.bad:
             self.bad.add(index)
-            say(f"muster: sample {index} cannot be read, the next takes its place: {reason}")
+            say(f"muster: sample {index} cannot be read, the next one is used in its place: {reason}")
         if len(self.bad) > (self.max_bad or 0):
             raise DataError(
                 f"{len(self.bad)} samples cannot be read, more than loader.max_bad_samples={self.max_bad}: the last is {index}: {reason}"
@@ -149,10 +149,10 @@ class Fetch(Dataset[Any]):
 def remedy(dataset: Any, sample: Any) -> str:
     """Return the advice for samples of `dataset` like `sample` that cannot be collated."""
     if not any("PIL" in described(leaf) for leaf in pytree.tree_leaves(sample)):
-        return "say how they do with loader.collate_fn=package.module.function"
+        return "combine them with loader.collate_fn=package.module.function"
     if "transform" in inspect.signature(type(dataset)).parameters:
         return "write +data.transform._target_=torchvision.transforms.ToTensor"
-    return "make a tensor of a picture there, with torchvision.transforms.functional.to_tensor(picture)"
+    return "convert the picture to a tensor there, with torchvision.transforms.functional.to_tensor(picture)"
 
 
 def takes_keys(dataset: Any) -> bool:

@@ -48,7 +48,7 @@ class Data:
         except (TypeError, ValueError, RuntimeError) as error:
             where = defined(self.train, "__getitem__", "__iter__")
             raise DataError(
-                f"a sample's input is {described(first[0])}{where}, of which no tensor can be made: {remedy(self.train, sample)}"
+                f"a sample's input is {described(first[0])}{where}, which cannot become a tensor: {remedy(self.train, sample)}"
             ) from error
 
 
@@ -91,7 +91,7 @@ def _remedy(part: Part, error: OSError) -> str:
     found = [name for name, text in texts.items() if str(error.filename).startswith(text)]
     name = next(iter(found), "root" if "root" in parameters else None)
     if name is None:
-        return "mend that, or the path there"
+        return "fix this, or the path to it"
     return f"set {'' if name in part.values else '+'}{part.key}.{name} to where the data is"
 
 
@@ -115,7 +115,7 @@ def _by_position(dataset: Any) -> Any:
         for name, arguments in (("__len__", "self"), ("__getitem__", "self, index")):
             if not hasattr(dataset, name):
                 raise DataError(
-                    f"{described(dataset)} is no data set, for it has no {name}{defined(dataset)}: write `def {name}({arguments})`"
+                    f"{described(dataset)} is not a data set: it has no {name}{defined(dataset)}: write `def {name}({arguments})`"
                 )
     return Stream(dataset) if isinstance(dataset, IterableDataset) else dataset
 

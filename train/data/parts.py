@@ -31,7 +31,7 @@ def split(
         given = adapter(batch)
         if not isinstance(given, (tuple, list)) or len(given) != 2:
             raise DataError(
-                f"loader.batch must give a pair (inputs, targets), and gives {_name(given)}{defined(adapter)}: "
+                f"loader.batch must give a pair (inputs, targets), and it gives {_name(given)}{defined(adapter)}: "
                 "write `return inputs, targets`"
             )
         return given[0], given[1]
@@ -44,7 +44,7 @@ def split(
             given = f"loader.collate_fn gives {_name(batch)}{defined(collate)}"
         raise DataError(
             f"a {'batch' if collate else 'sample'} must be a pair (input, target) or a dict, and {given}: "
-            "say what is what with loader.batch=package.module.function, which turns a batch into (inputs, targets)"
+            "convert it with loader.batch=package.module.function, which turns a batch into (inputs, targets)"
         )
     return batch[0], batch[1]
 

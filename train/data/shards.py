@@ -153,5 +153,5 @@ def _read(shard: Path) -> list[Sample]:
                     name, _, ending = file.partition(".")
                     by_name.setdefault(f"{folder}/{name}", {})[ending.lower()] = (member.offset_data, member.size)
     except (tarfile.TarError, OSError) as error:
-        raise DataError(f"cannot read {shard}: {error}; replace it, or take it away") from error
+        raise DataError(f"cannot read {shard}: {error}; replace or remove it") from error
     return [(shard.name, files) for files in by_name.values()]

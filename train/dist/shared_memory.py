@@ -174,7 +174,7 @@ def share_memory(world: World) -> SharedMemory | None:
     _close(handle)
     if failed is not None and world.is_first:
         say(
-            f"muster: rank {failed} may not map rank 0's memory, though it is on the same host: gradients go through gloo"
+            f"muster: rank {failed} may not map rank 0's memory although it is on the same host: gradients go through gloo"
         )
     return shared if failed is None else None
 

@@ -254,7 +254,7 @@ def form_group(options: GroupOptions, place: Place, board: Board, *, backend: st
         why = "" if place.is_one_node else closed(board)
         why = why or f"one was lost since, or the network between them is closed ({one_line(error)[:200]})"
         raise RankLost(
-            f"no process group within dist.start_timeout_s={options.start_timeout_s:g}, though all ranks had met: {why}"
+            f"no process group was formed within dist.start_timeout_s={options.start_timeout_s:g}, although all ranks had met: {why}"
         ) from error
     extend = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # its name before torch 2.15
     extend(timedelta(seconds=LAST_RESORT_S + options.timeout_s))

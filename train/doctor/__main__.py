@@ -31,13 +31,13 @@ def main() -> None:
     """Run the command line and end this process with its exit code."""
     output.endure()
     parser = argparse.ArgumentParser(prog="python -m train.doctor", description=__doc__)
-    parser.add_argument("--expect", type=int, metavar="RANKS", help="how many ranks there should be")
-    parser.add_argument("--quick", action="store_true", help="leave out what measures speed")
-    parser.add_argument("--out", type=Path, default=Path(), help="where doctor.json and links.png go (default: here)")
+    parser.add_argument("--expect", type=int, metavar="RANKS", help="expected number of ranks")
+    parser.add_argument("--quick", action="store_true", help="skip the speed measurements")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of doctor.json and links.png (default: here)")
     parser.add_argument(
-        "--lint", nargs="+", type=Path, metavar="FILE", help="look into batch scripts and manifests instead"
+        "--lint", nargs="+", type=Path, metavar="FILE", help="check batch scripts and manifests instead"
     )
-    parser.add_argument("overrides", nargs="*", help="as for a run: output_dir, dist.timeout_s, ...")
+    parser.add_argument("overrides", nargs="*", help="overrides, as for a run: output_dir, dist.timeout_s, ...")
     given = parser.parse_intermixed_args()
     try:
         code = looked_into(given.lint) if given.lint else visited(compose(given.overrides), given)

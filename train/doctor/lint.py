@@ -53,7 +53,7 @@ def processors_lost(text: str) -> Iterator[tuple[int, str]]:
         return
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(r"\s*(?:exec\s+)?srun\b", line) and "--cpus-per-task" not in line and " -c" not in line:
-            yield number, "srun does not take over --cpus-per-task: give it here, too, or export SRUN_CPUS_PER_TASK"
+            yield number, "srun does not inherit --cpus-per-task: pass it here as well, or export SRUN_CPUS_PER_TASK"
 
 
 def no_warning(text: str) -> Iterator[tuple[int, str]]:

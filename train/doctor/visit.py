@@ -44,7 +44,7 @@ def examine(world: World, visit: Visit) -> list[dict[str, Any]]:
         blind = [each for each in ranks if "cannot" in each]
         if blind:
             said = f"rank {blind[0]['rank']} on {blind[0]['host']} could not look: {blind[0]['cannot']}"
-            summary, findings = "", [Finding(said, "see whether that node is set up like the others", fails=False)]
+            summary, findings = "", [Finding(said, "check that this node is set up like the others", fails=False)]
         else:
             summary, findings = check.summary(ranks), check.judge(ranks, visit)
         results.append(

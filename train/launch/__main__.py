@@ -47,7 +47,7 @@ def node(given: Sequence[str]) -> int:
         end = execute.run(spec, overrides, policy=kind.policy, folder=folder)
         if end.signals or end.verdict.code == 0 or not left or not was_held(spec, overrides, since=began):
             break
-        say(f"muster: held by another part of this job: this node starts its agent again ({left} times at most)")
+        say(f"muster: held by another part of this job: this node restarts its agent (at most {left} times)")
     verdict = end.verdict
     if verdict.line:
         say(f"muster: {folder}: {verdict.line}")

@@ -62,7 +62,7 @@ def launch(what: Sequence[str] | Callable[..., Any], *args: Any, nproc: int, max
 def _refuse_ranks() -> None:
     if SPAWNED in os.environ or "RANK" in os.environ:
         raise ConfigError(
-            "train.launch was called by a process that is a rank already: call it outside of torchrun, and in a module "
+            "train.launch was called by a process that is already a rank: call it outside of torchrun, and in a module "
             'that ranks import only below `if __name__ == "__main__":`'
         )
 
@@ -96,8 +96,8 @@ def _packed(function: Any, args: tuple[Any, ...]) -> bytes:
         packed: bytes = cloudpickle.dumps((function, args))
     except Exception as error:
         raise ConfigError(
-            f"{getattr(function, '__name__', function)} cannot be sent to other processes: {one_line(error)}; make what "
-            "cannot be pickled (locks, open files, generators) inside of it"
+            f"{getattr(function, '__name__', function)} cannot be sent to other processes: {one_line(error)}; create what "
+            "cannot be pickled (locks, open files, generators) inside it"
         ) from error
     return packed
 
@@ -206,7 +206,7 @@ class SpawnEnd:
         if refused := plan.get("refused"):
             raise of_code(*refused)
         if "folder" not in plan:
-            self._raise_if_told("nothing was begun: launch it again")
+            self._raise_if_told("nothing was started: launch it again")
             self._raise_if_failed()
         folder = Path(plan["folder"])
         after = attempts.newest(folder, launcher=plan["launcher"])

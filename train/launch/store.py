@@ -29,11 +29,11 @@ def main(given: Sequence[str]) -> None:
     """Serve until SIGTERM, or until `--linger` seconds after a run has ended or a file was written."""
     parser = argparse.ArgumentParser(prog="python -m train.launch store", description=__doc__)
     parser.add_argument("--port", type=int, default=STORE_PORT)
-    parser.add_argument("--host", default="", help="listen at this address alone: the store authenticates nobody")
-    parser.add_argument("--until-end-of", type=Path, metavar="OUTPUT_DIR", help="leave when this run has ended")
-    parser.add_argument("--until-written", type=Path, metavar="FILE", help="leave when this file has been written")
+    parser.add_argument("--host", default="", help="listen only at this address: the store has no authentication")
+    parser.add_argument("--until-end-of", type=Path, metavar="OUTPUT_DIR", help="exit when this run has ended")
+    parser.add_argument("--until-written", type=Path, metavar="FILE", help="exit when this file has been written")
     parser.add_argument(
-        "--linger", type=float, default=5.0, metavar="S", help="how long an end has to last (default: 5)"
+        "--linger", type=float, default=5.0, metavar="S", help="seconds to wait after the end (default: 5)"
     )
     arguments = parser.parse_args(given)
     stop = threading.Event()

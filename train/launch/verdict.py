@@ -77,9 +77,9 @@ def decide(
         said = f": {after['error']}" if after.get("error") else ""
         line = f"{after.get('outcome', 'failed')} (exit code {code}){said}"
     elif told:
-        code, line = COME_BACK, "told to stop before a rank began to train"
+        code, line = COME_BACK, "stopped before a rank began to train"
     else:
-        code, line = policy.restarts_as or agent_code, "no rank began to train: the agents' messages above say why"
+        code, line = policy.restarts_as or agent_code, "no rank began to train: see the agents' messages above"
     if policy.restarts_as and code not in final():
         code = policy.restarts_as
     held = code == Held.exit_code and int(after.get("times_held") or 0) <= MOST_HELD

@@ -85,6 +85,9 @@ def describe(record: dict[str, Any], total_steps: int) -> str:
         values = "  ".join(f"{name} {value:.4f}" for name, value in fields.items() if name not in ("step", "epoch"))
         return f"step {fields['step']}/{total_steps}  epoch {fields['epoch']}  test: {values}"
     if fields["event"] == "restart" and fields.get("after") == "running" and not fields.get("cause"):
-        fields |= {"after": "killed", "cause": "it left no word: killed (kill -9, out of memory), or its host was lost"}
+        fields |= {
+            "after": "killed",
+            "cause": "it left no record: killed (kill -9, out of memory), or its host was lost",
+        }
     details = "  ".join(f"{name}={value}" for name, value in fields.items() if name not in ("event", "time"))
     return f"{fields['event']}: {details}" if details else str(fields["event"])

@@ -77,7 +77,7 @@ class Metrics:
                 self._surely(logger, partial(logger.log, {"kind": kind, **fields}))
         if not self._output_lost and (why := output.lost()):
             self._output_lost = why
-            self.event("note", text=f"{why}: what is printed is dropped, and the run goes on")
+            self.event("note", text=f"{why}: output is dropped, and the run continues")
 
     def _surely(self, logger: Logger, act: Callable[[], Any]) -> None:
         """Call a logger; if it raises, print the error and remove it. A logger never fails the run."""
@@ -85,4 +85,4 @@ class Metrics:
             act()
         except Exception as error:
             self._loggers = [other for other in self._loggers if other is not logger]
-            say(f"muster: {type(logger).__name__} has failed, the run does without it: {one_line(error)[:200]}")
+            say(f"muster: {type(logger).__name__} has failed, the run continues without it: {one_line(error)[:200]}")

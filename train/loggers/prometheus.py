@@ -39,15 +39,18 @@ class Prometheus(Logger):
         self._step = gauge("muster_step", "Optimizer steps done.").labels(name)
         self._samples = gauge("muster_samples", "Samples trained on.").labels(name)
         self._world = gauge("muster_world_size", "Ranks of this attempt.").labels(name)
-        self._time = gauge("muster_last_record_timestamp_seconds", "When the run last said anything.").labels(name)
-        gauge("muster_total_steps", "Steps that the run is to have.").labels(name).set(total_steps)
+        self._time = gauge("muster_last_record_timestamp_seconds", "Time of the last record of the run.").labels(name)
+        gauge("muster_total_steps", "Total number of steps of the run.").labels(name).set(total_steps)
         self._values = {
             "train": gauge("muster_train", "Values of the last train record.", "name"),
             "eval": gauge("muster_eval", "Values of the last evaluation.", "name"),
         }
         self._events = Counter("muster_events", "Events of this attempt.", ("run", "event"), registry=registry)
         self._seconds = Counter(
-            "muster_rank_seconds", "Where each rank's time goes.", ("run", "rank", "part"), registry=registry
+            "muster_rank_seconds",
+            "Seconds of each rank by part of its time.",
+            ("run", "rank", "part"),
+            registry=registry,
         )
         self._run = name
         self._step.set(step)

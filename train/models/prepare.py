@@ -35,7 +35,7 @@ def prepared(
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(
-                f"the model's {name} has no size before the first batch (a lazy layer), and is to be laid out over ranks before: "
+                f"the model's {name} has no size before the first batch (a lazy layer), but must be sharded before it: "
                 "give the layer its sizes; a model's parameter input_shape gets that of a sample"
             )
     if weights is not None:
@@ -68,16 +68,16 @@ def take(model: nn.Module, weights: Mapping[str, Any], ignore: Sequence[str] | N
         if name in own and name in there:
             what = f"{name} is {list(there[name].shape)} there and {list(own[name].shape)} in this model"
         else:
-            what = f"{name} is {'not there' if name in own else 'not in this model'}"
+            what = f"{name} is {'missing there' if name in own else 'not in this model'}"
         more = f" ({len(left)} such names)" if len(left) > 1 else ""
         patterns = ",".join(_patterns(left))
         if ignore is None:
             raise ConfigError(
-                f"the weights do not fit the model: {what}{more}, in {patterns.replace(',', ', ')}: they are of another model; give the class and its "
+                f"the weights do not fit the model: {what}{more}, in {patterns.replace(',', ', ')}: they belong to another model; give the class and its "
                 "values as they were when it was trained (model.key=value)"
             )
         raise ConfigError(
-            f"init_from does not fit: {what}{more}; leave them as they are with init_ignore=[{','.join([*ignore, patterns])}]"
+            f"init_from does not fit: {what}{more}; do not load them with init_ignore=[{','.join([*ignore, patterns])}]"
         )
     for name, value in wanted.items():
         if name in state and name.rpartition(".")[2] == EXTRA:

@@ -28,7 +28,7 @@ def build_objective(part: Part, *, device: torch.device) -> Any:
     for name, parameter in objective.named_parameters():
         if parameter.requires_grad:
             raise ConfigError(
-                f"objective._target_={part.target} has a parameter to train, {name}, and only the model's are trained: keep it in "
+                f"objective._target_={part.target} has a trainable parameter, {name}, but only the model's are trained: keep it in "
                 "the model, which may compute its own loss (objective=model_loss), or let it require no gradient"
             )
     return objective.to(device)
@@ -48,6 +48,6 @@ def _see_sync(name: str, metric: Any, *, part: str) -> None:
         if getattr(each, "sync_on_compute", True) is False:
             raise ConfigError(
                 f"metrics.{name} is a {type(each).__name__} with sync_on_compute=false, and would give the value of one {part}'s "
-                "samples: leave it out, which adds up all; one that adds up its states itself is to be no torchmetrics.Metric, "
-                "but any class with update, compute and reset"
+                "samples: leave sync_on_compute out; a metric that reduces its states itself must not be a torchmetrics.Metric, "
+                "but can be any class with update, compute and reset"
             )

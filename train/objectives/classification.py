@@ -54,13 +54,13 @@ def labels_that_do_not_fit(objective: str, outputs: Any, targets: Any, error: Ex
     *shape, classes = outputs.shape
     found = None
     if not isinstance(targets, Tensor) or [*targets.shape] != shape or targets.dtype in NO_LABELS:
-        remedy = "write .long() where the data set makes them" if _is_only_type(targets, shape) else "mend the labels"
+        remedy = "write .long() where the data set makes them" if _is_only_type(targets, shape) else "fix the labels"
         given = f"{list(targets.shape)} {targets.dtype}" if isinstance(targets, Tensor) else described(targets)
         found = DataError(f"objective={objective} takes labels {shape} int64, and the data gives {given}: {remedy}")
     elif wrong := targets[(targets < 0) | (targets >= classes)].tolist():
         found = DataError(
             f"the data has label {wrong[0]}, and the model gives {classes} classes, 0 to {classes - 1}: "
-            "mend the labels, or say num_classes in the data set or the model"
+            "fix the labels, or set num_classes in the data set or the model"
         )
     if found:
         found.of_data = True

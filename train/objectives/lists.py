@@ -38,7 +38,7 @@ def fill_lists(metrics: Mapping[str, Any], world: World) -> None:
         if not joined and len({look["length"] for look in looks}) > 1:
             raise ConfigError(
                 f"metrics.{name} gathers sample by sample, and the ranks have different numbers of them: "
-                "take batches that all ranks have as many of, or measure with one: python -m train.evaluate"
+                "use batches that are equally large on all ranks, or evaluate with one rank: python -m train.evaluate"
             )
         if like and not getattr(metric, attribute):
             dtype = getattr(torch, like["dtype"])

@@ -65,10 +65,10 @@ def _no_loss(loss: Any, objective: Any, outputs: Any, model: Any) -> ConfigError
         if isinstance(outputs, Tensor) and not outputs.requires_grad:
             return ConfigError(
                 f"{name_of(model)}.forward gives {described(outputs)} without a gradient{_where(model)}: "
-                "leave out detach(), .data, no_grad and whatever else cuts its outputs off from the parameters"
+                "remove detach(), .data, no_grad and anything else that detaches its outputs from the parameters"
             )
-        remedy = "its gradient is cut off: leave out detach(), .data and no_grad, and use operations that have one"
-    return ConfigError(f"the objective {name_of(objective)} gives {described(loss)} for a loss{where}: {remedy}")
+        remedy = "it has no gradient: remove detach(), .data and no_grad, and use differentiable operations"
+    return ConfigError(f"the objective {name_of(objective)} gives {described(loss)} as the loss{where}: {remedy}")
 
 
 def _no_outputs(model: Any) -> ConfigError:
@@ -84,7 +84,7 @@ def _misfit(objective: Any, outputs: Any, targets: Any, model: Any, error: Excep
         said = f"the objective {name_of(objective)} cannot compare it with targets that are {described(targets)}"
         return ConfigError(
             f"{got}, and {said} ({': '.join(kind_and_message(error))[:200]}): give them the shapes and types "
-            "that it takes, or another objective"
+            "that it accepts, or use another objective"
         )
     return ConfigError(
         f"{got}, and the objective {name_of(objective)} takes one tensor, the logits: {_remedy(outputs)}"

@@ -136,7 +136,7 @@ class Measures:
 def _misfit(name: str, metric: Any, outputs: Any, targets: Any, error: Exception) -> ConfigError:
     """Return the error for a metric that does not accept its inputs, if no user code was involved in `error`."""
     kind = name_of(metric.metric if isinstance(metric, BySlice) else metric)
-    remedy = "give it values that it takes, or a class of your own"
+    remedy = "give it values that it accepts, or use a class of your own"
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         remedy = f"derive a class from it whose update(outputs, targets) picks the tensors, and write metrics.{name}._target_=package.module.Class"
     return ConfigError(
@@ -156,7 +156,7 @@ def _copy(metric: Any) -> Any:
 def value_of(metric: str, values: Mapping[str, float], *, key: str) -> float:
     """Return the value of `metric` in an evaluation. Raises ConfigError, which names `key`, if it is not measured."""
     if metric not in values:
-        raise ConfigError(f"{key}={metric} is not measured: an evaluation gives {', '.join(values)}")
+        raise ConfigError(f"{key}={metric} is not measured: an evaluation measures {', '.join(values)}")
     return values[metric]
 
 

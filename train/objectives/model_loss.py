@@ -17,7 +17,7 @@ class ModelLoss:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if not isinstance(loss, Tensor):
             raise ConfigError(
-                f"objective=model_loss takes the model's own loss, and {type(outputs).__name__} has none: "
-                "give the model labels in its inputs, or another objective"
+                f"objective=model_loss uses the model's own loss, but {type(outputs).__name__} has none: "
+                "give the model labels in its inputs, or use another objective"
             )
         return loss

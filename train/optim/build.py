@@ -50,17 +50,17 @@ def build_optimizer(
     try:
         optimizer: Any = build(part, *given, **({"named_parameters": trainable} if takes_names else {}))
     except RuntimeError as error:  # torch raises it for invalid fused and foreach
-        raise ConfigError(f"optimizer: {part.target} refuses what it was given: {one_line(error)[:300]}") from error
+        raise ConfigError(f"optimizer: {part.target} rejects its arguments: {one_line(error)[:300]}") from error
     if lacking := [name for name in NEEDED if not hasattr(optimizer, name)]:
         raise ConfigError(
             f"optimizer._target_={part.target} gives {type(optimizer).__name__}, which has no {lacking[0]}: "
-            "give a torch.optim.Optimizer, or what makes one"
+            "use a torch.optim.Optimizer, or a function that returns one"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure and closure.default is closure.empty:
         raise ConfigError(
-            f"optimizer._target_={part.target} computes the loss anew within its step (closure), which the kit does not do: "
-            "use another, or a strategy of your own"
+            f"optimizer._target_={part.target} computes the loss again within its step (closure), which the kit does not support: "
+            "use another optimizer, or a strategy of your own"
         )
     for group in optimizer.param_groups:
         if group.get("lr") is not None:  # some optimizers have no rate, or compute it

@@ -38,7 +38,9 @@ def choose(
         has_momentum = part.target == SGD and bool(group["momentum"] or "momentum" in changing)
         if group["fused"] and has_momentum and precision is Precision.fp16:
             # If the loss scaler makes it skip its first step, its momentum stays uninitialized.
-            raise ConfigError("optimizer.fused=true, with momentum, does not go with precision=fp16: leave it out")
+            raise ConfigError(
+                "optimizer.fused=true, with momentum, cannot be combined with precision=fp16: leave it out"
+            )
         if group["fused"] and not _is_plain(group):
             raise ConfigError("optimizer.fused=true takes floating-point parameters on CPU or CUDA only: leave it out")
         ours.append(_fits(group, part.target, has_momentum=has_momentum) and precision is not Precision.fp16)

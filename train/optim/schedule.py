@@ -30,7 +30,7 @@ def build_schedule(part: Part, *, lr: float | None, total_steps: int, steps_per_
     target = locate(part)
     if inspect.isclass(target) and issubclass(target, ReduceLROnPlateau):
         raise ConfigError(
-            f"scheduler._target_={part.target} follows a metric, and a schedule here is a function of the step: use another"
+            f"scheduler._target_={part.target} follows a metric, but a schedule here is a function of the step: use another"
         )
     if inspect.isclass(target) and issubclass(target, LRScheduler):
         return TorchSchedule(part, lr=lr or 1.0, total_steps=total_steps)

@@ -18,9 +18,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Return 0, 2 if a folder is not a run's, or 5 if the page cannot be written."""
     parser = argparse.ArgumentParser(prog="python -m train.report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a folder of such folders")
-    parser.add_argument("--output", type=Path, help="the file to write; of one run, report.html in its folder")
-    parser.add_argument("--watch", action="store_true", help="show in the terminal how the runs stand, until they end")
-    parser.add_argument("--once", action="store_true", help="with --watch: show it once")
+    parser.add_argument("--output", type=Path, help="file to write (default for one run: report.html in its folder)")
+    parser.add_argument(
+        "--watch", action="store_true", help="show the status of the runs in the terminal until they end"
+    )
+    parser.add_argument("--once", action="store_true", help="with --watch: show the status once")
     given = parser.parse_args(arguments)
     folders = [folder for run in given.runs for folder in of(run)]
     nothing = [str(folder) for folder in folders if not (folder / jsonl.NAME).exists()]
@@ -29,9 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         return watch(folders, once=given.once)
     if nothing:
-        say(
-            f"muster: {nothing[0]} is not the folder of a run: there is no {jsonl.NAME} in it; give output_dir, as runs/NAME"
-        )
+        say(f"muster: {nothing[0]} is not a run's folder: it has no {jsonl.NAME}; give output_dir, such as runs/NAME")
         return 2
     path = given.output or (folders[0] if len(folders) == 1 else Path()) / NAME
     try:

@@ -59,7 +59,7 @@ def _surely_shown(folder: Path, width: int) -> Group:
 def shown(folder: Path, width: int, *, now: float | None = None) -> Group:
     """Return up to three lines about one run: progress, loss and speed, and the last event or error."""
     if not (folder / NAME).exists():
-        return Group(Text.assemble((str(folder), "bold"), "  has not begun: no metrics.jsonl there yet"))
+        return Group(Text.assemble((str(folder), "bold"), "  has not started: no metrics.jsonl yet"))
     history = History.of(folder)
     now = time.time() if now is None else now
     lines: list[RenderableType] = [_how_far(history, now), _how_well(history, width)]

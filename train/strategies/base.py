@@ -113,7 +113,7 @@ class Strategy(ABC):
         Raises:
             ConfigError: the strategy does not keep the parameters equal across ranks after every step.
         """
-        raise ConfigError(f"strategy={type(self).__name__}: its parameters are not there for callbacks to read")
+        raise ConfigError(f"strategy={type(self).__name__}: it does not give callbacks access to its parameters")
 
     @property
     @abstractmethod
@@ -187,7 +187,7 @@ def check_slices(config: Config, strategy: Strategy, world_size: int) -> None:
         return
     said = f"virtual_world_size={slices}"
     if "virtual_world_size" not in honoured(type(strategy)):
-        raise ConfigError(f"{said} is for strategy=ddp and strategy=single: give one of them, or leave it out")
+        raise ConfigError(f"{said} requires strategy=ddp or strategy=single: use one of them, or leave it out")
     if slices < world_size:
         raise ConfigError(f"{said} is less than the world size {world_size}: give {world_size} or more, or start fewer")
     if config.compile:

@@ -47,10 +47,10 @@ class Ddp(ConfiguredReplicas):
         super().check(config, world_size)
         self.refuse_with_slices(config, compression=self.compression)
         if self.compression == "powersgd" and config.precision is Precision.fp16:
-            raise ConfigError("strategy.compression=powersgd does not go with precision=fp16: use fp32 or bf16")
+            raise ConfigError("strategy.compression=powersgd cannot be combined with precision=fp16: use fp32 or bf16")
         if self.compression == "powersgd" and config.on_nonfinite is NonFinite.skip:
             raise ConfigError(
-                "strategy.compression=powersgd would remember a gradient that is not finite: use on_nonfinite=stop"
+                "strategy.compression=powersgd would keep a non-finite gradient in its error: use on_nonfinite=stop"
             )
 
     def choose_reduction(self, ddp: DistributedDataParallel) -> None:

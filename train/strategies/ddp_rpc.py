@@ -190,7 +190,7 @@ class DdpRpc(Served):
         if self.asynchronous and (config.grad_clip is not None or config.on_nonfinite is NonFinite.skip):
             given = "on_nonfinite=skip" if config.grad_clip is None else f"grad_clip={config.grad_clip:g}"
             raise ConfigError(
-                f"{given} needs the global gradient, and with strategy.asynchronous=true nobody has it: "
+                f"{given} needs the global gradient, and with strategy.asynchronous=true no rank has it: "
                 "use grad_clip=null and on_nonfinite=stop, or strategy.asynchronous=false"
             )
 

@@ -58,14 +58,20 @@ class Fsdp(Stepping):
         """Raise ConfigError for options that do not combine with sharding."""
         self.layout(world_size)
         if self.param_dtype and config.precision is Precision.fp16:
-            raise ConfigError("strategy.param_dtype=bf16 does not go with precision=fp16: use precision=fp32 or bf16")
+            raise ConfigError(
+                "strategy.param_dtype=bf16 cannot be combined with precision=fp16: use precision=fp32 or bf16"
+            )
         if config.channels_last:
-            raise ConfigError("channels_last=true does not go with sharding, which slices plain tensors: use false")
+            raise ConfigError(
+                "channels_last=true cannot be combined with sharding, which slices plain tensors: use false"
+            )
         if self.cpu_offload and (config.device is Device.cpu or not torch.cuda.is_available()):
-            raise ConfigError("strategy.cpu_offload=true needs CUDA devices: on the CPU it is all there, use false")
+            raise ConfigError(
+                "strategy.cpu_offload=true needs CUDA devices: on the CPU all state is in host memory already, use false"
+            )
         if self.cpu_offload and config.precision is Precision.fp16:
             raise ConfigError(
-                "strategy.cpu_offload=true does not go with precision=fp16, whose scaler lives on the device: "
+                "strategy.cpu_offload=true cannot be combined with precision=fp16, whose scaler lives on the device: "
                 "use precision=fp32 or bf16"
             )
 
@@ -80,7 +86,9 @@ class Fsdp(Stepping):
         refuse_sparse(self.model, "a strategy that shards")
         units = named_units(self.model, self.units) if self.units else units_of(self.model)
         if self.param_dtype and any(isinstance(module, _BatchNorm) for module in self.model.modules()):
-            raise ConfigError("strategy.param_dtype=bf16 does not go with batch norm: use precision=bf16 in its place")
+            raise ConfigError(
+                "strategy.param_dtype=bf16 cannot be combined with batch norm: use precision=bf16 in its place"
+            )
         self._refuse_model(units)
         layout = self.layout(world.size)
         options: dict[str, Any] = {

@@ -48,8 +48,8 @@ def check_honoured(config: Config, strategy: Any) -> None:
         if key not in kept:
             name = type(strategy).__name__
             raise ConfigError(
-                f"{key}={value} is not honoured by strategy {name}, which trains as if it were not there: leave it out, or, "
-                f'if its own {" and ".join(sorted(MADE_BY[key]))} does it, say honours = {{"{key}"}} in class {name}'
+                f"{key}={value} is not supported by strategy {name}, which would ignore it: leave it out, or, "
+                f'if its own {" and ".join(sorted(MADE_BY[key]))} implements it, declare honours = {{"{key}"}} in class {name}'
             )
 
 

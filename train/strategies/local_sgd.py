@@ -204,7 +204,7 @@ class LocalSgd(Replicas):
         """Raise ConfigError for precision=fp16."""
         super().check(config, world_size)
         if config.precision is Precision.fp16:
-            raise ConfigError("strategy=local_sgd does not go with precision=fp16: use fp32 or bf16")
+            raise ConfigError("strategy=local_sgd cannot be combined with precision=fp16: use fp32 or bf16")
 
     def build(self, recipe: Recipe, world: World) -> None:
         """Build the model under DDP, and the outer optimizer if configured. Collective."""

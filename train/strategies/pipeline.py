@@ -83,7 +83,7 @@ class Pipeline(Stepping):
         if (self.schedule == "interleaved") != (self.stages_per_rank > 1):
             valid = "use 2 or more" if self.schedule == "interleaved" else "use 1, or strategy.schedule=interleaved"
             raise ConfigError(
-                f"strategy.stages_per_rank={self.stages_per_rank} does not go with strategy.schedule={self.schedule}: {valid}"
+                f"strategy.stages_per_rank={self.stages_per_rank} cannot be combined with strategy.schedule={self.schedule}: {valid}"
             )
         if self.split and len(self.split) != self.number - 1:
             raise ConfigError(

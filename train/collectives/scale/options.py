@@ -80,6 +80,6 @@ def _network(given: Namespace) -> Network:
 def _given(alpha_us: float | None, gb_per_s: float | None) -> Network:
     if alpha_us is None or gb_per_s is None or alpha_us < 0 or gb_per_s <= 0:
         raise ConfigError(
-            f"alpha-us={alpha_us} and gb-per-s={gb_per_s} are no network: give both, for example --alpha-us=10 --gb-per-s=50, or --network=FILE"
+            f"alpha-us={alpha_us} and gb-per-s={gb_per_s} do not describe a network: give both, for example --alpha-us=10 --gb-per-s=50, or --network=FILE"
         )
     return Network(alpha_us * 1e-6, 1e-9 / gb_per_s)

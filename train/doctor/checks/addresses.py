@@ -62,7 +62,7 @@ class Addresses(Check):
         ]:
             found.append(
                 Finding(
-                    f"the own name of {', '.join(own)} is a loopback address, which gloo would give to others",
+                    f"the host name of {', '.join(own)} resolves to a loopback address, which gloo would announce to other hosts",
                     "set GLOO_SOCKET_IFNAME to the interface between nodes, or mend /etc/hosts",
                     fails=False,
                 )

@@ -54,7 +54,9 @@ class Gpus(Check):
             if other := users.get(facts["gpu"]):
                 both = f"{where} and rank {other['rank']} have the same GPU, {facts['gpu']}"
                 found.append(
-                    Finding(both, "start as many processes as there are GPUs, or give each its own with gpus=[...]")
+                    Finding(
+                        both, "start as many processes as there are GPUs, or give each rank its own with gpus=[...]"
+                    )
                 )
             users[facts["gpu"]] = facts
             if facts["free"] < FREE:
@@ -72,7 +74,7 @@ class Gpus(Check):
             each = "; ".join(f"{facts.get('driver')} on {facts['host']}" for facts in users.values())
             found.append(Finding(f"the driver differs: {each}", "install the same everywhere", fails=False))
         if idle := [facts for facts in ranks if not facts["gpu"] and facts["there"]]:
-            said = f"{idle[0]['host']} has {idle[0]['there']} GPUs, and training is to use its processors"
+            said = f"{idle[0]['host']} has {idle[0]['there']} GPUs, but training uses the CPU"
             found.append(Finding(said, "leave out device=cpu, or ask for no GPUs", fails=False))
         return found
 

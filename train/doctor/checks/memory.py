@@ -46,7 +46,7 @@ class Memory(Check):
             if facts["workers"] and facts["shared"] < LEAST_SHARED * number:
                 found.append(
                     Finding(
-                        f"{host}: {facts['shared']:.2f} GiB of /dev/shm are free, through which loader workers hand over batches",
+                        f"{host}: {facts['shared']:.2f} GiB of /dev/shm are free, which loader workers need for batches",
                         "docker --shm-size=8g, a Kubernetes emptyDir with medium: Memory, or loader.num_workers=0",
                     )
                 )

@@ -37,7 +37,7 @@ class Processors(Check):
             if threads > limit:
                 found.append(
                     Finding(
-                        f"{host}: {len(here)} ranks with {threads} threads in all have {limit:g} processors",
+                        f"{host}: {len(here)} ranks start {threads} threads on {limit:g} processors",
                         f"set OMP_NUM_THREADS={max(1, int(limit) // len(here))}, or start fewer ranks",
                         fails=False,
                     )
@@ -45,8 +45,8 @@ class Processors(Check):
             if here[0]["asked"] > len(usable):
                 found.append(
                     Finding(
-                        f"{host}: Slurm was asked for {here[0]['asked']} processors a task, and {len(usable)} can be used",
-                        "srun does not take over --cpus-per-task: give it to srun, too, or set SRUN_CPUS_PER_TASK",
+                        f"{host}: Slurm was asked for {here[0]['asked']} processors per task, but only {len(usable)} can be used",
+                        "srun does not inherit --cpus-per-task: pass it to srun as well, or set SRUN_CPUS_PER_TASK",
                     )
                 )
         return found

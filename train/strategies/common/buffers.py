@@ -170,7 +170,7 @@ class Buffers:
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
         if int(both[0]) != -int(both[1]):
             raise ConfigError(
-                "the model's buffers differ in names or sizes between the ranks, so that there is no common value of them: "
+                "the model's buffers differ in names or sizes between the ranks, so they have no common value: "
                 "give each its size in the constructor, or keep what depends on the samples out of buffers"
             )
 

@@ -9,8 +9,12 @@ from train.errors import ConfigError
 def refuse(config: Config, strategy: str) -> None:
     """Raise ConfigError for options that do not combine with a `strategy` that partitions the model itself."""
     if config.compile:
-        raise ConfigError(f"compile=true does not go with strategy={strategy}: leave it out, or use strategy=ddp")
+        raise ConfigError(
+            f"compile=true cannot be combined with strategy={strategy}: leave it out, or use strategy=ddp"
+        )
     if config.channels_last:
-        raise ConfigError(f"channels_last=true does not go with strategy={strategy}: leave it out, or use strategy=ddp")
+        raise ConfigError(
+            f"channels_last=true cannot be combined with strategy={strategy}: leave it out, or use strategy=ddp"
+        )
     if config.precision is Precision.fp16:
-        raise ConfigError(f"precision=fp16 does not go with strategy={strategy}: use fp32 or bf16")
+        raise ConfigError(f"precision=fp16 cannot be combined with strategy={strategy}: use fp32 or bf16")

@@ -261,12 +261,12 @@ class OptimizerStep:
                 continue
             if built is not parameter:
                 raise ConfigError(
-                    f"the model has put another parameter in the place of {name} since it was built, and the optimizer trains "
-                    f"the one before: change its values in place, with torch.no_grad(): {name}.copy_(...)"
+                    f"the model has replaced the parameter {name} since it was built, and the optimizer trains "
+                    f"the old one: change its values in place, with torch.no_grad(): {name}.copy_(...)"
                 )
             if parameter.requires_grad and not trained:
                 raise ConfigError(
-                    f"{name} requires a gradient now and did not when the optimizer was built, which does not train it: let it "
+                    f"{name} requires a gradient now and did not when the optimizer was built, so it is not trained: let it "
                     "require one from the start, and set its group's lr or its gradient to zero until then"
                 )
 

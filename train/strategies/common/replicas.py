@@ -148,12 +148,12 @@ class ConfiguredReplicas(Replicas):
         for option, value in options.items() if config.virtual_world_size else ():
             if value not in (False, "none"):
                 said = f"strategy.{option}={str(value).lower()} and virtual_world_size={config.virtual_world_size}"
-                raise ConfigError(f"{said}: the ranks' true number would be seen in the weights; leave one out")
+                raise ConfigError(f"{said}: the weights would depend on the world size; leave one out")
 
     def place(self, model: nn.Module) -> nn.Module:
         """Convert batch norm to SyncBatchNorm if configured. Raises ConfigError without CUDA devices."""
         if self.sync_batchnorm and self.world.device.type != "cuda":
-            raise ConfigError("strategy.sync_batchnorm=true needs CUDA devices: torch has it for no other")
+            raise ConfigError("strategy.sync_batchnorm=true needs CUDA devices: torch supports no other")
         if self.sync_batchnorm and self.world.size > 1:
             return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return, no-untyped-call]
         return model

@@ -186,12 +186,12 @@ class Served(Stepping):
         super().check(config, world_size)
         if config.precision is Precision.fp16:
             raise ConfigError(
-                f"precision=fp16 scales the loss by what the optimizer's rank sees, and with strategy={self.name} that is another one: "
+                f"precision=fp16 adapts the loss scale on the optimizer's rank, and with strategy={self.name} other ranks compute the loss: "
                 "use precision=bf16 or fp32, or strategy=ddp"
             )
         if config.compile:
             raise ConfigError(
-                f"compile=true does not go with strategy={self.name}: use compile=false, or strategy=ddp or single"
+                f"compile=true cannot be combined with strategy={self.name}: use compile=false, or strategy=ddp or single"
             )
 
     @property

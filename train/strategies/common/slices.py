@@ -114,7 +114,7 @@ class SlicedStep(OptimizerStep):
             if before != after:
                 raise ConfigError(
                     f"virtual_world_size={self.slices}: the buffer {name} was {before} and is {after} after a forward pass, so "
-                    "the slices' cannot be put together: give it its size and type in the constructor"
+                    "the slices' buffers cannot be combined: give it its size and type in the constructor"
                 )
 
 
