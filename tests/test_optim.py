@@ -135,14 +135,14 @@ def test_the_divided_state_of_such_an_optimizer(tmp_path):
     [
         ((f"{OWN}NoRate", "scheduler=cosine"), "NoRate has none: use scheduler=constant"),
         ((f"{OWN}NoRate", *ONE_CYCLE), "NoRate has no learning rate"),
-        ((f"{OWN}nothing",), "gives NoneType, which has no param_groups"),
+        ((f"{OWN}nothing",), "returns NoneType, which has no param_groups"),
         (("optimizer.lr=0", *ONE_CYCLE), "a learning rate of 0"),
         (("+optimizer.foreach=true", "+optimizer.fused=true"), "cannot be `True` together"),
         (("+optimizer.fused=true", "precision=fp16"), "cannot be combined with precision=fp16"),
         ((f"{MODELS}Complex", "+optimizer.fused=true"), "floating-point parameters"),
-        ((f"{MODELS}Sparse", "optimizer=adamw"), "takes no sparse gradients"),
-        ((f"{MODELS}Sparse", "strategy=fsdp"), "table gives sparse gradients"),
-        ((f"{MODELS}Sparse", "virtual_world_size=2"), "table gives sparse gradients"),
+        ((f"{MODELS}Sparse", "optimizer=adamw"), "does not support sparse gradients"),
+        ((f"{MODELS}Sparse", "strategy=fsdp"), "table has sparse gradients"),
+        ((f"{MODELS}Sparse", "virtual_world_size=2"), "table has sparse gradients"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, line, says):

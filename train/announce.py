@@ -36,12 +36,12 @@ def announce(run: Run, folder: RunFolder, *, kinds: list[str]) -> None:
     given = steps_asked_for(run.config, run.course.plan)
     if given < run.step:
         run.meters.records.event(
-            "note", text=f"{given} steps are asked for and {run.step} are done: none is left to make"
+            "note", text=f"the config asks for {given} steps, but {run.step} are done: there is nothing left to train"
         )
     meant = asked_for(world.place.local_world_size)
     if meant and world.size < meant:
         run.meters.records.event(
-            "note", text=f"trains with {world.size} of the {meant} ranks that were asked for: others have not come"
+            "note", text=f"trains with {world.size} of the {meant} requested ranks: the others have not joined"
         )
     if run.course.data.test is None and (why := never_evaluated(run.config, run.course.data)):
         run.meters.records.event("note", text=f"nothing is evaluated: {why}")
@@ -57,13 +57,15 @@ def announce(run: Run, folder: RunFolder, *, kinds: list[str]) -> None:
     run.meters.records.event("resume", checkpoint=folder.saved.path, **facts)
     then, now = folder.saved.manifest.get("config", {}).get("micro_batch_size"), run.config.micro_batch_size
     if then != now and world.is_first:
-        say(f"muster: micro_batch_size={now} was {then}: batch norm and dropout see other batches from here on")
+        say(
+            f"muster: micro_batch_size={now} was {then}: batch norm and dropout see different micro-batches from here on"
+        )
 
 
 def mixed_kinds(kinds: list[str], then: list[str] | None) -> Iterator[str]:
     """Yield why virtual_world_size may not give one hash: ranks, or attempts (`then`: earlier), round differently."""
     asked = "virtual_world_size gives one hash of the weights for one kind of processor and one torch"
     if len(kinds) > 1:
-        yield f"{asked}, and the ranks compute on {'; '.join(kinds)}: another division of them gives another hash"
+        yield f"{asked}, but the ranks compute on {'; '.join(kinds)}: another assignment of slices to them gives another hash"
     elif kinds and then and kinds != then:
         yield f"{asked}; up to this checkpoint it was {'; '.join(then)}, now it is {kinds[0]}: the hash will be another"

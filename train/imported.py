@@ -43,5 +43,5 @@ def _module(path: str, said: str) -> Any:
         if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
             raise ConfigError(f"{said}: importing {path} failed: {error}; install what it needs") from error
     except Exception as error:
-        raise ConfigError(f"{said}: importing {path} failed: {located(error)}; mend it") from error
+        raise ConfigError(f"{said}: importing {path} failed: {located(error)}; fix it") from error
     return None

@@ -69,4 +69,4 @@ def report(path: Path) -> None:
     try:
         write_report(path)
     except Exception as error:
-        say(f"muster: no report.html: {one_line(error)[:300]}; `python -m train.report {path}` makes it anew")
+        say(f"muster: no report.html: {one_line(error)[:300]}; `python -m train.report {path}` writes it again")

@@ -55,7 +55,7 @@ def known_best(config: Config, folder: Path, saved: Saved) -> dict[str, Any] | N
         return None
     if best and best["metric"] != metric:
         say(
-            f"muster: checkpoint.best={metric} was {best['metric']}: the best is looked for anew from step {saved.step}"
+            f"muster: checkpoint.best={metric} was {best['metric']}: the search for the best starts again at step {saved.step}"
         )
         best = None
     noted = read_best(folder)

@@ -26,12 +26,12 @@ def split(
         DataError: the batch is neither a pair nor a dict and there is no adapter, or a user's function returns no pair.
     """
     if batch is None and collate:
-        raise DataError(f"loader.collate_fn gives None{defined(collate)}: write `return ...` as its last line")
+        raise DataError(f"loader.collate_fn returns None{defined(collate)}: write `return ...` as its last line")
     if adapter:
         given = adapter(batch)
         if not isinstance(given, (tuple, list)) or len(given) != 2:
             raise DataError(
-                f"loader.batch must give a pair (inputs, targets), and it gives {_name(given)}{defined(adapter)}: "
+                f"loader.batch must return a pair (inputs, targets), but it returns {_name(given)}{defined(adapter)}: "
                 "write `return inputs, targets`"
             )
         return given[0], given[1]
@@ -41,7 +41,7 @@ def split(
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         given = f"the data gives {_name(batch)}{defined(source, '__getitem__', '__iter__')}"
         if collate:
-            given = f"loader.collate_fn gives {_name(batch)}{defined(collate)}"
+            given = f"loader.collate_fn returns {_name(batch)}{defined(collate)}"
         raise DataError(
             f"a {'batch' if collate else 'sample'} must be a pair (input, target) or a dict, and {given}: "
             "convert it with loader.batch=package.module.function, which turns a batch into (inputs, targets)"

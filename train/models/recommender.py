@@ -18,7 +18,7 @@ class Recommender(nn.Module):
         super().__init__()
         if len(input_shape) != 1:
             raise ConfigError(
-                f"model=recommender takes lists of items [K], and the data's inputs are {list(input_shape)}: use data=clicks"
+                f"model=recommender expects lists of items [K], but the data's inputs are {list(input_shape)}: use data=clicks"
             )
         widths = [dim, *hidden]
         layers = [

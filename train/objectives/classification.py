@@ -34,7 +34,7 @@ class Classification:
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if isinstance(outputs, Tensor) and outputs.dim() != 2:
             raise ConfigError(
-                f"objective=classification takes logits [B, classes], and the model gives {outputs.dim()} dimensions: try objective=language_modeling"
+                f"objective=classification expects logits [B, classes], but the model returns {outputs.dim()} dimensions: try objective=language_modeling"
             )
         try:
             return F.cross_entropy(outputs.float(), targets, label_smoothing=self.label_smoothing)
@@ -56,10 +56,10 @@ def labels_that_do_not_fit(objective: str, outputs: Any, targets: Any, error: Ex
     if not isinstance(targets, Tensor) or [*targets.shape] != shape or targets.dtype in NO_LABELS:
         remedy = "write .long() where the data set makes them" if _is_only_type(targets, shape) else "fix the labels"
         given = f"{list(targets.shape)} {targets.dtype}" if isinstance(targets, Tensor) else described(targets)
-        found = DataError(f"objective={objective} takes labels {shape} int64, and the data gives {given}: {remedy}")
+        found = DataError(f"objective={objective} expects labels {shape} int64, but the data has {given}: {remedy}")
     elif wrong := targets[(targets < 0) | (targets >= classes)].tolist():
         found = DataError(
-            f"the data has label {wrong[0]}, and the model gives {classes} classes, 0 to {classes - 1}: "
+            f"the data has label {wrong[0]}, but the model has {classes} classes, 0 to {classes - 1}: "
             "fix the labels, or set num_classes in the data set or the model"
         )
     if found:

@@ -15,7 +15,7 @@ class LanguageModeling:
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if isinstance(outputs, Tensor) and outputs.dim() != 3:
             raise ConfigError(
-                f"objective=language_modeling takes logits [B, T, classes], and the model gives {outputs.dim()} dimensions: try objective=classification"
+                f"objective=language_modeling expects logits [B, T, classes], but the model returns {outputs.dim()} dimensions: try objective=classification"
             )
         try:
             return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())

@@ -29,7 +29,7 @@ def measured(objective: Any, outputs: Any, targets: Any, *, model: Any) -> Mappi
     found = explained(objective.metrics, objective, outputs, targets, model=model)
     if not isinstance(found, Mapping):
         raise ConfigError(
-            f"{name_of(objective)}.metrics gives {described(found)}{defined(objective, 'metrics')}: write `return {{name: sum, ...}}`"
+            f"{name_of(objective)}.metrics returns {described(found)}{defined(objective, 'metrics')}: write `return {{name: sum, ...}}`"
         )
     return found
 
@@ -64,22 +64,22 @@ def _no_loss(loss: Any, objective: Any, outputs: Any, model: Any) -> ConfigError
     elif isinstance(loss, Tensor):
         if isinstance(outputs, Tensor) and not outputs.requires_grad:
             return ConfigError(
-                f"{name_of(model)}.forward gives {described(outputs)} without a gradient{_where(model)}: "
+                f"{name_of(model)}.forward returns {described(outputs)} without a gradient{_where(model)}: "
                 "remove detach(), .data, no_grad and anything else that detaches its outputs from the parameters"
             )
         remedy = "it has no gradient: remove detach(), .data and no_grad, and use differentiable operations"
-    return ConfigError(f"the objective {name_of(objective)} gives {described(loss)} as the loss{where}: {remedy}")
+    return ConfigError(f"the objective {name_of(objective)} returns {described(loss)} as the loss{where}: {remedy}")
 
 
 def _no_outputs(model: Any) -> ConfigError:
-    return ConfigError(f"{name_of(model)}.forward gives None{_where(model)}: write `return ...` as its last line")
+    return ConfigError(f"{name_of(model)}.forward returns None{_where(model)}: write `return ...` as its last line")
 
 
 def _misfit(objective: Any, outputs: Any, targets: Any, model: Any, error: Exception) -> Exception:
     """Return the error for an objective that does not accept its inputs, if no user code was involved in `error`."""
     if isinstance(error, torch.OutOfMemoryError):
         return error
-    got = f"{name_of(model)}.forward gives {described(outputs)}{_where(model)}"
+    got = f"{name_of(model)}.forward returns {described(outputs)}{_where(model)}"
     if isinstance(outputs, Tensor):
         said = f"the objective {name_of(objective)} cannot compare it with targets that are {described(targets)}"
         return ConfigError(

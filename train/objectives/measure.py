@@ -45,7 +45,7 @@ def sums(
     wrong = {name: value for name, value in found.items() if not isinstance(value, Tensor) or value.numel() != 1}
     for name, value in wrong.items():
         raise ConfigError(
-            f"{name_of(objective)}.metrics gives {described(value)} for {name.removesuffix(OF)}{defined(objective, 'metrics')}: "
+            f"{name_of(objective)}.metrics returns {described(value)} for {name.removesuffix(OF)}{defined(objective, 'metrics')}: "
             "give the sum over the samples, a tensor [], or a pair (sum, count) of them"
         )
     return found
@@ -122,7 +122,7 @@ class Measures:
                     found[key] = float(one)
                 except (TypeError, ValueError, RuntimeError):
                     raise ConfigError(
-                        f"metrics.{name} gives {key} of more than one number: choose an average of them"
+                        f"metrics.{name} has more than one number for {key}: choose an average of them"
                     ) from None
             metric.reset()
         return found

@@ -53,7 +53,7 @@ def build_optimizer(
         raise ConfigError(f"optimizer: {part.target} rejects its arguments: {one_line(error)[:300]}") from error
     if lacking := [name for name in NEEDED if not hasattr(optimizer, name)]:
         raise ConfigError(
-            f"optimizer._target_={part.target} gives {type(optimizer).__name__}, which has no {lacking[0]}: "
+            f"optimizer._target_={part.target} returns {type(optimizer).__name__}, which has no {lacking[0]}: "
             "use a torch.optim.Optimizer, or a function that returns one"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")

@@ -102,7 +102,7 @@ class Guard:
         """
         if self.target in ADAM:
             raise ConfigError(
-                f"{self.target} takes no sparse gradients, which Embedding(sparse=True) gives: "
+                f"{self.target} does not support sparse gradients, which Embedding(sparse=True) has: "
                 "use sparse=False, optimizer=sgd or torch.optim.SparseAdam"
             )
         if chosen and not group["momentum"] and not group["weight_decay"]:
@@ -126,7 +126,7 @@ def _begin_momentum(state: Any, group: dict[str, Any]) -> None:
     if late and len(late) < len(given):
         if group["dampening"]:
             raise ConfigError(
-                "optimizer.fused=true, with dampening, takes no parameter whose first gradient comes later: leave it out"
+                "optimizer.fused=true, with dampening, does not support a parameter whose first gradient comes later: leave it out"
             )
         for parameter, gradient in late:
             state[parameter][BUFFER] = torch.zeros_like(gradient)

@@ -181,7 +181,7 @@ class DdpRpc(Served):
     @property
     def caveat(self) -> str:
         """The non-determinism of asynchronous updates; empty if they are synchronous."""
-        told = "each trainer's gradient steps the table as it comes: no run gives the same weights again"
+        told = "each trainer's gradient steps the table as it comes: the weights are not reproducible"
         return told if self.asynchronous else ""
 
     def check(self, config: Config, world_size: int) -> None:

@@ -77,7 +77,7 @@ class ParameterServer(Served):
         self._is_synchronous = per_update == trainers
         if not self._is_synchronous:
             self._caveat = (
-                "asynchronous updates: a gradient may be of older parameters, and no run gives the same weights again"
+                "asynchronous updates: a gradient may be of older parameters, and the weights are not reproducible"
             )
         self.model = build_model(recipe, world.device if world.rank != SERVER else torch.device("cpu"))
         refuse_extra_state(self.model, "parameter_server")

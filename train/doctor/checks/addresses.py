@@ -63,7 +63,7 @@ class Addresses(Check):
             found.append(
                 Finding(
                     f"the host name of {', '.join(own)} resolves to a loopback address, which gloo would announce to other hosts",
-                    "set GLOO_SOCKET_IFNAME to the interface between nodes, or mend /etc/hosts",
+                    "set GLOO_SOCKET_IFNAME to the interface between nodes, or fix /etc/hosts",
                     fails=False,
                 )
             )

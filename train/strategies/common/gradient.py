@@ -64,7 +64,7 @@ def refuse_sparse(model: nn.Module, said: str) -> None:
     """Raise ConfigError if the model has sparse gradients, which the config's choice `said` does not support."""
     if name := sparse_in(model):
         raise ConfigError(
-            f"{name} gives sparse gradients, which {said} does not take: use sparse=False, or strategy=ddp or single"
+            f"{name} has sparse gradients, which {said} does not support: use sparse=False, or strategy=ddp or single"
         )
 
 

@@ -79,7 +79,7 @@ class Lockstep:
         if rank is None:
             raise ConfigError("ranks use different parameters of a unit, which needs torch 2.15: or use strategy=ddp")
         raise ConfigError(
-            f"ranks that share sharded parameters have to call the same units in the same order: rank 0 has come to "
+            f"ranks that share sharded parameters have to call the same units in the same order: rank 0 has reached "
             f"{self._told(places[0])}, rank {rank} to {self._told(places[rank])}. Let all ranks make the same choice, name in "
             "strategy.units modules that every forward pass calls and that contain the choice, or use strategy=ddp "
             "strategy.find_unused_parameters=true"

@@ -105,8 +105,8 @@ def _shape_remedy(error: BaseException, got: Any) -> str:
             if got.shape[dimension] != expected:
                 return f"write {name}={got.shape[dimension]} there, or give the model inputs of {expected}"
     if isinstance(module, nn.Embedding) and isinstance(got, Tensor) and got.numel():
-        return f"write num_embeddings={int(got.max()) + 1} or more, for that is the data's largest index and one"
-    return "mend that line, or the shape of what the data gives"
+        return f"write num_embeddings={int(got.max()) + 1} or more: the data's largest index is {int(got.max())}"
+    return "fix that line, or the shape of the data"
 
 
 def _has_channels(module: nn.Module | None, got: Tensor) -> bool:
