@@ -1,7 +1,7 @@
-"""Send a run, or a sweep of runs, to Slurm through submitit: `python slurm/submit.py [options] [overrides]`.
+"""Submit a run, or a sweep of runs, to Slurm through submitit: `python slurm/submit.py [options] [overrides]`.
 
-Overrides are those of `python -m train`; those of the group `cluster` say where and how (cluster.nodes=4,
-cluster=local, ...). A job holds one task a node, and each task starts one torchrun agent as train.launch has it. On
+The overrides are those of `python -m train`, and those of the group `cluster` for the job (cluster.nodes=4,
+cluster=local, ...). A job has one task per node, and each task starts one torchrun agent through train.launch. On
 submitit's USR2 (shortly before the time limit) and on Slurm's SIGTERM every agent stops its workers, which save one
 checkpoint; submitit then requeues the job, which resumes.
 """

@@ -37,15 +37,19 @@ class Parser(argparse.ArgumentParser):
 
 def parse(arguments: Sequence[str]) -> Options:
     """Parse the command line; exits after --help. Raises ConfigError."""
-    parser = Parser(prog="python -m train.collectives", description="All-reduce algorithms, checked, timed and drawn.")
+    parser = Parser(prog="python -m train.collectives", description="Check, time and plot all-reduce algorithms.")
     parser.add_argument(
-        "--ranks", type=int, default=4, help="processes to start here, outside of torchrun (%(default)s)"
+        "--ranks", type=int, default=4, help="number of processes to start without torchrun (%(default)s)"
     )
-    parser.add_argument("--sizes", default=SIZES, help="of messages (%(default)s)")
-    parser.add_argument("--world-sizes", help="numbers of ranks; default: 2, 3, 4, each power of 2, and all")
-    parser.add_argument("--rounds", type=int, default=5, help="turns, of which the median counts (%(default)s)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs, where enough")
-    parser.add_argument("--out", type=Path, default=Path("runs/collectives"), help="folder (%(default)s)")
+    parser.add_argument("--sizes", default=SIZES, help="message sizes (%(default)s)")
+    parser.add_argument(
+        "--world-sizes", help="world sizes to time; default: 2, 3, 4, further powers of 2, and all ranks"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="number of turns; the median is reported (%(default)s)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if each rank has one"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/collectives"), help="output folder (%(default)s)")
     given = parser.parse_args(arguments)
     if given.rounds < 1:
         raise ConfigError(f"--rounds={given.rounds} measures nothing: use 1 or more")

@@ -57,11 +57,11 @@ class Checked:
 def main(arguments: Sequence[str]) -> int:
     """Run the check, or replace this process by torchrun to do so, and return the exit code."""
     parser = Parser(
-        prog="python -m train.collectives.scale.check", description="The model beside DDP, at 1 to 4 ranks."
+        prog="python -m train.collectives.scale.check", description="Compare the model with DDP at 1 to 4 ranks."
     )
-    parser.add_argument("--rounds", type=int, default=5, help="turns, of which the median counts (%(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="of a turn (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/scale"), help="folder (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of turns; the median is reported (%(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="steps per turn (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/scale"), help="output folder (%(default)s)")
     try:
         given = parser.parse_args(arguments)
         if "RANK" not in os.environ:

@@ -36,33 +36,37 @@ def parse(arguments: Sequence[str]) -> tuple[Job, Path]:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m train.collectives.scale", description="Strategies from 8 to 16,384 ranks, by a model."
+        prog="python -m train.collectives.scale", description="Model the cost of strategies from 8 to 16,384 ranks."
     )
-    work = parser.add_argument_group("a transformer")
-    work.add_argument("--parameters", type=float, required=True, help="how many, as in 7e9")
+    work = parser.add_argument_group("transformer")
+    work.add_argument("--parameters", type=float, required=True, help="number of parameters, such as 7e9")
     work.add_argument("--layers", type=int, required=True)
-    work.add_argument("--hidden", type=int, required=True, help="channels")
-    work.add_argument("--sequence", type=int, required=True, help="tokens of a sample")
-    work.add_argument("--samples", type=float, default=1, help="of a rank and step (%(default)s)")
-    work.add_argument("--value-bytes", type=float, default=4, help="of a parameter or gradient (%(default)s; bf16: 2)")
-    work.add_argument("--optimizer-bytes", type=float, default=8, help="a parameter (%(default)s; bf16 with AdamW: 12)")
-    machine = parser.add_argument_group("the machine")
-    machine.add_argument("--flops-per-s", type=float, required=True, help="that a rank really does, as in 4e14")
-    machine.add_argument("--network", type=Path, help="a collectives.json, for the constants fitted there, or:")
-    machine.add_argument("--alpha-us", type=float, help="microseconds a message")
-    machine.add_argument("--gb-per-s", type=float, help="10^9 bytes a second, of one rank")
-    machine.add_argument("--inner-alpha-us", type=float, help="the same within a node")
+    work.add_argument("--hidden", type=int, required=True, help="hidden size")
+    work.add_argument("--sequence", type=int, required=True, help="tokens per sample")
+    work.add_argument("--samples", type=float, default=1, help="samples per rank and step (%(default)s)")
+    work.add_argument(
+        "--value-bytes", type=float, default=4, help="bytes per parameter or gradient (%(default)s; bf16: 2)"
+    )
+    work.add_argument(
+        "--optimizer-bytes", type=float, default=8, help="bytes per parameter (%(default)s; bf16 with AdamW: 12)"
+    )
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--flops-per-s", type=float, required=True, help="achieved FLOP/s of a rank, such as 4e14")
+    machine.add_argument("--network", type=Path, help="collectives.json with fitted constants, or set the next two")
+    machine.add_argument("--alpha-us", type=float, help="microseconds per message")
+    machine.add_argument("--gb-per-s", type=float, help="10^9 bytes per second and rank")
+    machine.add_argument("--inner-alpha-us", type=float, help="microseconds per message within a node")
     machine.add_argument("--inner-gb-per-s", type=float)
-    machine.add_argument("--node-size", type=int, default=1, help="ranks of a node (%(default)s)")
-    cut = parser.add_argument_group("how it is cut")
-    cut.add_argument("--group", type=int, default=8, help="ranks of a shard group of hybrid (%(default)s)")
-    cut.add_argument("--tensor", type=int, default=8, help="ranks that share a layer (%(default)s)")
-    cut.add_argument("--stages", type=int, default=8, help="of the pipeline (%(default)s)")
-    cut.add_argument("--micro-batches", type=int, default=32, help="of the pipeline (%(default)s)")
+    machine.add_argument("--node-size", type=int, default=1, help="ranks per node (%(default)s)")
+    cut = parser.add_argument_group("parallelism")
+    cut.add_argument("--group", type=int, default=8, help="ranks per shard group of hybrid (%(default)s)")
+    cut.add_argument("--tensor", type=int, default=8, help="ranks that shard a layer (%(default)s)")
+    cut.add_argument("--stages", type=int, default=8, help="stages of the pipeline (%(default)s)")
+    cut.add_argument("--micro-batches", type=int, default=32, help="micro-batches of the pipeline (%(default)s)")
     cut.add_argument("--every", type=int, default=16, help="steps between averages of local SGD (%(default)s)")
-    cut.add_argument("--servers", type=int, default=1, help="parameter servers (%(default)s)")
-    cut.add_argument("--recursive", action="store_true", help="collectives in log2 W rounds in place of a ring's W - 1")
-    parser.add_argument("--out", type=Path, default=Path("runs/scale"), help="folder (%(default)s)")
+    cut.add_argument("--servers", type=int, default=1, help="number of parameter servers (%(default)s)")
+    cut.add_argument("--recursive", action="store_true", help="collectives in log2 W rounds instead of a ring's W - 1")
+    parser.add_argument("--out", type=Path, default=Path("runs/scale"), help="output folder (%(default)s)")
     return parser
 
 
