@@ -102,14 +102,14 @@ class Agreement:
                     return True
                 self._change.wait()
 
-    def close(self, *, wait_s: float = 5.0) -> None:
-        """Stop watching; wait at most `wait_s` until the watcher leaves the store alone."""
+    def close(self) -> None:
+        """Stop watching."""
         self._ended.set()
         with self._change:  # no target will come for a thread that waits for it
             self._target = self._begun if self._target is None else self._target
             self._change.notify_all()
         if self._watcher:
-            self._watcher.join(timeout=wait_s)
+            self._watcher.join(timeout=5)
 
     def _watch(self) -> None:
         # If the store is gone, so is the group: the main thread learns of it in its next collective.

@@ -33,7 +33,6 @@ from train.job.folder import Refusal, RunFolder, RunOptions, claim_folder, note_
 from train.job.lease import Lease
 
 REPORT_S = 5.0
-UNWATCHED_S = 0.5
 
 
 class State(Enum):
@@ -113,6 +112,7 @@ class Lifecycle:
         self._world: World | None = None
         self._heartbeat: Heartbeat | None = None
         self._lease: Lease | None = None
+        self._agreement: Agreement | None = None
         self._progress: HasStep | None = None
         self._report: Callable[[], None] | None = None
         self._together = False  # the ranks end at the same point, and none of them is gone
@@ -125,6 +125,8 @@ class Lifecycle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        if self._agreement:  # before a report: the heartbeat, which names a lost peer and its wait, then reports first
+            self._agreement.close()
         try:
             if error is None:
                 self._undo.close()
@@ -183,12 +185,11 @@ class Lifecycle:
         self.on_end(self._report_soon, failed=self._report_soon)
 
     def run(self) -> Peers:
-        """restored -> running: let the ranks agree on where to stop from now on. Undone by no longer watching for it."""
+        """restored -> running: let the ranks agree on where to stop from now on. Undone first of all."""
         assert self._world and self._heartbeat
         self._enter(State.running)
-        agreement = Agreement(self._world, self.preemption)
-        self.on_end(agreement.close, failed=lambda: agreement.close(wait_s=UNWATCHED_S))
-        return Peers(self._world, self._heartbeat, agreement)
+        self._agreement = Agreement(self._world, self.preemption)
+        return Peers(self._world, self._heartbeat, self._agreement)
 
     def end(self, ending: Ending, *, report: bool = True) -> None:
         """running -> ended: record the end that all ranks have come to. Collective: every rank must call it.
