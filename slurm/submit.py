@@ -48,7 +48,7 @@ from train.redact import redacted
 
 @dataclass
 class Cluster:
-    """Where a run goes. None leaves it to the cluster's own default."""
+    """The resources of a job. None: the cluster's default."""
 
     executor: str = "slurm"
     nodes: int = 1
@@ -71,38 +71,38 @@ class Cluster:
 
 @dataclass
 class Local(Cluster):
-    """This machine, without Slurm."""
+    """A job on this machine, without Slurm."""
 
     executor: str = "local"
 
 
 class Agent:
-    """What runs on each node: the launcher of train.launch, with torchrun under it."""
+    """The task of each node: the launcher of train.launch, which runs torchrun."""
 
     def __init__(self, overrides: list[str], cluster: Cluster, folder: str):
         self.overrides, self.cluster, self.folder = overrides, cluster, folder
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """submitit's hook: what to run when this job is requeued. The run finds its own checkpoint."""
+        """Return the task for the requeued job. submitit calls this hook; the run finds its own checkpoint."""
         return submitit.helpers.DelayedSubmission(Agent(self.overrides, self.cluster, self.folder))
 
     def __call__(self) -> str:
-        """Run to the end of the run, and give back how it ended. Raises RuntimeError if it failed."""
+        """Run the agent until the run ends and return the outcome. Raises RuntimeError if the run failed."""
         environment = submitit.JobEnvironment()
         requeue = signal.getsignal(signal.SIGUSR2)
         policy = verdict.SUBMITIT if self._on_slurm else verdict.LOCAL
         end = execute.run(self.spec(environment.hostnames[0]), self.overrides, policy=policy, folder=Path(self.folder))
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        # A preemption with a grace time sends SIGTERM alone; a cancelled job no longer counts as running.
+        # A preemption with a grace time sends only SIGTERM; a cancelled job is no longer RUNNING.
         comes_back = end.verdict.requeue and (signal.SIGUSR2 in end.signals or still_running())
         if comes_back and environment.global_rank == 0 and callable(requeue):
-            requeue(signal.SIGUSR2, None)  # submitit's own handler: asks checkpoint() and requeues
+            requeue(signal.SIGUSR2, None)  # submitit's own handler: calls checkpoint() and requeues
         if end.verdict.code not in (0, Preempted.exit_code) and not comes_back:
             raise RuntimeError(end.verdict.line)
         return str(end.record.get("outcome", "none"))
 
     def spec(self, head: str) -> Spec:
-        """This node's part, for a job whose first node is `head`."""
+        """Return this node's spec, for a job whose first node is `head`."""
         processes = self.cluster.nproc_per_node or self.cluster.gpus_per_node or 1
         restarts = self.cluster.max_restarts
         if not self._on_slurm:
@@ -118,7 +118,7 @@ class Agent:
 
 
 def still_running() -> bool:
-    """Whether Slurm counts this job as running: not if somebody cancelled it, or if Slurm requeues it by itself."""
+    """Return True if Slurm reports this job as RUNNING; False if it was cancelled or Slurm requeues it by itself."""
     if "SLURM_JOB_ID" not in os.environ:
         return False
     line = ["scontrol", "show", "job", slurm.job_name(os.environ)]
@@ -126,7 +126,7 @@ def still_running() -> bool:
 
 
 def main() -> int:
-    """Submit, print where everything is, and wait if told to. Returns the exit code."""
+    """Submit the run, print its job id, logs and folder, and follow it with --wait. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python slurm/submit.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -178,7 +178,7 @@ def main() -> int:
 
 
 def compose_cluster(overrides: list[str]) -> Cluster:
-    """Raises ConfigError."""
+    """Compose the keys of `cluster` from its overrides. Raises ConfigError."""
     store = ConfigStore.instance()
     store.store(group="schema/cluster", name="slurm", node=Cluster)
     store.store(group="schema/cluster", name="local", node=Local)
@@ -202,7 +202,7 @@ def compose_cluster(overrides: list[str]) -> Cluster:
 
 
 def expand(overrides: list[str]) -> list[list[str]]:
-    """The combinations of a sweep, in Hydra's order. Raises ConfigError."""
+    """Return the combinations of a sweep, in Hydra's order. Raises ConfigError."""
     try:
         batches = BasicSweeper.split_arguments(parsed(overrides), max_batch_size=None)
     except HydraException as error:
@@ -211,13 +211,13 @@ def expand(overrides: list[str]) -> list[list[str]]:
 
 
 def run_folder(overrides: list[str]) -> str:
-    """The folder that these overrides lead to, in full. Raises ConfigError if the run would refuse them."""
+    """Return the absolute folder of the run with these overrides. Raises ConfigError if the run would refuse them."""
     config = compose_run(overrides)
     return str(Path(config.output_dir).resolve())
 
 
 def own_folders(runs: list[list[str]], folders: list[str]) -> list[str]:
-    """Runs of a sweep that would share a folder get one each, named by what differs between them."""
+    """Return a folder for each run of a sweep; runs that would share one get folders named by their differences."""
     if len(set(folders)) == len(folders):
         return folders
     common = set.intersection(*(set(run) for run in runs))
@@ -226,13 +226,13 @@ def own_folders(runs: list[list[str]], folders: list[str]) -> list[str]:
 
 
 def quoted(path: str) -> str:
-    """As a value in Hydra's grammar, whatever is in it."""
+    """Return the text quoted as a value of Hydra's grammar."""
     return str(QuotedString(path, Quote.single).with_quotes())
 
 
 def make_executor(cluster: Cluster, *, submits: bool = True) -> submitit.AutoExecutor:
-    """Raises RuntimeError where it `submits` to Slurm and there is none."""
-    if not submits:  # submitit looks for srun, which the text alone does not need
+    """Create submitit's executor. Raises RuntimeError if it `submits` to Slurm and Slurm is missing."""
+    if not submits:  # submitit looks for srun, which a dry run does not need
         kind: Any = submitit.SlurmExecutor
         kind.affinity = classmethod(lambda _: 1)
     options: dict[str, Any] = {}
@@ -251,7 +251,7 @@ def make_executor(cluster: Cluster, *, submits: bool = True) -> submitit.AutoExe
 
 
 def sbatch_text(executor: submitit.AutoExecutor, agents: list[Agent]) -> str:
-    """What would be sent. Only Slurm has such a text."""
+    """Return the sbatch script that would be submitted; with cluster=local, the torchrun commands."""
     if executor.cluster != "slurm":
         specs = [agent.spec("") for agent in agents]
         lines = [command(spec, a.overrides, torchrun=this_torchrun()) for spec, a in zip(specs, agents, strict=True)]
@@ -263,7 +263,10 @@ def sbatch_text(executor: submitit.AutoExecutor, agents: list[Agent]) -> str:
 
 
 def wait(jobs: list[submitit.Job[str]], agents: list[Agent]) -> int:
-    """Print each run's news until all have ended; the run's own files tell, as sacct may not be there."""
+    """Print new records of each run until all have ended, from its files, as sacct may be missing.
+
+    Returns 1 if a run failed, else 0.
+    """
     seen = [0] * len(jobs)
     while True:
         done = [job.done() for job in jobs]
@@ -280,7 +283,7 @@ def wait(jobs: list[submitit.Job[str]], agents: list[Agent]) -> int:
     for job, agent in zip(jobs, agents, strict=True):
         try:
             ended = job.results()[0]
-        except Exception as error:  # submitit raises kinds of its own for each way to fail
+        except Exception as error:  # submitit raises its own exception types
             ended, failed = f"failed: {' '.join(str(error).split())[-300:]}", 1
         print(f"[{job.job_id}] {ended}  {agent.folder}", flush=True)
     return failed
