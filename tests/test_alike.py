@@ -154,7 +154,7 @@ REFUSED = {
 def test_units_that_only_some_ranks_call_are_refused_on_all_of_them_in_the_same_line():
     ends = on_ranks(refusals, 2, REFUSED)
     assert ends[0] == ends[1] and ends[0].keys() == REFUSED.keys()
-    assert all(" has come to " in line and "\n" not in line for line in ends[0].values())
+    assert all(" has reached " in line and "\n" not in line for line in ends[0].values())
 
 
 def test_a_run_whose_ranks_call_different_units_ends_with_2_and_one_line(tmp_path):

@@ -52,7 +52,7 @@ def test_samples_of_different_lengths_take_a_collate_function(tmp_path):
     [
         (("Triples",), 3, "3 parts"),
         (("Bare",), 3, "Tensor"),
-        (("Triples", "loader.batch=kit.parts.own.keep_three"), 3, "must give a pair"),
+        (("Triples", "loader.batch=kit.parts.own.keep_three"), 3, "must return a pair"),
         (("Dicts", "+data.more=true"), 2, "no parameter index"),
         (("Dicts", "loader.batch=kit.parts.own.nothing"), 2, "nothing"),
     ],
