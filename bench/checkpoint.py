@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from train.config.compose import compose
-from train.faults.preemption import Preemption
-from train.job.lifecycle import Ending, Lifecycle
-from train.loop import Run, load, save
-from train.run import join, open_run
+from muster.faults.preemption import Preemption
+from muster.job.lifecycle import Ending, Lifecycle
+from muster.train.config.compose import compose
+from muster.train.loop import Run, load, save
+from muster.train.run import join, open_run
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 WORKLOADS = {

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from train.dist.place import Place
-from train.dist.waiting import Waiting
-from train.dist.world import World
-from train.timing.clock import Clock, gathered, spread
-from train.timing.record import Timing
+from muster.dist.place import Place
+from muster.dist.waiting import Waiting
+from muster.dist.world import World
+from muster.timing.clock import Clock, gathered, spread
+from muster.timing.record import Timing
 
 STEPS, EVERY, ROUNDS = 5000, 10, 5
 MLP = (
@@ -56,7 +56,7 @@ def step_of_an_mlp(folder: Path) -> float:
     """Seconds a step, as the kit trains it."""
     line = [sys.executable, "-m", "train", *MLP, f"output_dir={folder}", "log.tensorboard=false", "log.report=false"]
     subprocess.run(line, check=True, capture_output=True)
-    from train.report.history import History
+    from muster.report.history import History
 
     speeds = [line["samples_per_s"] for line in History.of(folder).train[5:]]
     return 64 / statistics.median(speeds)

@@ -32,14 +32,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from bench.peers import Loop, installed
-from train.config.compose import compose
-from train.config.parts import build
-from train.data.load import Data
-from train.faults.preemption import Preemption
-from train.job.lifecycle import Lifecycle
-from train.loop import train
-from train.plan import Plan
-from train.run import join, open_run
+from muster.faults.preemption import Preemption
+from muster.job.lifecycle import Lifecycle
+from muster.plan import Plan
+from muster.train.config.compose import compose
+from muster.train.config.parts import build
+from muster.train.data.load import Data
+from muster.train.loop import train
+from muster.train.run import join, open_run
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 RESULTS = Path(os.environ.get("RESULTS", Path(__file__).parent / "results"))

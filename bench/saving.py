@@ -17,12 +17,12 @@ import time
 from pathlib import Path
 
 from bench.steps import WORKLOAD, held, launch, overrides
-from train.checkpoint.weights import write_weights
-from train.config.compose import compose
-from train.faults.preemption import Preemption
-from train.job.lifecycle import Ending, Lifecycle
-from train.loop import load, save
-from train.run import join, open_run
+from muster.checkpoint.weights import write_weights
+from muster.faults.preemption import Preemption
+from muster.job.lifecycle import Ending, Lifecycle
+from muster.train.config.compose import compose
+from muster.train.loop import load, save
+from muster.train.run import join, open_run
 
 EVERY_S = 0.002
 

@@ -59,14 +59,14 @@ def leave(code):
     print(f"peak {{peak.split()[1]}}", flush=True)
     real(code)
 os._exit = leave
-from train.__main__ import main
-import train.loop
-log = train.loop.log
+from muster.train.__main__ import main
+import muster.train.loop
+log = muster.train.loop.log
 def first(run, result):
     if run.step == 1:
         print(f"first {{time.time()}}", flush=True)
     log(run, result)
-train.loop.log = first
+muster.train.loop.log = first
 main()
 """
 

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from train.config.compose import compose
-from train.config.parts import build
-from train.data.load import load
-from train.data.loader import LoaderConfig, batches
-from train.dist.place import Place
-from train.dist.world import World, start
-from train.numerics import seed_all, set_numerics
-from train.plan import Plan
-from train.settings import group_options
-from train.strategies.base import StepResult, Strategy
-from train.strategies.recipe import recipe
+from muster.dist.place import Place
+from muster.dist.world import World, start
+from muster.plan import Plan
+from muster.train.config.compose import compose
+from muster.train.config.parts import build
+from muster.train.data.load import load
+from muster.train.data.loader import LoaderConfig, batches
+from muster.train.numerics import seed_all, set_numerics
+from muster.train.settings import group_options
+from muster.train.strategies.base import StepResult, Strategy
+from muster.train.strategies.recipe import recipe
 
 WORKLOAD = (
     "data=synthetic data.image_shape=[1,28,28] model=mlp model.hidden=[1024,1024,1024] batch_size=64 optimizer=adamw"

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from train.dist.board import Board
-from train.dist.meeting import Met, meet
-from train.dist.place import Place
-from train.faults import heartbeat
-from train.faults.heartbeat import Heartbeat, period_s
-from train.faults.preemption import Agreement, Preemption
+from muster.dist.board import Board
+from muster.dist.place import Place
+from muster.dist.rendezvous.meeting import Met, meet
+from muster.faults import heartbeat
+from muster.faults.heartbeat import Heartbeat, period_s
+from muster.faults.preemption import Agreement, Preemption
 
 STILL_S = 4.0  # for the simulation: after half of it a rank counts as one that stands still
 

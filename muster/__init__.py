@@ -1,31 +1,33 @@
-"""The kit under a name of its own: `muster`, `torchrun -m muster`, `muster evaluate RUN`.
+"""Muster: train with PyTorch on any cluster, exactly resumable.
 
-The kit is the package `train`. Projects often have a train.py or a train/ of their own, which Python then finds first.
-In a process that begins here, `train` is always the kit; a project's own module of that name cannot be imported in it.
-The wheel contains the kit twice, as `train` and within this package: a distribution that overwrites the first leaves
-the second intact.
+The rooms of this package are the runtime, which holds any training job together. `muster.train` is the Hydra-configured
+trainer, the runtime's first user; `muster [overrides]` runs it.
+
+Public names:
+    launch: start processes on this machine from a script or a notebook, without a launcher.
+    callbacks: hooks beside the trainer's loop; `callbacks.Callback` is the base class.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
+import pkgutil
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from muster.launcher.spawn import launch as launch
+    from muster.train import callbacks as callbacks
+
+PUBLIC = {"callbacks": "muster.train.callbacks", "launch": "muster.launcher.spawn:launch"}
+"""The public names. Each is imported on first use, because most processes need none of them."""
+
+__all__ = ["callbacks", "launch"]
 
 
-def claim() -> ModuleType:
-    """Make `train` the kit in this process, and return it."""
-    here = Path(__file__).resolve().parent
-    home = next(path for path in (here / "train", here.parent / "train") if (path / "loop.py").is_file())
-    found = sys.modules.get("train")
-    if found is not None and Path(str(found.__file__)).resolve().parent == home:
-        return found
-    for name in [name for name in sys.modules if name == "train" or name.startswith("train.")]:
-        del sys.modules[name]
-    spec = importlib.util.spec_from_file_location("train", home / "__init__.py", submodule_search_locations=[str(home)])
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train"] = module
-    spec.loader.exec_module(module)
-    return module
+def __getattr__(name: str) -> Any:
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'muster' has no attribute {name!r}; public names: {', '.join(PUBLIC)}")
+    return pkgutil.resolve_name(PUBLIC[name])
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *PUBLIC})

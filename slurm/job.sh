@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154
 # Sourced by both batch scripts: run one agent per node, forward signals, requeue the job for its next attempt.
-# This script decides nothing: `python3 -m train.launch` gives the flags of srun and interprets the exit code. It expects
+# This script decides nothing: `python3 -m muster launch` gives the flags of srun and interprets the exit code. It expects
 #   here=(...)       prefix of a command on this node
 #   on_nodes=(...)   additional flags of srun
 #   there=(...)      prefix of the command on each node
@@ -21,7 +21,7 @@ trap 'told=told; [ -z "$srun" ] || scancel --signal=TERM "$job" || scancel --sig
 trap 'told=told' TERM
 
 # A wrong override ends the job here with exit code 2, in seconds, before any node starts and without a requeue.
-plan=$("${here[@]}" python3 -m train.launch plan "$@")
+plan=$("${here[@]}" python3 -m muster launch plan "$@")
 eval "$plan" # job, folder, before, srun_flags
 export job
 
@@ -45,7 +45,7 @@ fi
 exit "$code"'
 code=143 # of a job that was stopped before it started
 if [ -z "$told" ]; then
-  srun "${srun_flags[@]}" "${on_nodes[@]}" bash -c "$node" node "$prepare" "${there[@]}" python3 -m train.launch node "$@" &
+  srun "${srun_flags[@]}" "${on_nodes[@]}" bash -c "$node" node "$prepare" "${there[@]}" python3 -m muster launch node "$@" &
   srun=$!
   code=0
   wait "$srun" || code=$?
@@ -57,7 +57,7 @@ fi
 
 if [ "$code" -ne 0 ]; then
   requeue=0 line="nobody could be asked how the run in $folder ended"
-  if verdict=$("${here[@]}" python3 -m train.launch verdict "$folder" "$before" "$code" ${told:+"$told"}); then
+  if verdict=$("${here[@]}" python3 -m muster launch verdict "$folder" "$before" "$code" ${told:+"$told"}); then
     eval "$verdict" # code, requeue, line
   fi
   echo "muster: $line"

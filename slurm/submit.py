@@ -1,7 +1,7 @@
 """Submit a run, or a sweep of runs, to Slurm through submitit: `python slurm/submit.py [options] [overrides]`.
 
 The overrides are those of `python -m train`, and those of the group `cluster` for the job (cluster.nodes=4,
-cluster=local, ...). A job has one task per node, and each task starts one torchrun agent through train.launch. On
+cluster=local, ...). A job has one task per node, and each task starts one torchrun agent through `muster launch`. On
 submitit's USR2 (shortly before the time limit) and on Slurm's SIGTERM every agent stops its workers, which save one
 checkpoint; submitit then requeues the job, which resumes.
 """
@@ -31,19 +31,19 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from submitit.core.utils import FailedJobError
 
-from train.config.command_line import parsed, readable
-from train.config.compose import compose as compose_run
-from train.config.compose import folder_name
-from train.config.explain import explain
-from train.config.options import conf_folder
-from train.errors import ConfigError, Preempted, one_line
-from train.job.exit import tell
-from train.launch import execute, loopback, slurm, verdict
-from train.launch.spec import MARGIN_S, Spec, command, printed, this_torchrun
-from train.launch.variables import whole
-from train.loggers.console import describe
-from train.loggers.jsonl import read
-from train.redact import redacted
+from muster.errors import ConfigError, Preempted, one_line
+from muster.job.exit import tell
+from muster.launcher import execute, loopback, slurm, verdict
+from muster.launcher.spec import MARGIN_S, Spec, command, printed, this_torchrun
+from muster.launcher.variables import whole
+from muster.loggers.console import describe
+from muster.loggers.jsonl import read
+from muster.redact import redacted
+from muster.train.config.command_line import parsed, readable
+from muster.train.config.compose import compose as compose_run
+from muster.train.config.compose import folder_name
+from muster.train.config.explain import explain
+from muster.train.config.options import conf_folder
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Local(Cluster):
 
 
 class Agent:
-    """The task of each node: the launcher of train.launch, which runs torchrun."""
+    """The task of each node: the launcher of `muster launch`, which runs torchrun."""
 
     def __init__(self, overrides: list[str], cluster: Cluster, folder: str):
         self.overrides, self.cluster, self.folder = overrides, cluster, folder

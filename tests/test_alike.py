@@ -6,7 +6,7 @@ from kit.job import run
 from kit.ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
-from train.errors import ConfigError
+from muster.errors import ConfigError
 
 COMMON = ("optimizer=adamw", "optimizer.lr=0.01", "batch_size=4", "device=cpu", "dist.timeout_s=20")
 PLAN = "strategy.plan={stem: colwise, mid: rowwise}"

@@ -12,11 +12,11 @@ from kit.clock import ManualClock
 from kit.job import environment, finish, pace, reached, run, start, wait_for
 from kit.until import until
 
-from train import attempts
-from train.attempts import Attempt
-from train.errors import ConfigError, Held
-from train.job import lease
-from train.job.lease import Claimant, Lease
+from muster import attempts
+from muster.attempts import Attempt
+from muster.errors import ConfigError, Held
+from muster.job import lease
+from muster.job.lease import Claimant, Lease
 
 ME = Claimant("me", agents=("me",))
 ENDLESS = ("model._target_=kit.parts.models.Slow", "data._target_=kit.parts.data.Numbered", "max_steps=100000")
@@ -31,7 +31,7 @@ def claim(folder, attempt, **kwargs):
 def test_of_many_launches_at_once_exactly_one_trains(tmp_path):
     """Eight processes that claim one folder at the same moment, five times over."""
     code = (
-        "import sys, time, pathlib\nfrom train.job.lease import Claimant, Lease, look\nfrom train.errors import ConfigError\n"
+        "import sys, time, pathlib\nfrom muster.job.lease import Claimant, Lease, look\nfrom muster.errors import ConfigError\n"
         "folder, me = pathlib.Path(sys.argv[1]), sys.argv[2]\nsys.stdin.read(1)\n"
         "try:\n    own = Claimant(me, agents=(me,), launcher=me)\n    Lease(folder, own, after=look(folder, own), on_loss=print)\n"
         "    print('won', flush=True)\n    time.sleep(60)\nexcept ConfigError as error:\n    print('refused', flush=True)\n"
@@ -100,7 +100,7 @@ def test_what_cannot_be_told_is_no(tmp_path, spoil):
 
 
 def test_a_holder_of_which_no_process_is_left_is_not_waited_for(tmp_path):
-    from train.dist.place import has_ended, launcher
+    from muster.dist.place import has_ended, launcher
 
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     gone = launcher().split(":")

@@ -145,7 +145,7 @@ def test_resume_from_a_path(trained, tmp_path):
 
 @pytest.mark.quick
 def test_model_pt_is_the_plain_model(trained):
-    from train.models.mlp import Mlp
+    from muster.train.models.mlp import Mlp
 
     model = Mlp(input_shape=(1, 8, 8), num_classes=10, hidden=[512])
     model.load_state_dict(trained.weights)

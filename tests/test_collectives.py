@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from kit.job import environment
 from kit.ranks import on_ranks
 
-from train.collectives.__main__ import main
-from train.collectives.collective import ALGORITHMS, Collective, collectives, sum_of
-from train.collectives.measure import Bench
-from train.collectives.model import Network, fit
-from train.collectives.options import parse, world_sizes
-from train.collectives.scale.check import job, measure, stepper
-from train.collectives.scale.strategies import ddp
-from train.errors import ConfigError, MusterError
+from bench.scale.check import job, measure, stepper
+from bench.scale.strategies import ddp
+from muster.collectives.__main__ import main
+from muster.collectives.collective import ALGORITHMS, Collective, collectives, sum_of
+from muster.collectives.measure import Bench
+from muster.collectives.model import Network, fit
+from muster.collectives.options import parse, world_sizes
+from muster.errors import ConfigError, MusterError
 
 COUNTS = (1, 3, 7, 64, 1001)
 NAMES = [each.name for each in ALGORITHMS]

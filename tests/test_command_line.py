@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kit.job import ROOT, environment, free_port, run
 from kit.warm import run as start
 
-from train.config.compose import compose, folder_name
-from train.config.differences import to_dict
+from muster.train.config.compose import compose, folder_name
+from muster.train.config.differences import to_dict
 
 OWN = ["optimizer._target_=torch.optim.Adam", "model._target_=kit.parts.models.Stateful"]
 HOSTILE = [
@@ -232,8 +232,8 @@ def test_submit_keeps_values_and_refuses_in_a_line(tmp_path):
     sys.path.insert(0, str(ROOT / "slurm"))
     from submit import expand, quoted
 
-    from train.config.command_line import parsed
-    from train.errors import ConfigError
+    from muster.errors import ConfigError
+    from muster.train.config.command_line import parsed
 
     assert [parsed([f"x={quoted(text)}"])[0].value() for text in HOSTILE] == HOSTILE
     with pytest.raises(ConfigError, match="cannot read the override 'x=a=b'"):

@@ -8,11 +8,11 @@ import pytest
 import torch
 from kit.job import ROOT, environment, run
 
-from train.config.compose import compose
-from train.config.differences import differences, to_dict
-from train.config.help import markdown
-from train.config.keys import GROUPS, Config
-from train.config.options import options
+from muster.train.config.compose import compose
+from muster.train.config.differences import differences, to_dict
+from muster.train.config.help import markdown
+from muster.train.config.keys import GROUPS, Config
+from muster.train.config.options import options
 
 TINY = {
     "mlp": [],

@@ -10,18 +10,18 @@ from kit.job import run
 from kit.ranks import on_ranks
 from PIL import Image
 
-from train.data.cifar10 import Cifar10, read_cifar_batch
-from train.data.digits import Digits
-from train.data.fetch import Fetch
-from train.data.fingerprint import fingerprint
-from train.data.imagefolder import ImageFolder
-from train.data.images import shift_and_flip
-from train.data.loader import LoaderConfig, batches
-from train.data.mnist import Mnist
-from train.data.synthetic import Synthetic
-from train.data.text import Text
-from train.errors import DataError
-from train.plan import MicroBatch, Plan, Share
+from muster.errors import DataError
+from muster.plan import MicroBatch, Plan, Share
+from muster.train.data.cifar10 import Cifar10, read_cifar_batch
+from muster.train.data.digits import Digits
+from muster.train.data.fetch import Fetch
+from muster.train.data.fingerprint import fingerprint
+from muster.train.data.imagefolder import ImageFolder
+from muster.train.data.images import shift_and_flip
+from muster.train.data.loader import LoaderConfig, batches
+from muster.train.data.mnist import Mnist
+from muster.train.data.synthetic import Synthetic
+from muster.train.data.text import Text
 
 
 def write_idx(path, array):
@@ -310,9 +310,9 @@ def order_of_preparing(folder):
     import time
     from pathlib import Path
 
-    from train.dist.options import GroupOptions
-    from train.dist.place import Place
-    from train.dist.world import start
+    from muster.dist.options import GroupOptions
+    from muster.dist.place import Place
+    from muster.dist.world import start
 
     world = start(GroupOptions(), Place.from_env())
     with world.local_first():

@@ -17,13 +17,14 @@ from kit.ranks import on_ranks
 from kit.until import until
 from torch.distributed import TCPStore
 
-from train.dist.board import Board, Lobby
-from train.dist.listener import listener
-from train.dist.meeting import meet
-from train.dist.network import Stopped, check_descriptors
-from train.dist.place import Place
-from train.errors import ConfigError, CrashLoop, DataError, MusterError, Preempted, RankLost, final, of_code
-from train.faults.preemption import Agreement, Preemption
+from muster.dist.board import Board
+from muster.dist.place import Place
+from muster.dist.rendezvous.listener import listener
+from muster.dist.rendezvous.lobby import Lobby
+from muster.dist.rendezvous.meeting import meet
+from muster.dist.rendezvous.network import Stopped, check_descriptors
+from muster.errors import ConfigError, CrashLoop, DataError, MusterError, Preempted, RankLost, final, of_code
+from muster.faults.preemption import Agreement, Preemption
 
 
 @pytest.fixture
@@ -211,8 +212,8 @@ def test_all_ranks_go_on_to_the_furthest_and_stop_there(store):
 
 
 def collectives(sizes):
-    from train.dist.options import GroupOptions
-    from train.dist.world import start as start_world
+    from muster.dist.options import GroupOptions
+    from muster.dist.world import start as start_world
 
     world = start_world(GroupOptions(), Place.from_env())
     rank, told = world.rank, {}
@@ -246,8 +247,8 @@ def test_collectives_of_a_run():
 
 
 def prepared(folders):
-    from train.dist.options import GroupOptions
-    from train.dist.world import start as start_world
+    from muster.dist.options import GroupOptions
+    from muster.dist.world import start as start_world
 
     rank = int(os.environ["RANK"])
     place = Place(rank, 4, local_rank=rank % 2, local_world_size=2, node_rank=rank // 2)  # two nodes of two

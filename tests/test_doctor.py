@@ -7,10 +7,10 @@ import sys
 import pytest
 from kit.job import ROOT, environment, run
 
-from train.doctor.base import Visit
-from train.doctor.checks.gpus import told
-from train.doctor.lint import lint
-from train.doctor.visit import all_checks
+from muster.doctor.base import Visit
+from muster.doctor.checks.gpus import told
+from muster.doctor.lint import lint
+from muster.doctor.visit import all_checks
 
 CHECKS = {check.name: check for check in all_checks()}
 GOOD = {
@@ -103,7 +103,7 @@ def test_what_is_wrong_is_named_with_its_host_and_a_remedy(name, changes, fails,
 def doctor(folder, *arguments, ranks=None, before=()):
     launcher = [] if ranks is None else ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     return subprocess.run(
-        [*before, sys.executable, "-m", *launcher, "train.doctor", *arguments],
+        [*before, sys.executable, "-m", *launcher, "muster.doctor", *arguments],
         cwd=folder, env=environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 

@@ -221,7 +221,7 @@ def test_a_mistake_is_not_restarted(tmp_path):
 
 def test_lines_of_several_processes_stay_whole():
     """Ranks and loader workers share a log, and PYTHONUNBUFFERED (as in the image) makes `print` write the newline by itself."""
-    code = "from train.errors import say\nfor _ in range(3000): say('muster: ' + 'x' * 60)"
+    code = "from muster.errors import say\nfor _ in range(3000): say('muster: ' + 'x' * 60)"
     read, write = os.pipe()
     processes = [
         subprocess.Popen([sys.executable, "-c", code], stderr=write, env=environment(), cwd=ROOT) for _ in range(3)
@@ -236,7 +236,7 @@ def test_lines_of_several_processes_stay_whole():
 @pytest.mark.unit
 def test_a_node_whose_gpus_do_not_answer_is_named():
     """device=auto is the CPU there, and ranks of both kinds would wait for each other. (No front door without a GPU.)"""
-    from train.dist.meeting import difference, judge
+    from muster.dist.rendezvous.meeting import difference, judge
 
     facts = {"torch": "2", "code": "c"}
     first, other = {**facts, "host": "n1", "device": "cuda"}, {**facts, "host": "n2", "device": "cpu"}

@@ -17,7 +17,7 @@ class Squares(torch.utils.data.TensorDataset):
         points = torch.rand(size, 2, generator=torch.Generator().manual_seed(int(train)))
         super().__init__(points, (points.sum(1) > 1).long())
 """,
-    "conf/data/squares.yaml": "_target_: train.data.squares.Squares\nsize: 200\n",
+    "conf/data/squares.yaml": "_target_: muster.train.data.squares.Squares\nsize: 200\n",
     "train/models/line.py": """
 from torch import nn
 
@@ -26,11 +26,11 @@ class Line(nn.Linear):
     def __init__(self, *, input_shape: tuple[int, ...], num_classes: int, bias: bool):
         super().__init__(input_shape[0], num_classes, bias=bias)
 """,
-    "conf/model/line.yaml": "_target_: train.models.line.Line\nbias: true\n",
+    "conf/model/line.yaml": "_target_: muster.train.models.line.Line\nbias: true\n",
     "train/strategies/patient.py": '''
 import time
 
-from train.strategies.single import Single
+from muster.train.strategies.single import Single
 
 
 class Patient(Single):
@@ -43,12 +43,12 @@ class Patient(Single):
         time.sleep(self.pause_s)
         return super().step(step, batches)
 ''',
-    "conf/strategy/patient.yaml": "_target_: train.strategies.patient.Patient\npause_s: 0.001\n",
+    "conf/strategy/patient.yaml": "_target_: muster.train.strategies.patient.Patient\npause_s: 0.001\n",
     "train/loggers/tally.py": '''
 from collections import Counter
 from pathlib import Path
 
-from train.loggers.base import Logger
+from muster.loggers.base import Logger
 
 
 class Tally(Logger):
@@ -61,7 +61,7 @@ class Tally(Logger):
         self.counts[record["kind"]] += 1
         self.path.write_text(str(dict(self.counts)))
 ''',
-    "conf/loggers/tally.yaml": "# @package loggers.tally\n_target_: train.loggers.tally.Tally\n",
+    "conf/loggers/tally.yaml": "# @package loggers.tally\n_target_: muster.loggers.tally.Tally\n",
 }
 FILES["train/checkpoint/backends/sqlite.py"] = (ROOT / "tests/kit/parts/backends.py").read_text()
 
@@ -73,7 +73,7 @@ def test_each_part_is_one_file_and_at_most_one_yaml(tmp_path):
     for name, text in FILES.items():
         assert not (kit / name).exists()
         (kit / name).write_text(text)
-    storage = f"checkpoint.storage='train.checkpoint.backends.sqlite.Sqlite://{tmp_path}/checkpoints.db'"
+    storage = f"checkpoint.storage='muster.checkpoint.backends.sqlite.Sqlite://{tmp_path}/checkpoints.db'"
     line = ("data=squares", "model=line", "strategy=patient", "loggers=[tensorboard,tally]", storage)
     env = {"PYTHONPATH": str(kit)}
     run(tmp_path / "run", *line, "max_steps=10", "data.size=150", env=env)

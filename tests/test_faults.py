@@ -14,9 +14,9 @@ from kit.job import environment, finish, free_port, pace, reached, run, start, w
 from kit.ledger import RECORDED, assert_exact, recorded
 from kit.loopback import nodes
 
-from train.data.loader import _plainly
-from train.job.lifecycle import without_sigchld
-from train.plan import Plan
+from muster.job.lifecycle import without_sigchld
+from muster.plan import Plan
+from muster.train.data.loader import _plainly
 
 LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10")
 

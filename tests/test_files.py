@@ -6,8 +6,8 @@ import stat
 
 import pytest
 
-from train.errors import StorageError
-from train.files import create_file, replace_file
+from muster.errors import StorageError
+from muster.files import create_file, replace_file
 
 pytestmark = pytest.mark.unit
 

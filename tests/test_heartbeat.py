@@ -7,10 +7,10 @@ import pytest
 import torch
 from kit.clock import ManualClock
 
-from train.faults.blame import NAMED, Outlook, fault, last, outlook, silence
-from train.faults.heartbeat import Heartbeat, period_s
-from train.faults.phase import FIRST_S, LONG_S, Phase, Phases
-from train.faults.survey import Echo, Survey
+from muster.faults.blame import NAMED, Outlook, fault, last, outlook, silence
+from muster.faults.heartbeat import Heartbeat, period_s
+from muster.faults.phase import FIRST_S, LONG_S, Phase, Phases
+from muster.faults.survey import Echo, Survey
 
 pytestmark = pytest.mark.unit
 

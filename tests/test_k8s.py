@@ -19,10 +19,10 @@ from kit.job import ROOT, Job, environment, run
 from kit.kubernetes import KINDS
 from kit.ledger import RECORDED, assert_exact
 
-from train import errors
-from train.launch import kubernetes
-from train.launch import spec as launch
-from train.launch.substrate import here
+from muster import errors
+from muster.launcher import kubernetes
+from muster.launcher import spec as launch
+from muster.launcher.substrate import here
 
 K8S = ROOT / "k8s"
 
@@ -169,7 +169,7 @@ def test_manifests_agree_with_the_code(job):
     template, _ = pod(job)
     spec, container = template["spec"], template["spec"]["containers"][0]
     done = subprocess.run(
-        [sys.executable, "-m", "train.launch", "check", *container["args"]],
+        [sys.executable, "-m", "muster", "launch", "check", *container["args"]],
         cwd="/tmp",
         env=environment(),
         capture_output=True,
@@ -178,7 +178,7 @@ def test_manifests_agree_with_the_code(job):
     assert done.returncode == 0, done.stderr
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert "/job" + done.stdout.strip().removeprefix("/tmp") == "/job/runs/muster" and "/job/runs" in mounts
-    assert container["command"] == ["tini", "--", "python3", "-m", "train.launch", "node"]
+    assert container["command"] == ["tini", "--", "python3", "-m", "muster", "launch", "node"]
     assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
     settings = {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
     assert settings["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}

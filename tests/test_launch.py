@@ -15,13 +15,13 @@ import pytest
 import yaml
 from kit.job import ROOT, environment
 
-from train.errors import ConfigError, Held, final
-from train.faults.agent import STUCK_S
-from train.launch import compose, kubernetes, loopback, slurm, verdict
-from train.launch.spec import MARGIN_S, Timings, command, printed
-from train.launch.spec import environment as variables
-from train.launch.substrate import find, here
-from train.launch.verdict import Verdict, decide
+from muster.errors import ConfigError, Held, final
+from muster.faults.agent import STUCK_S
+from muster.launcher import compose, kubernetes, loopback, slurm, verdict
+from muster.launcher.spec import MARGIN_S, Timings, command, printed
+from muster.launcher.spec import environment as variables
+from muster.launcher.substrate import find, here
+from muster.launcher.verdict import Verdict, decide
 
 SLURM = {
     "SLURM_JOB_ID": "70012", "SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "0", "SLURMD_NODENAME": "gpu-a",
@@ -327,7 +327,7 @@ def test_a_store_listens_at_one_address_alone():
 
 @pytest.mark.parametrize("module", ["__main__", "execute", "substrate", "store", "check"])
 def test_a_launcher_starts_without_torch(module):
-    code = f"import sys, train.launch.{module}; sys.exit(any(name in sys.modules for name in ('torch', 'hydra')))"
+    code = f"import sys, muster.launcher.{module}; sys.exit(any(name in sys.modules for name in ('torch', 'hydra')))"
     assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
 
 
@@ -426,7 +426,7 @@ SETTINGS = (
     r"--rdzv[-_]\w+=|rdzv(Backend|Id|Conf)\b|PET_RDZV_CONF|(join|last_call|read|close|heartbeat)_timeout|keep_alive"
     r"|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|TORCH_ELASTIC_SHUTDOWN_TIMEOUT|--shutdown-timeout"
 )
-ALLOWED = r"train/launch/|docs/|.*\.md$|tests/test_\w+\.py$|docker/Dockerfile$"
+ALLOWED = r"muster/launcher/|docs/|.*\.md$|tests/test_\w+\.py$|docker/Dockerfile$"
 
 
 def tracked():
@@ -457,5 +457,5 @@ def test_each_substrate_ends_its_agents_before_it_is_killed():
         assert f"#SBATCH --signal=B:USR1@{slurm.GRACE_S}\n" in (ROOT / f"slurm/{script}.sbatch").read_text()
     for spec, _ in GOLDEN.values():
         assert int(variables(spec)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == spec.grace_s - MARGIN_S < spec.grace_s
-    assert services["store"]["command"][:4] == ["python3", "-m", "train.launch", "store"]
+    assert services["store"]["command"][:5] == ["python3", "-m", "muster", "launch", "store"]
     assert "--port" not in services["store"]["command"], "the nodes look for it at the default port"

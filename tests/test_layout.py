@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.dist.layout import Layout
-from train.errors import ConfigError
+from muster.dist.layout import Layout
+from muster.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 

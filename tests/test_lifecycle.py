@@ -6,12 +6,12 @@ import pytest
 import torch
 from kit.until import until
 
-from train import attempts
-from train.errors import DataError, RankLost
-from train.faults.preemption import Preemption
-from train.job import lifecycle
-from train.job.folder import RunOptions
-from train.job.lifecycle import FOLLOWS, Ending, Lifecycle, State
+from muster import attempts
+from muster.errors import DataError, RankLost
+from muster.faults.preemption import Preemption
+from muster.job import lifecycle
+from muster.job.folder import RunOptions
+from muster.job.lifecycle import FOLLOWS, Ending, Lifecycle, State
 
 pytestmark = pytest.mark.unit
 

@@ -117,7 +117,7 @@ def test_two_averages_leave_training_as_it_is(tmp_path):
     two = (
         "callbacks=[ema]",
         "callbacks.ema.decay=0.5",
-        "+callbacks.slow._target_=train.callbacks.ema.Ema",
+        "+callbacks.slow._target_=muster.train.callbacks.ema.Ema",
         "+callbacks.slow.decay=0.9",
         "+callbacks.slow.every_steps=1",
     )

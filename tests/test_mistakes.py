@@ -7,7 +7,7 @@ import pytest
 from kit.job import run
 from torch._utils import KeyErrorMessage
 
-from train.origin import described, kind_and_message
+from muster.origin import described, kind_and_message
 
 SOURCE = Path(__file__).parent / "kit/parts/mistakes.py"
 OWN = "kit.parts.mistakes"
@@ -148,7 +148,7 @@ def test_a_worker_of_the_loader_is_no_other_case(tmp_path):
 
 
 def test_a_picture_is_named_also_where_the_model_asks_for_the_shape(tmp_path):
-    given = (data("Pictures"), "model._target_=train.models.mlp.Mlp", "+model.hidden=[8]")
+    given = (data("Pictures"), "model._target_=muster.train.models.mlp.Mlp", "+model.hidden=[8]")
     result = run(tmp_path / "run", *BASE, *given, ok=False)
     assert result.code == 3 and len(result.said) == 1 and "a PIL Image" in result.said[0], result.out
     assert place("pictures") in result.said[0] and "torchvision.transforms.ToTensor" in result.said[0]

@@ -12,18 +12,18 @@ from kit.job import finish as end
 from kit.job import pace, reached, run, start, wait_for
 from torch import nn
 
-from train.config.compose import compose
-from train.config.parts import build
-from train.data.loader import Batch
-from train.errors import ConfigError
-from train.models.convnet import ConvNet
-from train.models.gpt import Gpt
-from train.models.mlp import Mlp
-from train.models.resnet import resnet18
-from train.models.vit import Vit
-from train.strategies.common.cut import Stages, evenly, subset
-from train.strategies.pipeline import Flow
-from train.strategies.tensor_parallel import divided_layers
+from muster.errors import ConfigError
+from muster.train.config.compose import compose
+from muster.train.config.parts import build
+from muster.train.data.loader import Batch
+from muster.train.models.convnet import ConvNet
+from muster.train.models.gpt import Gpt
+from muster.train.models.mlp import Mlp
+from muster.train.models.resnet import resnet18
+from muster.train.models.vit import Vit
+from muster.train.strategies.partition.stages import Stages, evenly, subset
+from muster.train.strategies.pipeline import Flow
+from muster.train.strategies.tensor_parallel import divided_layers
 
 TENSOR, PIPELINE = "strategy=tensor_parallel", "strategy=pipeline"
 COMMON = ("optimizer=adamw", "grad_clip=0.5", "checkpoint.every_steps=4", "max_steps=8", "batch_size=15")

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from kit.job import by_hand, finish, pace, reached, run, start, wait_for
 from kit.ranks import on_ranks
 
-from train.config.compose import compose
-from train.config.options import options
-from train.config.parts import build
-from train.dist.reduction import subtrees, tree_sum
-from train.errors import ConfigError
-from train.plan import Share, leaves_of
-from train.strategies.base import check_slices
+from muster.dist.reduce.tree import subtrees, tree_sum
+from muster.errors import ConfigError
+from muster.plan import Share, leaves_of
+from muster.train.config.compose import compose
+from muster.train.config.options import options
+from muster.train.config.parts import build
+from muster.train.strategies.base import check_slices
 
 # Seven slices of 31 samples or fewer: none divides another. Dropout, batch norm, a layer that not all slices use,
 # augmentation, bf16, accumulation, Adam, clipping.
@@ -88,7 +88,7 @@ def exchanged():
 
     import torch.distributed as dist
 
-    from train.dist.reduction import TreeSum
+    from muster.dist.reduce.tree import TreeSum
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")

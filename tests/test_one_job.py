@@ -10,18 +10,18 @@ from kit.ledger import RECORDED, assert_exact
 from kit.loopback import nodes
 from kit.until import until
 
-from train import attempts
-from train.errors import ConfigError
-from train.job import lease
-from train.job.lease import Claimant
-from train.launch import loopback
-from train.launch.spec import Timings
+from muster import attempts
+from muster.errors import ConfigError
+from muster.job import lease
+from muster.job.lease import Claimant
+from muster.launcher import loopback
+from muster.launcher.spec import Timings
 
 LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10")
 ONCE = """
 import os, pathlib, time
 from kit.parts.data import Numbered
-from train.callbacks.base import Callback
+from muster.train.callbacks.base import Callback
 HERE = pathlib.Path(__file__).parent
 
 

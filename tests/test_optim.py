@@ -6,8 +6,8 @@ import pytest
 import torch
 from kit.job import run
 
-from train.config.compose import compose
-from train.config.differences import differences, to_dict
+from muster.train.config.compose import compose
+from muster.train.config.differences import differences, to_dict
 
 MODELS, OWN = "model._target_=kit.parts.models.", "optimizer._target_=kit.parts.optimizers."
 ONE_CYCLE = ("scheduler._target_=torch.optim.lr_scheduler.OneCycleLR", "+scheduler.max_lr=0.01")

@@ -15,11 +15,11 @@ from kit.job import ROOT, environment, finish, reached, run, start, wait_for
 from kit.until import until
 from torch import nn
 
-from train.config.keys import Precision
-from train.config.parts import Part
-from train.data.shards import Shards
-from train.optim.build import build_optimizer
-from train.optim.schedule import build_schedule
+from muster.train.config.keys import Precision
+from muster.train.config.parts import Part
+from muster.train.data.shards import Shards
+from muster.train.optim.build import build_optimizer
+from muster.train.optim.schedule import build_schedule
 
 TWO = "model._target_=kit.parts.own.Two"
 SMALL = ("model.hidden=[16]", "batch_size=32", "max_steps=12")
@@ -346,7 +346,7 @@ def test_a_logger_that_cannot_begin_does_not_end_the_run(tmp_path):
 
 def evaluated(folder, *arguments, ranks=None):
     launcher = [] if ranks is None else ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    line = [sys.executable, "-m", *launcher, "train.evaluate", str(folder), "--json", *arguments]
+    line = [sys.executable, "-m", *launcher, "muster.train.evaluate", str(folder), "--json", *arguments]
     done = subprocess.run(line, env=environment(), cwd=folder.parent, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -474,23 +474,6 @@ def test_muster_runs_the_kit_where_a_project_has_a_train_of_its_own(tmp_path):
     tool = [sys.executable, "-m", "muster", "evaluate", "run"]
     done = subprocess.run(tool, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "accuracy" in done.stdout, done.stderr
-
-
-def test_a_wheel_is_whole_where_another_has_overwritten_train(tmp_path):
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    shutil.copytree(
-        ROOT, tmp_path / "kit", symlinks=True, ignore=shutil.ignore_patterns(".venv", "runs", ".git", "site")
-    )
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(tmp_path), str(tmp_path / "kit")], check=True, timeout=200)
-    wheel = next(tmp_path.glob("*.whl"))
-    subprocess.run(
-        [*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True, timeout=200
-    )
-    (tmp_path / "site/train/__init__.py").write_text("raise SystemExit('another distribution')\n")
-    line = [sys.executable, "-m", "muster", "output_dir=run", "max_steps=2", "log.report=false"]
-    env = {**environment(), "PYTHONPATH": str(tmp_path / "site")}
-    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "done: step=2" in done.stdout, done.stderr
 
 
 def test_a_sweep_ends_with_a_table_of_its_jobs(tmp_path):

@@ -13,8 +13,8 @@ from kit.ledger import read
 from kit.loopback import nodes
 from kit.ranks import on_ranks
 
-from train.config.keys import Config, NonFinite, Precision
-from train.errors import ConfigError
+from muster.errors import ConfigError
+from muster.train.config.keys import Config, NonFinite, Precision
 
 SERVED = "strategy=parameter_server"
 OTHER = "checkpoint.accept_changes=true"
@@ -120,14 +120,14 @@ def serve_on(steps):
     from torch import nn
     from torch.distributed import rpc
 
-    from train.config.parts import Part
-    from train.data.loader import Batch
-    from train.dist.options import GroupOptions
-    from train.dist.place import Place
-    from train.dist.world import start
-    from train.optim.build import build_optimizer
-    from train.strategies.base import Recipe
-    from train.strategies.parameter_server import ParameterServer
+    from muster.dist.options import GroupOptions
+    from muster.dist.place import Place
+    from muster.dist.world import start
+    from muster.train.config.parts import Part
+    from muster.train.data.loader import Batch
+    from muster.train.optim.build import build_optimizer
+    from muster.train.strategies.base import Recipe
+    from muster.train.strategies.rpc.parameter_server import ParameterServer
 
     world = start(GroupOptions(), Place.from_env())
     optimizer = Part.of("optimizer", {"_target_": "torch.optim.SGD", "lr": 0.5})
@@ -189,8 +189,8 @@ TABLE = {"remote": "embedding", "asynchronous": True}
 )
 @pytest.mark.unit
 def test_what_does_not_go_together_is_refused(options, world_size, change, said):
-    from train.strategies.ddp_rpc import DdpRpc
-    from train.strategies.parameter_server import ParameterServer
+    from muster.train.strategies.rpc.ddp_rpc import DdpRpc
+    from muster.train.strategies.rpc.parameter_server import ParameterServer
 
     strategy = DdpRpc(**options) if "remote" in options else ParameterServer(**options)
     with pytest.raises(ConfigError, match=said):
@@ -205,7 +205,7 @@ def test_a_submodule_that_is_not_there_is_named(tmp_path):
 
 @pytest.mark.unit
 def test_clicks_depend_on_the_sample_alone():
-    from train.data.clicks import Clicks
+    from muster.train.data.clicks import Clicks
 
     data = Clicks(train=True, num_samples=500, num_items=100, list_length=5, hidden_seed=3)
     items, clicked = data.__getitems__(range(500))

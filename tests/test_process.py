@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kit.until import until
 
-from train import process
+from muster import process
 
 PARENT = """
 import subprocess, sys, time
@@ -17,7 +17,7 @@ child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.
 print(child.stdout.readline().strip(), flush=True)
 time.sleep(60)
 """
-CHILD = "import os, time; from train import process; process.{}; print(os.getpid(), flush=True); time.sleep(60)"
+CHILD = "import os, time; from muster import process; process.{}; print(os.getpid(), flush=True); time.sleep(60)"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
 
 

@@ -199,7 +199,7 @@ def test_a_start_leaves_out_what_nobody_uses(tmp_path, more):
     )  # and that of a resume
     for result in results:
         imported = set(re.findall(r"^import time: .*\| +(\S+)$", result.out, re.M))
-        assert {"torch", "train.loop"} <= imported
+        assert {"torch", "muster.train.loop"} <= imported
         heavy = {
             "torch._dynamo",
             "torch._inductor",

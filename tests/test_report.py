@@ -18,10 +18,10 @@ import pytest
 from kit.job import ROOT, environment, finish, free_port, reached, run, start, wait_for
 from kit.until import until
 
-from train.report.history import History
-from train.timing import clock as clock_module
-from train.timing.clock import Clock, Times, gathered, spread
-from train.timing.straggler import WINDOWS, Stragglers
+from muster.report.history import History
+from muster.timing import clock as clock_module
+from muster.timing.clock import Clock, Times, gathered, spread
+from muster.timing.straggler import WINDOWS, Stragglers
 
 SEEN = ("log.report=true", "log.every_steps=5")
 LATE = ("model._target_=kit.parts.own.Late", "max_steps=200", *SEEN)

@@ -8,26 +8,35 @@ from kit.job import ROOT
 
 pytestmark = pytest.mark.unit
 
-# The runtime, which knows no Hydra, no strategy and no model; then the trainer: config -> data -> model -> strategy ->
-# loop. The left never imports the right.
+# The runtime, muster/, which knows no Hydra, no strategy and no model.
 RUNTIME = (
-    "redact", "errors", "origin", "imported", "flat", "files", "process", "clock", "plan", "dist", "attempts", "faults", "launch",
-    "timing", "checkpoint", "loggers", "report", "job",
+    "redact", "errors", "origin", "imported", "flat", "files", "process", "clock", "plan", "dist", "attempts", "faults", "launcher",
+    "timing", "checkpoint", "loggers", "report", "job", "doctor", "collectives",
 )  # fmt: skip
-ORDER = (
-    *RUNTIME, "doctor", "patterns", "config", "numerics", "data", "models", "objectives", "optim", "strategies", "window", "evaluation", "course", "loop",
-    "callbacks", "announce", "position", "changes", "settings", "outputs", "accepts", "run", "evaluate", "__main__", "collectives",
+# The trainer, muster.train: config -> data -> model -> strategy -> loop.
+TRAINER = (
+    "former", "patterns", "config", "numerics", "data", "models", "objectives", "optim", "strategies", "window", "evaluation", "course", "loop",
+    "callbacks", "announce", "position", "changes", "settings", "outputs", "accepts", "run", "evaluate", "doctor", "__main__",
 )  # fmt: skip
+FRONT = ("muster/__init__", "muster/__main__")
+"""The public names and the command, which may import all."""
+ORDER = (*(f"muster/{room}" for room in RUNTIME), *(f"train/{room}" for room in TRAINER), *FRONT)
 
 
 def room(path: Path) -> str:
-    if path == ROOT / "train/doctor/__main__.py":  # the trainer's, which asks the runtime's doctor
-        return "__main__"
-    return path.relative_to(ROOT / "train").parts[0].removesuffix(".py")
+    """The room of a source file; the left never imports the right in ORDER."""
+    package, first, *_ = path.relative_to(ROOT).parts
+    return f"{package}/{first.removesuffix('.py')}"
+
+
+def room_of(module: str) -> str:
+    """The room of an imported module or name."""
+    words = module.split(".")
+    return f"train/{words[2]}" if words[1:2] == ["train"] else f"muster/{words[1]}"
 
 
 def imported(source: str) -> set[str]:
-    """Every module or name of train that a source imports, wherever the line stands and whatever it is renamed to."""
+    """Every module or name of the kit that a source imports, wherever the line stands and whatever it is renamed to."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -36,22 +45,38 @@ def imported(source: str) -> set[str]:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, "a relative import"
-    return {name for name in found if name.split(".")[0] == "train"}
+    return {name for name in found if name.split(".")[0] in ("muster", "train")}
 
 
 def test_every_arrow_is_seen():
-    source = "import os, train.run\nfrom train import loop, checkpoint as c\ndef f():\n    from train.dist.world import World as W"
-    assert imported(source) == {"train.run", "train.loop", "train.checkpoint", "train.dist.world.World"}
+    source = "import os, muster.train.run\nfrom muster import plan, job as j\ndef f():\n    from muster.dist.world import World as W"
+    assert imported(source) == {"muster.train.run", "muster.plan", "muster.job", "muster.dist.world.World"}
+    assert room_of("muster.train.run") == "train/run" and room_of("muster.dist.world.World") == "muster/dist"
 
 
-SOURCES = [path for path in sorted((ROOT / "train").rglob("*.py")) if path != ROOT / "train/__init__.py"]
+SOURCES = [
+    path for package in ("muster", "train") for path in sorted((ROOT / package).rglob("*.py"))
+    if path != ROOT / "train/__init__.py" and "muster/train" not in str(path)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_left_never_imports_the_right(path):
     own = ORDER.index(room(path))
     for name in imported(path.read_text()):
-        assert ORDER.index(name.split(".")[1]) <= own, name
+        assert name.split(".")[0] == "muster", f"{name}: a module has one name, muster.train.*"
+        assert ORDER.index(room_of(name)) <= own, name
+
+
+def test_the_runtime_knows_no_hydra():
+    runtime = [path for path in SOURCES if path.is_relative_to(ROOT / "muster")]
+    known = {
+        node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
+        for path in runtime
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert "torch" in known and not {name for name in known if name.split(".")[0] in ("hydra", "omegaconf")}
 
 
 def test_every_room_is_known():
@@ -98,13 +123,17 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
     return next(filter(None, (search([each]) for each in sorted(graph))), [])
 
 
-MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
+MODULES = {
+    ".".join(("muster" / path.relative_to(ROOT) if path.is_relative_to(ROOT / "train") else path.relative_to(ROOT)).with_suffix("").parts)
+    .removesuffix(".__init__"): path
+    for path in SOURCES
+}  # fmt: skip
 
 
 def test_a_cycle_is_seen():
     assert cycle({"a": {"b"}, "b": {"c", "b"}, "c": {"b"}}) == ["b", "c", "b"]
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-    assert "train.dist.world" in edges(MODULES["train.checkpoint.manager"])
+    assert "muster.dist.world" in edges(MODULES["muster.checkpoint.manager"])
 
 
 def test_no_two_modules_import_each_other():

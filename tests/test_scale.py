@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.ranks import on_ranks
 
-from train.collectives.model import Network
-from train.collectives.scale.__main__ import main, predict
-from train.collectives.scale.job import Job, Machine, Workload
-from train.collectives.scale.strategies import (
+from bench.scale.__main__ import main, predict
+from bench.scale.job import Job, Machine, Workload
+from bench.scale.strategies import (
     STRATEGIES,
     ddp,
     fsdp,
@@ -23,6 +22,7 @@ from train.collectives.scale.strategies import (
     tensor_parallel,
     zero,
 )
+from muster.collectives.model import Network
 
 RANKS = st.sampled_from([2**power for power in range(1, 15)])
 OUTER, INNER = Network(1e-5, 2e-11), Network(2e-6, 2e-12)

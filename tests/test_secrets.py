@@ -17,9 +17,9 @@ from kit.job import ROOT, environment, run
 from kit.warm import run as start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from train.config.compose import compose
-from train.config.differences import differences, to_dict
-from train.redact import redacted, redacted_all, without
+from muster.redact import redacted, redacted_all, without
+from muster.train.config.compose import compose
+from muster.train.config.differences import differences, to_dict
 
 SECRETS = ("hunter2", "s3cr3t", "deadbeef", "c0ffee")
 SMALL = ("model.hidden=[8]", "max_steps=1", "eval.every_steps=off")

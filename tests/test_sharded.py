@@ -11,10 +11,10 @@ from kit.ranks import on_ranks
 from torch import nn
 
 from bench.steps import Steps, held
-from train.config.compose import compose
-from train.config.parts import build
-from train.errors import ConfigError
-from train.strategies.fsdp import named_units, units_of
+from muster.errors import ConfigError
+from muster.train.config.compose import compose
+from muster.train.config.parts import build
+from muster.train.strategies.fsdp import named_units, units_of
 
 SHARDED = ("strategy=fsdp", "checkpoint.every_steps=3", "optimizer=adamw", "model.hidden=[30]")
 OTHER = "checkpoint.accept_changes=true"

@@ -124,7 +124,7 @@ def test_requeue_and_preemption_resume(slurm, checkout, ledger):
 
 def agents(checkout):
     """The pids of the agents that a job of this checkout has started."""
-    found = subprocess.run(["pgrep", "-f", f"{checkout}/train/launch/torchrun.py"], capture_output=True, text=True)
+    found = subprocess.run(["pgrep", "-f", f"{checkout}/muster/launcher/torchrun.py"], capture_output=True, text=True)
     return found.stdout.split()
 
 

@@ -15,12 +15,12 @@ from kit.job import QUIET, ROOT, Job, environment, finish, reached, start, wait_
 from kit.until import until
 from torch.distributed import FileStore
 
-import train.launch
-from train.config.compose import compose
-from train.dist.meeting import meet
-from train.dist.place import Place
-from train.errors import ConfigError, Diverged, MusterError, Preempted
-from train.launch import launch
+import muster
+from muster.dist.place import Place
+from muster.dist.rendezvous.meeting import meet
+from muster.errors import ConfigError, Diverged, MusterError, Preempted
+from muster.launcher import launch
+from muster.train.config.compose import compose
 
 LONG = ("model=convnet", "batch_size=32", "max_steps=100000", "checkpoint.every_steps=100000")
 
@@ -64,7 +64,7 @@ def sits(folder):
 
 
 def test_a_function_gives_one_value_a_rank_after_a_restart_of_all(tmp_path):
-    (first, its_place), (second, _) = train.launch(reduced, tmp_path, nproc=2, max_restarts=1)
+    (first, its_place), (second, _) = muster.launch(reduced, tmp_path, nproc=2, max_restarts=1)
     assert first.tolist() == second.tolist() == [1.0, 1.0]
     assert its_place == ["0", "2", "0", "2", "127.0.0.1", "1"]
 
@@ -103,7 +103,7 @@ def test_a_config_error_is_raised_as_python_m_train_says_it():
 
 
 def test_the_package_is_imported_without_torch():
-    code = "import sys, train.launch; sys.exit(bool({'torch', 'hydra', 'cloudpickle'} & {*sys.modules}))"
+    code = "import sys, muster; muster.launch; sys.exit(bool({'torch', 'hydra', 'cloudpickle'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
 
 
@@ -220,7 +220,7 @@ def press_stop():
 
 threading.Thread(target=press_stop).start()
 try:
-    train.launch(["name=notebook", "epochs=2", "log.every_steps=1", "model=convnet", "batch_size=8"], nproc=2)
+    muster.launch(["name=notebook", "epochs=2", "log.every_steps=1", "model=convnet", "batch_size=8"], nproc=2)
 except KeyboardInterrupt as stop:
     print("stopped:", stop)
 """

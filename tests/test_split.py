@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from train.config.compose import compose
-from train.config.parts import build
-from train.errors import ConfigError
-from train.models.gpt import Gpt
-from train.strategies.data_parallel import gather, replicate, scatter
-from train.strategies.model_parallel import spread
+from muster.errors import ConfigError
+from muster.train.config.compose import compose
+from muster.train.config.parts import build
+from muster.train.models.gpt import Gpt
+from muster.train.strategies.data_parallel import gather, replicate, scatter
+from muster.train.strategies.model_parallel import spread
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 GPT = {"input_shape": [8], "num_classes": 11, "num_layers": 4, "num_heads": 2, "hidden_dim": 8, "dropout": 0.1}

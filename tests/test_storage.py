@@ -18,15 +18,15 @@ import torch
 from kit.clock import ManualClock
 from kit.job import environment, finish, free_port, reached, run, start, wait_for
 
-from train.attempts import Attempt
-from train.checkpoint import storage as protocol
-from train.checkpoint.state import read
-from train.checkpoint.storage import Lost, Storage, Unclear
-from train.dist.board import Board
-from train.dist.place import Place
-from train.dist.world import World
-from train.errors import StorageError
-from train.job.owner import Owner
+from muster.attempts import Attempt
+from muster.checkpoint import storage as protocol
+from muster.checkpoint.state import read
+from muster.checkpoint.storage import Lost, Storage, Unclear
+from muster.dist.board import Board
+from muster.dist.place import Place
+from muster.dist.world import World
+from muster.errors import StorageError
+from muster.job.owner import Owner
 
 SAVING = ("model.hidden=[16]", "checkpoint.every_steps=5", "max_steps=20", "checkpoint.keep=2")
 
@@ -162,7 +162,7 @@ def commit(storage, step, attempt, content=b"abc"):
 
 
 def newest(storage, **kwargs):
-    from train.checkpoint import manager
+    from muster.checkpoint import manager
 
     return manager.newest(storage, alone(), **{"on_bad": pytest.fail, **kwargs})
 
@@ -339,7 +339,7 @@ def test_a_commit_of_which_nothing_is_known_keeps_its_files(proxy, bucket):
 
 
 def test_a_failure_after_the_commit_is_none_of_the_save(proxy, bucket, tmp_path):
-    from train.checkpoint.manager import Checkpoints
+    from muster.checkpoint.manager import Checkpoints
 
     world, events, committed = alone(), [], []
     (tmp_path / "outcome.json").write_text(json.dumps({"attempt": world.attempt}))

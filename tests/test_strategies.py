@@ -24,7 +24,7 @@ def test_what_an_optimizer_keeps_in_its_groups_is_resumed(tmp_path):
 def test_the_accuracy_that_is_reported_is_that_of_model_pt(tmp_path):
     from kit.parts.models import Stateful
 
-    from train.data.digits import Digits
+    from muster.train.data.digits import Digits
 
     result = run(tmp_path / "run", *STATEFUL, ranks=3)
     model = Stateful((1, 8, 8), 10)

@@ -7,24 +7,24 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from train.faults import output
-from train.faults.preemption import Preemption
+from muster.faults import output
+from muster.faults.preemption import Preemption
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from train.config.keys import Config
-    from train.errors import ConfigError
+    from muster.errors import ConfigError
+    from muster.train.config.keys import Config
 
 
 def main() -> None:
-    """Run what sys.argv describes and end this process with the run's exit code (see train/errors.py)."""
+    """Run what sys.argv describes and end this process with the run's exit code (see muster/errors.py)."""
     output.endure()
     preemption = Preemption()
     preemption.install()  # before the slow imports: a signal during startup is handled like any other
     gc.disable()  # until training begins: collections take a sixth of the time to import torch
-    from train.config.compose import run_each
-    from train.faults import agent
+    from muster.faults import agent
+    from muster.train.config.compose import run_each
 
     agent.die_with_it()
     jobs: list[tuple[str | None, int, Mapping[str, str]]] = []
@@ -36,7 +36,7 @@ def main() -> None:
 
     code = run_each(job)
     if len(jobs) > 1 and os.environ.get("RANK", "0") == "0":
-        from train.report.sweep import SweptJob, print_table
+        from muster.report.sweep import SweptJob, print_table
 
         print_table([SweptJob(*each) for each in jobs])
     sys.stdout.flush()
@@ -48,13 +48,13 @@ def main() -> None:
 
 def run_attempt(config: Config | ConfigError, preemption: Preemption) -> int:
     """Run one attempt. A config error is reported at once if there are no other ranks to inform."""
-    from train.errors import ConfigError
-    from train.job.exit import tell
+    from muster.errors import ConfigError
+    from muster.job.exit import tell
 
     if isinstance(config, ConfigError) and "RANK" not in os.environ:
         tell(config)
         return config.exit_code
-    from train.run import attempt  # imports torch, which --help does without
+    from muster.train.run import attempt  # imports torch, which --help does without
 
     return attempt(config, preemption)
 

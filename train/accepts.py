@@ -12,10 +12,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from train.config.compose import run_each
-from train.config.keys import Config
-from train.errors import ConfigError, one_line, say
-from train.faults import output
+from muster.errors import ConfigError, one_line, say
+from muster.faults import output
+from muster.train.config.compose import run_each
+from muster.train.config.keys import Config
 
 
 def main(given: list[str]) -> int:

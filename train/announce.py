@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from train import attempts
-from train.course import steps_asked_for
-from train.dist.place import asked_for
-from train.errors import say
-from train.evaluation import never_evaluated
-from train.job.folder import RunFolder
-from train.loop import Run
+from muster import attempts
+from muster.dist.place import asked_for
+from muster.errors import say
+from muster.job.folder import RunFolder
+from muster.train.course import steps_asked_for
+from muster.train.evaluation import never_evaluated
+from muster.train.loop import Run
 
 
 def announce(run: Run, folder: RunFolder, *, kinds: list[str]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from train.checkpoint.storage import Saved
-from train.config.differences import differences
-from train.config.keys import Config
-from train.config.parts import locate, signature
-from train.errors import ConfigError, DataError, MusterError
+from muster.checkpoint.storage import Saved
+from muster.errors import ConfigError, DataError, MusterError
+from muster.train.config.differences import differences
+from muster.train.config.keys import Config
+from muster.train.config.parts import locate, signature
 
 
 def refuse_changes(config: Config, saved: Saved, *, fingerprint: str, total_steps: int) -> MusterError | None:

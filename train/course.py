@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from train.config.keys import Config
-from train.data.load import Data
-from train.plan import Plan
+from muster.plan import Plan
+from muster.train.config.keys import Config
+from muster.train.data.load import Data
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""`python -m train.evaluate RUN`: evaluate a run's model from any checkpoint, on any split and any number of ranks."""
+"""`muster evaluate RUN`: evaluate a run's model from any checkpoint, on any split and any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from typing import Any
 
 from torch import nn
 
-from train.checkpoint.backends.base import STEP, name
-from train.checkpoint.records import read_best
-from train.checkpoint.storage import Saved, Storage
-from train.checkpoint.weights import Evaluated, lists_beside, read_evaluated, read_weights
-from train.config.command_line import readable
-from train.config.compose import of_run
-from train.config.keys import Config
-from train.config.options import values
-from train.config.parts import Part
-from train.data.load import load
-from train.dist.world import World
-from train.errors import ConfigError, MusterError, say
-from train.evaluation import measure
-from train.faults import output
-from train.faults.preemption import Preemption
-from train.job.exit import tell
-from train.job.lifecycle import Ending, Lifecycle, Peers
-from train.models.prepare import take
-from train.numerics import set_numerics
-from train.objectives.build import build_measures
-from train.plan import Plan
-from train.redact import redacted
-from train.run import join
-from train.strategies.base import Recipe, Strategy
-from train.strategies.common.buffers import Buffers
-from train.strategies.recipe import recipe
+from muster.checkpoint.backends.base import STEP, name
+from muster.checkpoint.records import read_best
+from muster.checkpoint.storage import Saved, Storage
+from muster.checkpoint.weights import Evaluated, lists_beside, read_evaluated, read_weights
+from muster.dist.world import World
+from muster.errors import ConfigError, MusterError, say
+from muster.faults import output
+from muster.faults.preemption import Preemption
+from muster.job.exit import tell
+from muster.job.lifecycle import Ending, Lifecycle, Peers
+from muster.plan import Plan
+from muster.redact import redacted
+from muster.train.config.command_line import readable
+from muster.train.config.compose import of_run
+from muster.train.config.keys import Config
+from muster.train.config.options import values
+from muster.train.config.parts import Part
+from muster.train.data.load import load
+from muster.train.evaluation import measure
+from muster.train.models.prepare import take
+from muster.train.numerics import set_numerics
+from muster.train.objectives.build import build_measures
+from muster.train.run import join
+from muster.train.strategies.base import Recipe, Strategy
+from muster.train.strategies.recipe import recipe
+from muster.train.strategies.replicas.buffers import Buffers
 
 
 class Print:
@@ -173,7 +173,7 @@ class Source:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m train.evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="muster evaluate", description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--checkpoint", help="a step, newest or best (default: model.pt, else the newest checkpoint)")
     parser.add_argument("--split", choices=["test", "train"], default="test")

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
-from train.config.keys import Config
-from train.config.parts import locate
-from train.data.generators import kept_generators, key_of, seed_generators
-from train.data.load import Data
-from train.data.loader import Batch, micro_batches
-from train.dist.world import World
-from train.errors import ConfigError
-from train.objectives.measure import Measures, means
-from train.origin import defined
-from train.plan import Plan
-from train.strategies.base import Strategy
+from muster.dist.world import World
+from muster.errors import ConfigError
+from muster.origin import defined
+from muster.plan import Plan
+from muster.train.config.keys import Config
+from muster.train.config.parts import locate
+from muster.train.data.generators import kept_generators, key_of, seed_generators
+from muster.train.data.load import Data
+from muster.train.data.loader import Batch, micro_batches
+from muster.train.objectives.measure import Measures, means
+from muster.train.strategies.base import Strategy
 
 EVAL_BATCH = 256
 

@@ -11,19 +11,19 @@ from typing import Any, Protocol
 
 import torch
 
-from train.config.keys import Config, NonFinite, Precision
-from train.course import Course, Progress
-from train.data.generators import kept_generators
-from train.data.loader import Batch, micro_batches
-from train.dist.world import World
-from train.errors import Diverged
-from train.evaluation import measure
-from train.job.lifecycle import Ending, Peers
-from train.objectives.measure import Measures, is_better, value_of
-from train.plan import Plan
-from train.strategies.base import StepResult, Strategy
-from train.timing.clock import Clock, Times, gathered, spread
-from train.window import Window
+from muster.dist.world import World
+from muster.errors import Diverged
+from muster.job.lifecycle import Ending, Peers
+from muster.plan import Plan
+from muster.timing.clock import Clock, Times, gathered, spread
+from muster.train.config.keys import Config, NonFinite, Precision
+from muster.train.course import Course, Progress
+from muster.train.data.generators import kept_generators
+from muster.train.data.loader import Batch, micro_batches
+from muster.train.evaluation import measure
+from muster.train.objectives.measure import Measures, is_better, value_of
+from muster.train.strategies.base import StepResult, Strategy
+from muster.train.window import Window
 
 
 class Saves(Protocol):
@@ -227,7 +227,7 @@ def try_evaluation(run: Run) -> None:
 
 
 def measure_test(run: Run, *, begin: Callable[[], bool], most: int | None = None) -> dict[str, float] | None:
-    """Return the means over the test split, as `train.evaluation.measure` does. Collective: every rank must call it."""
+    """Return the means over the test split, as `muster.train.evaluation.measure` does. Collective: every rank must call it."""
     test, measures = run.course.data.test, run.meters.measures
     return measure(run.config, test, run.strategy, run.world, measures, begin=begin, most=most)
 

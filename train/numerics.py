@@ -9,9 +9,9 @@ import random
 import numpy as np
 import torch
 
-from train.config.keys import Config
-from train.dist.world import World
-from train.timing.record import environment
+from muster.dist.world import World
+from muster.timing.record import environment
+from muster.train.config.keys import Config
 
 
 def set_numerics(config: Config) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from train.config.keys import Config
-from train.config.parts import build
-from train.course import Course
-from train.dist.world import World
-from train.errors import MusterError, one_line, say
-from train.loggers.base import Logger
-from train.loggers.console import console
-from train.loggers.jsonl import NAME, Jsonl, read
-from train.loggers.metrics import Metrics
-from train.report.page import write_report
-from train.timing.record import Timing
+from muster.dist.world import World
+from muster.errors import MusterError, one_line, say
+from muster.loggers.base import Logger
+from muster.loggers.console import console
+from muster.loggers.jsonl import NAME, Jsonl, read
+from muster.loggers.metrics import Metrics
+from muster.report.page import write_report
+from muster.timing.record import Timing
+from muster.train.config.keys import Config
+from muster.train.config.parts import build
+from muster.train.course import Course
 
 
 def open_records(config: Config, world: World, course: Course, *, is_finished: bool) -> Metrics:
@@ -69,4 +69,4 @@ def report(path: Path) -> None:
     try:
         write_report(path)
     except Exception as error:
-        say(f"muster: no report.html: {one_line(error)[:300]}; `python -m train.report {path}` writes it again")
+        say(f"muster: no report.html: {one_line(error)[:300]}; `muster report {path}` writes it again")

@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-from train.callbacks.all import Callbacks
-from train.checkpoint import manager
-from train.checkpoint.records import read_best
-from train.checkpoint.storage import Saved
-from train.config.differences import to_dict
-from train.config.keys import Config
-from train.course import Progress
-from train.data.load import Data
-from train.dist.world import World
-from train.errors import say
-from train.job.folder import RunFolder
-from train.numerics import seed_all
-from train.objectives.measure import is_better
-from train.strategies.base import Strategy
-from train.window import Window
+from muster.checkpoint import manager
+from muster.checkpoint.records import read_best
+from muster.checkpoint.storage import Saved
+from muster.dist.world import World
+from muster.errors import say
+from muster.job.folder import RunFolder
+from muster.train.callbacks.all import Callbacks
+from muster.train.config.differences import to_dict
+from muster.train.config.keys import Config
+from muster.train.course import Progress
+from muster.train.data.load import Data
+from muster.train.numerics import seed_all
+from muster.train.objectives.measure import is_better
+from muster.train.strategies.base import Strategy
+from muster.train.window import Window
 
 
 def restore(
@@ -67,7 +67,7 @@ def known_best(config: Config, folder: Path, saved: Saved) -> dict[str, Any] | N
 
 def ends_alike(config: Config, before: dict[str, Any]) -> bool:
     """Return True if callbacks, epochs and max_steps are as in config `before`: a stopped run then stays stopped."""
-    now = to_dict(config)
+    now, before = to_dict(config), to_dict(before)
     return all(now[key] == before.get(key) for key in ("callbacks", "epochs", "max_steps"))
 
 

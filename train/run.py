@@ -9,39 +9,39 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from train.announce import announce
-from train.callbacks.all import Callbacks
-from train.changes import refuse_changes
-from train.checkpoint.manager import Checkpoints
-from train.checkpoint.weights import write_weights
-from train.config.command_line import given
-from train.config.keys import Config, Dist
-from train.config.parts import build
-from train.course import Course, plan_of, steps_asked_for
-from train.data.load import load as load_data
-from train.data.source import origin_of_samples
-from train.dist.meeting import meet
-from train.dist.place import Place
-from train.dist.world import World, start
-from train.errors import ConfigError, Diverged, MusterError, say
-from train.evaluation import refuse_unevaluated
-from train.faults.preemption import Preemption
-from train.job.folder import RunFolder
-from train.job.lifecycle import Ending, Lifecycle
-from train.loggers.metrics import Metrics
-from train.loop import Meters, Run, train
-from train.models.initial import first_weights
-from train.numerics import kinds_of, set_numerics
-from train.objectives.build import build_measures
-from train.outputs import open_records, report
-from train.position import identity, restore
-from train.settings import group_options, run_options, visit_of
-from train.strategies.base import Strategy, check_slices
-from train.strategies.common.eager import stay_eager
-from train.strategies.honours import check_honoured
-from train.strategies.recipe import recipe
-from train.timing.clock import Clock
-from train.window import Window
+from muster.checkpoint.manager import Checkpoints
+from muster.checkpoint.weights import write_weights
+from muster.dist.place import Place
+from muster.dist.rendezvous.meeting import meet
+from muster.dist.world import World, start
+from muster.errors import ConfigError, Diverged, MusterError, say
+from muster.faults.preemption import Preemption
+from muster.job.folder import RunFolder
+from muster.job.lifecycle import Ending, Lifecycle
+from muster.loggers.metrics import Metrics
+from muster.timing.clock import Clock
+from muster.train.announce import announce
+from muster.train.callbacks.all import Callbacks
+from muster.train.changes import refuse_changes
+from muster.train.config.command_line import given
+from muster.train.config.keys import Config, Dist
+from muster.train.config.parts import build
+from muster.train.course import Course, plan_of, steps_asked_for
+from muster.train.data.load import load as load_data
+from muster.train.data.source import origin_of_samples
+from muster.train.evaluation import refuse_unevaluated
+from muster.train.loop import Meters, Run, train
+from muster.train.models.initial import first_weights
+from muster.train.numerics import kinds_of, set_numerics
+from muster.train.objectives.build import build_measures
+from muster.train.outputs import open_records, report
+from muster.train.position import identity, restore
+from muster.train.settings import group_options, run_options, visit_of
+from muster.train.strategies.base import Strategy, check_slices
+from muster.train.strategies.honours import check_honoured
+from muster.train.strategies.recipe import recipe
+from muster.train.strategies.step.eager import stay_eager
+from muster.train.window import Window
 
 SETTLE_S = 10.0
 
@@ -98,8 +98,8 @@ def find_place(config: Config | ConfigError) -> Place:
 
 def consult(config: Config, world: World) -> None:
     """Run the doctor's quick checks. Collective: every rank must call it. Raises ConfigError if a check fails."""
-    from train.doctor.show import wrong
-    from train.doctor.visit import examine
+    from muster.doctor.show import wrong
+    from muster.doctor.visit import examine
 
     failed, warned = wrong(examine(world, visit_of(config, quick=True)))
     for line in warned:
@@ -173,7 +173,7 @@ def open_checkpoints(
 def carry_out(run: Run, life: Lifecycle, folder: RunFolder) -> None:
     """Train to the end, unless the run has already finished. Collective: every rank must call it.
 
-    Raises MusterError, as `train.loop.train` does.
+    Raises MusterError, as `muster.train.loop.train` does.
     """
     if folder.is_done and run.is_over:
         run.meters.records.event("done", step=run.step, note="finished already")

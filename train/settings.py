@@ -6,11 +6,11 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from train.config.differences import comparable, to_dict
-from train.config.keys import Config
-from train.dist.options import GroupOptions
-from train.doctor.base import Visit
-from train.job.folder import RunOptions
+from muster.dist.options import GroupOptions
+from muster.doctor.base import Visit
+from muster.job.folder import RunOptions
+from muster.train.config.differences import comparable, to_dict
+from muster.train.config.keys import Config
 
 
 def group_options(config: Config) -> GroupOptions:
@@ -40,5 +40,5 @@ def run_options(config: Config) -> RunOptions:
 
 
 def visit_of(config: Config, *, expected: int | None = None, quick: bool = False) -> Visit:
-    """Return what the doctor examines for the run; see `train.doctor.base.Visit`."""
+    """Return what the doctor examines for the run; see `muster.doctor.base.Visit`."""
     return Visit(config.output_dir, workers=config.loader.num_workers, expected=expected, quick=quick)

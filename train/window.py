@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.checkpoint.trained import SavedTensor, own_prefix
-from train.dist.world import World
-from train.objectives.measure import means
-from train.plan import leaves_of
-from train.strategies.base import StepResult
+from muster.checkpoint.trained import SavedTensor, own_prefix
+from muster.dist.world import World
+from muster.plan import leaves_of
+from muster.train.objectives.measure import means
+from muster.train.strategies.base import StepResult
 
 NAME = "loop/window"
 LOSS = "loss"

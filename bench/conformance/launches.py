@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from train.launch.spec import UNSHARED
+from muster.launcher.spec import UNSHARED
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.02

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from train.data.loader import Batch
-from train.dist.world import World
-from train.strategies.base import Recipe, StepResult
-from train.strategies.common.broadcast import broadcast
-from train.strategies.common.optimizer_step import OptimizerStep, Stepping, build_model
+from muster.dist.world import World
+from muster.train.data.loader import Batch
+from muster.train.strategies.base import Recipe, StepResult
+from muster.train.strategies.replicas.broadcast import broadcast
+from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping, build_model
 
 
 class Ring(torch.utils.data.TensorDataset):

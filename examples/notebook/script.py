@@ -5,11 +5,11 @@ The script needs no `if __name__ == "__main__":`, because the processes do not i
 
 import sys
 
-import train.launch
-from train.errors import MusterError
+import muster
+from muster.errors import MusterError
 
 try:
-    run = train.launch(["name=script", *sys.argv[1:]], nproc=2, max_restarts=3)
+    run = muster.launch(["name=script", *sys.argv[1:]], nproc=2, max_restarts=3)
 except MusterError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)  # 75: preempted and saved; the same command resumes

@@ -1,6 +1,6 @@
 """A clock that a test moves by hand."""
 
-from train.clock import SystemClock
+from muster.clock import SystemClock
 
 
 class ManualClock(SystemClock):

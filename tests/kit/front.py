@@ -1,5 +1,5 @@
 """The kit's entry as `python -m train` has it, for modules that change something before."""
 
-from train.__main__ import main as run
+from muster.train.__main__ import main as run
 
 __all__ = ["run"]

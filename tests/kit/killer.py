@@ -4,8 +4,8 @@ import os
 import signal
 
 from kit.front import run
-from train.checkpoint import storage as protocol
-from train.checkpoint.backends import folder as storage
+from muster.checkpoint import storage as protocol
+from muster.checkpoint.backends import folder as storage
 
 point, step = os.environ["KILL_AT"].split(":")
 name = f"step-{int(step):08d}"

@@ -14,8 +14,8 @@ from typing import Any
 
 from kit import warm
 from kit.job import QUIET, Job, command, environment, free_port
-from train.launch import loopback
-from train.launch import spec as launch
+from muster.launcher import loopback
+from muster.launcher import spec as launch
 
 Process = subprocess.Popen[str] | warm.Popen
 

@@ -10,10 +10,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from train.config.compose import compose
-from train.faults.preemption import Preemption
-from train.job import lease
-from train.run import attempt
+from muster.faults.preemption import Preemption
+from muster.job import lease
+from muster.train.config.compose import compose
+from muster.train.run import attempt
 
 if __name__ == "__main__":
     lease.HELD_S = 0.5  # a holder that no record tells of is waited for

@@ -11,8 +11,8 @@ import re
 import time
 
 from kit.front import run
-from train import attempts
-from train.checkpoint.backends.folder import Directory
+from muster import attempts
+from muster.checkpoint.backends.folder import Directory
 
 put, write = Directory.put, attempts.write
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from train.config.compose import compose
-from train.config.parts import build
-from train.data.load import load
-from train.data.loader import LoaderConfig, batches
-from train.dist.place import Place
-from train.dist.world import World
-from train.dist.world import start as start_world
-from train.numerics import set_numerics
-from train.plan import Plan
-from train.settings import group_options
-from train.strategies.base import SavedTensor, StepResult, Strategy
-from train.strategies.recipe import recipe
+from muster.dist.place import Place
+from muster.dist.world import World
+from muster.dist.world import start as start_world
+from muster.plan import Plan
+from muster.train.config.compose import compose
+from muster.train.config.parts import build
+from muster.train.data.load import load
+from muster.train.data.loader import LoaderConfig, batches
+from muster.train.numerics import set_numerics
+from muster.train.settings import group_options
+from muster.train.strategies.base import SavedTensor, StepResult, Strategy
+from muster.train.strategies.recipe import recipe
 
 STEPS = 100
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 PRELOADED = [
-    "train.run", "train.strategies.ddp", "train.strategies.fsdp", "train.strategies.pipeline", "train.strategies.zero",
-    "train.strategies.local_sgd", "train.strategies.tensor_parallel", "train.strategies.ddp_rpc", "train.models.gpt",
+    "muster.train.run", "muster.train.strategies.ddp", "muster.train.strategies.fsdp", "muster.train.strategies.pipeline", "muster.train.strategies.zero",
+    "muster.train.strategies.local_sgd", "muster.train.strategies.tensor_parallel", "muster.train.strategies.rpc.ddp_rpc", "muster.train.models.gpt",
     "torch._dynamo", "torch.distributed.elastic", "torchvision.transforms.v2", "sklearn.datasets", "rich.progress",
     "torch.distributed.run", "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
     "torch.distributed.elastic.agent.server.local_elastic_agent",

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from train.callbacks.base import Callback
-from train.callbacks.stream import Position
-from train.checkpoint.trained import SavedTensor
-from train.config.keys import Config
-from train.config.parts import build
-from train.data.load import Data
-from train.data.stream import Stream
-from train.errors import ConfigError
-from train.strategies.base import Strategy
+from muster.checkpoint.trained import SavedTensor
+from muster.errors import ConfigError
+from muster.train.callbacks.base import Callback
+from muster.train.callbacks.stream import Position
+from muster.train.config.keys import Config
+from muster.train.config.parts import build
+from muster.train.data.load import Data
+from muster.train.data.stream import Stream
+from muster.train.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from train.loop import Run
+    from muster.train.loop import Run
 
 
 class Callbacks:
@@ -38,7 +38,7 @@ class Callbacks:
         for name, callback in named.items():
             if not isinstance(callback, Callback):
                 raise ConfigError(
-                    f"callbacks.{name} is not a callback: derive {type(callback).__name__} from train.callbacks.base.Callback"
+                    f"callbacks.{name} is not a callback: derive {type(callback).__name__} from muster.train.callbacks.base.Callback"
                 )
         if isinstance(data.train, Stream):
             named["stream"] = Position(data.train)

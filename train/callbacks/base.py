@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from train.checkpoint.trained import SavedTensor
-from train.strategies.base import Strategy
+from muster.checkpoint.trained import SavedTensor
+from muster.train.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from train.loop import Run
+    from muster.train.loop import Run
 
 
 class Callback:
@@ -25,7 +25,7 @@ class Callback:
 
     needs_evaluations: True if the callback does nothing without evaluations; a run without them is then refused.
     averages: True if evaluation uses the tensors of its `state` in place of the parameters of the same names;
-        `train.evaluate` and `init_from` then read them from a checkpoint, too.
+        `muster.train.evaluate` and `init_from` then read them from a checkpoint, too.
     """
 
     needs_evaluations = False

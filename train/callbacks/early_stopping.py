@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any
 
-from train.callbacks.base import Callback
-from train.config.marks import Ge
-from train.objectives.measure import is_better, value_of
+from muster.train.callbacks.base import Callback
+from muster.train.config.marks import Ge
+from muster.train.objectives.measure import is_better, value_of
 
 if TYPE_CHECKING:
-    from train.loop import Run
+    from muster.train.loop import Run
 
 
 class EarlyStopping(Callback):

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from torch import Tensor
 
-from train.callbacks.base import Callback
-from train.checkpoint.trained import SavedTensor
-from train.config.marks import Ge
-from train.dist.pieces import own_piece
-from train.errors import ConfigError
-from train.strategies.base import Strategy
+from muster.checkpoint.trained import SavedTensor
+from muster.dist.pieces import own_piece
+from muster.errors import ConfigError
+from muster.train.callbacks.base import Callback
+from muster.train.config.marks import Ge
+from muster.train.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from train.loop import Run
+    from muster.train.loop import Run
 
 
 UPDATES = ".updates"

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
-from train.callbacks.base import Callback
-from train.config.marks import Ge
+from muster.train.callbacks.base import Callback
+from muster.train.config.marks import Ge
 
 if TYPE_CHECKING:
-    from train.loop import Run
+    from muster.train.loop import Run
 
 
 class Profile(Callback):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from train.callbacks.base import Callback
-from train.data.stream import Stream
+from muster.train.callbacks.base import Callback
+from muster.train.data.stream import Stream
 
 
 class Position(Callback):

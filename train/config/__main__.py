@@ -1,8 +1,8 @@
-"""`python -m train.config`: print the README's table of keys."""
+"""`muster config`: print the README's table of keys."""
 
 import signal
 
-from train.config.help import markdown
+from muster.train.config.help import markdown
 
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the program only prints: let `| head` end it
 

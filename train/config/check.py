@@ -8,11 +8,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from train.config.keys import GROUPS, SEVERAL, Config, keys
-from train.config.marks import not_finite, out_of_range
-from train.config.options import options
-from train.config.parts import Part, callable_of, checked_values
-from train.errors import ConfigError
+from muster.errors import ConfigError
+from muster.train.config.keys import GROUPS, SEVERAL, Config, keys
+from muster.train.config.marks import not_finite, out_of_range
+from muster.train.config.options import options
+from muster.train.config.parts import Part, callable_of, checked_values
 
 ENDPOINT = ("port", "host")
 """Keys of `metrics` that set where metrics are served; they are not metrics."""
@@ -37,10 +37,10 @@ def check(composed: DictConfig) -> Config:
     for group in SEVERAL:
         parts[group] = {name: Part.of(f"{group}.{name}", node) for name, node in getattr(config, group).items()}
     if config.profile:
-        parts["callbacks"] |= {"profile": Part("callbacks.profile", "train.callbacks.profile.Profile")}
+        parts["callbacks"] |= {"profile": Part("callbacks.profile", "muster.train.callbacks.profile.Profile")}
     if endpoint["port"] is not None:
         values = {name: value for name, value in endpoint.items() if value is not None}
-        parts["loggers"] |= {"prometheus": Part("loggers.prometheus", "train.loggers.prometheus.Prometheus", values)}
+        parts["loggers"] |= {"prometheus": Part("loggers.prometheus", "muster.loggers.prometheus.Prometheus", values)}
     config = replace(config, **parts, gpus=_devices(config.gpus))
     problems = (
         out_of_range(key.name, key.value, key.marks) or (key.name != "own" and not_finite(key.name, key.value)) or None

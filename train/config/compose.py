@@ -21,16 +21,16 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
-from train.config.check import check
-from train.config.command_line import arranged, parsed, swept_keys
-from train.config.explain import explain
-from train.config.help import help_template
-from train.config.keys import GROUPS, Config
-from train.config.options import conf_folder
-from train.config.parts import TARGET
-from train.config.sweeper import quiet_sweeper
-from train.errors import ConfigError
-from train.redact import redacted
+from muster.errors import ConfigError
+from muster.redact import redacted
+from muster.train.config.check import check
+from muster.train.config.command_line import arranged, parsed, swept_keys
+from muster.train.config.explain import explain
+from muster.train.config.help import help_template
+from muster.train.config.keys import GROUPS, Config
+from muster.train.config.options import conf_folder
+from muster.train.config.parts import TARGET
+from muster.train.config.sweeper import quiet_sweeper
 
 LOOKS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 OWN = "own"

@@ -6,18 +6,19 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from train.config.keys import GROUPS, Config, keys
-from train.config.marks import FREE, LOCAL, Mark
-from train.config.parts import TARGET, Part, marks
-from train.flat import flatten
-from train.redact import redacted_all
+from muster.flat import flatten
+from muster.redact import redacted_all
+from muster.train.config.keys import GROUPS, Config, keys
+from muster.train.config.marks import FREE, LOCAL, Mark
+from muster.train.config.parts import TARGET, Part, marks
+from muster.train.former import present
 
-OURS = "train.strategies."
+OURS = "muster.train.strategies."
 """Strategies in this package resume from the state that any other of them saved."""
 
 
 def to_dict(node: Any) -> Any:
-    """Convert a config to plain containers for YAML and JSON, with the secrets of URLs redacted (train/redact.py).
+    """Convert a config to plain containers for YAML and JSON, with the secrets of URLs redacted (muster/redact.py).
 
     The result is for reading and comparing; it cannot be converted back.
     """
@@ -28,7 +29,7 @@ def to_dict(node: Any) -> Any:
     if isinstance(node, Enum):
         return node.name
     if isinstance(node, dict):
-        return {str(key): to_dict(value) for key, value in node.items()}
+        return {str(key): present(value) if key == TARGET else to_dict(value) for key, value in node.items()}
     return [to_dict(item) for item in node] if isinstance(node, (list, tuple)) else redacted_all(node)
 
 

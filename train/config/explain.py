@@ -13,13 +13,13 @@ import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from train.config.command_line import divided, readable
-from train.config.differences import to_dict
-from train.config.keys import GROUPS, SEVERAL, Config, keys
-from train.config.options import options, values
-from train.config.parts import TARGET
-from train.errors import ConfigError, nearest, one_line
-from train.origin import located
+from muster.errors import ConfigError, nearest, one_line
+from muster.origin import located
+from muster.train.config.command_line import divided, readable
+from muster.train.config.differences import to_dict
+from muster.train.config.keys import GROUPS, SEVERAL, Config, keys
+from muster.train.config.options import options, values
+from muster.train.config.parts import TARGET
 
 
 def explain(error: Exception, overrides: Sequence[str] | None = None) -> ConfigError:

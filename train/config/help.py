@@ -9,9 +9,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from train.config.keys import GROUPS, keys
-from train.config.options import conf_folder, options
-from train.errors import MusterError, Preempted
+from muster.errors import MusterError, Preempted
+from muster.train.config.keys import GROUPS, keys
+from muster.train.config.options import conf_folder, options
 
 WIDTH = 120
 """Columns of the keys' meanings in `--help`."""

@@ -1,6 +1,6 @@
 """The kit's own keys: name, type, default, limits, freedom and meaning of each, in one place.
 
-Hydra composes and type-checks them. `--help` and the README's table are generated from them (`python -m train.config`).
+Hydra composes and type-checks them. `--help` and the README's table are generated from them (`muster config`).
 The parameters of a part (data, model, ...) are those of its constructor; their values are in its YAML under conf/.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from train.config.marks import FREE, LOCAL, Ge, Gt, Le
+from muster.train.config.marks import FREE, LOCAL, Ge, Gt, Le
 
 # Users type the names of enum members, so the names are the terms of the field.
 Precision = Enum("Precision", ["fp32", "bf16", "fp16"])
@@ -201,9 +201,7 @@ class Config:
     callbacks: dict[str, Any] = key_of(
         dict, "callbacks: names from conf/callbacks, or your own as `+callbacks.mine._target_=your.Own`", FREE
     )
-    doctor: bool = key(
-        False, "run the doctor's quick checks of the cluster first (`python -m train.doctor --quick`)", FREE
-    )
+    doctor: bool = key(False, "run the doctor's quick checks of the cluster first (`muster doctor --quick`)", FREE)
     profile: bool = key(False, "write a torch.profiler trace of a few steps of each rank to `profile/`", FREE)
     own: dict[str, Any] = key_of(
         dict, "your own values (`+own.width=64`); other YAML refers to them as own.width", FREE

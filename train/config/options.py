@@ -9,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from train.config.command_line import config_dir, given
+from muster.train.config.command_line import config_dir, given
 
 
 def conf_folder() -> Path:

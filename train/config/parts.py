@@ -15,10 +15,11 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from train.config.marks import FREE, LOCAL, not_finite, out_of_range
-from train.errors import ConfigError, nearest
-from train.imported import imported
-from train.origin import located
+from muster.errors import ConfigError, nearest
+from muster.imported import imported
+from muster.origin import located
+from muster.train.config.marks import FREE, LOCAL, not_finite, out_of_range
+from muster.train.former import present
 
 TARGET = "_target_"
 # torchvision's datasets, and most others, call the folder on the node `root`: it may differ and move.
@@ -46,7 +47,7 @@ class Part:
         target = values.pop(TARGET, None)
         if not isinstance(target, str):
             raise ConfigError(f"{key}.{TARGET}={target} names no part: give {key} by name, or {key}.{TARGET}=your.Own")
-        return cls(key, target, values, {name: node[name] for name in aside if node.get(name)})
+        return cls(key, present(target), values, {name: node[name] for name in aside if node.get(name)})
 
 
 def build(part: Part, *args: Any, **offered: Any) -> Any:
@@ -104,7 +105,7 @@ def callable_of(key: str, value: Any, *, train: bool = True) -> Any:
     if isinstance(value, dict):
         found = build(Part.of(key, value), train=train)
     else:
-        found = locate(Part(key, str(value)))
+        found = locate(Part(key, present(str(value))))
         found = _told(found, train=train)() if inspect.isclass(found) else found
     return _told(found, train=train)
 
@@ -146,7 +147,7 @@ def checked_values(part: Part) -> dict[str, Any]:
 
 def _checked(part: Part, name: str, value: Any, hint: Any) -> Any:
     key = f"{part.key}.{name}"
-    is_own = part.target.startswith("train.") or part.key in ("optimizer", "scheduler")
+    is_own = part.target.startswith("muster.train.") or part.key in ("optimizer", "scheduler")
     if problem := out_of_range(key, value, _marks(hint)) or not_finite(key, value, may_be_infinite=not is_own):
         raise ConfigError(problem)
     if hint is None or (isinstance(value, dict) and TARGET in value):

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.data.download import download
-from train.data.images import Images
-from train.errors import DataError
+from muster.errors import DataError
+from muster.train.data.download import download
+from muster.train.data.images import Images
 
 
 class Cifar10(Images):

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.data.generated import Generated
-from train.plan import Keys, mix
+from muster.plan import Keys, mix
+from muster.train.data.generated import Generated
 
 
 class Clicks(Generated):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from train.data.images import Images
+from muster.train.data.images import Images
 
 
 class Digits(Images):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from train.errors import DataError
+from muster.errors import DataError
 
 
 def download(fetch: Any, what: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from train.plan import Keys
+from muster.plan import Keys
 
 
 class Generated(ABC):

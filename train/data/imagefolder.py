@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from train.data.fingerprint import hash_of
-from train.errors import DataError
+from muster.errors import DataError
+from muster.train.data.fingerprint import hash_of
 
 
 class ImageFolder:

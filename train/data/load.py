@@ -12,14 +12,14 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
-from train.config.keys import Config
-from train.config.parts import Part, build, checked_values, locate, signature
-from train.data.fetch import Fetch, remedy
-from train.data.fingerprint import fingerprint
-from train.data.stream import Stream
-from train.dist.world import World
-from train.errors import DataError
-from train.origin import defined, described, is_own, place
+from muster.dist.world import World
+from muster.errors import DataError
+from muster.origin import defined, described, is_own, place
+from muster.train.config.keys import Config
+from muster.train.config.parts import Part, build, checked_values, locate, signature
+from muster.train.data.fetch import Fetch, remedy
+from muster.train.data.fingerprint import fingerprint
+from muster.train.data.stream import Stream
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from train import process
-from train.config.keys import BadSample, Config
-from train.config.parts import callable_of
-from train.data.fetch import Fetch
-from train.errors import ConfigError, DataError
-from train.plan import MicroBatch, Plan, Share
+from muster import process
+from muster.errors import ConfigError, DataError
+from muster.plan import MicroBatch, Plan, Share
+from muster.train.config.keys import BadSample, Config
+from muster.train.config.parts import callable_of
+from muster.train.data.fetch import Fetch
 
 SIGCHLD_S = 1.0
 """Time in seconds within which the signal of a worker's death arrives."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from train.data.download import download
-from train.data.images import Images
-from train.errors import DataError
+from muster.errors import DataError
+from muster.train.data.download import download
+from muster.train.data.images import Images
 
 
 class Mnist(Images):

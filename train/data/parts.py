@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from train.errors import DataError
-from train.origin import defined, described
+from muster.errors import DataError
+from muster.origin import defined, described
 
 TARGETS = ("labels", "label", "targets", "target")
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torchvision.io import ImageReadMode, decode_image
 
-from train.data.fingerprint import hash_of
-from train.errors import DataError
-from train.files import replace_file
+from muster.errors import DataError
+from muster.files import replace_file
+from muster.train.data.fingerprint import hash_of
 
 INDEX = "muster-index.json"
 

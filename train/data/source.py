@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from train.config.keys import Config
-from train.config.parts import callable_of
-from train.origin import defined
+from muster.origin import defined
+from muster.train.config.keys import Config
+from muster.train.config.parts import callable_of
 
 
 def origin_of_samples(config: Config, dataset: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from train.models.images import image_shape
+from muster.train.models.images import image_shape
 
 
 class ConvNet(nn.Sequential):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from train.errors import ConfigError
-from train.models.attention import Attention
+from muster.errors import ConfigError
+from muster.train.models.attention import Attention
 
 
 class Gpt(nn.Module):

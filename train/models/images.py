@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from train.errors import ConfigError
+from muster.errors import ConfigError
 
 
 def image_shape(input_shape: Sequence[int], *, model: str) -> tuple[int, int, int]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from train.checkpoint.download import local_copy
-from train.checkpoint.weights import read_weights
-from train.config.keys import Config
-from train.dist.world import World
-from train.errors import MusterError, StorageError
+from muster.checkpoint.download import local_copy
+from muster.checkpoint.weights import read_weights
+from muster.dist.world import World
+from muster.errors import MusterError, StorageError
+from muster.train.config.keys import Config
 
 
 def first_weights(config: Config, world: World) -> dict[str, Any] | None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from train.checkpoint.trained import EXTRA
-from train.errors import ConfigError, nearest
-from train.patterns import matches
+from muster.checkpoint.trained import EXTRA
+from muster.errors import ConfigError, nearest
+from muster.train.patterns import matches
 
 MOST_PATTERNS = 8
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from train.errors import ConfigError
+from muster.errors import ConfigError
 
 
 class Recommender(nn.Module):

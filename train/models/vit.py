@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from train.errors import ConfigError
-from train.models.attention import Attention
-from train.models.images import image_shape
+from muster.errors import ConfigError
+from muster.train.models.attention import Attention
+from muster.train.models.images import image_shape
 
 
 class Vit(nn.Module):

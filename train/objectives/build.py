@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.config.parts import Part, bound, build
-from train.dist.world import World
-from train.errors import ConfigError
-from train.objectives.measure import Measures
+from muster.dist.world import World
+from muster.errors import ConfigError
+from muster.train.config.parts import Part, bound, build
+from muster.train.objectives.measure import Measures
 
 
 def build_objective(part: Part, *, device: torch.device) -> Any:

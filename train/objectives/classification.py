@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from train.errors import ConfigError, DataError
-from train.origin import described
+from muster.errors import ConfigError, DataError
+from muster.origin import described
 
 NO_LABELS = (
     torch.float16,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from train.errors import ConfigError
-from train.objectives.classification import labels_that_do_not_fit
+from muster.errors import ConfigError
+from muster.train.objectives.classification import labels_that_do_not_fit
 
 
 class LanguageModeling:

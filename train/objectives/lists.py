@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.dist.world import World
-from train.errors import ConfigError
+from muster.dist.world import World
+from muster.errors import ConfigError
 
 
 def fill_lists(metrics: Mapping[str, Any], world: World) -> None:
@@ -38,7 +38,7 @@ def fill_lists(metrics: Mapping[str, Any], world: World) -> None:
         if not joined and len({look["length"] for look in looks}) > 1:
             raise ConfigError(
                 f"metrics.{name} gathers sample by sample, and the ranks have different numbers of them: "
-                "use batches that are equally large on all ranks, or evaluate with one rank: python -m train.evaluate"
+                "use batches that are equally large on all ranks, or evaluate with one rank: muster evaluate"
             )
         if like and not getattr(metric, attribute):
             dtype = getattr(torch, like["dtype"])

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.dist.world import World
-from train.errors import ConfigError, MusterError
-from train.objectives.by_slice import BySlice, by_slice
-from train.objectives.lists import fill_lists
-from train.objectives.loss import loss_of, measured
-from train.origin import defined, described, is_raised_by_own, kind_and_message, name_of
+from muster.dist.world import World
+from muster.errors import ConfigError, MusterError
+from muster.origin import defined, described, is_raised_by_own, kind_and_message, name_of
+from muster.train.objectives.by_slice import BySlice, by_slice
+from muster.train.objectives.lists import fill_lists
+from muster.train.objectives.loss import loss_of, measured
 
 OF = "/of"
 """Suffix of the name of a sum's own count; a sum without such a count is over samples."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from train.errors import ConfigError
+from muster.errors import ConfigError
 
 
 class ModelLoss:

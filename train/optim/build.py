@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.config.keys import Precision
-from train.config.parts import Part, build, locate, signature
-from train.errors import ConfigError, nearest, one_line
-from train.optim import fused
-from train.patterns import matches
+from muster.errors import ConfigError, nearest, one_line
+from muster.train.config.keys import Precision
+from muster.train.config.parts import Part, build, locate, signature
+from muster.train.optim import fused
+from muster.train.patterns import matches
 
 MATCH = "match"
 NEEDED = ("param_groups", "state", "step", "zero_grad", "load_state_dict")

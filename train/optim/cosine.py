@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import cos, pi
 
-from train.errors import ConfigError
+from muster.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from train.config.parts import Part, bound, build, locate, signature
-from train.errors import ConfigError
-from train.origin import located
+from muster.errors import ConfigError
+from muster.origin import located
+from muster.train.config.parts import Part, bound, build, locate, signature
 
 OWN = {"params", "lr", "initial_lr"}
 """Keys of a parameter group that are not options: its parameters and rates."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from train.errors import ConfigError
+from muster.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from train.checkpoint.trained import SavedTensor
-from train.config.keys import Config, NonFinite, Precision
-from train.data.loader import Batch
-from train.dist.layout import DATA, Layout
-from train.dist.world import World
-from train.errors import ConfigError
-from train.objectives.measure import Measures
-from train.strategies.honours import honoured
+from muster.checkpoint.trained import SavedTensor
+from muster.dist.layout import DATA, Layout
+from muster.dist.world import World
+from muster.errors import ConfigError
+from muster.train.config.keys import Config, NonFinite, Precision
+from muster.train.data.loader import Batch
+from muster.train.objectives.measure import Measures
+from muster.train.strategies.honours import honoured
 
 BuildOptimizer = Callable[..., torch.optim.Optimizer]
 """(pairs of name and parameter, elsewhere=names of parameters that only other ranks hold) -> optimizer"""

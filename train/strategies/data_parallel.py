@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from train.config.keys import Config, Device
-from train.config.marks import FREE, LOCAL, Ge
-from train.dist.world import World
-from train.errors import ConfigError
-from train.strategies.base import Recipe
-from train.strategies.common.optimizer_step import OptimizerStep, Stepping, build_model
+from muster.dist.world import World
+from muster.errors import ConfigError
+from muster.train.config.keys import Config, Device
+from muster.train.config.marks import FREE, LOCAL, Ge
+from muster.train.strategies.base import Recipe
+from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping, build_model
 
 LOGICAL_DEVICES = 2
 

@@ -20,16 +20,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from train.config.keys import Config, Device, Precision
-from train.config.marks import FREE
-from train.data.loader import Batch
-from train.dist.world import World
-from train.errors import ConfigError
-from train.strategies.base import Recipe
-from train.strategies.common.broadcast import begin_alike
-from train.strategies.common.gradient import refuse_sparse
-from train.strategies.common.lockstep import END, Lockstep
-from train.strategies.common.optimizer_step import OptimizerStep, Stepping
+from muster.dist.world import World
+from muster.errors import ConfigError
+from muster.train.config.keys import Config, Device, Precision
+from muster.train.config.marks import FREE
+from muster.train.data.loader import Batch
+from muster.train.strategies.base import Recipe
+from muster.train.strategies.partition.lockstep import END, Lockstep
+from muster.train.strategies.replicas.broadcast import begin_alike
+from muster.train.strategies.step.gradient import refuse_sparse
+from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

@@ -7,8 +7,8 @@ import inspect
 import textwrap
 from typing import Any
 
-from train.config.keys import Config, NonFinite, Precision
-from train.errors import ConfigError
+from muster.errors import ConfigError
+from muster.train.config.keys import Config, NonFinite, Precision
 
 MADE_BY = {
     "grad_clip": {"step"},
@@ -23,7 +23,7 @@ MADE_BY = {
 }
 """Config key -> the strategy methods that implement it."""
 METHODS = set().union(*MADE_BY.values())
-CONSTANT = "train.optim.constant."
+CONSTANT = "muster.train.optim.constant."
 
 
 def honoured(kind: type) -> frozenset[str]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from train.config.marks import FREE, Ge
-from train.dist.layout import Layout
-from train.strategies.fsdp import Fsdp
+from muster.dist.layout import Layout
+from muster.train.config.marks import FREE, Ge
+from muster.train.strategies.fsdp import Fsdp
 
 
 @dataclass(kw_only=True, eq=False)

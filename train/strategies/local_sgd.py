@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
-from train.checkpoint.trained import SavedTensor, own_prefix
-from train.config.keys import Config, Precision
-from train.config.marks import Ge, Gt
-from train.data.loader import Batch
-from train.dist.world import World
-from train.errors import ConfigError
-from train.strategies.base import Recipe, StepResult, Strategy
-from train.strategies.common import state as flat
-from train.strategies.common.optimizer_step import OptimizerStep
-from train.strategies.common.replicas import Replicas
+from muster.checkpoint.trained import SavedTensor, own_prefix
+from muster.dist.world import World
+from muster.errors import ConfigError
+from muster.train.config.keys import Config, Precision
+from muster.train.config.marks import Ge, Gt
+from muster.train.data.loader import Batch
+from muster.train.strategies import state as flat
+from muster.train.strategies.base import Recipe, StepResult, Strategy
+from muster.train.strategies.replicas.replicated import Replicas
+from muster.train.strategies.step.optimizer_step import OptimizerStep
 
 
 class LocalStep(OptimizerStep):

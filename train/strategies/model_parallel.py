@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from train.config.keys import Config, Device
-from train.config.marks import FREE, LOCAL
-from train.dist.place import Place
-from train.dist.world import World
-from train.errors import ConfigError, nearest
-from train.strategies.base import Recipe
-from train.strategies.common.optimizer_step import build_model
-from train.strategies.common.replicas import Replicas
+from muster.dist.place import Place
+from muster.dist.world import World
+from muster.errors import ConfigError, nearest
+from muster.train.config.keys import Config, Device
+from muster.train.config.marks import FREE, LOCAL
+from muster.train.strategies.base import Recipe
+from muster.train.strategies.replicas.replicated import Replicas
+from muster.train.strategies.step.optimizer_step import build_model
 
 
 class ModelParallel(Replicas):

@@ -18,22 +18,22 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils import _pytree as pytree
 
-from train.checkpoint.trained import SavedTensor
-from train.config.keys import Config
-from train.config.marks import FREE, Ge
-from train.data.loader import Batch
-from train.dist.layout import DATA, Layout
-from train.dist.world import World
-from train.errors import ConfigError
-from train.objectives.loss import loss_of
-from train.objectives.measure import sums
-from train.strategies.base import Recipe
-from train.strategies.common.broadcast import begin_alike
-from train.strategies.common.combinations import refuse
-from train.strategies.common.cut import Stages, move, subset
-from train.strategies.common.gradient import average, complete, total_norm
-from train.strategies.common.optimizer_step import OptimizerStep, Stepping
-from train.strategies.common.state import refuse_extra_state
+from muster.checkpoint.trained import SavedTensor
+from muster.dist.layout import DATA, Layout
+from muster.dist.world import World
+from muster.errors import ConfigError
+from muster.train.config.keys import Config
+from muster.train.config.marks import FREE, Ge
+from muster.train.data.loader import Batch
+from muster.train.objectives.loss import loss_of
+from muster.train.objectives.measure import sums
+from muster.train.strategies.base import Recipe
+from muster.train.strategies.partition.combinations import refuse
+from muster.train.strategies.partition.stages import Stages, move, subset
+from muster.train.strategies.replicas.broadcast import begin_alike
+from muster.train.strategies.state import refuse_extra_state
+from muster.train.strategies.step.gradient import average, complete, total_norm
+from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping
 
 STAGES = "stages"
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}

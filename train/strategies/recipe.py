@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.config.keys import Config
-from train.config.parts import build, locate, signature
-from train.data.load import Data
-from train.dist.world import World
-from train.models.prepare import prepared
-from train.objectives.build import build_objective
-from train.objectives.measure import Measures
-from train.optim.build import Named, build_optimizer, grouped_options
-from train.optim.schedule import adapt, build_schedule
-from train.plan import Plan
-from train.strategies.base import Recipe
-from train.strategies.common.broadcast import begin_alike
+from muster.dist.world import World
+from muster.plan import Plan
+from muster.train.config.keys import Config
+from muster.train.config.parts import build, locate, signature
+from muster.train.data.load import Data
+from muster.train.models.prepare import prepared
+from muster.train.objectives.build import build_objective
+from muster.train.objectives.measure import Measures
+from muster.train.optim.build import Named, build_optimizer, grouped_options
+from muster.train.optim.schedule import adapt, build_schedule
+from muster.train.strategies.base import Recipe
+from muster.train.strategies.replicas.broadcast import begin_alike
 
 
 def recipe(

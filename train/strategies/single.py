@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from train.config.keys import Config
-from train.errors import ConfigError
-from train.strategies.common.replicas import Replicas
+from muster.errors import ConfigError
+from muster.train.config.keys import Config
+from muster.train.strategies.replicas.replicated import Replicas
 
 
 class Single(Replicas):

@@ -18,19 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from train.config.keys import Config
-from train.config.marks import FREE, Ge
-from train.data.loader import Batch
-from train.dist.layout import DATA, Layout
-from train.dist.world import World
-from train.errors import ConfigError, nearest
-from train.strategies.base import Recipe, StepResult
-from train.strategies.common.broadcast import begin_alike
-from train.strategies.common.combinations import refuse
-from train.strategies.common.gradient import average, complete
-from train.strategies.common.lockstep import Lockstep
-from train.strategies.common.optimizer_step import OptimizerStep, Stepping
-from train.strategies.fsdp import ShardedStep, units_of
+from muster.dist.layout import DATA, Layout
+from muster.dist.world import World
+from muster.errors import ConfigError, nearest
+from muster.train.config.keys import Config
+from muster.train.config.marks import FREE, Ge
+from muster.train.data.loader import Batch
+from muster.train.strategies.base import Recipe, StepResult
+from muster.train.strategies.fsdp import ShardedStep, units_of
+from muster.train.strategies.partition.combinations import refuse
+from muster.train.strategies.partition.lockstep import Lockstep
+from muster.train.strategies.replicas.broadcast import begin_alike
+from muster.train.strategies.step.gradient import average, complete
+from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping
 
 TENSOR = "tensor"
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}

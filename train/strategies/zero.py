@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from train.checkpoint.trained import SavedTensor
-from train.dist.world import World
-from train.strategies.base import BuildOptimizer, Recipe
-from train.strategies.common.replicas import ConfiguredReplicas
+from muster.checkpoint.trained import SavedTensor
+from muster.dist.world import World
+from muster.train.strategies.base import BuildOptimizer, Recipe
+from muster.train.strategies.replicas.replicated import ConfiguredReplicas
 
 
 class Zero(ConfiguredReplicas):

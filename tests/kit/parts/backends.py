@@ -4,8 +4,8 @@ import contextlib
 import io
 import sqlite3
 
-from train.checkpoint.backends.base import MANIFEST
-from train.checkpoint.backends.by_rename import CommitByRename
+from muster.checkpoint.backends.base import MANIFEST
+from muster.checkpoint.backends.by_rename import CommitByRename
 
 
 class Sqlite(CommitByRename):

@@ -4,8 +4,8 @@ import json
 import time
 from pathlib import Path
 
-from train.callbacks.base import Callback
-from train.callbacks.ema import UPDATES, Ema
+from muster.train.callbacks.base import Callback
+from muster.train.callbacks.ema import UPDATES, Ema
 
 
 class Pace(Callback):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from train.callbacks.base import Callback
+from muster.train.callbacks.base import Callback
 
 
 class Data:

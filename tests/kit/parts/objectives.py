@@ -5,7 +5,7 @@ import time
 import torch
 from torch import nn
 
-from train.objectives.classification import Classification
+from muster.train.objectives.classification import Classification
 
 
 class MeanSquares:

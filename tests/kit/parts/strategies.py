@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
-from train.strategies.base import StepResult
-from train.strategies.ddp import Ddp
+from muster.train.strategies.base import StepResult
+from muster.train.strategies.ddp import Ddp
 
 
 class Plain(Ddp):

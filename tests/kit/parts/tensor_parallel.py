@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.distributed.tensor import DTensor
 
-from train.strategies.tensor_parallel import TensorParallel
+from muster.train.strategies.tensor_parallel import TensorParallel
 
 
 class WatchedTensor(TensorParallel):

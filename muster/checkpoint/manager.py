@@ -1,0 +1,324 @@
+"""Asynchronous saving of checkpoints, and the search for the one to resume from.
+
+Every rank copies its share of the state and writes the copy in the background; rank 0 then commits. storage.py is the
+commit protocol; state.py divides the state among the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import DistError
+
+from muster import attempts
+from muster.checkpoint.backends.base import name
+from muster.checkpoint.records import BEST, INDEX
+from muster.checkpoint.state import RankShare, Shares, file_of, read, saved_tensors
+from muster.checkpoint.storage import Files, Lost, Saved, Storage, Unclear, place_of
+from muster.checkpoint.trained import Resumable, Trained, own_prefix
+from muster.checkpoint.weights import unreadable
+from muster.dist.world import World
+from muster.errors import Damaged, MusterError, NoValidCheckpoint, StorageError, say, traceback_of
+from muster.faults.phase import LONG_S
+from muster.files import replace_file
+from muster.redact import without
+
+FAILURES_ALLOWED = 3
+OTHERS_S = 30.0
+
+
+class Checkpoints:
+    """The checkpoints of one run, written in the background one at a time; the newest `keep` are kept."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        folder: Path,
+        world: World,
+        keep: int,
+        facts: dict[str, Any],
+        newest_step: int | None = None,
+        may_commit: Callable[[], bool] = lambda: True,
+        on_commit: Callable[[dict[str, Any]], None] = lambda _: None,
+    ):
+        self.storage, self.folder, self.world, self.keep, self.facts = storage, folder, world, keep, facts
+        self.may_commit, self.on_commit, self.newest_step = may_commit, on_commit, newest_step
+        self._shares = Shares(world)
+        self._writer: threading.Thread | None = None
+        self._failures: list[StorageError] = []
+        self._saves = 0  # the same on every rank: it matches the ranks' writers on the board
+
+    def save(self, *, state: dict[str, Any], position: dict[str, Any]) -> None:
+        """Copy this rank's share of `state` and write it in the background, after waiting for the previous save.
+
+        Collective: every rank must call it.
+
+        Args:
+            state: the state that this rank owns or replicates; see strategies/base.py.
+            position: facts for the manifest, at least `step`.
+
+        Raises:
+            StorageError: the last three checkpoints could not be written, or the run's folder or its storage is lost.
+        """
+        self.wait()
+        if self.world.sum([float(position["step"] != self.newest_step)]) == [0.0]:
+            return
+        self._saves += 1
+        share = self._shares.divide({**state, f"{own_prefix(self.world.rank)}rng": rng_state()})
+        self._writer = threading.Thread(target=self._write, args=(share, position), name="checkpoint")
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint being written is committed or has failed. Raises StorageError as `save` does."""
+        if self._writer:
+            self._writer.join()
+            self._writer = None
+        if len(self._failures) >= FAILURES_ALLOWED or any(isinstance(failure, Lost) for failure in self._failures):
+            raise self._failures[-1]
+
+    def settle(self, seconds: float) -> None:
+        """Wait up to `seconds` for the checkpoint being written, before the run ends for another reason."""
+        if self._writer:
+            self._writer.join(timeout=seconds)
+
+    def flush(self) -> None:
+        """Wait for the last checkpoint of a run, and raise StorageError if it failed."""
+        self.wait()
+        if self._failures:
+            raise self._failures[-1]
+
+    def _write(self, share: RankShare, position: dict[str, Any]) -> None:
+        step, number, started = int(position["step"]), self._saves, time.perf_counter()
+        try:
+            self.world.board.post_part(number, {"files": self._write_share(step, share)})
+            if self.world.is_first:
+                self._commit(number, position, started)
+                self.world.board.end_save(number, {})
+            else:
+                self._await_end(number)
+            self._failures.clear()
+            self.newest_step = step
+        except StorageError as error:
+            self._give_up(number, step, error)
+        except RuntimeError as error:  # the store is gone, and the process group with it
+            failure = StorageError(f"checkpoint {name(step)} was not finished: {str(error).splitlines()[0]}")
+            self._give_up(number, step, failure, alone=isinstance(error, DistError))
+        except BaseException as error:  # no error may end this thread unreported
+            say(traceback_of(error))
+            self._give_up(number, step, StorageError(f"cannot write checkpoint {name(step)}: {error!r}"))
+
+    def _write_share(self, step: int, share: RankShare) -> Files:
+        file, attempt = file_of(self.world.rank), self.world.attempt
+        with self.storage.write(step, attempt, file) as stream:
+            for piece in share.pieces():
+                stream.write(piece)
+        files = {file: stream.facts}
+        if self.world.is_first:
+            with self.storage.write(step, attempt, INDEX) as stream:
+                stream.write(json.dumps(self._shares.index).encode())
+            files[INDEX] = stream.facts
+        return files
+
+    def _commit(self, number: int, position: dict[str, Any], started: float) -> None:
+        """Wait for every rank's files, commit them as a checkpoint and delete old ones. Rank 0 only."""
+        step, attempt = int(position["step"]), self.world.attempt
+        files = self._gather(number)
+        self._see_folder()
+        if not self.may_commit():
+            raise StorageError(f"{name(step)} is not written: another attempt has taken this run over")
+        facts = {"world_size": self.world.size, "attempt": attempt, "torch": torch.__version__}
+        if not self.storage.commit(step, attempt, {**position, **self.facts, **facts}, files):
+            return  # an earlier attempt, then cut off, committed this step; a step is never written twice
+        attempts.note_commit(self.folder, attempt, step=step, path=self.storage.path(step))
+        if best := position.get("best"):
+            self.note_best(best)
+        self.on_commit(
+            {
+                "step": step,
+                "path": self.storage.path(step),
+                "bytes": sum(file["size"] for file in files.values()),
+                "seconds": round(time.perf_counter() - started, 3),
+            }
+        )
+        try:
+            self.storage.prune(keep=self.keep, spare=(position.get("best") or {}).get("step"))
+        except StorageError as error:
+            say(f"muster: {name(step)} is saved, but older ones stay: {error}")
+
+    def note_best(self, best: dict[str, Any]) -> None:
+        """Write the best evaluation and its checkpoint's path to best.json in the run's folder. Rank 0 only."""
+        facts = {**best, "path": self.storage.path(best["step"])}
+        replace_file(self.folder / BEST, lambda draft: draft.write_text(json.dumps(facts)))
+
+    def _see_folder(self) -> None:
+        if not (self.folder / "outcome.json").exists():
+            raise Lost(f"the run's folder {self.folder} is not there any more: restore it, then run again")
+
+    def _gather(self, number: int) -> Files:
+        files: Files = {}
+        for said in self.world.board.parts(number, LONG_S):
+            if said.get("failed"):
+                raise StorageError(said["failed"])
+            files |= said["files"]
+        return files
+
+    def _await_end(self, number: int) -> None:
+        said = self.world.board.save_end(number, LONG_S)
+        if said.get("failed"):
+            raise (Lost if said["lost"] else StorageError)(said["failed"])
+
+    def _give_up(self, number: int, step: int, error: StorageError, *, alone: bool = False) -> None:
+        try:
+            self._see_folder()
+        except Lost as lost:
+            error = lost
+        self._failures.append(error)
+        board = self.world.board
+        with contextlib.suppress(RuntimeError):
+            if not alone:
+                board.post_part(number, {"failed": str(error)})
+                if self.world.is_first:  # wait for the others: a rank still writing would recreate the draft
+                    board.parts(number, OTHERS_S)
+        if self.world.is_first:
+            if not isinstance(error, Unclear):
+                self.storage.abandon(step, self.world.attempt)
+            with contextlib.suppress(RuntimeError):
+                if not alone:
+                    board.end_save(number, {"failed": str(error), "lost": isinstance(error, Lost)})
+            self.on_commit({"failed": str(error), "failures_in_a_row": len(self._failures)})
+
+
+def newest(storage: Storage, world: World, *, on_bad: Callable[[str], None], own: bool = True) -> Saved | None:
+    """Return the newest checkpoint that passes verification; None if there never was one.
+
+    Bad checkpoints are passed to `on_bad` and, in the run's `own` storage, quarantined. Collective: every rank must
+    call it.
+
+    Raises:
+        StorageError: a checkpoint cannot be read; it is not treated as bad.
+        NoValidCheckpoint: checkpoints exist or existed, and none is valid; the run never silently starts from zero.
+    """
+    steps, bad = world.on_first(lambda: [storage.steps(), storage.bad()])
+    for step in steps:
+        try:
+            return verify(storage, step, world)
+        except Damaged as error:
+            on_bad(str(error))
+        bad.append(world.on_first(partial(storage.withdraw, step)) if own else name(step))
+    if bad:
+        raise NoValidCheckpoint(
+            f"no valid checkpoint in {storage.root} ({len(bad)} bad, newest {bad[-1]}): restore one, or start over with checkpoint.resume=never"
+        )
+    return None
+
+
+def verify(storage: Storage, step: int, world: World) -> Saved:
+    """Compare every file of a checkpoint with its manifest, in parallel over the ranks, and return the checkpoint.
+
+    Collective: every rank must call it.
+
+    Raises:
+        Damaged: on every rank; names a damaged file and its damage.
+        StorageError: a file cannot be read.
+    """
+    found = world.on_first(lambda: _manifest(storage, step))
+    if isinstance(found, str):
+        raise Damaged(found)
+    damage, failure = "", None
+    for number, (file, expected) in enumerate(found["files"].items()):
+        try:
+            if number % world.size == world.rank:
+                storage.compare(step, file, expected)
+        except Damaged as error:
+            damage = damage or str(error)
+        except MusterError as error:
+            failure = error
+            break
+    world.together(failure)
+    if damaged := next(filter(None, world.gather(damage)), None):
+        raise Damaged(damaged)
+    return Saved(storage, found)
+
+
+def restore(saved: Saved, trained: Trained, *beside: Resumable) -> None:
+    """Restore `trained`, the parts `beside` it and the random number generators; each rank reads only what it needs.
+
+    Collective: every rank must call it.
+
+    Raises:
+        ConfigError: the checkpoint is of another model or optimizer.
+        StorageError: the checkpoint cannot be read.
+    """
+    world = trained.world
+    index = saved.index()
+    own = own_prefix(world.rank) if saved.manifest["world_size"] == world.size else None
+    names = [
+        name
+        for name in (*index["tensors"], *index["values"])
+        if not name.startswith("rank-") or (own and name.startswith(own))
+    ]
+    tensors = saved_tensors(index, names)
+    failure, values, targets = None, dict[str, Any](), trained.targets(tensors)
+    for each in beside:
+        targets |= each.targets(tensors)
+    try:
+        values = read(index, names, targets, saved.open)
+    except MusterError as error:
+        failure = error
+    except Exception as error:
+        reason = without(unreadable(error), saved.storage.backend.root)[:300]
+        failure = StorageError(f"cannot read {saved.path}: {reason}; mend that, then run again")
+    world.together(failure)
+    rng = values.pop(f"{own}rng", None)
+    found = {**targets, **values}
+    for each in beside:
+        each.load(found)
+    others = ("callbacks/", "loop/", f"{own_prefix(world.rank)}loop/")
+    trained.load({name: value for name, value in found.items() if not name.startswith(others)})
+    if rng:
+        set_rng_state(rng)
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of every random number generator of this process, as tensors and plain values."""
+    kind, words, *rest = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(np.asarray(words).astype(np.int64)), *rest],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore the random number generators from the value of `rng_state`."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    kind, words, *rest = state["numpy"]
+    np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _manifest(storage: Storage, step: int) -> dict[str, Any] | str:
+    """Return the manifest, or as a string the damage to it or to the index that it names."""
+    try:
+        manifest = storage.manifest(step)
+        if place_of(INDEX, manifest):
+            storage.index(step, manifest)
+        return manifest
+    except Damaged as error:
+        return str(error)

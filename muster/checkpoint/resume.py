@@ -1,0 +1,68 @@
+"""The choice of the checkpoint to resume from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from muster.checkpoint.backends.base import STEP
+from muster.checkpoint.manager import newest, verify
+from muster.checkpoint.storage import Saved, Storage
+from muster.dist.world import World
+from muster.errors import ConfigError, NoValidCheckpoint
+
+
+def find_checkpoint(
+    place: Storage, resume: str, world: World, noted: Mapping[str, Any] | None
+) -> tuple[Saved | None, list[str]]:
+    """Return the run's newest valid checkpoint, else the one that `resume` names; and the damage to bad checkpoints.
+
+    Collective: every rank must call it.
+
+    Args:
+        place: storage of the run's own checkpoints.
+        world: the ranks of this attempt.
+        resume: `auto`, `never`, or a path or URL to start from if the run has no checkpoint of its own.
+        noted: newest commit, {step, path}, from the record of the previous attempt.
+
+    Raises:
+        NoValidCheckpoint: checkpoints exist or existed, and none is valid; the run never silently starts from zero.
+        ConfigError: `resume` is no folder.
+    """
+    bad: list[str] = []
+    world.on_first(place.prepare)
+    own = newest(place, world, on_bad=bad.append)
+    if own is None and noted:
+        raise NoValidCheckpoint(
+            f"step {noted['step']} was saved as {noted['path']}, and there is no checkpoint in {place.root}: "
+            "restore it, give the checkpoint.storage of before, or start over with checkpoint.resume=never"
+        )
+    named = resume.rstrip("/")
+    if own or named in ("auto", "never"):
+        return own, bad
+    return _named(named, world, bad), bad
+
+
+def _named(named: str, world: World, bad: list[str]) -> Saved:
+    """Return the checkpoint of another run that `checkpoint.resume` names. Collective."""
+    root, _, last = named.rpartition("/")
+    inside = Path(named, "checkpoints")
+    found, nested = world.on_first(partial(_folders, named, inside))
+    if "://" not in named and not found:
+        raise ConfigError(
+            f"checkpoint.resume={named} is no folder: give auto, never, a run's folder, one checkpoint's, or a URL"
+        )
+    if match := STEP.fullmatch(last):
+        return verify(Storage(root or "."), int(match[1]), world)
+    other = newest(Storage(str(inside) if nested else named), world, on_bad=bad.append, own=False)
+    if other is None:
+        raise NoValidCheckpoint(
+            f"checkpoint.resume={named} holds no checkpoint: give a run's folder or one checkpoint's"
+        )
+    return other
+
+
+def _folders(named: str, inside: Path) -> list[bool]:
+    return [Path(named).is_dir(), inside.is_dir()]

@@ -1,0 +1,248 @@
+"""The format of a checkpointed state: how ranks divide the writing, and how any other layout reads it.
+
+A rank's file contains the bytes of its tensor pieces one after the other, then its plain values in torch.save's format;
+`index.json` gives the location of every piece. Only plain values are unpickled, with `weights_only=True`. Replicated
+state is divided here; a state with sharded tensors is divided by torch's planners (sharded.py), which take a second to
+import.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.checkpoint.index import Index, OwnPiece, Read, WritePlan, dtype_of
+from muster.checkpoint.trained import SavedTensor
+from muster.dist.pieces import in_pieces, own_piece
+from muster.dist.world import World
+from muster.errors import StorageError
+
+
+class Replicated:
+    """Divides a state without sharded tensors: of the ranks that have an entry, one writes it."""
+
+    def local(self, state: Mapping[str, Any]) -> WritePlan:
+        """Return a plan with all entries that this rank has."""
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        pieces = [
+            OwnPiece(name, tuple(each.shape), each.dtype, (0,) * each.dim(), tuple(each.shape))
+            for name, each in tensors.items()
+        ]
+        return WritePlan(pieces, [name for name in state if name not in tensors])
+
+    def joint(self, plans: list[WritePlan]) -> list[WritePlan]:
+        """Return what each rank writes, from the plans of all ranks.
+
+        Of the ranks that have an entry, a tensor goes to the one with the fewest bytes so far, a value to the lowest.
+        """
+        owners: dict[str, list[int]] = {}
+        pieces: dict[str, OwnPiece] = {}
+        for rank, plan in enumerate(plans):
+            pieces |= {piece.name: piece for piece in plan.pieces}
+            for name in (*(piece.name for piece in plan.pieces), *plan.values):
+                owners.setdefault(name, []).append(rank)
+        divided, load = [WritePlan([], []) for _ in plans], [0] * len(plans)
+        for name, ranks in owners.items():
+            if piece := pieces.get(name):
+                rank = min(ranks, key=load.__getitem__)
+                divided[rank].pieces.append(piece)
+                load[rank] += piece.bytes
+            else:
+                divided[ranks[0]].values.append(name)
+        return divided
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """This rank's part of one state, in host memory."""
+
+    tensors: list[Tensor]
+    values: dict[str, Any]
+
+    def pieces(self) -> Iterator[Any]:
+        """Yield the content of this rank's file, as buffers."""
+        for tensor in self.tensors:
+            yield as_bytes(tensor)
+        blob = io.BytesIO()
+        torch.save(self.values, blob)
+        yield blob.getbuffer()
+
+
+class Shares:
+    """Divides states among the ranks. Plans are exchanged only when a state's structure has changed."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._structure: list[Any] | None = None
+        self._plan = WritePlan([], [])
+        self._copies: list[Tensor] = []
+        self.index: Index = {}
+        """Index of the last state divided; rank 0 only."""
+
+    def divide(self, state: Mapping[str, Any]) -> RankShare:
+        """Copy this rank's part of `state`; each replicated entry is written by one rank.
+
+        The next call overwrites the copies: allocating new memory takes several times as long as copying. Collective:
+        every rank must call it.
+        """
+        structure = [_structure(name, value) for name, value in state.items()]
+        if self._world.sum([float(structure != self._structure)])[0]:
+            self._exchange(state)
+            self._structure = structure
+        self._copy([own_piece(state[piece.name]) for piece in self._plan.pieces])
+        return RankShare(self._copies, {name: host_copy(state[name]) for name in self._plan.values})
+
+    def _copy(self, tensors: list[Tensor]) -> None:
+        """Copy tensors to host memory; on CUDA it is page-locked, so that all transfers are asynchronous."""
+        fits = [(tensor.shape, tensor.dtype) for tensor in tensors] == [(c.shape, c.dtype) for c in self._copies]
+        cuda = self._world.device.type == "cuda"
+        if not fits:
+            self._copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=cuda) for tensor in tensors]
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.copy_(tensor.detach(), non_blocking=cuda)
+        if cuda:
+            torch.cuda.synchronize(self._world.device)
+
+    def _exchange(self, state: Mapping[str, Any]) -> None:
+        world, planner = self._world, self._planner(state)
+        local: Any = planner.local(state)
+        plans: list[Any] = [local] * world.size
+        if world.size > 1:
+            dist.gather_object(local, plans if world.is_first else None)
+        if world.is_first:
+            plans = planner.joint(plans)
+            self.index = _index(plans)
+        mine = [plans[0]]
+        if world.size > 1:
+            dist.scatter_object_list(mine, plans if world.is_first else None)
+        self._plan = mine[0]
+
+    def _planner(self, state: Mapping[str, Any]) -> Any:
+        if not self._world.sum([float(any(map(in_pieces, state.values())))])[0]:
+            return Replicated()
+        from muster.checkpoint.sharded import Sharded  # imported here: torch's planners take a second
+
+        return Sharded(is_first=self._world.is_first)
+
+
+def _structure(name: str, value: Any) -> tuple[Any, ...]:
+    """Return the properties of an entry that determine the plan: name, shape, dtype and layout."""
+    if not isinstance(value, Tensor):
+        return (name,)
+    layout = (value.device_mesh, value.placements) if in_pieces(value) else ()
+    return (name, value.shape, value.dtype, *layout)
+
+
+def read(index: Index, names: Iterable[str], into: dict[str, Tensor], open_file: Any) -> dict[str, Any]:
+    """Fill the tensors `into` with their parts of the saved ones, and return the plain values among `names`.
+
+    `open_file` returns a context manager with a file's stream. Raises StorageError, and ValueError if a shape differs.
+    """
+    wanted: dict[str, list[Read]] = {}
+    for each in _reads(index, into):
+        wanted.setdefault(each.piece["file"], []).append(each)
+    for file, parts in wanted.items():
+        with open_file(file) as stream:
+            for part in parts:
+                saved = _read_part(stream, part)
+                with torch.no_grad():
+                    part.into.copy_(saved)
+    return _read_values({name: index["values"][name] for name in names if name in index["values"]}, open_file)
+
+
+def _reads(index: Index, into: dict[str, Tensor]) -> Iterator[Read]:
+    """Yield the reads that fill the tensors `into`."""
+    if sharded := {name: target for name, target in into.items() if in_pieces(target)}:
+        from muster.checkpoint.sharded import reads
+
+        yield from reads(index, sharded)
+    for name in into.keys() - sharded.keys():
+        entry, target = index["tensors"][name], into[name]
+        if entry["size"] != list(target.shape):
+            raise ValueError(f"{name} was saved as {entry['size']} and is {list(target.shape)} here")
+        for piece in entry["pieces"]:
+            place = target
+            for dimension, (offset, size) in enumerate(zip(piece["offsets"], piece["sizes"], strict=True)):
+                place = place.narrow(dimension, offset, size)
+            yield Read(piece, dtype_of(entry["dtype"]), (0,) * target.dim(), tuple(piece["sizes"]), place)
+
+
+def saved_tensors(index: Index, names: Iterable[str]) -> dict[str, SavedTensor]:
+    """Return size and dtype of the tensors among `names`."""
+    tensors = index["tensors"]
+    return {
+        name: SavedTensor(torch.Size(tensors[name]["size"]), dtype_of(tensors[name]["dtype"]))
+        for name in names
+        if name in tensors
+    }
+
+
+def host_copy(value: Any) -> Any:
+    """Return a deep copy in host memory, so that training can continue while it is written."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: host_copy(item) for key, item in value.items()}
+    return type(value)(host_copy(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def as_bytes(tensor: Tensor) -> Any:
+    """Return the elements of a tensor in host memory as a buffer, in row-major order."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy() if tensor.numel() else b""
+
+
+def file_of(rank: int) -> str:
+    """Return the name of the file that `rank` writes."""
+    return f"rank-{rank:05d}.bin"
+
+
+def _index(plans: list[WritePlan]) -> Index:
+    """Return the location of every entry: in each file tensors in the order of the plan, then plain values."""
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for rank, plan in enumerate(plans):
+        at = 0
+        for name, size, dtype, offsets, sizes in plan.pieces:
+            entry = tensors.setdefault(
+                name, {"size": list(size), "dtype": str(dtype).removeprefix("torch."), "pieces": []}
+            )
+            entry["pieces"].append({"offsets": list(offsets), "sizes": list(sizes), "file": file_of(rank), "at": at})
+            at += math.prod(sizes) * dtype.itemsize
+        values |= {name: {"file": file_of(rank), "at": at} for name in plan.values}
+    return {"tensors": tensors, "values": values}
+
+
+def _read_part(stream: Any, part: Read) -> Tensor:
+    """Read only the needed rows of the first dimension, then narrow the other dimensions."""
+    piece, sizes, offsets, lengths = part.piece, list(part.piece["sizes"]), part.offsets, part.lengths
+    row = math.prod(sizes[1:]) * part.dtype.itemsize
+    rows = lengths[0] if sizes else 1
+    stream.seek(piece["at"] + (offsets[0] * row if sizes else 0))
+    data = bytearray(stream.read(rows * row))
+    if len(data) != rows * row:
+        raise StorageError(f"{piece['file']} of the checkpoint ends early: run again to have it verified")
+    tensor = torch.frombuffer(data, dtype=part.dtype) if data else torch.empty(0, dtype=part.dtype)
+    tensor = tensor.view([rows, *sizes[1:]] if sizes else [])
+    for dimension in range(1, len(sizes)):
+        tensor = tensor.narrow(dimension, offsets[dimension], lengths[dimension])
+    return tensor
+
+
+def _read_values(where: dict[str, Any], open_file: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for file, at in sorted({(entry["file"], entry["at"]) for entry in where.values()}):
+        with open_file(file) as stream:
+            stream.seek(at)
+            blob = io.BytesIO(stream.read())
+        try:
+            values |= torch.load(blob, map_location="cpu", weights_only=True)
+        except Exception as error:  # an unpickling error: the data is not a plain value
+            raise StorageError(f"{file} of the checkpoint holds what is no plain value: {error}") from error
+    return {name: values[name] for name in where}

@@ -1,0 +1,47 @@
+"""Interface between checkpoints and the trained state: the runtime knows no model, only named state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from muster.dist.world import World
+
+EXTRA = "_extra_state"
+"""How torch names what a module's `get_extra_state` gives."""
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """Global size and dtype of a tensor in a checkpoint, however many pieces it is stored in."""
+
+    size: torch.Size
+    dtype: torch.dtype
+
+
+class Resumable(Protocol):
+    """A part of the run with state in the checkpoints."""
+
+    def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Return the tensors to read the `saved` ones into, in this rank's layout; tensors left out are not read.
+
+        Collective: every rank must call it.
+        """
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load a saved state: the filled `targets` and plain values. Collective: every rank must call it."""
+
+
+class Trained(Resumable, Protocol):
+    """State that is trained across the ranks of `world`."""
+
+    world: World
+
+
+def own_prefix(rank: int) -> str:
+    """Return the prefix of the names of a rank's own state."""
+    return f"rank-{rank:05d}/"

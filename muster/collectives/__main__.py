@@ -1,0 +1,83 @@
+"""`muster collectives [options]`: check, time and plot all-reduce algorithms, with or without torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from muster.collectives.measure import Bench, Figures
+from muster.collectives.options import Options, parse, world_sizes
+from muster.collectives.plot import draw
+from muster.collectives.record import write_json
+from muster.collectives.start import become_torchrun
+from muster.collectives.table import show
+from muster.dist.place import Place
+from muster.dist.rendezvous.network import choose_interface
+from muster.errors import ConfigError, MusterError, say
+from muster.faults import agent, output
+from muster.job.exit import tell
+
+TIMEOUT = timedelta(seconds=120)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, or replace this process by torchrun to do so, and return the exit code."""
+    try:
+        options, place = parse(arguments), Place.from_env()
+        if "RANK" not in os.environ:
+            world_sizes(options, options.ranks)
+            become_torchrun("muster.collectives", arguments, ranks=options.ranks)
+        agent.die_with_it()
+        measure(options, place)
+    except MusterError as error:
+        if os.environ.get("RANK", "0") == "0":
+            tell(error)
+        return error.exit_code
+    return 0
+
+
+def measure(options: Options, place: Place) -> None:
+    """Form the process group, measure, and write the results. Collective: every rank must call it.
+
+    Raises MusterError.
+    """
+    sizes, device = world_sizes(options, place.world_size), choose_device(options, place)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    choose_interface(place)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else backend, timeout=TIMEOUT)
+    figures = Bench(device, backend=backend, rounds=options.rounds).measure(world_sizes=sizes, sizes=options.sizes)
+    if place.rank == 0:
+        leave(figures, options)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def choose_device(options: Options, place: Place) -> torch.device:
+    """Return this rank's device: its GPU, or the CPU if there are too few. Raises ConfigError."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    enough = there >= place.local_world_size
+    if options.device == "cuda" and not enough:
+        raise ConfigError(
+            f"--device=cuda for {place.local_world_size} processes on {there} GPUs: use fewer, or --device=cpu"
+        )
+    return torch.device("cuda", place.local_rank) if options.device != "cpu" and enough else torch.device("cpu")
+
+
+def leave(figures: Figures, options: Options) -> None:
+    """Print the table, and write plot and numbers to the output folder. Raises StorageError."""
+    write_json(options.out / "collectives.json", figures.as_json())
+    draw(figures, options.out / "collectives.png")
+    show(figures)
+    say(f"{options.out}/collectives.json and collectives.png", sys.stdout)
+
+
+if __name__ == "__main__":
+    output.endure()
+    sys.exit(main(sys.argv[1:]))

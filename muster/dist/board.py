@@ -1,0 +1,199 @@
+"""The keys of the rendezvous store that the ranks of an attempt use, outside of collectives.
+
+Each rank opens two clients besides the process group's. Both are opened at the start, because the store's address may
+have left DNS by the time the rank leaves. `_quick` makes only requests that are answered at once, so any thread may use
+it. `_patient` makes the waits of the checkpoint's writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed import DistStoreError, PrefixStore, Store
+
+from muster.dist.client import Client
+
+CLIENTS = 4
+"""Store connections of each rank: one for the process group, two for `Board`, one during the meeting."""
+ANSWER_S = 1.0
+BYE_S = 10.0
+POLL_S = 0.02
+LEAVING_PER_S = 5000.0  # polls of the store by all leaving ranks together
+
+
+class Board:
+    """The keys of one attempt. `operations` counts this rank's store operations by name."""
+
+    def __init__(self, store: Store, *, attempt: str, rank: int, size: int):
+        own = self._own = PrefixStore(attempt, store)
+        self.rank, self.size = rank, size
+        self.operations = Counter[str]()
+        self.group_store: Store = PrefixStore("group", own)
+        """The store of torch's process group."""
+        self._quick, self._patient = (Client(own.clone() if size > 1 else own, self.operations) for _ in range(2))
+        self._part: tuple[int, int] = (0, 0)
+
+    def rpc_store(self) -> Store:
+        """Return a separate connection for torch's RPC agents, because they change its timeout."""
+        return PrefixStore("rpc", self._own.clone())
+
+    # Reachability, if no process group could be formed (reach.py)
+
+    def post_reach(self, text: str) -> None:
+        """Post the address at which this rank can be reached."""
+        self._patient.set(f"reach/{self.rank}", text)
+        self._patient.count("reach", of=self.size)
+
+    def reaches(self, seconds: float) -> dict[int, str]:
+        """Wait up to `seconds` for all ranks, and return the posted addresses by rank, this rank's included."""
+        posted = list(range(self.size))
+        try:
+            self._patient.await_all("reach", seconds)
+        except DistStoreError:
+            posted = [rank for rank in posted if self._patient.check(f"reach/{rank}")]
+        texts = self._patient.gets([f"reach/{rank}" for rank in posted])
+        return {rank: text.decode() for rank, text in zip(posted, texts, strict=True)}
+
+    def reached(self, seconds: float) -> None:
+        """Wait up to `seconds` until all ranks have tried their connections."""
+        with contextlib.suppress(RuntimeError):  # the store may end with rank 0
+            self._patient.count("reached", of=self.size)
+            self._patient.await_all("reached", seconds)
+
+    # Heartbeats (faults/heartbeat.py)
+
+    def post_beat(self, text: str) -> None:
+        """Post this rank's heartbeat."""
+        self._quick.set(f"beat/{self.rank}", text)
+
+    def first_beat(self) -> bytes:
+        """Return rank 0's newest heartbeat."""
+        return self._quick.gets(["beat/0"])[0]
+
+    def beats(self) -> Sequence[bytes]:
+        """Return every rank's newest heartbeat. Every rank must have posted one before, or the call blocks."""
+        return self._quick.gets([f"beat/{rank}" for rank in range(self.size)])
+
+    # Stopping (faults/preemption.py)
+
+    def ask_to_stop(self) -> None:
+        """Request that all ranks stop."""
+        self._quick.set("stop", "1")
+
+    def asked_to_stop(self) -> bool:
+        """Whether a rank has requested a stop."""
+        return self._quick.check("stop")
+
+    def post_begun(self, number: int) -> None:
+        """Post how many phases this rank has begun. The last rank to post sets the largest number as the target."""
+        self._quick.set(f"stop/begun/{self.rank}", str(number))
+        if self._quick.add("stop/count", 1) == self.size:
+            begun = self._quick.gets([f"stop/begun/{rank}" for rank in range(self.size)])
+            self._quick.set("stop/target", str(max(map(int, begun))))
+
+    def stop_target(self) -> int | None:
+        """Return the phase up to which all ranks go on; None until all ranks have posted theirs."""
+        return int(self._quick.get("stop/target")) if self._quick.check("stop/target") else None
+
+    # Saves (checkpoint/), numbered from 1, the same on every rank. Keys are reused, or deleted two saves later.
+
+    def post_part(self, save: int, said: dict[str, Any]) -> None:
+        """Post the result of this rank's part of a save. A later call may replace it with a worse result."""
+        self._patient.set(f"save/part/{self.rank}", json.dumps({"save": save, **said}))
+        if self._part[0] != save:
+            self._part = (save, 1)
+            self._patient.count(f"save/{save}", of=self.size)
+
+    def parts(self, save: int, seconds: float) -> list[dict[str, Any]]:
+        """Rank 0: wait for all ranks' parts of a save and return them. Raises DistStoreError after `seconds`."""
+        self._patient.await_all(f"save/{save}", seconds)
+        said = [json.loads(text) for text in self._patient.gets([f"save/part/{rank}" for rank in range(self.size)])]
+        ahead = {"failed": "a rank gave this save up and has begun the next"}
+        return [part if part["save"] == save else ahead for part in said]
+
+    def end_save(self, save: int, said: dict[str, Any]) -> None:
+        """Rank 0: post how the save ended."""
+        self._patient.set(f"save/{save}/end", json.dumps(said))
+        if save > 2:
+            self._patient.delete(*(f"save/{save - 2}/{name}" for name in ("count", "all", "end")))
+
+    def save_end(self, save: int, seconds: float) -> dict[str, Any]:
+        """Wait for the end of the save that rank 0 posts. Raises DistStoreError after `seconds`."""
+        self._patient.wait(f"save/{save}/end", seconds)
+        said: dict[str, Any] = json.loads(self._patient.get(f"save/{save}/end"))
+        return said
+
+    # Leaving (job/exit.py). The store may be gone or hang forever, so none of these calls waits long for it.
+
+    def claim_failure(self, record: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+        """Post the failure of this rank, unless another rank has posted one.
+
+        Returns:
+            Whether this rank was the first, and the record of the first rank.
+        """
+        mine = json.dumps([self.rank, record])
+        said = within(ANSWER_S, lambda: self._quick.put_first("failed", mine))
+        rank, first = json.loads(said or mine)
+        return rank == self.rank, first
+
+    def first_failure(self, wait_s: float, *, enough: Callable[[], Any] = lambda: False) -> dict[str, Any] | None:
+        """Return the failure posted by `claim_failure`; None after `wait_s`, or when `enough` returns true before."""
+        pause_s = max(POLL_S, self.size / LEAVING_PER_S)
+
+        def ask() -> str | None:
+            deadline = time.monotonic() + wait_s
+            while not self._quick.check("failed"):
+                if time.monotonic() > deadline or enough():
+                    return None
+                time.sleep(pause_s)
+            return self._quick.get("failed")
+
+        said = within(wait_s + ANSWER_S, ask)
+        return json.loads(said)[1] if said else None
+
+    def leave(self, *, hosts_store: bool, gone: int) -> bool:
+        """Announce that this process ends in a failure; the process that holds the store waits for the others.
+
+        The others need the store to read the cause. The wait takes at most `ANSWER_S` and leaves out the `gone` ranks.
+        Returns whether all ranks, less `gone`, are leaving.
+        """
+
+        def ask() -> bool:
+            left = self._quick.add("left", 1)
+            deadline = time.monotonic() + ANSWER_S
+            while hosts_store and left < self.size - gone and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+                left = self._quick.add("left", 0)
+            return left >= self.size - gone
+
+        return bool(within(ANSWER_S, ask))
+
+    def say_bye(self, *, hosts_store: bool) -> None:
+        """Announce a successful end; the process that holds the store waits for all ranks, at most `BYE_S`."""
+        with contextlib.suppress(RuntimeError):
+            self._quick.count("bye", of=self.size)
+            if hosts_store:
+                self._quick.await_all("bye", BYE_S)
+
+
+def within(seconds: float, ask: Callable[[], Any]) -> Any:
+    """Return the result of `ask`, or None if the store is gone or silent for `seconds`.
+
+    Calls `ask` in a thread, because a read from a store that was cut off has no timeout.
+    """
+    answers: list[Any] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None

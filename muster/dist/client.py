@@ -1,0 +1,70 @@
+"""A client of the rendezvous store.
+
+The store is one thread in one process, so the work of each request must not grow with the number of ranks. A rank posts
+under its own key, one reader fetches all keys with one `multi_get`, and a barrier is a counter whose last contributor
+sets one more key (`Client.count`) instead of a wait for a key of each rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+
+from torch.distributed import Store
+
+
+class Client:
+    """A store connection that counts its operations by name. An operation on several keys counts once per key."""
+
+    def __init__(self, store: Store, operations: Counter[str]):
+        self._store, self._operations = store, operations
+
+    def set(self, key: str, value: str) -> None:
+        """Set `key` to `value`."""
+        self._operations["set"] += 1
+        self._store.set(key, value)
+
+    def get(self, key: str) -> str:
+        """Return the value of `key`; blocks until the key is set."""
+        self._operations["get"] += 1
+        return str(self._store.get(key).decode())
+
+    def gets(self, keys: list[str]) -> list[bytes]:
+        """Return the values of `keys`, in order; blocks until all are set."""
+        self._operations["multi_get"] += len(keys)
+        return list(self._store.multi_get(keys))
+
+    def check(self, *keys: str) -> bool:
+        """Whether all `keys` are set. Does not block."""
+        self._operations["check"] += len(keys)
+        return bool(self._store.check(list(keys)))
+
+    def add(self, key: str, number: int) -> int:
+        """Add `number` to the counter `key` and return its new value."""
+        self._operations["add"] += 1
+        return int(self._store.add(key, number))
+
+    def put_first(self, key: str, value: str) -> str:
+        """Set `key` only if it is unset. Returns the value that it then has."""
+        self._operations["compare_set"] += 1
+        return str(self._store.compare_set(key, "", value).decode())
+
+    def wait(self, key: str, seconds: float) -> None:
+        """Wait up to `seconds` until `key` is set."""
+        self._operations["wait"] += 1
+        self._store.wait([key], timedelta(seconds=seconds))
+
+    def delete(self, *keys: str) -> None:
+        """Delete `keys`."""
+        for key in keys:
+            self._operations["delete"] += 1
+            self._store.delete_key(key)
+
+    def count(self, gate: str, *, of: int) -> None:
+        """Add this rank to the counter of `gate`; the last of `of` ranks opens the gate."""
+        if self.add(f"{gate}/count", 1) == of:
+            self.set(f"{gate}/all", "1")
+
+    def await_all(self, gate: str, seconds: float) -> None:
+        """Wait up to `seconds` until `gate` is open."""
+        self.wait(f"{gate}/all", seconds)

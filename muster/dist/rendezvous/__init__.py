@@ -1,0 +1,1 @@
+"""How ranks meet: the store, its keys, the network between hosts."""

@@ -1,0 +1,103 @@
+"""Interaction of a worker with its torchrun agent: die with it, report to it, stop its restarts, end it if it hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from muster import process
+from muster.errors import final, say
+from muster.faults import output
+from muster.redact import redacted
+
+POLL_S = 0.1
+STUCK_S = 30.0  # longer than any read_timeout that the launchers pass in --rdzv-conf
+LAST_WORDS_S = 10.0
+
+
+def die_with_it() -> None:
+    """Under torchrun, die when the agent dies: an orphan would train on beside the worker that replaces it."""
+    if _is_there():
+        process.die_with_parent()
+
+
+def tell(text: str) -> None:
+    """Write the reason to the file that torchrun names for it; torchrun ends its own report with the reason."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = redacted(text)
+        message = {
+            "message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        }
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(message))
+
+
+def end_restarts(code: int) -> None:
+    """Stop torchrun's agent as well, if the exit code means that a restart would fail in the same way."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if code in final() and restarts and os.environ.get("LOCAL_RANK") == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def end_if_stuck() -> None:
+    """End the agent if it has not noticed its worker's end `STUCK_S` after this process.
+
+    If the host of the rendezvous store vanishes without closing its connections (power, link), an agent whose read
+    timed out cancels the read and waits for the answer without a timeout (`TCPStore::doWait`), until the kernel gives
+    the connection up after about 15 minutes (tcp_retries2 in tcp(7)). Meanwhile its keep-alive thread holds the lock
+    that its main loop needs (`DynamicRendezvousHandler.num_nodes_waiting`).
+    """
+    if _is_there() and os.environ.get("LOCAL_RANK") == "0":  # all ranks of the node leave
+        with contextlib.suppress(OSError):
+            line = [sys.executable, "-m", "muster.faults.agent", str(os.getpid()), str(os.getppid())]
+            subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def main() -> None:
+    """`python -m muster.faults.agent WORKER AGENT`: end a hung agent.
+
+    WORKER is the pid of a worker that is about to leave, AGENT that of the agent that must notice it.
+    """
+    worker, agent = map(int, sys.argv[1:])
+    unseen_s = 0.0
+    while unseen_s < STUCK_S:
+        state, parent = _state(worker)
+        if parent != agent:
+            return
+        if state == "Z" and _state(agent)[0] != "T":
+            unseen_s += POLL_S
+        time.sleep(POLL_S)
+    say(
+        "muster: torchrun's agent hangs: is the host of the rendezvous store lost? It is ended, for its launcher to start again"
+    )
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(agent, signal.SIGTERM)
+        deadline = time.monotonic() + LAST_WORDS_S
+        while _state(worker)[1] == agent and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        if _state(worker)[1] == agent:
+            os.kill(agent, signal.SIGKILL)
+
+
+def _is_there() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux"
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """Return a process's state (R, S, T, Z...) and its parent's pid; ("", 0) if it is gone. See proc_pid_stat(5)."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return "", 0
+    return state, int(parent)
+
+
+if __name__ == "__main__":
+    output.endure()
+    main()

@@ -1,0 +1,119 @@
+"""Find the rank that blocks the others: pure functions over the posted phases.
+
+- A rank that gives no sign of life is lost: stopped, or behind a cut link.
+- The rank furthest behind hangs: it has entered fewer phases, or runs its own code while the others wait for it.
+- A rank that is behind but within its time limit (a long save, a first compile) excuses the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from muster.errors import RankLost
+from muster.faults.phase import Phase
+
+NAMED = 8  # the most ranks that an outlook names
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One rank, as an outlook describes it."""
+
+    rank: int
+    host: str | None
+    name: str
+    where: str
+    limit_s: float
+    silent_s: float
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Rank 0's summary of all ranks; its size is bounded. `behind` is empty until all ranks have posted a phase."""
+
+    silent: list[Standing]
+    behind: list[Standing]
+    number: int
+    waiting: bool
+    overdue: bool
+    all_behind: bool
+
+    def is_behind(self, phase: Phase) -> bool:
+        """Whether a rank in `phase` is one that all others wait for."""
+        return bool(self.behind) and (phase.number, phase.waiting) == (self.number, self.waiting)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the outlook as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, said: dict[str, Any]) -> Outlook:
+        """Build an outlook from JSON values."""
+        lists = {name: [Standing(**one) for one in said[name]] for name in ("silent", "behind")}
+        return cls(**{**said, **lists})
+
+
+def last(phases: dict[int, Phase]) -> list[int]:
+    """Return the ranks that all others wait for: fewest phases entered, and of those the ranks in their own code."""
+    behind = min((phase.number, phase.waiting) for phase in phases.values())
+    return [rank for rank, phase in sorted(phases.items()) if (phase.number, phase.waiting) == behind]
+
+
+def outlook(phases: dict[int, Phase | None], *, silent_s: dict[int, float], quiet_s: float) -> Outlook:
+    """Sum up all ranks.
+
+    Args:
+        phases: the phase of each rank; None if it has not posted one.
+        silent_s: seconds since each rank's last new beat.
+        quiet_s: seconds of silence that are normal.
+    """
+    longest = sorted(silent_s, key=lambda rank: -silent_s[rank])[:NAMED]
+    silent = [standing_of(rank, phases[rank], silent_s[rank]) for rank in sorted(longest) if silent_s[rank] > quiet_s]
+    known = {rank: phase for rank, phase in phases.items() if phase}
+    if len(known) < len(phases):
+        return Outlook(silent, [], 0, False, overdue=False, all_behind=False)
+    culprits = last(known)
+    behind = [standing_of(rank, known[rank], silent_s.get(rank, 0.0)) for rank in culprits[: NAMED // 2]]
+    first = known[culprits[0]]
+    return Outlook(
+        silent,
+        behind,
+        first.number,
+        first.waiting,
+        overdue=all(known[rank].overdue for rank in culprits),
+        all_behind=len(culprits) == len(known) > 1,
+    )
+
+
+def standing_of(rank: int, phase: Phase | None, silent_s: float) -> Standing:
+    """Describe `rank` in `phase`, silent for `silent_s` seconds."""
+    if phase is None:
+        return Standing(rank, None, f"rank {rank} (start-up)", "", 0.0, silent_s)
+    name = f"rank {rank} on {phase.host} ({phase.label})"
+    return Standing(rank, phase.host, name, phase.where or "code that it has not named", phase.limit_s, silent_s)
+
+
+def silence(seen: Outlook | None, seconds: float, *, told: str, me: int) -> RankLost | None:
+    """Name the ranks silent for `seconds`, except `me`, whose own state is known; None if there are none."""
+    gone = [one for one in (seen.silent if seen else []) if one.silent_s > seconds and one.rank != me]
+    if not gone:
+        return None
+    return RankLost(f"{', '.join(one.name for one in gone)} {told}", rank=gone[0].rank, host=gone[0].host)
+
+
+def fault(seen: Outlook | None, mine: Phase, *, timeout_s: float, patient: bool) -> RankLost | None:
+    """Return why the rank in the phase `mine` must leave now; None while it must wait.
+
+    `patient`: give the rank at fault time to report itself.
+    """
+    if not seen or not seen.overdue or (patient and not seen.is_behind(mine)):
+        return None
+    told = f"for dist.timeout_s={timeout_s:g}"
+    where = "; ".join(f"{one.name} stands in {one.where}" for one in seen.behind)
+    if seen.all_behind:
+        return RankLost(
+            f"all ranks have stood still {told}: {where}: collectives that do not match, or a network that loses data"
+        )
+    first = seen.behind[0]
+    return RankLost(f"{where} and has not moved {told} or longer", rank=first.rank, host=first.host)

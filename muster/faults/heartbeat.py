@@ -1,0 +1,192 @@
+"""Find a rank that hangs, name it and end it within `dist.timeout_s`.
+
+In a collective all ranks wait for the last one, so when one rank hangs all stand still, and the collective's own
+timeout cannot tell which rank hangs. Here each rank posts its current phase (phase.py) to the store. Rank 0 alone reads
+all of them, and posts its assessment (blame.py) with its own phase. A rank that has stood still for longer than its
+phase allows reads rank 0's post: the ranks that hang print where their code stands and leave, the others leave after
+them, and the launcher restarts all. If rank 0 posts nothing new, rank 0 is lost. A stopped process is ended by its
+watchdog timer (watchdog.py), which must be re-armed regularly.
+
+Each period costs the store one operation per rank, or two for rank 0 and ranks that stand still. The period grows with
+the number of ranks, which bounds the store's load to a few thousand operations per second.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from muster.clock import SYSTEM, SystemClock
+from muster.dist.place import store_is_agents
+from muster.errors import RankLost, say
+from muster.faults.blame import fault, silence
+from muster.faults.phase import Phase, Phases, cuda_is_busy
+from muster.faults.survey import Echo, Eye, Survey
+from muster.faults.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from muster.dist.world import World
+
+BEAT_S = 0.1
+BEATS_PER_S = 2000.0  # total of all ranks
+GRACE_S = 2.0  # time for the hanging rank to report itself
+LAST_WORDS_S = 30.0
+ABANDONED_S = 4.0  # longer than any live rank is silent
+
+
+def period_s(size: int, timeout_s: float) -> float:
+    """Return the heartbeat period: as short as the store's load allows, and several periods within the timeout."""
+    return max(BEAT_S, min(size / BEATS_PER_S, timeout_s / 8))
+
+
+class Heartbeat:
+    """This rank's heartbeat, and its view of the other ranks."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        timeout_s: float,
+        start_s: float,
+        on_hang: Callable[[RankLost], object],
+        clock: SystemClock = SYSTEM,
+    ):
+        self.world, self.timeout_s, self.on_hang, self.clock = world, timeout_s, on_hang, clock
+        is_busy = partial(cuda_is_busy, world.device)
+        self.phases = Phases(timeout_s=timeout_s, start_s=start_s, device_is_busy=is_busy, clock=clock)
+        self.period_s = period_s(world.size, timeout_s)
+        self.eye: Eye = (Survey if world.is_first else Echo)(world, self.period_s, clock=clock)
+        self._beat = 0
+        self._told = -1
+        self._watching = threading.Event()
+        self._watched_for_good = False
+        self._store_is_gone = False
+        self._ended = threading.Event()
+        self._watchdog: Watchdog | None = None
+
+    @property
+    def gone(self) -> int:
+        """The number of ranks without a heartbeat, as far as rank 0 knows."""
+        return self.eye.gone
+
+    def start(self) -> None:
+        """Start the heartbeat. The launcher must restart processes that it ends."""
+        self._watchdog = Watchdog()
+        for work in (self._judge, self._exchange):
+            threading.Thread(target=work, name="heartbeat", daemon=True).start()
+
+    def enter(self, kind: str, step: int) -> None:
+        """Enter a phase of work: `step`, `evaluation`, `save` or `finish`."""
+        self.phases.enter(kind, step)
+
+    def close(self) -> None:
+        """Stop the heartbeat; the rest of this process must not take long."""
+        self._ended.set()
+        if self._watchdog:
+            self._watchdog.wind(self.timeout_s + LAST_WORDS_S)
+
+    def watch(self) -> None:
+        """Watch the other ranks from now on, whatever this rank does."""
+        self._watched_for_good = True
+        self._look()
+
+    def silence(self, seconds: float, *, waited: str = "") -> RankLost | None:
+        """Return a RankLost that names the ranks, or the store, without a sign of life for `seconds`; else None.
+
+        This rank must have watched the others for at least that long.
+        """
+        seconds = max(seconds, 2 * self.period_s)
+        told = f"gives no sign of life{waited}: killed, stopped or cut off"
+        if self._store_is_gone or self.eye.unanswered_s > seconds:
+            return self._store_lost(told)
+        if self.eye.first_silent_s > seconds:
+            return RankLost(f"{self.eye.first_name} {told}", rank=0, host=self.eye.first_host)
+        return silence(self.eye.outlook, seconds, told=told, me=self.world.rank)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """On rank 0: whether it stands still, waiting for a rank or a store that gives no sign of life."""
+        return self.phases.age_s > ABANDONED_S and self.silence(ABANDONED_S) is not None
+
+    def _store_lost(self, told: str) -> RankLost:
+        address = os.environ.get("MASTER_ADDR", "this host")
+        if not store_is_agents() and not self.world.is_first:  # the store is in rank 0's process
+            host = self.eye.first_host or address
+            return RankLost(f"rank 0 on {host} {told}", rank=0, host=host)
+        me = f"rank {self.world.rank} on {socket.gethostname()}"
+        return RankLost(f"the rendezvous store at {address} {told} from {me}")
+
+    def _look(self) -> None:
+        if not self._watching.is_set():
+            self.eye.begin()
+            self._watching.set()
+
+    def _exchange(self) -> None:
+        """Post beats and, while watching, read them. In its own thread: a store that is cut off may block forever."""
+        try:
+            while not self._ended.is_set():
+                self._beat += 1
+                mine = self.phases.now(self._beat)
+                is_wanted = self._watching.is_set() or mine.age_s > self.timeout_s / 4
+                if self.world.is_first or is_wanted:
+                    self.eye.look(mine, is_wanted=is_wanted)
+                self.world.board.post_beat(self.eye.post(mine))
+                self.clock.wait(self._ended, self.period_s)
+        except RuntimeError:
+            self._store_is_gone = True
+
+    def _judge(self) -> None:
+        """Re-arm the watchdog; when this rank stands still for too long, find the rank at fault."""
+        assert self._watchdog
+        while not self.clock.wait(self._ended, BEAT_S):
+            self._watchdog.wind(self.timeout_s)
+            try:
+                verdict = self._verdict()
+            except Exception:  # a bug here must not end a healthy run, as a watchdog that is not re-armed would
+                traceback.print_exc()
+                self.clock.wait(self._ended, self.timeout_s / 2)
+                continue
+            if verdict and not self._ended.is_set():
+                self._watchdog.wind(self.timeout_s + LAST_WORDS_S)
+                self.on_hang(verdict)
+                return
+
+    def _verdict(self) -> RankLost | None:
+        """Return why this rank must leave; None if all is well or the rank must wait."""
+        mine = self.phases.now(self._beat)
+        if mine.age_s < self.timeout_s / 2:
+            if not self._watched_for_good:
+                self._watching.clear()
+            return None
+        self._look()
+        if mine.age_s < self.timeout_s - BEAT_S:
+            return None
+        waited = f" while rank {self.world.rank} waited for dist.timeout_s={self.timeout_s:g}"
+        found = self.silence(self.timeout_s / 2 - 3 * self.period_s, waited=waited)
+        if not found and mine.age_s >= mine.limit_s - BEAT_S:
+            found = self._fault(mine)
+        if not found and self.world.is_first and mine.number != self._told:
+            self._told = mine.number
+            self._tell(mine)
+        return found
+
+    def _fault(self, mine: Phase) -> RankLost | None:
+        seen = self.eye.outlook
+        found = fault(seen, mine, timeout_s=self.timeout_s, patient=mine.age_s < mine.limit_s + GRACE_S)
+        if found and seen and seen.is_behind(mine):
+            traceback.print_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+        return found
+
+    def _tell(self, mine: Phase) -> None:
+        """Print which rank is being waited for, although it is not a hang yet, so that the terminal is not silent."""
+        seen = self.eye.outlook
+        for one in seen.behind[:1] if seen else ():
+            say(
+                f"muster: waiting for {mine.age_s:.0f} s so far: {one.name} stands in {one.where}, and may for {one.limit_s:.0f} s"
+            )

@@ -1,0 +1,113 @@
+"""The phases of a rank (steps, evaluation batches, saves) and how long each may take."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from muster.clock import SYSTEM, SystemClock
+
+LONG_S = 1800.0  # a save to slow storage
+FIRST_S = 600.0  # the first phases of each kind compile and tune
+FIRST = 2
+WAITING = ("/torch/distributed/", "/torch/autograd/graph.py", "/muster/dist/reduce/shared_memory.py")
+"""Files in which code waits for other ranks: in a collective, or in a backward pass, which is full of them."""
+USUAL = 3  # a phase may take this many times the longest one of its kind
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The current phase of a rank. Times are in seconds, on its own clock: since the phase began, and the most allowed.
+
+    `number` counts the phases that the rank has entered. `waiting` is whether its code or its device waits for other
+    ranks: on CUDA the code only launches a collective, and then waits wherever it reads a value.
+    """
+
+    beat: int
+    number: int
+    label: str
+    age_s: float
+    limit_s: float
+    waiting: bool
+    where: str
+    host: str
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the phase has taken longer than allowed."""
+        return self.age_s >= self.limit_s
+
+
+class Phases:
+    """This rank's successive phases, and the longest duration of each kind."""
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        start_s: float,
+        device_is_busy: Callable[[], bool] = lambda: False,
+        clock: SystemClock = SYSTEM,
+    ):
+        self.timeout_s, self.device_is_busy, self.clock = timeout_s, device_is_busy, clock
+        self._entered: Counter[str] = Counter()
+        self._longest: dict[str, float] = {}
+        self._current = (0, "start-up", start_s, self.clock.monotonic())
+
+    def enter(self, kind: str, step: int) -> None:
+        """Leave the current phase and enter the next: `step`, `evaluation`, `save` or `finish`."""
+        number, label, _, since = self._current
+        now, before = self.clock.monotonic(), label.split()[0]
+        if self._entered[before] >= FIRST:
+            self._longest[before] = max(self._longest.get(before, 0.0), now - since)
+        self._entered[kind] += 1
+        limit_s = LONG_S
+        if kind in ("step", "evaluation"):
+            limit_s = FIRST_S if self._entered[kind] <= FIRST else USUAL * self._longest.get(kind, 0.0)
+        self._current = (number + 1, f"{kind} {step}", max(limit_s, self.timeout_s), now)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the current phase began."""
+        return self.clock.monotonic() - self._current[3]
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that the current phase may take."""
+        return self._current[2]
+
+    def now(self, beat: int) -> Phase:
+        """Return the current phase to post. Looks up the code's position only after the phase has lasted a while."""
+        number, label, limit_s, since = self._current
+        age_s = self.clock.monotonic() - since
+        where, waiting = code_position() if age_s > self.timeout_s / 4 else ("", False)
+        waiting = waiting or bool(where and self.device_is_busy())
+        return Phase(beat, number, label, age_s, limit_s, waiting, where, socket.gethostname())
+
+
+def cuda_is_busy(device: torch.device) -> bool:
+    """Whether a CUDA device has unfinished work, for example a collective that waits for other ranks."""
+    return device.type == "cuda" and not torch.cuda.current_stream(device).query()
+
+
+def code_position() -> tuple[str, bool]:
+    """Return the main thread's position outside of torch, and whether it waits for other ranks there."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    waiting, first = False, frame
+    if frame:
+        path = frame.f_code.co_filename
+        waiting = any(place in path for place in WAITING)
+    while frame and "/torch/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    frame = frame or first
+    if not frame:
+        return "unknown code", waiting
+    source = Path(frame.f_code.co_filename)
+    return f"{source.parent.name}/{source.name}:{frame.f_lineno} ({frame.f_code.co_name})", waiting

@@ -1,0 +1,148 @@
+"""Turn SIGTERM into one point at which every rank stops.
+
+The signal reaches ranks at different moments, and a rank that stopped alone would leave the others waiting in a
+collective. A collective in every step to agree would slow down every run. So the ranks agree over the store, and only
+after a rank requests a stop:
+
+1. A rank that gets the signal requests a stop.
+2. When it sees the request, every rank's watcher posts how many phases of work (steps, evaluation batches) its rank has
+   begun. From then on the rank begins no further phase by itself.
+3. The last rank to post announces the largest number. All ranks go on to it and stop there, so every phase that any
+   rank has begun is begun by all.
+
+Before a request, a rank polls the store now and then; after it, it posts once and polls with growing pauses. None of
+this grows with the number of ranks, except the last rank's single read of all numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from muster.process import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from muster.dist.world import World
+
+POLL_S = 0.2
+LONGEST_POLL_S = 5.0  # a sixth of a scheduler's usual grace period
+POLLS_PER_S = 1000.0  # total of all ranks
+
+
+class Preemption:
+    """Tracks whether this process was told to stop. Call `install` as early as possible."""
+
+    def __init__(self) -> None:
+        self._is_requested = False
+
+    @property
+    def signalled(self) -> bool:
+        """Whether this process was told to stop."""
+        return self._is_requested
+
+    def request(self) -> None:
+        """Stop this process's run at the next step, and with it those of all other ranks."""
+        self._is_requested = True
+
+    def install(self) -> None:
+        """Handle SIGTERM, Ctrl-C, SIGUSR1 and SIGUSR2 from now on. A second SIGTERM changes nothing.
+
+        Slurm sends a step's USR1 or USR2 to every process in it, loader workers included; they mean the same as
+        SIGTERM.
+        """
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.signalled:  # a second Ctrl-C: the user does not want to wait
+            raise KeyboardInterrupt
+        self.request()
+
+
+class Agreement:
+    """The ranks' agreement on the step at which all of them stop. Watches for requests until it is closed.
+
+    `is_reached` is True once `proceed` has returned False; it changes at the same point on all ranks.
+
+    Args:
+        world: the ranks.
+        preemption: whether this rank was told to stop.
+    """
+
+    def __init__(self, world: World, preemption: Preemption):
+        self._world, self._preemption = world, preemption
+        self._change = threading.Condition()
+        self._begun = 0
+        self._target: int | None = None
+        self._holding = False
+        self.is_reached = False
+        self._ended = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if world.size > 1:
+            self._watcher = threading.Thread(target=self._watch, name="preemption", daemon=True)
+            self._watcher.start()
+
+    def proceed(self) -> bool:
+        """Whether to begin the next phase of work with a collective in it; False means to stop here.
+
+        Collective: every rank must call it in the same order, and all get False at the same point.
+        """
+        with self._change:
+            if self._world.size == 1 and self._preemption.signalled and self._target is None:
+                self._target = self._begun
+            while True:
+                if self._target is not None and self._begun >= self._target:
+                    self.is_reached = True
+                    return False
+                if self._target is not None or not self._holding:
+                    self._begun += 1
+                    return True
+                self._change.wait()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._ended.set()
+        with self._change:  # no target will come for a thread that waits for it
+            self._target = self._begun if self._target is None else self._target
+            self._change.notify_all()
+        if self._watcher:
+            self._watcher.join(timeout=5)
+
+    def _watch(self) -> None:
+        # If the store is gone, so is the group: the main thread learns of it in its next collective.
+        with contextlib.suppress(RuntimeError):
+            if not self._await_request():
+                return
+            with self._change:
+                self._holding = True
+                mine = self._begun
+            self._world.board.post_begun(mine)
+            self._await_target()
+
+    def _await_request(self) -> bool:
+        """Wait until any rank requests a stop; False if the run ends before."""
+        board, pause_s = self._world.board, min(max(POLL_S, self._world.size / POLLS_PER_S), LONGEST_POLL_S)
+        looked_s = pause_s
+        while not self._ended.wait(POLL_S):
+            looked_s += POLL_S
+            if self._preemption.signalled:
+                board.ask_to_stop()
+                return True
+            if looked_s >= pause_s:
+                looked_s = 0.0
+                if board.asked_to_stop():
+                    return True
+        return False
+
+    def _await_target(self) -> None:
+        board, pause_s = self._world.board, POLL_S / 10
+        while not self._ended.wait(pause_s):
+            pause_s = min(2 * pause_s, max(POLL_S, self._world.size / POLLS_PER_S))
+            if (target := board.stop_target()) is not None:
+                with self._change:
+                    self._target = target
+                    self._change.notify_all()
+                return

@@ -1,0 +1,263 @@
+"""Report why an attempt ends: the first cause, once for all ranks, in outcome.json and as an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import socket
+import time
+import traceback
+import uuid
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from muster import attempts
+from muster.attempts import Attempt
+from muster.errors import (
+    CrashLoop,
+    Held,
+    MusterError,
+    Preempted,
+    RankLost,
+    environment_error,
+    final,
+    one_line,
+    say,
+    traceback_of,
+)
+from muster.faults import agent
+from muster.faults.heartbeat import BEAT_S, Heartbeat
+from muster.job.lease import Lease, newest_claim
+from muster.origin import kind_and_message, located, place
+from muster.redact import redacted
+
+if TYPE_CHECKING:
+    from muster.dist.world import World
+    from muster.faults.preemption import Preemption
+
+FIRST_CAUSE_WAIT_S = 1.0  # a failing rank reports at once; a killed rank never does
+SILENCE_S = 0.3  # a killed rank sends no heartbeat either
+OF_A_START = ("token", "idle_attempts", "times_held")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """Reports why an attempt ends: once for all ranks, in one line and in outcome.json.
+
+    folder: the run's folder. preemption: whether this rank was told to stop.
+    max_idle_attempts: failed starts in a row before CrashLoop; None: starts are not counted.
+    records: False if outcome.json is left alone, as by an evaluation.
+    world, heartbeat, lease, step: what the attempt has so far; they decide which ranks an error concerns.
+    """
+
+    folder: Path
+    preemption: Preemption
+    max_idle_attempts: int | None = None
+    records: bool = True
+    world: World | None = None
+    heartbeat: Heartbeat | None = None
+    lease: Lease | None = None
+    step: int | None = None
+
+    def because(self, error: BaseException) -> int:
+        """Report `error` and return the exit code."""
+        lost = self._is_lost(error)
+        error = _put_into_words(error)
+        agent.tell(in_words(error))
+        if lost or isinstance(error, RankLost):
+            agent.end_if_stuck()
+        code = error.exit_code if isinstance(error, MusterError) else 1
+        if self.world is None:
+            return self._alone(error, code)
+        if self.heartbeat:
+            self.heartbeat.enter("leaving after step", self.step or 0)
+        if isinstance(error, Preempted):
+            return self._stopped(self.world, error, code)
+        return self._with_others(self.world, error, code, lost=lost)
+
+    def _alone(self, error: BaseException, code: int) -> int:
+        """Report an error from before the meeting: rank 0 reports for all, unless this rank never reached it."""
+        from muster.dist.rendezvous.network import Abandoned, Unheard
+
+        alone = isinstance(error, (Unheard, Abandoned)) or not isinstance(error, MusterError)
+        is_first = os.environ.get("RANK", "0") == "0"
+        record = self._record(error, code, lost=False)
+        if is_first and not isinstance(error, MusterError) and self.max_idle_attempts is not None:
+            own = uuid.uuid4().hex[:8]
+            error, code = self._counted(error, code, record, own)
+            with contextlib.suppress(MusterError, OSError):
+                self._refuse(record, own)
+        if alone or is_first:
+            tell(error)
+        return code
+
+    def _stopped(self, world: World, error: Preempted, code: int) -> int:
+        """Report a stop. Every rank has come to it at the same point, so rank 0 reports for all."""
+        record = self._record(error, code, lost=False)
+        self._counted(error, code, record, world.attempt)
+        if world.is_first:
+            tell(error)
+        self._write(record, first=world.is_first)
+        return code
+
+    def _with_others(self, world: World, error: BaseException, code: int, *, lost: bool) -> int:
+        """Agree with the other ranks on the first cause, report it once and return the exit code."""
+        if lost:
+            first = self._first_cause(world, error)
+            if isinstance(first, dict):
+                agent.tell(f"rank {first['rank']} failed first: {first['error']}")
+                self._write(first)
+                return int(first["exit_code"])
+            error = first
+        told = attempts.last(self.folder)
+        if isinstance(error, RankLost) and told.attempt == world.attempt and told.outcome != attempts.RUNNING:
+            agent.tell(f"rank {told.rank} failed first: {told.error}")
+            return told.exit_code or 1  # the first cause, recorded by a rank that is gone
+        record = self._record(error, code, lost=lost)
+        error, code = self._counted(error, code, record, world.attempt)
+        won, first_said = world.board.claim_failure(record)
+        if won and isinstance(error, MusterError):
+            tell(error)  # print before a write that may hang
+        kept = self._write(first_said, first=won)
+        if won and not isinstance(error, MusterError):
+            tell(error, kept)
+            agent.tell(_and_where(error, kept))
+        if first_said["rank"] != world.rank:
+            agent.tell(f"rank {first_said['rank']} failed first: {first_said['error']}")
+        return int(first_said["exit_code"]) if isinstance(error, MusterError) else code
+
+    def _counted(
+        self, error: BaseException, code: int, record: dict[str, Any], attempt: str
+    ) -> tuple[BaseException, int]:
+        """Return `error` and `code`, or a crash loop in their place, which also goes into `record`.
+
+        If the attempt had the run, the next attempt counts its failure (Folder); if it never had the run, this method
+        does.
+        """
+        told, again = attempts.last(self.folder), None
+        failed_before = told.failure_before
+        if told.attempt != attempt or not told.token:
+            before = attempts.start_before(self.folder, attempt)
+            failed_before = before.failure
+            count = 0 if before.outcome == CrashLoop.outcome else before.idle_attempts
+            record |= {"token": before.token, "idle_attempts": count, "times_held": before.times_held}
+            if isinstance(error, Held):
+                record["times_held"] += 1
+            elif self._is_failed_start(error, code):
+                record["idle_attempts"] = count + 1
+                if count >= (self.max_idle_attempts or 0):
+                    again = f"{count + 1} attempts in a row failed before training could begin"
+        if record["failure"] and failed_before == record["failure"]:
+            again = "the same error at the same place as in the attempt before"
+        if not again:
+            return error, code
+        known = isinstance(error, MusterError)
+        where = f" ({place(error)})" if not known and place(error) else ""
+        what = one_line(error) if known else ": ".join(kind_and_message(error))
+        loop = CrashLoop(f"{what}: {again}{where}; mend it, and run the same command again")
+        record |= {"outcome": loop.outcome, "exit_code": loop.exit_code, "error": one_line(loop)}
+        return loop, loop.exit_code
+
+    def _is_failed_start(self, error: BaseException, code: int) -> bool:
+        """Whether `error` counts as a failed start; not if the launcher ended all ranks because a node joins."""
+        ended = code == Preempted.exit_code or (isinstance(error, RankLost) and self.preemption.signalled)
+        return self.max_idle_attempts is not None and code not in final() and not ended
+
+    def _is_lost(self, error: BaseException) -> bool:
+        """Whether torch's error means that another rank is gone; the cause then comes from the other ranks."""
+        if self.world is None or self.world.size == 1 or not isinstance(error, RuntimeError):
+            return False
+        named = type(error).__module__ == "torch.distributed" or re.search(r"\bgloo\b|NCCL|nccl", str(error))
+        return bool(named) and environment_error(error) is None
+
+    def _first_cause(self, world: World, error: BaseException) -> dict[str, Any] | RankLost:
+        """Return the cause that another rank has posted; if there is none, name the ranks without a heartbeat."""
+
+        def silent() -> RankLost | None:
+            return self.heartbeat.silence(SILENCE_S) if self.heartbeat else None
+
+        if self.heartbeat:
+            self.heartbeat.watch()
+        if first := world.board.first_failure(FIRST_CAUSE_WAIT_S, enough=silent):
+            return first
+        time.sleep(2 * BEAT_S)  # the store may be gone so recently that no check has failed yet
+        return silent() or RankLost(
+            f"rank {world.rank} on {socket.gethostname()} lost contact with another rank, which gave no reason: {one_line(error)[:300]}"
+        )
+
+    def _record(self, error: BaseException, code: int, *, lost: bool) -> dict[str, Any]:
+        known = isinstance(error, MusterError)
+        whose = error if isinstance(error, RankLost) and error.rank is not None else None
+        return {
+            "outcome": error.outcome if isinstance(error, MusterError) else "failed",
+            "exit_code": code,
+            "step": self.step,
+            "rank": whose.rank if whose else self.world.rank if self.world else 0,
+            "failed_host": whose.host if whose else socket.gethostname(),
+            "error": in_words(error),
+            "traceback": redacted(traceback.format_exc()) if lost or not known or error.__cause__ else None,
+            "failure": None if lost or known else _digest(f"{self.step} {traceback.format_exc()}"),
+        }
+
+    def _write(self, record: dict[str, Any], *, first: bool = False) -> Path | None:
+        """Write `record` to outcome.json if this attempt has the run; a refused command leaves the run's record alone.
+
+        Both the first rank to report and the rank that holds the run write it: either may be gone before the other has
+        written, and the holder's report reads the record. Returns the record's path if this rank has written it.
+        """
+        assert self.world
+        if not self.records:
+            return None
+        with contextlib.suppress(MusterError, OSError):  # the write failed; the printed line has the cause
+            now = attempts.last(self.folder)
+            if now.attempt != self.world.attempt:
+                if first:
+                    return self._refuse(record, self.world.attempt)
+            elif self.lease.is_held() if self.lease else first:
+                known = {key: value for key, value in record.items() if key not in OF_A_START}
+                attempts.write(self.folder, replace(now, **known, cause=None))  # `cause` was an earlier attempt's error
+                return self.folder / attempts.OUTCOME
+        return None
+
+    def _refuse(self, record: dict[str, Any], attempt: str) -> Path:
+        """Record the end of a start that never had the run, and return the record's path."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        is_held = newest_claim(self.folder)[1].get("attempt", attempt) != attempt
+        return attempts.refuse(self.folder, Attempt.of({**record, "attempt": attempt}), beside=is_held)
+
+
+def _digest(text: str) -> str:
+    """Return a digest of `text` that ignores addresses."""
+    return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
+
+
+def _put_into_words(error: BaseException) -> BaseException:
+    if isinstance(error, KeyboardInterrupt):
+        return RankLost("interrupted from the keyboard; the same command resumes from the last checkpoint")
+    return environment_error(error) or error if isinstance(error, Exception) else error
+
+
+def tell(error: BaseException, kept: Path | None = None) -> None:
+    """Print `error` in one line.
+
+    For an error that is not a MusterError, `kept` is the file with the traceback; if None, the traceback is printed
+    first.
+    """
+    if isinstance(error, MusterError):
+        return say(f"muster: {error.outcome.replace('_', ' ')}: {in_words(error)}")
+    if not kept:
+        say(traceback_of(error))
+    say(f"muster: failed: {_and_where(error, kept)}")
+
+
+def _and_where(error: BaseException, kept: Path | None) -> str:
+    more = f"; mend it, and run the same command again. The whole traceback is in {kept}" if kept else ""
+    return f"{in_words(error)}{more}"
+
+
+def in_words(error: BaseException) -> str:
+    """Return a MusterError's message; for any other error what was raised and where."""
+    return one_line(error) if isinstance(error, MusterError) else located(error)

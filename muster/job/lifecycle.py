@@ -1,0 +1,318 @@
+"""The life of an attempt at a run, as a state machine.
+
+    started -> met -> claimed -> restored -> running -> ended
+    any state -> ended: an error on this rank, a lost peer, a folder that another launch has taken over
+
+Each transition is a method of `Lifecycle` that registers how it is undone. At the end an ExitStack undoes them, the last
+one first, in one of two ways. If the ranks end together (the run is done or was preempted), each waits for the others
+and the group is closed. After a failure ranks may be gone, so nothing is waited for: this process leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Protocol
+
+from muster.dist.place import restarts_left
+from muster.dist.world import START_S, World
+from muster.errors import MusterError, Preempted, RankLost, final, say
+from muster.faults import agent
+from muster.faults.heartbeat import Heartbeat
+from muster.faults.preemption import Agreement, Preemption
+from muster.job.exit import Exit
+from muster.job.folder import Refusal, RunFolder, RunOptions, claim_folder, note_end, open_folder
+from muster.job.lease import Lease
+
+REPORT_S = 5.0
+
+
+class State(Enum):
+    """A state of an attempt.
+
+    started: this process runs. met: the ranks have formed their group and watch each other.
+    claimed: the run's folder is this attempt's. restored: the position is known. running: the ranks make steps.
+    ended: the exit code is known.
+    """
+
+    started = auto()
+    met = auto()
+    claimed = auto()
+    restored = auto()
+    running = auto()
+    ended = auto()
+
+
+FOLLOWS = {
+    State.met: {State.started},
+    State.claimed: {State.met},
+    State.restored: {State.claimed},
+    State.running: {State.met, State.restored},  # an evaluation claims and restores nothing
+    State.ended: {*State},
+}
+"""The states that each state may follow."""
+
+
+class HasStep(Protocol):
+    """An object with the current step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Ending:
+    """An end to which all ranks come together: the run is done, or `preempted` says at which step it has stopped."""
+
+    step: int = 0
+    total_steps: int = 0
+    preempted: str | None = None
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks of a running attempt: their group, this rank's heartbeat, and the agreement on where to stop."""
+
+    world: World
+    heartbeat: Heartbeat
+    agreement: Agreement
+
+    def begin(self, phase: str, step: int) -> bool:
+        """Enter a phase of work that has a collective in it; return False if the ranks agreed to stop before it.
+
+        Collective: every rank must call it, and all get the same answer.
+        """
+        self.heartbeat.enter(phase, step)
+        return self.agreement.proceed()
+
+
+class Lifecycle:
+    """One attempt at a run. A context manager: an error in its block ends the attempt and is reported, not raised.
+
+    Args:
+        folder: the run's folder.
+        preemption: whether this process was told to stop.
+        max_idle_attempts: failed starts in a row before CrashLoop; None: starts are not counted.
+        records: False if outcome.json is left alone, as by an evaluation.
+    """
+
+    def __init__(
+        self, folder: Path, preemption: Preemption, *, max_idle_attempts: int | None = None, records: bool = True
+    ):
+        self.folder, self.preemption = folder, preemption
+        self.max_idle_attempts, self.records = max_idle_attempts, records
+        self.state, self.exit_code = State.started, 1
+        self._world: World | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._lease: Lease | None = None
+        self._agreement: Agreement | None = None
+        self._progress: HasStep | None = None
+        self._report: Callable[[], None] | None = None
+        self._together = False  # the ranks end at the same point, and none of them is gone
+        self._undo = contextlib.ExitStack()
+        self._failing = threading.Lock()
+
+    def __enter__(self) -> Lifecycle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if self._agreement:  # before a report: the heartbeat, which names a lost peer and its wait, then reports first
+            self._agreement.close()
+        try:
+            if error is None:
+                self._undo.close()
+        except BaseException as late:
+            error = late
+        if error is not None:
+            with without_sigchld():
+                self._fail(error)
+        return True
+
+    # The transitions.
+
+    def meet(self, world: World, *, timeout_s: float) -> Heartbeat:
+        """started -> met: watch the other ranks of `world`. The heartbeat starts only with several ranks or under torchrun.
+
+        Undone by leaving the group.
+        """
+        self._enter(State.met)
+        self._world = world
+        self._heartbeat = heartbeat = Heartbeat(world, timeout_s=timeout_s, start_s=START_S, on_hang=self.lose)
+        self.on_end(self._part, failed=self._leave)
+        if world.size > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+            heartbeat.start()
+        return heartbeat
+
+    def claim(self, options: RunOptions, *, refusal: Refusal) -> RunFolder:
+        """met -> claimed: claim the run's folder and find where to resume. Collective: every rank must call it.
+
+        outcome.json then has this attempt as the running one. Undone by giving up the claim, or by leaving it to the
+        restart that torchrun's agent is about to make.
+
+        Raises:
+            MusterError: see `claim_folder` and `open_folder`.
+        """
+        assert self._world and self._heartbeat
+        heartbeat = self._heartbeat
+        self._lease = claim_folder(
+            options,
+            self._world,
+            stopping=lambda: self.preemption.signalled,
+            on_loss=self.lose,
+            on_request=self._regroup,
+            stands=lambda: heartbeat.is_abandoned,
+        )
+        self._enter(State.claimed)
+        self.on_end(self._release, failed=self._release)
+        return open_folder(options, self._world, self._lease, refusal=refusal)
+
+    def restored(self, progress: HasStep, *, report: Callable[[], None] | None) -> None:
+        """claimed -> restored: the run is at the step of `progress`, and `report` writes its report.
+
+        Undone by writing the report, unless the end has done so.
+        """
+        self._enter(State.restored)
+        self._progress, self._report = progress, report
+        self.on_end(self._report_soon, failed=self._report_soon)
+
+    def run(self) -> Peers:
+        """restored -> running: let the ranks agree on where to stop from now on. Undone first of all."""
+        assert self._world and self._heartbeat
+        self._enter(State.running)
+        self._agreement = Agreement(self._world, self.preemption)
+        return Peers(self._world, self._heartbeat, self._agreement)
+
+    def end(self, ending: Ending, *, report: bool = True) -> None:
+        """running -> ended: record the end that all ranks have come to. Collective: every rank must call it.
+
+        report: False if the report is there already.
+
+        Raises:
+            StorageError: outcome.json cannot be written.
+        """
+        assert self._world
+        if ending.preempted:
+            self.exit_code = self._exit().because(Preempted(ending.preempted))
+        else:
+            failure = self._record(ending)
+            if report and self._report and not failure:
+                self._report()
+            self._world.together(failure)
+            self.exit_code, self._report = 0, None
+        self._together = True
+        self._enter(State.ended)
+
+    def lose(self, error: RankLost) -> NoReturn:
+        """any state -> ended: a peer is lost, or the run itself. Called from a thread, and ends this process."""
+        try:
+            self._fail(error)
+        finally:
+            os._exit(self.exit_code)
+
+    def on_end(self, together: Callable[[], object], *, failed: Callable[[], object] = lambda: None) -> None:
+        """Register how the last transition is undone: if the ranks end `together`, or after one has `failed`."""
+
+        def undo(_: object, error: BaseException | None, __: object) -> None:
+            if error is not None and self._together:  # an undoing has failed: the others may not get through theirs
+                self._together, self.exit_code = False, self._exit().because(error)
+            (together if self._together else failed)()
+
+        self._undo.push(undo)
+
+    # What they do.
+
+    def _enter(self, state: State) -> None:
+        assert self.state in FOLLOWS[state], f"{self.state.name} -> {state.name}"
+        self.state = state
+
+    def _exit(self) -> Exit:
+        return Exit(
+            folder=self.folder,
+            preemption=self.preemption,
+            max_idle_attempts=self.max_idle_attempts,
+            records=self.records,
+            world=self._world,
+            heartbeat=self._heartbeat,
+            lease=self._lease,
+            step=self._progress.step if self._progress else None,
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        """Report `error` and undo everything; with other ranks, end this process.
+
+        The main thread or another one calls it, whichever is first; the other one waits until the process ends.
+        """
+        self._failing.acquire()
+        self.exit_code = self._exit().because(error)
+        self._together = isinstance(error, Preempted) and self._world is not None
+        self._enter(State.ended)
+        self._undo.close()
+        if self._world is None:
+            agent.end_restarts(self.exit_code)
+        elif self._world.size > 1 and not self._together:
+            os._exit(self.exit_code)
+
+    def _record(self, ending: Ending) -> MusterError | None:
+        """Record on rank 0 that the run is done; return the failure to do so."""
+        if not self._lease:
+            return None
+        try:
+            note_end(self.folder, step=ending.step, total_steps=ending.total_steps)
+        except MusterError as error:
+            return error
+        return None
+
+    def _regroup(self, other: str) -> None:
+        """Have all ranks save and leave, so that torchrun restarts them together with `other`."""
+        say(f"muster: {other} of this job waits for the run: all ranks save their place and start again together")
+        self.preemption.request()
+
+    def _report_soon(self) -> None:
+        """Write the report while this attempt holds the run. Waits at most `REPORT_S`: the folder may be lost."""
+        if self._report and self._lease and self._lease.is_held():
+            writer = threading.Thread(target=self._report, name="report", daemon=True)
+            writer.start()
+            writer.join(REPORT_S)
+
+    def _release(self) -> None:
+        """Give up the claim on the folder, or leave it to torchrun's restart of the ranks."""
+        if not self._lease:
+            return
+        is_stopped = self.exit_code == Preempted.exit_code and self.preemption.signalled
+        if restarts_left() and self.exit_code and not is_stopped and self.exit_code not in final():
+            self._lease.leave_to_restart()
+        else:
+            self._lease.let_go()
+
+    def _part(self) -> None:
+        """Close the group, which every rank does. Collective."""
+        if self._world and self._heartbeat:
+            self._heartbeat.close()
+            self._world.close()
+
+    def _leave(self) -> None:
+        """Leave without waiting for ranks that may be gone: destroying a broken process group can block."""
+        agent.end_restarts(self.exit_code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self._world and self._heartbeat:
+            self._world.leave(gone=self._heartbeat.gone)
+
+
+@contextlib.contextmanager
+def without_sigchld() -> Iterator[None]:
+    """Suspend torch's SIGCHLD handler: when a loader worker dies, it raises at whatever line is running."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)

@@ -1,0 +1,1 @@
+"""Launch a job: one policy for every substrate, decided by pure functions."""

@@ -1,0 +1,155 @@
+"""`muster launch COMMAND`: the commands that batch scripts, manifests and compose.yaml call.
+
+node [overrides]       run this node's agent, as set by the environment of Slurm, Kubernetes or compose
+command [overrides]    print the agent's torchrun command without running it
+doctor [options]       have all ranks check whether this cluster can train (muster doctor --help)
+check [overrides]      print the run's folder if `python -m train` accepts the overrides; else the reason, and exit 2
+store [options]        run the rendezvous store in a process of its own
+plan [overrides]       for slurm/job.sh: check, then print srun's arguments as shell assignments
+verdict FOLDER BEFORE CODE [told]    for slurm/job.sh: print the end and the next action as shell assignments
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from muster import attempts
+from muster.errors import ConfigError, Held, nearest, one_line, say
+from muster.faults import output
+from muster.launcher import execute, slurm
+from muster.launcher.check import check, check_apart
+from muster.launcher.spec import Dynamic, Spec, command, environment, printed, steady_torchrun, this_torchrun
+from muster.launcher.substrate import find, here
+from muster.launcher.verdict import SLURM, decide, identity
+
+DOCTOR_WAITS_S = 30
+
+
+def node(given: Sequence[str]) -> int:
+    """Run this node's agent to its end, and return the exit code for its substrate. Raises ConfigError."""
+    kind = here(os.environ)
+    spec = kind.spec(os.environ)
+    overrides = [*kind.overrides(os.environ), *given]
+    folder = None
+    if kind.policy.checks:
+        code, folder = check_apart(overrides)
+        if code:
+            return code
+    for left in reversed(range(kind.policy.again + 1)):
+        began = time.time()
+        end = execute.run(spec, overrides, policy=kind.policy, folder=folder)
+        if end.signals or end.verdict.code == 0 or not left or not was_held(spec, overrides, since=began):
+            break
+        say(f"muster: held by another part of this job: this node restarts its agent (at most {left} times)")
+    verdict = end.verdict
+    if verdict.line:
+        say(f"muster: {folder}: {verdict.line}")
+    return verdict.code
+
+
+def was_held(spec: Spec, overrides: Sequence[str], *, since: float) -> bool:
+    """Whether ranks of this job gave up because another part of the job held their run."""
+    record = attempts.newest(check_apart(overrides)[1], launcher=spec.job_name)
+    return record.get("exit_code") == Held.exit_code and float(record.get("time", 0.0)) > since
+
+
+def line(given: Sequence[str]) -> int:
+    """Print the command that `node` would run. Raises ConfigError."""
+    kind = here(os.environ)
+    spec = kind.spec(os.environ)
+    overrides = [*kind.overrides(os.environ), *given]
+    say(printed(spec, command(spec, overrides, torchrun=this_torchrun())), sys.stdout)
+    return 0
+
+
+def check_here(given: Sequence[str]) -> int:
+    """Check the overrides, including those from the environment. Raises ConfigError."""
+    kind = find(os.environ)
+    return check([*(kind.overrides(os.environ) if kind else ()), *given])
+
+
+def doctor(given: Sequence[str]) -> int:
+    """Have all ranks check once whether they can train, and return torchrun's exit code. Raises ConfigError."""
+    kind = here(os.environ)
+    spec = replace(kind.spec(os.environ), max_restarts=0)
+    if isinstance(spec.rendezvous, Dynamic):  # the doctor reports missing nodes: wait for them, but not forever
+        timings = replace(spec.rendezvous.timings, last_call_timeout=DOCTOR_WAITS_S)
+        spec = replace(spec, rendezvous=replace(spec.rendezvous, timings=timings))
+    words = [*kind.overrides(os.environ), *given]
+    most = str(spec.nnodes).rpartition(":")[2]
+    if str(spec.nproc).isdigit() and not any(word.startswith("--expect") for word in words):
+        words = ["--expect", str(int(most) * int(spec.nproc)), *words]
+    say(printed(spec, command(spec, words, torchrun=this_torchrun(), module="muster.doctor")), sys.stdout)
+    line = command(spec, words, torchrun=steady_torchrun(), module="muster.doctor")
+    return subprocess.run(line, env={**os.environ, **environment(spec)}, check=False).returncode
+
+
+def store(given: Sequence[str]) -> int:
+    """Serve until the run has ended. The only command that imports torch."""
+    from muster.launcher import store as server
+
+    server.main(given)
+    return 0
+
+
+def plan(given: Sequence[str]) -> int:
+    """Print what slurm/job.sh needs to start the nodes: job, folder, before, srun_flags. Raises ConfigError."""
+    flags, job = slurm.srun_flags(os.environ), slurm.job_name(os.environ)
+    code, folder = check_apart(given)
+    if code:
+        return code
+    before = json.dumps(identity(attempts.newest(folder, launcher=slurm.job_id(os.environ))))
+    answer = {"job": job, "folder": str(folder), "before": before, "srun_flags": flags}
+    exported = [f"export {text}" for text in slurm.assignments(slurm.srun_environment(os.environ)).splitlines()]
+    say("\n".join([slurm.assignments(answer), *exported]), sys.stdout)
+    return 0
+
+
+def verdict(given: Sequence[str]) -> int:
+    """Print what slurm/job.sh does at the end: code, requeue, line. Raises ConfigError."""
+    if len(given) not in (3, 4):
+        raise ConfigError(f"verdict got {len(given)} arguments; valid: FOLDER BEFORE CODE [told]")
+    folder, before, code, *told = given
+    after = attempts.newest(Path(folder), launcher=slurm.job_id(os.environ))
+    end = decide(json.loads(before), after, int(code), told=any(told), policy=SLURM)
+    answer = {"code": str(end.code), "requeue": str(int(end.requeue)), "line": f"{folder}: {end.line}"}
+    say(slurm.assignments(answer), sys.stdout)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "node": node,
+    "command": line,
+    "check": check_here,
+    "doctor": doctor,
+    "store": store,
+    "plan": plan,
+    "verdict": verdict,
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command with its arguments, and return the exit code."""
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        say(str(__doc__).rstrip(), sys.stdout)
+        return 0
+    try:
+        if name not in COMMANDS:
+            raise ConfigError(f"muster launch {name} is unknown; {nearest(name, COMMANDS)}")
+        return COMMANDS[name](rest)
+    except ConfigError as error:
+        say(f"muster: config error: {one_line(error)}")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    output.endure()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,37 @@
+"""Check whether the trainer would accept overrides, and find the folder of their run.
+
+The check runs in a separate process, which takes its imports with it: Hydra and the user's modules.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from muster.launcher.spec import ACCEPTS
+
+
+def check(overrides: Sequence[str]) -> int:
+    """Print only the run's absolute folder, or the reason of a refusal on standard error. Returns the exit code."""
+    return subprocess.run(_line(overrides), check=False).returncode
+
+
+def check_apart(overrides: Sequence[str]) -> tuple[int, Path]:
+    """Return the exit code and the folder; prints the reason of a refusal."""
+    done = subprocess.run(_line(overrides), stdout=subprocess.PIPE, text=True, check=False)
+    return done.returncode, Path(done.stdout.rstrip("\n"))
+
+
+def answer(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return `{"folder": ...}`, or `{"refused": [exit code, reason]}`."""
+    done = subprocess.run(_line(["--json", *overrides]), stdout=subprocess.PIPE, text=True, check=False)
+    lines = done.stdout.splitlines()
+    return dict(json.loads(lines[-1])) if lines else {"refused": [1, "the overrides could not be checked: see above"]}
+
+
+def _line(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", ACCEPTS, *arguments]

@@ -1,0 +1,100 @@
+"""The agent of `muster.launch(...)`, on torch's elastic launch API: `python -m muster.launcher.elastic FOLDER PARENT`.
+
+FOLDER holds the files that spawn.py left there; the agent and the ranks add the files that spawn.py reads afterwards:
+plan.json, failure.json, value-RANK.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from muster import attempts, process
+from muster.dist.place import JOB
+from muster.faults import output
+from muster.launcher.check import answer
+from muster.launcher.spec import Dynamic, Spec
+from muster.launcher.verdict import identity
+
+
+def main(given: list[str]) -> int:
+    """Run the ranks to their end, and return 0 if all ended well."""
+    folder, parent = Path(given[0]), int(given[1])
+    process.die_with_parent(signal.SIGTERM, parent=parent)  # no process remains, however the caller dies
+    spec, overrides = pickle.loads((folder / "job").read_bytes())
+    if overrides is None:
+        line = ["muster.launcher.rank", str(folder)]
+    else:
+        plan = plan_of(overrides)
+        (folder / "plan.json").write_text(json.dumps(plan))
+        if "refused" in plan:
+            return 2
+        line = ["muster", *overrides]
+    return run(spec, ["-P", "-m", *line], folder)
+
+
+def plan_of(overrides: list[str]) -> dict[str, Any]:
+    """Return the run's folder and its last attempt, or why the overrides were refused."""
+    found = answer(overrides)
+    if "refused" in found:
+        return found
+    folder, own = Path(found["folder"]), os.environ[JOB]
+    return {"folder": str(folder), "launcher": own, "before": identity(attempts.newest(folder, launcher=own))}
+
+
+def run(spec: Spec, line: list[str], folder: Path) -> int:
+    """Run one agent of `spec`, whose ranks run Python with the arguments `line`. Returns the exit code."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    assert isinstance(spec.rendezvous, Dynamic)
+    fewest, _, most = spec.nnodes.partition(":")
+    config = LaunchConfig(
+        min_nodes=int(fewest),
+        max_nodes=int(most or fewest),
+        nproc_per_node=int(spec.nproc),
+        max_restarts=spec.max_restarts,
+        run_id=spec.rendezvous.id,
+        rdzv_backend="c10d",
+        rdzv_endpoint=spec.rendezvous.endpoint,
+        rdzv_configs={"is_host": int(spec.rendezvous.is_host), **vars(spec.rendezvous.timings)},
+        local_addr=spec.local_addr,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+    )
+    try:
+        elastic_launch(config, sys.executable)(*line)
+        return 0
+    except ChildFailedError as error:
+        code, failures = 1, error.failures
+    except SignalException as error:  # from the caller, or from a rank that a restart cannot help (faults/agent.py)
+        code, failures = 128 + int(error.sigval), {}
+    process.ignore(signal.SIGTERM)
+    (folder / "failure.json").write_text(json.dumps(first(failures, folder)))
+    return code
+
+
+def first(failures: dict[int, Any], folder: Path) -> dict[str, Any]:
+    """Return the first cause of the failures.
+
+    A rank that was killed left no message, and the messages of the others are consequences.
+    """
+    for rank, failure in sorted(failures.items()):
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the agent ends the other ranks by SIGTERM
+            return {"rank": rank, "exit_code": 1, "message": f"killed by {failure.signal_name()}"}
+    if said := [json.loads(path.read_text()) for path in folder.glob("failed-*")]:
+        return dict(min(said, key=lambda each: each["time"]))
+    for rank, failure in sorted(failures.items()):
+        message = failure.message["message"] if isinstance(failure.message, dict) else "gave no reason"
+        return {"rank": rank, "exit_code": failure.exitcode, "message": f"{message} (exit code {failure.exitcode})"}
+    return {}
+
+
+if __name__ == "__main__":
+    output.endure()
+    sys.exit(main(sys.argv[1:]))

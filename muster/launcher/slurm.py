@@ -1,0 +1,82 @@
+"""Slurm: build a node's spec from a job's environment. The launching script sets `HEAD` to the first node's name."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from muster.errors import ConfigError
+from muster.launcher.spec import Dynamic, Spec
+from muster.launcher.variables import text, whole
+
+GRACE_S = 120  # as --signal=B:USR1@120 in the batch scripts, and submit.py's signal_delay_s
+
+
+def spec(env: Mapping[str, str], *, nproc: int | None = None) -> Spec:
+    """Build the spec of one agent per node, with a process for each GPU from Slurm, or `NPROC`. Raises ConfigError."""
+    job = whole(env, "SLURM_JOB_ID")
+    nproc = nproc or whole(env, "SLURM_GPUS_ON_NODE", default=0) or whole(env, "NPROC", default=1, least=1)
+    cpus = whole(env, "SLURM_CPUS_PER_TASK", default=1, least=1)
+    return Spec(
+        nnodes=nnodes(env),
+        nproc=str(nproc),
+        max_restarts=whole(env, "MAX_RESTARTS", default=3),
+        rendezvous=Dynamic(
+            endpoint=f"{text(env, 'HEAD')}:{port(job)}",
+            id=f"{job}.{whole(env, 'SLURM_RESTART_COUNT', default=0)}",
+            is_host=whole(env, "SLURM_NODEID") == 0,
+        ),
+        local_addr=text(env, "SLURMD_NODENAME"),
+        grace_s=whole(env, "GRACE_S", default=GRACE_S),
+        threads=whole(env, "OMP_NUM_THREADS", default=-(-cpus // nproc), least=1),
+        job=job_id(env),
+    )
+
+
+def job_id(env: Mapping[str, str]) -> str:
+    """Return the job's id as in `place.job`; empty outside of a job."""
+    return f"slurm:{env['SLURM_JOB_ID']}" if env.get("SLURM_JOB_ID") else ""
+
+
+def port(job: int) -> int:
+    """Return a port by job id, so that jobs on one node differ; lies below the range of outgoing connections."""
+    return 10000 + job % 20000
+
+
+def nnodes(env: Mapping[str, str]) -> str:
+    """Return the number of nodes: all of the job's, or from `MIN_NODES` on. Raises ConfigError."""
+    nodes = whole(env, "SLURM_JOB_NUM_NODES", least=1)
+    if not env.get("MIN_NODES"):
+        return str(nodes)
+    fewest = whole(env, "MIN_NODES", least=1)
+    if fewest > nodes:
+        raise ConfigError(f"MIN_NODES={fewest} is out of range: the job has {nodes} nodes, use 1 to {nodes}")
+    return f"{fewest}:{nodes}"
+
+
+def job_name(env: Mapping[str, str]) -> str:
+    """Return the id for scontrol and scancel. In an array's last task SLURM_JOB_ID is the id of the whole array."""
+    if env.get("SLURM_ARRAY_TASK_ID"):
+        return f"{text(env, 'SLURM_ARRAY_JOB_ID')}_{env['SLURM_ARRAY_TASK_ID']}"
+    return text(env, "SLURM_JOB_ID")
+
+
+def srun_flags(env: Mapping[str, str]) -> list[str]:
+    """Return srun's flags: one task per node; an elastic job outlives lost nodes, any other ends with the first."""
+    elastic = ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+    fixed = ["--kill-on-bad-exit=0", "--wait=120"]
+    tasks = [f"--ntasks={whole(env, 'SLURM_JOB_NUM_NODES', least=1)}", "--ntasks-per-node=1"]
+    return [*tasks, *(elastic if env.get("MIN_NODES") else fixed)]
+
+
+def srun_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return srun's variables: since Slurm 22.05 srun does not inherit --cpus-per-task from the job."""
+    return {"SRUN_CPUS_PER_TASK": env["SLURM_CPUS_PER_TASK"]} if env.get("SLURM_CPUS_PER_TASK") else {}
+
+
+def assignments(values: Mapping[str, str | Sequence[str]]) -> str:
+    """Return shell assignments for `eval`: variables, and arrays of arbitrary strings."""
+    return "\n".join(
+        f"{name}={shlex.quote(value) if isinstance(value, str) else f'({shlex.join(value)})'}"
+        for name, value in values.items()
+    )

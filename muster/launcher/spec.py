@@ -1,0 +1,172 @@
+"""The specification of a node's agent, and the torchrun command that starts it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from muster.errors import ConfigError
+from muster.faults.agent import STUCK_S
+
+ACCEPTS = "muster.train.accepts"
+"""The module that checks whether the trainer accepts overrides."""
+UNSHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without this a surviving agent does not give the address of the group to a node that joins late or again."""
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Variable with the seconds that workers have for the last checkpoint (torchrun's default: 30)."""
+MARGIN_S = 10  # of the grace period, for the agent to end and the launcher to read the outcome
+
+
+@dataclass(frozen=True)
+class Timings:
+    """The keys of `--rdzv-conf`, in whole seconds. The defaults are for nodes on a network."""
+
+    join_timeout: int = 300
+    """Time for the slowest node to arrive: prologs and images take minutes, and waiting costs nothing."""
+    last_call_timeout: int = 5
+    """How long a round with enough nodes waits for more; part of every recovery (torchrun's default: 30)."""
+    keep_alive_interval: int = 1
+    keep_alive_max_attempt: int = 5
+    """A node is lost after this many intervals without a sign of life; longer than a busy network is silent."""
+    read_timeout: int = 20
+    """Timeout of one request to the store; less than `STUCK_S`, after which an agent counts as hung and is ended."""
+
+    def __post_init__(self) -> None:
+        assert self.read_timeout < STUCK_S
+
+    def __str__(self) -> str:
+        return ",".join(f"{key}={value}" for key, value in vars(self).items())
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """Rendezvous by c10d: nodes may come and go."""
+
+    endpoint: str
+    id: str
+    is_host: bool
+    """Whether this agent holds the store. Always passed to torchrun, which would guess it from names and addresses."""
+    timings: Timings = Timings()
+
+    def flags(self) -> list[str]:
+        """Return torchrun's rendezvous flags."""
+        return [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={self.endpoint}",
+            f"--rdzv-id={self.id}",
+            f"--rdzv-conf=is_host={int(self.is_host)},{self.timings}",
+        ]
+
+
+@dataclass(frozen=True)
+class Static:
+    """Rendezvous at a given address with given node ranks: all nodes must be present."""
+
+    master_addr: str
+    master_port: int
+    node_rank: int
+
+    def flags(self) -> list[str]:
+        """Return torchrun's rendezvous flags."""
+        return [
+            f"--master-addr={self.master_addr}",
+            f"--master-port={self.master_port}",
+            f"--node-rank={self.node_rank}",
+        ]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One node's part of a launch."""
+
+    nnodes: str
+    """N, or MIN:MAX."""
+    nproc: str
+    """Processes on this node: a number, or torchrun's `gpu`, `cpu` or `auto`."""
+    max_restarts: int
+    rendezvous: Dynamic | Static
+    local_addr: str
+    """The address of this node for other nodes: rank 0's becomes MASTER_ADDR.
+
+    A name may leave the DNS before its pod ends.
+    """
+    grace_s: int
+    """Seconds between SIGTERM and SIGKILL on this substrate."""
+    threads: int
+    """OpenMP threads of each process."""
+    job: str = ""
+    """The job's name, the same on all nodes and when the job is started again; if empty, the rendezvous id is used."""
+
+    @property
+    def job_name(self) -> str:
+        """The job's name, or one from the rendezvous id; empty for a static rendezvous without a name."""
+        return self.job or (f"torchrun:{self.rendezvous.id}" if isinstance(self.rendezvous, Dynamic) else "")
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\d+(:\d+)?", self.nnodes) or not re.fullmatch(r"\d+|auto|cpu|gpu", self.nproc):
+            raise ConfigError(
+                f"nnodes={self.nnodes} and nproc={self.nproc} do not start any process: use N or MIN:MAX nodes, and a number of processes, auto, cpu or gpu"
+            )
+        if self.grace_s <= MARGIN_S:
+            raise ConfigError(f"GRACE_S={self.grace_s} leaves no time to save a checkpoint: use more than {MARGIN_S}")
+
+
+def environment(spec: Spec) -> dict[str, str]:
+    """Return the environment variables that torchrun needs to behave as the command says."""
+    return {
+        **UNSHARED,
+        SHUTDOWN: str(spec.grace_s - MARGIN_S),
+        "OMP_NUM_THREADS": str(spec.threads),
+    }
+
+
+def command(
+    spec: Spec, overrides: Sequence[str], *, torchrun: Sequence[str] = ("torchrun",), module: str | None = None
+) -> list[str]:
+    """Return the command that starts this node's agent, whose ranks run `module`, by default the trainer."""
+    return [
+        *torchrun,
+        f"--nnodes={spec.nnodes}",
+        f"--nproc-per-node={spec.nproc}",
+        f"--max-restarts={spec.max_restarts}",
+        *spec.rendezvous.flags(),
+        f"--local-addr={spec.local_addr}",
+        "-m",
+        module or entry(),
+        *overrides,
+    ]
+
+
+def entry() -> str:
+    """Return the module that ranks run: `train` in a clone of the kit, `muster` elsewhere."""
+    trainer = Path(__file__).resolve().parents[1] / "train"
+    return "train" if (Path.cwd() / "train").resolve() == trainer.resolve() else "muster"
+
+
+def printed(spec: Spec, line: Sequence[str]) -> str:
+    """Return the command in one readable line that a shell can run again."""
+    settings = (f"{key}={shlex.quote(value)}" for key, value in environment(spec).items())
+    return " ".join((*settings, shlex.join(line)))
+
+
+def this_torchrun() -> list[str]:
+    """Return this Python's torchrun: by its short name if a shell would find it, else in a form any shell finds."""
+    return ["torchrun"] if _beside_python() else [sys.executable, "-m", "torch.distributed.run"]
+
+
+def steady_torchrun() -> list[str]:
+    """Return torchrun with the changes of torchrun.py; a site's own script named torchrun is used as it is."""
+    found = _beside_python()
+    if found and b"from torch.distributed.run import main" not in found.read_bytes():
+        return ["torchrun"]
+    return [sys.executable, "-P", str(Path(__file__).with_name("torchrun.py"))]
+
+
+def _beside_python() -> Path | None:
+    found = shutil.which("torchrun")
+    return Path(found) if found and Path(found).parent == Path(sys.executable).parent else None

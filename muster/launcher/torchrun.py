@@ -1,0 +1,59 @@
+"""torchrun without the need for synchronized clocks: `python -m muster.launcher.torchrun`, with torchrun's arguments.
+
+In torch's c10d rendezvous an agent writes the time of its own clock, and counts as lost when that time is older than
+the keep-alive window by the clock of the agent that reads it. So an agent whose clock is a minute behind is removed as
+soon as it joins, and an agent a minute ahead removes all others. Here an agent counts as lost when its entry has not
+changed for the length of the window, measured as elapsed time, so setting a clock while agents run changes nothing
+either.
+
+Agents write the same entries as torch's own, so both may join one job. The launcher starts this file by its path,
+because the working folder may have its own `train`; so this file imports nothing of the kit.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+
+class Steady:
+    """Replacement for `datetime` in modules that only call `now`: the system's clock, read once, plus elapsed time."""
+
+    def __init__(self) -> None:
+        self.began, self.since = datetime.now(UTC), time.monotonic()
+
+    def now(self, _zone: timezone = UTC) -> datetime:
+        """Return the current time in UTC."""
+        return self.began + timedelta(seconds=time.monotonic() - self.since)
+
+
+def compare_no_clocks() -> None:
+    """Have the agent of this process judge others by the time since it last saw their entries change."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as rendezvous
+
+    holder: Any = rendezvous._BackendRendezvousStateHolder
+    strike_off, steady = holder._sanitize, Steady()
+
+    def sanitize(self: Any) -> None:
+        written, now = self._state.last_heartbeats, steady.now()
+        before = getattr(self, "seen", {})  # by agent: its entry, and when the entry was new
+        self.seen = {
+            agent: before[agent] if before.get(agent, (None,))[0] == sign else (sign, now)
+            for agent, sign in written.items()
+        }
+        self._state.last_heartbeats = {agent: when for agent, (_, when) in self.seen.items()}
+        strike_off(self)
+        self._state.last_heartbeats = {agent: written[agent] for agent in self._state.last_heartbeats}
+
+    holder._sanitize = sanitize
+    vars(rendezvous)["datetime"] = steady
+    os.environ["MUSTER_STEADY_AGENT"] = "1"  # for the ranks: muster/dist/place.py
+
+
+if __name__ == "__main__":
+    from torch.distributed.run import main
+
+    compare_no_clocks()
+    main()

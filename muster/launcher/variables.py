@@ -1,0 +1,22 @@
+"""Read environment variables, with an error message for each invalid value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from muster.errors import ConfigError
+
+
+def text(env: Mapping[str, str], name: str) -> str:
+    """Return the variable's value. Raises ConfigError if it is not set or empty."""
+    if not env.get(name):
+        raise ConfigError(f"{name} is not set: the launcher sets it, or the manifest that starts this node")
+    return env[name]
+
+
+def whole(env: Mapping[str, str], name: str, *, default: int | None = None, least: int = 0) -> int:
+    """Return the variable as a whole number of at least `least`; an empty one counts as not set. Raises ConfigError."""
+    given = env.get(name) or (text(env, name) if default is None else str(default))
+    if not given.isascii() or not given.isdigit() or int(given) < least:
+        raise ConfigError(f"{name}={given} is not valid: use a whole number of at least {least}")
+    return int(given)

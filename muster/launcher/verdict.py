@@ -1,0 +1,91 @@
+"""Judge how an attempt ended, for its launcher, and decide the substrate's next action.
+
+torchrun exits with 1 for every failure, even after SIGTERM with all progress saved. The true end is in outcome.json,
+unless that is still the file of an earlier attempt, or in refused.json, for a command that never had the run. Another
+job may have written either, so a launcher reads only the records of its own ranks (Attempt.launcher).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from muster.errors import Held, Preempted, final
+
+COME_BACK = Preempted.exit_code
+MOST_HELD = 20
+"""The most starts in a row, torchrun's restarts included, that may find the run held by another part of the job.
+
+After more a job that requeues itself no longer does. Kubernetes has its own bounds: backoffLimit, maxRestarts.
+"""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The differences between substrates."""
+
+    checks: bool = True
+    """A node checks the overrides itself, because no earlier step has."""
+    judges: bool = True
+    """A node's exit code is the attempt's: its launcher acts on it."""
+    forwards_term: bool = True
+    """False if SIGTERM reaches every process: a second one would cut torchrun's wait for its workers short."""
+    restarts_as: int | None = None
+    """The only exit code that is restarted, if all others but the final ones (2 to 7) would end the job."""
+    requeues: bool = False
+    """The job requests its next attempt itself."""
+    again: int = 0
+    """How often a node restarts its agent while another part of the job holds the run, if nothing else would."""
+
+
+SLURM = Policy(checks=False, judges=False, forwards_term=False, requeues=True)  # judged once, by the batch script
+SUBMITIT = Policy(checks=False, forwards_term=False, requeues=True)
+LOCAL = Policy(checks=False, requeues=True)  # submitit's own controller restarts it
+PYTORCHJOB = Policy(restarts_as=143)  # restartPolicy ExitCode restarts 128 and above ("killed"), not lower codes
+TRAINJOB = Policy()  # a podFailurePolicy tells 2 to 7 from the others
+INDEXED_JOB = Policy()
+COMPOSE = Policy(checks=False, judges=False, again=5)  # nothing acts on its exit code: the user runs `up` again
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The next action: end with `code`, and request another attempt if `requeue`."""
+
+    code: int
+    requeue: bool
+    line: str
+
+
+def decide(
+    before: Mapping[str, Any], after: Mapping[str, Any], agent_code: int, *, told: bool, policy: Policy
+) -> Verdict:
+    """Judge the end of an attempt.
+
+    Args:
+        before: the record of outcome.json before the attempt.
+        after: the record after it.
+        agent_code: the exit code of the agent.
+        told: whether a signal asked the launcher to stop.
+        policy: the substrate's policy.
+    """
+    if agent_code == 0:
+        return Verdict(0, False, "")
+    if identity(before) != identity(after):
+        code = after.get("exit_code")
+        code = code if isinstance(code, int) and code > 0 else agent_code
+        said = f": {after['error']}" if after.get("error") else ""
+        line = f"{after.get('outcome', 'failed')} (exit code {code}){said}"
+    elif told:
+        code, line = COME_BACK, "stopped before a rank began to train"
+    else:
+        code, line = policy.restarts_as or agent_code, "no rank began to train: see the agents' messages above"
+    if policy.restarts_as and code not in final():
+        code = policy.restarts_as
+    held = code == Held.exit_code and int(after.get("times_held") or 0) <= MOST_HELD
+    return Verdict(code, policy.requeues and (code == COME_BACK or held), line)
+
+
+def identity(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that tell two records apart: every write has a different time."""
+    return {key: record.get(key) for key in ("attempt", "outcome", "time")}

@@ -1,0 +1,93 @@
+"""Console output: a progress bar, or lines for a log."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from muster.errors import say
+from muster.loggers.base import Logger
+
+
+def console(wanted: str, *, step: int, total_steps: int, restarts: int = 0) -> Logger:
+    """Return the logger `wanted`: `bar`, `plain`, `none`, or `auto`, a bar in a terminal and lines elsewhere."""
+    if wanted == "none":
+        return Logger()
+    if wanted == "bar" or (wanted == "auto" and sys.stdout.isatty()):
+        return Bar(step=step, total_steps=total_steps, restarts=restarts)
+    return Lines(total_steps)
+
+
+class Lines(Logger):
+    """Prints one line per record."""
+
+    def __init__(self, total_steps: int):
+        self.total_steps = total_steps
+
+    def log(self, record: dict[str, Any]) -> None:
+        say(describe(record, self.total_steps), sys.stdout)
+
+
+class Bar(Logger):
+    """A rich progress bar, with the lines of other records above it.
+
+    restarts: number of earlier attempts at this run.
+    """
+
+    def __init__(self, *, step: int, total_steps: int, restarts: int = 0):
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.total_steps, self.restarts, self.ranks = total_steps, restarts, ""
+        done = TextColumn("step {task.completed:.0f}/{task.total:.0f}")
+        left = (TimeRemainingColumn(compact=True), TextColumn("left"))
+        self.bar = Progress(
+            done, BarColumn(bar_width=None), *left, TextColumn("{task.description}"), refresh_per_second=5
+        )
+        self.task = self.bar.add_task("", total=total_steps, completed=step)
+        self.bar.start()
+
+    def advance(self, step: int) -> None:
+        self.bar.update(self.task, completed=step)
+
+    def log(self, record: dict[str, Any]) -> None:
+        if "world_size" in record:
+            self.ranks = several(record["world_size"], "rank")
+            if self.restarts:
+                self.ranks += f", {several(self.restarts, 'restart')}"
+        if record["kind"] == "train":  # shown in the bar, so that the terminal does not scroll
+            said = f"loss {record['loss']:.4f}, {record['samples_per_s']:.0f} samples/s, {self.ranks}"
+            self.bar.update(self.task, description=said)
+        else:
+            self.bar.console.print(describe(record, self.total_steps), highlight=False, markup=False)
+
+    def close(self) -> None:
+        self.bar.stop()
+
+
+def several(number: int, what: str) -> str:
+    """Return `1 rank`, `2 ranks`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+OF_A_STEP = ("step", "epoch", "loss", "lr", "grad_norm", "samples", "samples_per_s")
+
+
+def describe(record: dict[str, Any], total_steps: int) -> str:
+    """Format a record as one readable line."""
+    fields = {name: value for name, value in record.items() if name != "kind"}
+    if record["kind"] == "train":
+        return (
+            f"step {fields['step']}/{total_steps}  epoch {fields['epoch']}  loss {fields['loss']:.4f}  lr {fields['lr']:.3g}  "
+            f"grad_norm {fields['grad_norm']:.3g}  {fields['samples_per_s']:.0f} samples/s"
+            + "".join(f"  {name} {value:.4f}" for name, value in fields.items() if name not in OF_A_STEP)
+        )
+    if record["kind"] == "eval":
+        values = "  ".join(f"{name} {value:.4f}" for name, value in fields.items() if name not in ("step", "epoch"))
+        return f"step {fields['step']}/{total_steps}  epoch {fields['epoch']}  test: {values}"
+    if fields["event"] == "restart" and fields.get("after") == "running" and not fields.get("cause"):
+        fields |= {
+            "after": "killed",
+            "cause": "it left no record: killed (kill -9, out of memory), or its host was lost",
+        }
+    details = "  ".join(f"{name}={value}" for name, value in fields.items() if name not in ("event", "time"))
+    return f"{fields['event']}: {details}" if details else str(fields["event"])

@@ -1,0 +1,133 @@
+"""metrics.jsonl: the run's record, one JSON object per line, from which reports are made.
+
+A line that is cut short by a kill, or whose entries have a wrong type after a disk error or an edit, is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from muster.errors import say, storage_error
+from muster.files import replace_file
+from muster.loggers.base import Logger
+
+NAME = "metrics.jsonl"
+Whole = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Line(BaseModel):
+    """Base of the schemas: required entries of a line of one kind; further entries are allowed."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class Values(Line):
+    """A line of numbers; null stands for a value that is not finite."""
+
+    __pydantic_extra__: dict[str, float | None] = Field(init=False)
+    kind: str
+    step: Whole
+    epoch: Whole
+
+
+class Train(Values):
+    """A `train` line."""
+
+    loss: float | None
+    lr: float | None
+    grad_norm: float | None
+    samples: Whole
+    samples_per_s: float | None
+
+
+class Event(Line):
+    """An `event` line. time: seconds since the epoch."""
+
+    event: str
+    time: float = 0.0
+    step: Whole = 0
+    world_size: Whole = 0
+    total_steps: Whole = 0
+
+
+KINDS: dict[str, type[BaseModel]] = {"train": Train, "eval": Values, "event": Event}
+
+
+class Jsonl(Logger):
+    """Appends to `folder`/metrics.jsonl; existing lines after `step` are dropped first, as training repeats them.
+
+    Lines that cannot be written to a full disk are kept and retried; only failing checkpoints end the run.
+
+    Raises:
+        StorageError: the file cannot be opened.
+    """
+
+    def __init__(self, folder: Path, step: int, *, evaluated: int | None = None):
+        path = folder / NAME
+        truncate(path, step, evaluated=evaluated)
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise storage_error("write", error) from error
+        self._unwritten, self._warned = b"", False
+
+    def log(self, record: dict[str, Any]) -> None:
+        self._unwritten += json.dumps(_plain(record)).encode() + b"\n"
+        self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._file.close()
+
+    def _flush(self) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._warned = False
+        except OSError as error:
+            if not self._warned:
+                say(f"muster: {storage_error('write metrics.jsonl:', error)}")
+            self._warned = True
+
+
+def _plain(record: dict[str, Any]) -> dict[str, Any]:
+    """Replace NaN and infinity, which JSON does not have, by null."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
+
+
+def truncate(path: Path, step: int, *, evaluated: int | None = None) -> None:
+    """Drop `train` lines after `step` and `eval` lines after `evaluated` (default: `step`), which will be repeated.
+
+    Invalid lines, such as one cut short by a kill, are dropped, too.
+    """
+    if path.exists():
+        newest = {"train": step, "eval": step if evaluated is None else evaluated}
+        kept = [line for line in read(path) if line["kind"] not in newest or line["step"] <= newest[line["kind"]]]
+        replace_file(path, lambda draft: draft.write_text("".join(json.dumps(line) + "\n" for line in kept)))
+
+
+def read(path: Path, kinds: Mapping[str, type[BaseModel]] = KINDS) -> list[dict[str, Any]]:
+    """Return all valid lines of metrics.jsonl, or of a similar file with other `kinds` of lines."""
+    lines = []
+    for text in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            line = json.loads(text)
+            if kind := kinds.get(line["kind"]):
+                kind.model_validate(line)
+        except (ValidationError, ValueError, TypeError, KeyError, RecursionError):
+            continue
+        lines.append(line)
+    return lines
+
+
+def last_step(folder: Path) -> int:
+    """Return the largest step that any attempt in `folder` has logged; 0 without one."""
+    return max((line["step"] for line in read(folder / NAME) if line["kind"] == "train"), default=0)

@@ -1,0 +1,88 @@
+"""The records that a run sends to its loggers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from muster.errors import one_line, say
+from muster.faults import output
+from muster.loggers.base import Logger
+from muster.redact import redacted_all
+from muster.timing.clock import Times
+from muster.timing.record import Timing
+
+
+class Metrics:
+    """Creates records and passes them to the loggers; does nothing on ranks without loggers."""
+
+    def __init__(self, loggers: list[Logger], *, samples: int, windows: Timing | None = None):
+        self._loggers, self._since, self._windows = loggers, (samples, time.perf_counter()), windows
+        self._lock = threading.Lock()  # the checkpoint writer reports from its own thread
+        self._output_lost = ""
+
+    def begin(self) -> None:
+        """Start the clock of the training speed, when training begins."""
+        self._since = (self._since[0], time.perf_counter())
+
+    def train(
+        self, *, step: int, epoch: int, loss: float, lr: float, grad_norm: float, samples: int, more: dict[str, float]
+    ) -> None:
+        """Log a `train` record, with the `more` values at its end."""
+        (samples_then, then), now = self._since, time.perf_counter()
+        self._since = (samples, now)
+        speed = round((samples - samples_then) / (now - then), 1)
+        known = {"step": step, "epoch": epoch, "loss": loss, "lr": lr, "grad_norm": grad_norm}
+        self._log("train", **known, samples=samples, samples_per_s=speed, **more)
+
+    def eval(self, *, step: int, epoch: int, seconds: float, values: dict[str, float]) -> None:
+        """Log an `eval` record. `seconds`: duration of the evaluation, excluded from the training speed."""
+        samples, then = self._since
+        self._since = (samples, then + seconds)
+        self._log("eval", step=step, epoch=epoch, **values)
+
+    def event(self, event: str, **details: Any) -> None:
+        """Log an `event` record: start, resume, checkpoint, preempted, restart, straggler, done and others."""
+        self._log("event", event=event, time=round(time.time(), 3), **redacted_all(details))
+
+    def timing(self, step: int, ranks: list[Times]) -> None:
+        """Log each rank's times up to `step`, and a `straggler` event if the others wait for one rank."""
+        with self._lock:
+            for logger in [*self._loggers]:
+                self._surely(logger, partial(logger.timing, step, ranks))
+        if self._windows and (late := self._windows.add(step, ranks)):
+            self.event("straggler", **late)
+
+    def advance(self, step: int) -> None:
+        """Report that a step is done."""
+        for logger in self._loggers:
+            self._surely(logger, partial(logger.advance, step))
+
+    def close(self, step: int = 0, rest: Times | None = None) -> None:
+        """Close all loggers at `step`. `rest`: times since the last call of `timing`. A second call does nothing."""
+        windows, self._windows = self._windows, None
+        if windows:
+            windows.close(step, rest or Times())
+        with self._lock:
+            for logger in self._loggers:
+                self._surely(logger, logger.close)
+            self._loggers = []  # a checkpoint writer may still report after the end of the run
+
+    def _log(self, kind: str, **fields: Any) -> None:
+        with self._lock:
+            for logger in [*self._loggers]:
+                self._surely(logger, partial(logger.log, {"kind": kind, **fields}))
+        if not self._output_lost and (why := output.lost()):
+            self._output_lost = why
+            self.event("note", text=f"{why}: output is dropped, and the run continues")
+
+    def _surely(self, logger: Logger, act: Callable[[], Any]) -> None:
+        """Call a logger; if it raises, print the error and remove it. A logger never fails the run."""
+        try:
+            act()
+        except Exception as error:
+            self._loggers = [other for other in self._loggers if other is not logger]
+            say(f"muster: {type(logger).__name__} has failed, the run continues without it: {one_line(error)[:200]}")

@@ -1,0 +1,63 @@
+"""`muster report RUN [RUN...]`: write a report on a run, or compare several; `--watch` follows them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from muster.errors import MusterError, say, storage_error
+from muster.faults import output
+from muster.loggers import jsonl
+from muster.origin import located
+from muster.report.history import History
+from muster.report.page import NAME, write_page
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line. Return 0, 2 if a folder is not a run's, or 5 if the page cannot be written."""
+    parser = argparse.ArgumentParser(prog="muster report", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a folder of such folders")
+    parser.add_argument("--output", type=Path, help="file to write (default for one run: report.html in its folder)")
+    parser.add_argument(
+        "--watch", action="store_true", help="show the status of the runs in the terminal until they end"
+    )
+    parser.add_argument("--once", action="store_true", help="with --watch: show the status once")
+    given = parser.parse_args(arguments)
+    folders = [folder for run in given.runs for folder in of(run)]
+    nothing = [str(folder) for folder in folders if not (folder / jsonl.NAME).exists()]
+    if given.watch:
+        from muster.report.watch import watch
+
+        return watch(folders, once=given.once)
+    if nothing:
+        say(f"muster: {nothing[0]} is not a run's folder: it has no {jsonl.NAME}; give output_dir, such as runs/NAME")
+        return 2
+    path = given.output or (folders[0] if len(folders) == 1 else Path()) / NAME
+    try:
+        print(write_page([History.of(folder) for folder in folders], path))
+    except MusterError as error:
+        say(f"muster: {error}")
+        return error.exit_code
+    except OSError as error:
+        say(f"muster: {storage_error('make the report:', error)}")
+        return 5
+    except Exception as error:  # records that do not fit each other
+        say(
+            f"muster: cannot make the report: the records of {', '.join(map(str, folders))} do not fit: {located(error)}"
+        )
+        return 5
+    return 0
+
+
+def of(run: Path) -> list[Path]:
+    """Return the folder itself if it is a run's, else the run folders in it, sorted by name."""
+    if (run / jsonl.NAME).exists():
+        return [run]
+    inside = sorted(path.parent for path in run.glob(f"*/{jsonl.NAME}"))
+    return inside or [run]
+
+
+if __name__ == "__main__":
+    output.endure()
+    sys.exit(main())

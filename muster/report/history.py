@@ -1,0 +1,255 @@
+"""A run's history, read from its folder once, for the page, the live view and the sweep table."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from muster import attempts
+from muster.flat import flatten
+from muster.loggers import jsonl
+from muster.plan import Plan
+from muster.redact import redacted_all
+from muster.timing import record as timing
+
+Line = dict[str, Any]
+LOSSES = ("down", "restart", "start", "repeated steps", "data wait", "checkpoint", "evaluation")
+"""Categories of wall-clock time other than steps that count."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """One attempt, from timing.jsonl. Times are in seconds since the epoch.
+
+    began: start of the process. trained: start of its training loop. ended: its last record.
+    resumed_at: first step. facts, windows, end: its lines, by kind.
+    """
+
+    began: float
+    trained: float
+    ended: float
+    resumed_at: int
+    facts: Line
+    windows: list[Line]
+    end: Line | None
+
+    @property
+    def last_step(self) -> int:
+        """Last step on record; `resumed_at` if there is none."""
+        last: int = max([self.resumed_at, *(line["step"] for line in self.windows), (self.end or {}).get("step", 0)])
+        return last
+
+
+@dataclass(frozen=True)
+class History:
+    """A run's history, from its files. Missing files give empty values, not errors."""
+
+    folder: Path
+    lines: list[Line]
+    timings: list[Line]
+    outcome: Line
+    config: Line = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path) -> History:
+        """Read the history from `folder`. Raises OSError."""
+        return cls(
+            folder=folder,
+            lines=jsonl.read(folder / jsonl.NAME),
+            timings=jsonl.read(folder / timing.NAME, timing.KINDS),
+            outcome=attempts.read(folder),
+            config=redacted_all(_config(folder / "config.yaml")),
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder."""
+        return self.folder.resolve().name
+
+    @cached_property
+    def train(self) -> list[Line]:
+        """The `train` lines."""
+        return [line for line in self.lines if line["kind"] == "train"]
+
+    @cached_property
+    def evals(self) -> list[Line]:
+        """The `eval` lines."""
+        return [line for line in self.lines if line["kind"] == "eval"]
+
+    @cached_property
+    def events(self) -> list[Line]:
+        """The `event` lines."""
+        return [line for line in self.lines if line["kind"] == "event"]
+
+    @cached_property
+    def begins(self) -> list[Line]:
+        """The `start` or `resume` event of each attempt that reached training."""
+        return [line for line in self.events if line["event"] in ("start", "resume")]
+
+    def of_event(self, *names: str) -> list[Line]:
+        """Return the events with these names."""
+        return [line for line in self.events if line["event"] in names]
+
+    @property
+    def total_steps(self) -> int | None:
+        """Total steps of the run, from its last attempt; None if not known."""
+        return self.begins[-1].get("total_steps") if self.begins else None
+
+    @property
+    def world_size(self) -> int | None:
+        """World size of the last attempt; None if not known."""
+        return self.begins[-1].get("world_size") if self.begins else None
+
+    @property
+    def step(self) -> int:
+        """Last step on record."""
+        return max([line["step"] for line in (*self.train, *self.evals)], default=0)
+
+    @property
+    def state(self) -> str:
+        """Outcome in outcome.json: done, preempted, failed, running or another; none if there is none."""
+        return str(self.outcome.get("outcome") or "none")
+
+    @cached_property
+    def last_values(self) -> dict[str, float]:
+        """Metrics of the last evaluation, by name."""
+        last = self.evals[-1] if self.evals else {}
+        return {name: value for name, value in last.items() if name not in ("kind", "step", "epoch")}
+
+    @cached_property
+    def stretches(self) -> list[Stretch]:
+        """All attempts that reached training, except those that found the run finished."""
+        found: list[Stretch] = []
+        for at, line in enumerate(self.timings):
+            if line["kind"] != "attempt":
+                continue
+            rest = self.timings[at + 1 :]
+            own = rest[: next((n for n, other in enumerate(rest) if other["kind"] == "attempt"), len(rest))]
+            windows = [other for other in own if other["kind"] == "window"]
+            end = next((other for other in own if other["kind"] == "end"), None)
+            idle = not windows and end is not None and end["step"] == line["step"]
+            if found and idle and line["step"] == found[-1].last_step == self.total_steps:
+                continue
+            ended = own[-1]["time"] if own else line["time"]
+            found.append(Stretch(line["began"], line["time"], ended, line["step"], line, windows, end))
+        return found
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds from the start of the first process to the run's last record."""
+        return max(0.0, self.stretches[-1].ended - self.stretches[0].began) if self.stretches else 0.0
+
+    @cached_property
+    def spent(self) -> dict[str, float]:
+        """Seconds of wall-clock time by category: `steps` that count, and LOSSES. They add up to `seconds`."""
+        spent = dict.fromkeys(("steps", *LOSSES), 0.0)
+        for at, stretch in enumerate(self.stretches):
+            before = self.stretches[at - 1] if at else None
+            if before:
+                spent["down"] += max(0.0, stretch.began - before.ended)
+            spent["restart" if before else "start"] += max(0.0, stretch.trained - stretch.began)
+            kept = min((later.resumed_at for later in self.stretches[at + 1 :]), default=stretch.last_step)
+            for line in (*stretch.windows, *([stretch.end] if stretch.end else [])):
+                steps = line["step"] - line["first"]
+                again = min(1.0, max(0, line["step"] - max(kept, line["first"])) / steps) if steps else 0.0
+                data = min(line["seconds"], max(line.get("data", [0.0]), default=0.0))
+                own = max(0.0, line["seconds"] - data - line["evaluation"] - line["checkpoint"])
+                spent["evaluation"] += line["evaluation"]
+                spent["checkpoint"] += line["checkpoint"]
+                spent["repeated steps"] += again * (own + data)
+                spent["data wait"] += (1 - again) * data
+                spent["steps"] += (1 - again) * own
+        spent["steps"] += max(0.0, self.seconds - sum(spent.values()))  # gaps between the lines' clocks
+        return spent
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of wall-clock time spent in steps that count, from 0 to 1; None if no times are recorded."""
+        return self.spent["steps"] / self.seconds if self.seconds else None
+
+    @cached_property
+    def by_rank(self) -> list[dict[str, float]]:
+        """Seconds of each rank in the last attempt: `compute`, `data` (waits for data), `wait` (for other ranks)."""
+        if not self.stretches or not (windows := self.stretches[-1].windows):
+            return []
+        found = [dict.fromkeys(("compute", "data", "wait"), 0.0) for _ in windows[-1]["data"]]
+        for line in windows:
+            for rank, (data, wait) in enumerate(zip(line["data"], line["wait"], strict=True)):
+                rest = line["seconds"] - line["evaluation"] - line["checkpoint"] - data - wait
+                for name, value in (("compute", max(0.0, rest)), ("data", data), ("wait", wait)):
+                    found[rank][name] += value
+        return found
+
+    @property
+    def hosts(self) -> list[str]:
+        """Host of each rank of the last attempt."""
+        facts = self.stretches[-1].facts if self.stretches else {}
+        return [facts["hosts"][number] for number in facts.get("host_of_rank", ())]
+
+    def time_of(self, step: int) -> float | None:
+        """Return the time at which `step` was last done, in seconds since the run began, by linear interpolation.
+
+        None if no times are recorded.
+        """
+        known, times = self._clock
+        if not known:
+            return None
+        at = bisect(known, step)
+        if at == 0 or at == len(known):
+            return times[0 if at == 0 else -1]
+        share = (step - known[at - 1]) / (known[at] - known[at - 1])
+        return times[at - 1] + share * (times[at] - times[at - 1])
+
+    @cached_property
+    def _clock(self) -> tuple[list[int], list[float]]:
+        """Known steps and their times; of a repeated step the later time."""
+        times: dict[int, float] = {}
+        zero = self.stretches[0].began if self.stretches else 0.0
+        for stretch in self.stretches:
+            times = {step: then for step, then in times.items() if step < stretch.resumed_at}
+            times[stretch.resumed_at] = stretch.trained - zero
+            times |= {line["step"]: line["time"] - zero for line in stretch.windows}
+        return sorted(times), [times[step] for step in sorted(times)]
+
+    @cached_property
+    def ledger(self) -> tuple[bool | None, str]:
+        """True if the samples on record match the plan and no step is there twice (None: not known); and a summary."""
+        size = next((line["samples_per_epoch"] for line in self.events if "samples_per_epoch" in line), None)
+        if not size or not self.train or not self.config:
+            return None, "not known: there are no steps on record"
+        drop_last = bool((self.config.get("loader") or {}).get("drop_last"))
+        plan = Plan(size, min(int(self.config["batch_size"]), size), drop_last=drop_last)
+        steps = [line["step"] for line in self.train]
+        wrong = [line["step"] for line in self.train if line["samples"] != plan.samples_before(line["step"])]
+        twice = [b for a, b in pairwise(steps) if b <= a]
+        again = sum(stretch.last_step - after.resumed_at for stretch, after in pairwise(self.stretches))
+        seen = f"{self.train[-1]['samples']:,} samples in {steps[-1]:,} steps"
+        made_again = f"; {again:,} steps were begun by two attempts, and count once" if again > 0 else ""
+        if wrong or twice:
+            return False, f"{seen}; step {(wrong + twice)[0]} does not fit the plan of {size:,} samples an epoch"
+        return True, f"{seen}, as planned, each once{made_again}"
+
+
+def _config(path: Path) -> Line:
+    try:
+        found = yaml.safe_load(path.read_bytes()) if path.exists() else {}
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+UNTOLD = ("name", "output_dir")
+
+
+def differing(histories: list[History]) -> dict[str, list[Any]]:
+    """Return config key -> value of each run, for keys whose values differ, except names, folders and `log.`."""
+    flats = [flatten(history.config) for history in histories]
+    names = dict.fromkeys(name for each in flats for name in each if name not in UNTOLD and not name.startswith("log."))
+    found = {name: [each.get(name) for each in flats] for name in names}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}

@@ -1,0 +1,79 @@
+"""`torchrun ... -m muster doctor [options] [overrides]`: check if this cluster can train. Run it as the job will be run.
+
+`muster doctor --lint slurm/ k8s/` finds mistakes in batch scripts and manifests, and needs no cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from muster.dist.place import Place
+from muster.dist.world import start
+from muster.doctor.lint import lint
+from muster.doctor.show import show, write
+from muster.doctor.visit import examine
+from muster.errors import MusterError
+from muster.faults import output
+from muster.job.exit import tell
+from muster.train.config.compose import compose
+from muster.train.config.keys import Config
+from muster.train.settings import group_options, visit_of
+
+FAILED = 1
+
+
+def main() -> None:
+    """Run the command line and end this process with its exit code."""
+    output.endure()
+    parser = argparse.ArgumentParser(prog="muster doctor", description=__doc__)
+    parser.add_argument("--expect", type=int, metavar="RANKS", help="expected number of ranks")
+    parser.add_argument("--quick", action="store_true", help="skip the speed measurements")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of doctor.json and links.png (default: here)")
+    parser.add_argument(
+        "--lint", nargs="+", type=Path, metavar="FILE", help="check batch scripts and manifests instead"
+    )
+    parser.add_argument("overrides", nargs="*", help="overrides, as for a run: output_dir, dist.timeout_s, ...")
+    given = parser.parse_intermixed_args()
+    try:
+        code = looked_into(given.lint) if given.lint else visited(compose(given.overrides), given)
+    except MusterError as error:
+        tell(error)
+        code = error.exit_code
+    sys.stdout.flush()
+    os._exit(code)  # as python -m train does: no tear-down
+
+
+def visited(config: Config, given: argparse.Namespace) -> int:
+    """Run all checks on all ranks and report them on rank 0. Return 0, or 1 if training cannot work.
+
+    Collective: every rank must call it. Raises MusterError.
+    """
+    place = Place.from_env(config.dist.init_method)
+    world = start(group_options(config), place)
+    results = examine(world, visit_of(config, expected=given.expect, quick=given.quick))
+    fails = False
+    if world.is_first:
+        show(results, Console(soft_wrap=True))
+        write(results, given.out)
+        fails = any(finding["fails"] for result in results for finding in result["findings"])
+    fails = bool(world.sum([float(fails)])[0])
+    world.close()
+    return FAILED if fails else 0
+
+
+def looked_into(paths: list[Path]) -> int:
+    """Print the mistakes in files. Return 0 if there are none, else 1."""
+    mistakes = lint(paths)
+    for mistake in mistakes:
+        print(mistake)
+    print(f"{len(mistakes)} mistake{'s' * (len(mistakes) != 1)} found", flush=True)
+    return FAILED if mistakes else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Code that several strategies share: optimizer steps on a model that is already distributed, and their parts."""

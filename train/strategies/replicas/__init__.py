@@ -1,0 +1,1 @@
+"""Replicas of a model on several ranks: how they start equal, stay equal, and exchange gradients."""

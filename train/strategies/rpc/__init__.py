@@ -1,0 +1,1 @@
+"""Strategies with a server rank, over torch.distributed.rpc."""

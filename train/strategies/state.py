@@ -1,0 +1,245 @@
+"""State of a model and its optimizer under flat names, which are the same on every rank and at every world size."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Set
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from muster.checkpoint.trained import SavedTensor
+from muster.errors import ConfigError
+
+MODEL = "model/"
+GROUPS, OTHERS = "optimizer/groups", "optimizer/others"
+ALWAYS_CONFIGURED = {"params", "param_names", "lr", "initial_lr", "fused", "foreach"}
+Groups = list[list[str]]
+"""Parameter names of each group of an optimizer."""
+
+
+def of_model(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """`model/<name>` for each entry of a state dict."""
+    return {f"model/{name}": value for name, value in weights.items()}
+
+
+def check_plain(weights: Mapping[str, Any]) -> None:
+    """Raise ConfigError for extra state of a module that cannot be loaded with `weights_only=True`."""
+    for name, value in weights.items():
+        if isinstance(value, Tensor) or callable(value):
+            continue
+        blob = io.BytesIO()
+        try:
+            torch.save(value, blob)
+            torch.load(io.BytesIO(blob.getvalue()), weights_only=True)
+        except Exception:
+            raise ConfigError(
+                f"{name.removesuffix('_extra_state')}get_extra_state gives a {type(value).__name__} that torch.load reads with "
+                "weights_only=False alone: give tensors, numbers and texts, in lists and dicts"
+            ) from None
+
+
+def refuse_extra_state(model: nn.Module, strategy: str) -> None:
+    """Raise ConfigError for extra state in the model, for a `strategy` in which no rank holds the full model."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"strategy={strategy} carries tensors from rank to rank, and {name} is a {type(value).__name__} "
+                "(get_extra_state): keep it in a buffer, or use strategy=ddp"
+            )
+
+
+def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
+    """Return the parameter names of each group of the optimizer."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def of_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, *, everywhere: Groups | None = None
+) -> dict[str, Any]:
+    """`optimizer/<parameter>/<value>` for the optimizer's state, and its groups' options with parameter names.
+
+    State that belongs to no parameter but has a name is stored as one plain value.
+
+    Args:
+        optimizer: the optimizer whose state is returned.
+        model: the model on this rank.
+        everywhere: the groups of the full model, if other ranks hold some of its parameters.
+
+    Raises:
+        ConfigError: the optimizer has state that belongs neither to a parameter nor to a name.
+    """
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+    flat: dict[str, Any] = {
+        f"optimizer/{names[parameter]}/{key}": value
+        for parameter, values in optimizer.state.items()
+        if parameter in names
+        for key, value in values.items()
+    }
+    if others := {key: value for key, value in optimizer.state.items() if key not in names}:
+        if strange := next((key for key in others if not isinstance(key, str)), None):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps state by {type(strange).__name__}, which no checkpoint can name: "
+                "keep it by parameter or by a name"
+            )
+        flat[OTHERS] = {key: [value, _device(value)] for key, value in others.items()}
+    groups = zip(optimizer.param_groups, everywhere or groups_of(optimizer, model), strict=True)
+    return {**flat, GROUPS: [{**group, "params": params} for group, params in groups]}
+
+
+def targets(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, SavedTensor],
+    *,
+    elsewhere: Mapping[str, torch.Size],
+) -> dict[str, Tensor]:
+    """Tensors in this rank's layout to read the `saved` ones into: the model's own, and new ones for the optimizer.
+
+    Args:
+        model: the model on this rank.
+        optimizer: the optimizer over the model's parameters.
+        saved: size and dtype of the saved tensors by name.
+        elsewhere: sizes of the state entries that only other ranks hold: compared here, but not read.
+
+    Raises:
+        ConfigError: the model and the saved model differ in names or sizes.
+    """
+    here = of_model({name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)})
+    there = {name for name in saved if name.startswith("model/")}
+    sizes = {**{name: tensor.shape for name, tensor in here.items()}, **of_model(elsewhere)}
+    for name in sorted(sizes.keys() ^ there):
+        where = "has no" if name in sizes else "has a"
+        raise ConfigError(f"the checkpoint {where} {name[6:]}, unlike this model: it does not fit, give the same model")
+    for name, size in sizes.items():
+        if size != saved[name].size:
+            both = f"{list(saved[name].size)} in the checkpoint and {list(size)} in this model"
+            raise ConfigError(f"the checkpoint does not fit this model: {name[6:]} is {both}; give the same model")
+    parameters = dict(model.named_parameters())
+    for name, facts in saved.items():
+        kind, _, rest = name.partition("/")
+        parameter = parameters.get(rest.rpartition("/")[0]) if kind == "optimizer" else None
+        if parameter is not None:
+            here[name] = _empty(facts, parameter)
+    return here
+
+
+def load(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    *,
+    configured: frozenset[str],
+    everywhere: Groups | None = None,
+) -> None:
+    """Load a flat state; its groups may differ from the optimizer's groups, or be in a different order.
+
+    In the optimizer's groups, `configured` keys keep the values of the config. All other keys get the values of the
+    saved groups of the same parameters.
+
+    Args:
+        model: the model on this rank.
+        optimizer: the optimizer over the model's parameters.
+        state: the flat state.
+        configured: option keys that the config sets.
+        everywhere: the groups of the full model, if other ranks hold some of its parameters.
+
+    Raises:
+        ConfigError: the state does not fit.
+    """
+    decides = configured | ALWAYS_CONFIGURED
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    try:
+        model.load_state_dict({name[6:]: value for name, value in state.items() if name.startswith("model/")})
+        kept = _kept(state[GROUPS], everywhere or groups_of(optimizer, model), decides)
+        groups = [{**before, **saved} for before, saved in zip(options, kept, strict=True)]
+        nested = _nested(state, model, optimizer, groups)
+        optimizer.load_state_dict(nested)
+        _keep_types(optimizer, nested["state"])
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"the checkpoint does not fit this model and optimizer: {error}") from error
+    for group, before in zip(optimizer.param_groups, options, strict=True):
+        group.update({key: value for key, value in before.items() if key in decides or key not in group})
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, saved: Mapping[int | str, Any]) -> None:
+    """Restore the saved dtypes of optimizer state, because torch casts it to the dtype of the parameter."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in saved.items():
+        if isinstance(index, str):  # state of no parameter, never cast
+            continue
+        loaded = optimizer.state.get(parameters[index], {})
+        for name, value in values.items():
+            if isinstance(value, Tensor) and name in loaded and loaded[name].dtype != value.dtype:
+                loaded[name] = value.detach().to(loaded[name].device)
+
+
+def _device(value: Any) -> str:
+    """Device type of the first tensor in a value; `cpu` if there is none."""
+    return next((leaf.device.type for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), "cpu")
+
+
+def _empty(facts: SavedTensor, like: Tensor) -> Tensor:
+    """An empty tensor for `facts`: in the layout of its parameter if the shapes are equal, otherwise not sharded."""
+    if facts.size == like.shape:
+        return torch.empty_like(like, dtype=facts.dtype, requires_grad=False)
+    return torch.empty(facts.size, dtype=facts.dtype, device=like.device)
+
+
+def _kept(saved: list[dict[str, Any]], groups: Groups, decides: Set[str]) -> list[dict[str, Any]]:
+    """The saved options for each of `groups`, without the keys that the config `decides`."""
+    group_of = {name: group for group in saved for name in group["params"]}
+    names = {name for group in groups for name in group}
+    if group_of.keys() != names:
+        raise ValueError(f"its optimizer had {len(group_of)} parameters, or others, and this one has {len(names)}")
+    return [_agreed({name: group_of[name] for name in group}, decides) for group in groups]
+
+
+def _agreed(group_of: Mapping[str, dict[str, Any]], decides: Set[str]) -> dict[str, Any]:
+    """The options that the saved groups of one present group's parameters share. Raises ConfigError if they differ."""
+    first_name, first = next(iter(group_of.items()), ("", {}))
+    for name, group in group_of.items():
+        for key in sorted((first.keys() | group.keys()) - decides):
+            if not _same(first.get(key), group.get(key)):
+                raise ConfigError(
+                    f"in the checkpoint {first_name} has {key}={first.get(key)} and {name} has {key}={group.get(key)}, "
+                    f"and now they are in one group: set optimizer.{key}, or give optimizer.groups that keep them apart"
+                )
+    return {key: value for key, value in first.items() if key not in decides}
+
+
+def _same(one: Any, other: Any) -> bool:
+    (ones, kind), (others, other_kind) = tree_flatten(one), tree_flatten(other)
+    return kind == other_kind and all(_equal(*pair) for pair in zip(ones, others, strict=True))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool((one == other.to(one.device)).all())
+    return type(one) is type(other) and bool(one == other)
+
+
+def _nested(
+    state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The optimizer's state dict, with torch's parameter indices: consecutive over all `groups` in order."""
+    params = groups_of(optimizer, model)
+    index = {name: number for number, name in enumerate(name for group in params for name in group)}
+    values: dict[int | str, Any] = {}
+    for key, (value, device) in state.get(OTHERS, {}).items():
+        near = next(model.parameters()).device if device != "cpu" else torch.device("cpu")
+        values[key] = tree_map_only(Tensor, partial(torch.Tensor.to, device=near), value)
+    for key, value in state.items():
+        if key.startswith("optimizer/") and key not in (GROUPS, OTHERS):
+            name, _, what = key.removeprefix("optimizer/").rpartition("/")
+            if name in index:  # otherwise another rank holds it
+                values.setdefault(index[name], {})[what] = value
+    numbered = [[index[name] for name in group] for group in params]
+    return {
+        "state": values,
+        "param_groups": [{**group, "params": numbers} for group, numbers in zip(groups, numbered, strict=True)],
+    }
