@@ -81,36 +81,22 @@ def meet(
         error: an error that keeps this rank from training; all ranks then end with it.
         timeout_s: seconds within which all ranks must arrive.
         device: the device type of this rank, which all ranks must have in common.
-        stopping: whether this process was told to stop; then all ranks that have arrived leave at once.
+        stopping: returns True after a stop request to this process; all ranks that have arrived then leave at once.
 
     Raises:
         MusterError: the early error of the lowest rank that has one.
         ConfigError: ranks are missing or differ.
-        Stopped: a rank was told to stop.
+        Stopped: a rank received a stop request.
         RankLost: the store, or rank 0 which held it, is gone.
     """
-    agent = launcher()
     if place.world_size == 1:
         if error:
             raise error
-        return Met(uuid.uuid4().hex[:8], HashStore(), [agent])
+        return Met(uuid.uuid4().hex[:8], HashStore(), [launcher()])
     deadline = time.monotonic() + timeout_s
     shared = place.shared_file and SharedFile(place, place.shared_file, timeout_s=timeout_s, stopping=stopping)
     store = shared.open() if shared else connect(place, timeout_s=timeout_s, stopping=stopping)
-    facts = {
-        "host": socket.gethostname(),
-        "torch": torch.__version__,
-        "code": code_hash(),
-        "device": device,
-        "config": digest(alike) if alike is not None else None,
-    }
-    hello = {
-        "rank": place.rank,
-        "host": facts["host"],
-        "agent": agent,
-        "error": [error.exit_code, str(error)] if error else None,
-    }
-    own = Own(place, facts, hello, None if alike is None else dict(alike))
+    own = Own.of(place, alike=alike, error=error, device=device)
     try:
         if place.rank == 0:
             lobby = Lobby(store)
@@ -119,7 +105,7 @@ def meet(
             lobby = Lobby(store.clone())
             waiting = Lobby(store, lobby.operations)
             attempt, failed = attend_meeting(waiting, lobby, own, deadline=deadline, stopping=stopping)
-            agents = [agent]
+            agents = [launcher()]
     except DistError as broken:
         raise (Stopped() if stopping() else Abandoned(place)) from broken
     if shared and (error or failed):
@@ -141,6 +127,24 @@ class Own:
     facts: dict[str, Any]
     hello: dict[str, Any]
     config: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, place: Place, *, alike: Mapping[str, Any] | None, error: MusterError | None, device: str) -> Own:
+        """Return the facts, hello and config of the process at `place`; the arguments are those of `meet`."""
+        facts = {
+            "host": socket.gethostname(),
+            "torch": torch.__version__,
+            "code": code_hash(),
+            "device": device,
+            "config": digest(alike) if alike is not None else None,
+        }
+        hello = {
+            "rank": place.rank,
+            "host": facts["host"],
+            "agent": launcher(),
+            "error": [error.exit_code, str(error)] if error else None,
+        }
+        return cls(place, facts, hello, None if alike is None else dict(alike))
 
 
 def host(
@@ -190,7 +194,7 @@ def attend_meeting(
     Raises:
         Unheard: rank 0 did not come.
         Abandoned: rank 0 came, but it or the store was lost.
-        Stopped: this process was told to stop, and rank 0 did not answer.
+        Stopped: this process received a stop request, and rank 0 did not answer.
     """
     guest = Guest(waiting, own, deadline + VERDICT_S, stopping)
     thread = threading.Thread(target=guest.run, name="meeting", daemon=True)
