@@ -162,7 +162,7 @@ def test_another_part_of_the_job_is_waited_for_and_superseded_once_it_stands(tmp
         assert lease.look(tmp_path, other, wait_s=waited_s, clock=clock) == held.token
         assert clock.now - began < 5
     else:
-        with pytest.raises(Held, match="has not made way for 31 s"):
+        with pytest.raises(Held, match="has not released it for 31 s"):
             lease.look(tmp_path, other, wait_s=waited_s, clock=clock)
     assert len(asked) == 1 and not (tmp_path / ".wanted").exists()
     held.let_go()

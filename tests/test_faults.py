@@ -67,7 +67,7 @@ def test_killed_workers_cost_nothing(tmp_path, job, ledger):
         assert cluster.ended() == [0, 0], cluster.log
         assert_clean(cluster, ledger, steps=100)
         result = cluster.result()
-        assert "gives no sign of life" in result.outcome.get("cause", "") or result.events("restart"), cluster.log
+        assert "sends no heartbeat" in result.outcome.get("cause", "") or result.events("restart"), cluster.log
     whole = run(tmp_path / "whole", *LINE, "max_steps=100", "+model.delay_s=0", ranks=2, env={"LEDGER": str(tmp_path)})
     assert all(torch.equal(weight, result.weights[name]) for name, weight in whole.weights.items())
 
@@ -189,7 +189,7 @@ def test_a_stopped_rank_is_named_and_ended(job, ledger, rank):
         cluster.reach(25)
         pid = cluster.workers(agent)[rank]
         seconds = cluster.next_step(lambda: stop(pid))
-        assert f"rank {rank} on" in cluster.log and "gives no sign of life while rank" in cluster.log
+        assert f"rank {rank} on" in cluster.log and "sends no heartbeat while rank" in cluster.log
         assert seconds < 6 + 15  # the figures are in bench/
         assert cluster.ended() == [0], cluster.log
         assert f"rank {rank} on" in cluster.result().events("restart")[0]["cause"]

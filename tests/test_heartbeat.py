@@ -73,7 +73,7 @@ def test_who_is_busy_within_its_time_excuses_the_others():
     assert fault(hung, mine, timeout_s=5, patient=True) is None, "the culprit may still say so itself"
     assert fault(hung, phase(6), timeout_s=5, patient=True), "which it does"
     found = fault(hung, mine, timeout_s=5, patient=False)
-    assert found and found.rank == 2 and "rank 2 on n1 (step 6) stands in mine.py:3 (forward)" in str(found)
+    assert found and found.rank == 2 and "rank 2 on n1 (step 6) is in mine.py:3 (forward)" in str(found)
 
 
 def test_all_behind_is_nobodys_fault_alone():
@@ -85,16 +85,16 @@ def test_nothing_is_judged_before_all_have_a_phase():
     early = seen(r0=phase(0), r1=None)
     assert fault(early, phase(0), timeout_s=5, patient=False) is None
     assert "rank 1 (start-up)" in str(
-        silence(outlook({0: phase(0), 1: None}, silent_s={1: 3.0}, quiet_s=0.2), 1.0, told="is silent", me=0)
+        silence(outlook({0: phase(0), 1: None}, silent_s={1: 3.0}, quiet_s=0.2), 1.0, symptom="is silent", me=0)
     )
 
 
 def test_who_is_silent_is_named_but_not_oneself():
     world = {rank: phase(7, host=f"n{rank}") for rank in range(3)}
     said = outlook(world, silent_s={0: 0.0, 1: 4.0, 2: 4.0}, quiet_s=0.2)
-    found = silence(said, 3.0, told="gives no sign of life", me=2)
+    found = silence(said, 3.0, symptom="sends no heartbeat", me=2)
     assert found and (found.rank, found.host) == (1, "n1") and "rank 2" not in str(found)
-    assert silence(said, 5.0, told="", me=0) is None
+    assert silence(said, 5.0, symptom="", me=0) is None
 
 
 def test_what_rank_0_posts_stays_small_and_survives_the_way():
@@ -150,5 +150,5 @@ def test_a_rank_that_waits_for_a_silent_rank_0_leaves_at_the_timeout(clock):
     while not (found := own._verdict()) and clock.now - began < 60:
         own.eye.look(own.phases.now(1), is_wanted=True)
         clock.sleep(0.1)
-    assert found and found.rank == 0 and "rank 0 on n1 (step 7) gives no sign of life" in str(found)
+    assert found and found.rank == 0 and "rank 0 on n1 (step 7) sends no heartbeat" in str(found)
     assert 4.8 < clock.now - began < 5.2

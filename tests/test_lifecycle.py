@@ -122,7 +122,7 @@ def test_a_lost_peer_ends_the_process_from_another_thread(tmp_path, monkeypatch)
 
     monkeypatch.setattr(lifecycle.os, "_exit", leave)
     with pytest.raises(SystemExit):
-        life.lose(RankLost("rank 1 gives no sign of life", rank=1, host="n2"))
+        life.lose(RankLost("rank 1 sends no heartbeat", rank=1, host="n2"))
     until(lambda: ended, "end of the process", timeout_s=5)
     record = attempts.last(tmp_path)
     assert (ended, record.outcome, record.rank, record.failed_host) == ([1], "rank_lost", 1, "n2")

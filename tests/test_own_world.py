@@ -508,7 +508,7 @@ def test_a_sweep_ends_with_a_table_of_its_jobs(tmp_path):
         (("callbacks.mine._target_=kit.parts.own.Two",), 2, "callbacks"),
         (("+callbacks.mine._target_=kit.parts.own.Two",), 2, "is not a callback"),
         (("freeze=[heads]",), 2, "freeze=heads matches no parameter"),
-        (("init_from=nowhere.pt",), 2, "there is no nowhere.pt"),
+        (("init_from=nowhere.pt",), 2, "nowhere.pt does not exist"),
         (("checkpoint.best=acc",), 2, "accuracy, loss"),
         (("objective=model_loss",), 2, "model's own loss"),
     ],
@@ -552,7 +552,7 @@ def test_a_run_whose_folder_is_deleted_ends(tmp_path):
 
     until(is_deleted, "end of the folder", timeout_s=30)
     ended = finish(process, tmp_path / "run", timeout_s=60)
-    assert ended.code == 5 and "is not there any more" in ended.said[-1], ended.out
+    assert ended.code == 5 and "no longer exists" in ended.said[-1], ended.out
 
 
 def test_submit_without_slurm(tmp_path):

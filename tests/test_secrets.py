@@ -244,10 +244,10 @@ def test_refusing_a_pickle_says_our_advice(tmp_path):
     (tmp_path / "words.pt").write_text("no weights")
     torch.save(torch.ones(3), tmp_path / "tensor.pt")
     for name, code, said in (
-        ("whole", 5, "it holds more than tensors (torch.nn.modules.linear.Linear)"),
-        ("old", 5, "it holds more than tensors"),
-        ("words", 5, "it is no file of weights"),
-        ("tensor", 2, "holds a Tensor and no weights by name"),
+        ("whole", 5, "it contains torch.nn.modules.linear.Linear, which is not a tensor"),
+        ("old", 5, "which is not a tensor and could run code"),
+        ("words", 5, "it is not a file of weights"),
+        ("tensor", 2, "contains a Tensor, not a state dict"),
     ):
         result = run(tmp_path / "run", *SMALL, f"init_from={tmp_path}/{name}.pt", ok=False)
         assert result.code == code and len(result.said) == 1, result.out

@@ -181,7 +181,7 @@ def test_a_script_loses_nothing_to_a_killed_rank_to_sigterm_or_to_its_own_death(
     run.process.send_signal(signal.SIGTERM)
     assert run.process.wait(60) == Preempted.exit_code, run.log
     assert not run.processes()
-    assert "told to stop by SIGTERM" in run.log
+    assert "stopped by SIGTERM" in run.log
     saved = run.result().outcome
     assert saved["outcome"] == "preempted" and saved["step"] > 3
 

@@ -195,7 +195,7 @@ def test_a_checkpoint_runs_no_code(tmp_path):
 
     torch.save({"scaler": Evil()}, tmp_path / "rank-00000.bin")
     index = {"tensors": {}, "values": {"scaler": {"file": "rank-00000.bin", "at": 0}}}
-    with pytest.raises(StorageError, match="no plain value"):
+    with pytest.raises(StorageError, match="not a plain value"):
         read(index, ["scaler"], {}, lambda file: (tmp_path / file).open("rb"))
     assert not mark.exists()
 
@@ -389,7 +389,7 @@ def test_a_file_that_rank_0_does_not_see_is_no_part_of_a_commit(tmp_path):
     clock = ManualClock()
     storage, began = Storage(str(tmp_path), clock=clock), clock.now
     files = {**draft(storage, 5, "a"), "rank-00001.bin": {"size": 3, "sha256": ""}}
-    with pytest.raises(StorageError, match=r"rank-00001\.bin is not there as rank 0 sees it"):
+    with pytest.raises(StorageError, match=r"rank-00001\.bin is missing on rank 0"):
         storage.commit(5, "a", {"step": 5, "attempt": "a"}, files)
     assert storage.steps() == []
     assert protocol.SEEN_WITHIN_S <= clock.now - began < protocol.SEEN_WITHIN_S + 1
@@ -578,7 +578,7 @@ def test_a_run_whose_folder_is_removed_ends(tmp_path, ranks):
     wait_for(tmp_path / "run", reached(15), process=process)
     (tmp_path / "run").rename(tmp_path / "gone")
     result = finish(process, tmp_path / "run")
-    assert "is not there any more" in result.out and "restore it" in result.out
+    assert "no longer exists" in result.out and "restore it" in result.out
     assert (result.code == 5) if ranks is None else ("exitcode  : 5 " in result.out), result.out
     assert not (tmp_path / "run/checkpoints").exists()
 

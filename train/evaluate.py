@@ -53,8 +53,8 @@ class Print:
         if self.as_json:
             print(json.dumps({**facts, **values}), flush=True)
         else:
-            told = "  ".join(f"{name}={value}" for name, value in facts.items())
-            print(told, *(f"{name} {value:.6g}" for name, value in values.items()), sep="\n", flush=True)
+            header = "  ".join(f"{name}={value}" for name, value in facts.items())
+            print(header, *(f"{name} {value:.6g}" for name, value in values.items()), sep="\n", flush=True)
 
 
 def attempt(config: Config, preemption: Preemption, source: Source, *, split: str, as_json: bool) -> int:
@@ -86,7 +86,7 @@ def carry_out(
     strategy.build(replace(parts, build_model=lambda: restored(parts, source, world)), world)
     values = measure(config, test, strategy, world, measures, begin=lambda: peers.begin("evaluation", 0))
     if values is None:
-        return Ending(preempted="stopped in the middle of an evaluation: run the same command again")
+        return Ending(preempted="stopped during an evaluation: run the same command again")
     if show:
         show({"weights": str(source), "split": split, "samples": len(test), "world_size": world.size}, values)
     return Ending()
@@ -142,8 +142,8 @@ class Source:
             more = f" and {len(here) - 1} more" if here[1:] else ""
             if says:
                 say(
-                    f"muster: model.pt has no {here[0]}{more}, which no state dict has, and there is no checkpoint that can be "
-                    f"read in {redacted(self._place)}: measured as the model and the objective begin with it"
+                    f"muster: model.pt has no {here[0]}{more}, because a state dict leaves such buffers out, and no checkpoint "
+                    f"in {redacted(self._place)} can be read: the evaluation uses their initial values"
                 )
         return Evaluated(weights, {})
 
@@ -160,14 +160,14 @@ class Source:
             return Saved(self.storage, self.storage.manifest(step))
         there = ", ".join(name(step) for step in reversed(steps)) or "none"
         raise ConfigError(
-            f"--checkpoint {checkpoint} is not in {self.storage.root}; there: {there}; or give newest or best"
+            f"--checkpoint {checkpoint} is not in {self.storage.root}: use newest, best or one of its steps: {there}"
         )
 
     def _best(self) -> int:
         if best := read_best(self.run):
             return best.step
         raise ConfigError(
-            f"{self.run} has no best.json that can be read: train with checkpoint.best=accuracy, or give --checkpoint STEP"
+            f"{self.run} has no readable best.json: train with checkpoint.best=accuracy, or give --checkpoint STEP"
         )
 
 

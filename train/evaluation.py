@@ -81,16 +81,16 @@ def refuse_unevaluated(config: Config, data: Data) -> None:
     needs = [f"checkpoint.best={config.checkpoint.best}"] if config.checkpoint.best else []
     needs += [part.key for part in config.callbacks.values() if getattr(locate(part), "needs_evaluations", False)]
     if needs and (why := never_evaluated(config, data)):
-        raise ConfigError(f"{needs[0]} needs evaluations, and nothing is evaluated: {why}; or leave {needs[0]} out")
+        raise ConfigError(f"{needs[0]} needs evaluations, but the run makes none: {why}; or leave {needs[0]} out")
 
 
 def never_evaluated(config: Config, data: Data) -> str | None:
     """Return why the run makes no evaluation, and how to enable it; None if it evaluates."""
     if config.eval.every_steps == "off":
-        return "eval.every_steps=off says so: leave it out"
+        return "eval.every_steps=off disables them: leave it out"
     if data.test is None:
         return (
-            f"data._target_={config.data.target} has no parameter train{defined(data.train)}: give its constructor one, "
-            "which gets True for the training split and False for the test split"
+            f"data._target_={config.data.target} has no parameter train{defined(data.train)}: add one to its "
+            "constructor, True for the training split and False for the test split"
         )
     return None

@@ -157,7 +157,7 @@ def open_run(*, config: Config, world: World, strategy: Strategy, life: Lifecycl
 def open_checkpoints(
     config: Config, world: World, folder: RunFolder, records: Metrics, *, facts: dict[str, Any]
 ) -> Checkpoints:
-    """Return the checkpoints of the run in `folder`. facts: what each manifest says about the run."""
+    """Return the checkpoints of the run in `folder`. facts: entries about the run in each manifest."""
     return Checkpoints(
         run_options(config).checkpoints,
         folder=folder.path,

@@ -55,8 +55,8 @@ def local_copy(url: str, *, ask: bool = True) -> Path:
     place = redacted(url)
     if kept and not _is_whole(folder / kept["file"], kept):
         say(
-            f"muster: init_from: the copy of {place} in {folder / kept['file']} has another size or SHA-256 than its "
-            "download had: it is downloaded anew"
+            f"muster: init_from: the copy of {place} in {folder / kept['file']} differs in size or SHA-256 from its "
+            "download: it is downloaded anew"
         )
         kept = {}
     try:
@@ -79,8 +79,8 @@ def local_copy(url: str, *, ask: bool = True) -> Path:
                 f"cannot read weights from {place}: {reason}; give a URL that this host can reach, or a file"
             ) from error
         say(
-            f"muster: init_from: {place} cannot be reached ({reason}), and may have changed: the copy of "
-            f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(kept['time']))} is used: {_described(kept)}"
+            f"muster: init_from: {place} cannot be reached ({reason}), and may have changed: using the copy of "
+            f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(kept['time']))}: {_described(kept)}"
         )
     return folder / str(kept["file"])
 
@@ -149,7 +149,9 @@ def _download(answer: Any, folder: Path, place: str) -> dict[str, Any]:
             shutil.copyfileobj(answer, file, 1 << 20)
         size, expected = draft.stat().st_size, answer.headers.get("Content-Length")
         if expected is not None and int(expected) != size:
-            raise StorageError(f"cannot read weights from {place}: {size} of {expected} bytes came; run again")
+            raise StorageError(
+                f"cannot read weights from {place}: the download ended after {size} of {expected} bytes; run again"
+            )
         with draft.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         name = f"muster-{digest[:32]}{re.sub(r'[^.A-Za-z0-9]', '', Path(urlsplit(place).path).suffix)[:8]}"

@@ -53,5 +53,5 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the torch.dtype of this name, without `torch.`. Raises StorageError."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise StorageError(f"the index of the checkpoint names {name}, which is no type of a tensor")
+        raise StorageError(f"the index of the checkpoint names {name}, which is not a tensor dtype")
     return dtype

@@ -112,7 +112,7 @@ class Checkpoints:
         except StorageError as error:
             self._give_up(number, step, error)
         except RuntimeError as error:  # the store is gone, and the process group with it
-            failure = StorageError(f"checkpoint {name(step)} was not finished: {str(error).splitlines()[0]}")
+            failure = StorageError(f"checkpoint {name(step)} is incomplete: {str(error).splitlines()[0]}")
             self._give_up(number, step, failure, alone=isinstance(error, DistError))
         except BaseException as error:  # no error may end this thread unreported
             say(traceback_of(error))
@@ -136,7 +136,7 @@ class Checkpoints:
         files = self._gather(number)
         self._see_folder()
         if not self.may_commit():
-            raise StorageError(f"{name(step)} is not written: another attempt has taken this run over")
+            raise StorageError(f"{name(step)} is not saved: another attempt has taken over this run")
         facts = {"world_size": self.world.size, "attempt": attempt, "torch": torch.__version__}
         if not self.storage.commit(step, attempt, {**position, **self.facts, **facts}, files):
             return  # an earlier attempt, then cut off, committed this step; a step is never written twice
@@ -154,7 +154,7 @@ class Checkpoints:
         try:
             self.storage.prune(keep=self.keep, spare=(position.get("best") or {}).get("step"))
         except StorageError as error:
-            say(f"muster: {name(step)} is saved, but older ones stay: {error}")
+            say(f"muster: {name(step)} is saved, but older checkpoints could not be deleted: {error}")
 
     def note_best(self, best: dict[str, Any]) -> None:
         """Write the best evaluation and its checkpoint's path to best.json in the run's folder. Rank 0 only."""
@@ -163,7 +163,7 @@ class Checkpoints:
 
     def _see_folder(self) -> None:
         if not (self.folder / "outcome.json").exists():
-            raise Lost(f"the run's folder {self.folder} is not there any more: restore it, then run again")
+            raise Lost(f"the run's folder {self.folder} no longer exists: restore it, then run again")
 
     def _gather(self, number: int) -> Files:
         files: Files = {}
@@ -252,7 +252,7 @@ def verify(storage: Storage, step: int, world: World) -> Saved:
 
 
 def restore(saved: Saved, trained: Trained, *beside: Resumable) -> None:
-    """Restore `trained`, the parts `beside` it and the random number generators; each rank reads only what it needs.
+    """Restore `trained`, the parts `beside` it and the random number generators; each rank reads only the bytes that it needs.
 
     Collective: every rank must call it.
 
@@ -278,7 +278,7 @@ def restore(saved: Saved, trained: Trained, *beside: Resumable) -> None:
         failure = error
     except Exception as error:
         reason = without(unreadable(error), saved.storage.backend.root)[:300]
-        failure = StorageError(f"cannot read {saved.path}: {reason}; mend that, then run again")
+        failure = StorageError(f"cannot read {saved.path}: {reason}; fix the cause, then run again")
     world.together(failure)
     rng = values.pop(f"{own}rng", None)
     found = {**targets, **values}

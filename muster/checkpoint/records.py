@@ -27,13 +27,13 @@ PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 def _part(name: str) -> str:
     if not PART.fullmatch(name):
-        raise ValueError("is no name of a file")
+        raise ValueError("is not a file name")
     return name
 
 
 def _dtype(name: str) -> str:
     if not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ValueError("is no type of a tensor")
+        raise ValueError("is not a tensor dtype")
     return name
 
 
@@ -128,9 +128,9 @@ class Entry(Record):
             if not len(piece.offsets) == len(piece.sizes) == len(self.size) or any(
                 at + size > whole for at, size, whole in zip(piece.offsets, piece.sizes, self.size, strict=True)
             ):
-                raise ValueError("has a piece that lies outside of it")
+                raise ValueError("has a piece outside its size")
         if sum(math.prod(piece.sizes) for piece in self.pieces) != math.prod(self.size):
-            raise ValueError("is not all in its pieces")
+            raise ValueError("is not covered by its pieces")
         return self
 
 
@@ -165,7 +165,7 @@ def read_manifest(text: bytes, *, step: int) -> dict[str, Any]:
         raise Damaged("it has changed since it was written: its own SHA-256 differs")
     found = _checked(Manifest, manifest)
     if DIGEST not in manifest and found.model_extra:
-        raise Damaged(f"it has {', '.join(found.model_extra)} and no {DIGEST}: it has changed since it was written")
+        raise Damaged(f"it has {', '.join(found.model_extra)} but no {DIGEST}: it has changed since it was written")
     if found.step != step:
         raise Damaged(f"it is of step {found.step}")
     return manifest
@@ -176,7 +176,7 @@ def read_index(text: bytes, manifest: dict[str, Any]) -> dict[str, Any]:
     index = _json(text)
     there = {file.rpartition("/")[2] for file in manifest["files"]}
     if unknown := next((file for file in _checked(Index, index).files() if file not in there), None):
-        raise Damaged(f"it reads from {unknown}, which is no file of the checkpoint")
+        raise Damaged(f"it reads from {unknown}, which is not a file of the checkpoint")
     return index
 
 
@@ -205,9 +205,9 @@ def _json(text: bytes) -> dict[str, Any]:
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"it is no JSON: {str(error)[:100]}") from error
+        raise Damaged(f"it is not JSON: {str(error)[:100]}") from error
     if not isinstance(record, dict):
-        raise Damaged("it is no JSON object")
+        raise Damaged("it is not a JSON object")
     return record
 
 

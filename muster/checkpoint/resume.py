@@ -29,15 +29,15 @@ def find_checkpoint(
 
     Raises:
         NoValidCheckpoint: checkpoints exist or existed, and none is valid; the run never silently starts from zero.
-        ConfigError: `resume` is no folder.
+        ConfigError: `resume` is not a folder.
     """
     bad: list[str] = []
     world.on_first(place.prepare)
     own = newest(place, world, on_bad=bad.append)
     if own is None and noted:
         raise NoValidCheckpoint(
-            f"step {noted['step']} was saved as {noted['path']}, and there is no checkpoint in {place.root}: "
-            "restore it, give the checkpoint.storage of before, or start over with checkpoint.resume=never"
+            f"step {noted['step']} was saved as {noted['path']}, but {place.root} has no checkpoint: "
+            "restore it, set checkpoint.storage back, or start over with checkpoint.resume=never"
         )
     named = resume.rstrip("/")
     if own or named in ("auto", "never"):
@@ -52,14 +52,14 @@ def _named(named: str, world: World, bad: list[str]) -> Saved:
     found, nested = world.on_first(partial(_folders, named, inside))
     if "://" not in named and not found:
         raise ConfigError(
-            f"checkpoint.resume={named} is no folder: give auto, never, a run's folder, one checkpoint's, or a URL"
+            f"checkpoint.resume={named} is not a folder: use auto, never, the folder of a run or of a checkpoint, or a URL"
         )
     if match := STEP.fullmatch(last):
         return verify(Storage(root or "."), int(match[1]), world)
     other = newest(Storage(str(inside) if nested else named), world, on_bad=bad.append, own=False)
     if other is None:
         raise NoValidCheckpoint(
-            f"checkpoint.resume={named} holds no checkpoint: give a run's folder or one checkpoint's"
+            f"checkpoint.resume={named} has no checkpoint: use the folder of a run or of a checkpoint"
         )
     return other
 

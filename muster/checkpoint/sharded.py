@@ -35,7 +35,7 @@ class Sharded:
         return self._planner.create_local_plan()
 
     def joint(self, plans: list[SavePlan]) -> list[WritePlan]:
-        """Return what each rank writes, from the plans of all ranks."""
+        """Return the pieces that each rank writes, from the plans of all ranks."""
         return [_plan(plan) for plan in self._planner.create_global_plan(plans)[0]]
 
 

@@ -38,7 +38,7 @@ class Replicated:
         return WritePlan(pieces, [name for name in state if name not in tensors])
 
     def joint(self, plans: list[WritePlan]) -> list[WritePlan]:
-        """Return what each rank writes, from the plans of all ranks.
+        """Return the pieces that each rank writes, from the plans of all ranks.
 
         Of the ranks that have an entry, a tensor goes to the one with the fewest bytes so far, a value to the lowest.
         """
@@ -166,7 +166,7 @@ def _reads(index: Index, into: dict[str, Tensor]) -> Iterator[Read]:
     for name in into.keys() - sharded.keys():
         entry, target = index["tensors"][name], into[name]
         if entry["size"] != list(target.shape):
-            raise ValueError(f"{name} was saved as {entry['size']} and is {list(target.shape)} here")
+            raise ValueError(f"{name} has shape {entry['size']} in the checkpoint and {list(target.shape)} in this run")
         for piece in entry["pieces"]:
             place = target
             for dimension, (offset, size) in enumerate(zip(piece["offsets"], piece["sizes"], strict=True)):
@@ -227,7 +227,7 @@ def _read_part(stream: Any, part: Read) -> Tensor:
     stream.seek(piece["at"] + (offsets[0] * row if sizes else 0))
     data = bytearray(stream.read(rows * row))
     if len(data) != rows * row:
-        raise StorageError(f"{piece['file']} of the checkpoint ends early: run again to have it verified")
+        raise StorageError(f"{piece['file']} of the checkpoint is truncated: run again to verify it")
     tensor = torch.frombuffer(data, dtype=part.dtype) if data else torch.empty(0, dtype=part.dtype)
     tensor = tensor.view([rows, *sizes[1:]] if sizes else [])
     for dimension in range(1, len(sizes)):
@@ -244,5 +244,7 @@ def _read_values(where: dict[str, Any], open_file: Any) -> dict[str, Any]:
         try:
             values |= torch.load(blob, map_location="cpu", weights_only=True)
         except Exception as error:  # an unpickling error: the data is not a plain value
-            raise StorageError(f"{file} of the checkpoint holds what is no plain value: {error}") from error
+            raise StorageError(
+                f"{file} of the checkpoint contains an object that is not a plain value: {error}"
+            ) from error
     return {name: values[name] for name in where}

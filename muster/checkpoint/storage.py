@@ -123,7 +123,7 @@ class Storage:
         """Read the index of the checkpoint with this manifest. Raises as `manifest` does."""
         place = place_of(INDEX, manifest)
         if place is None:
-            raise Damaged(f"{self.path(step)}/{MANIFEST}: it names no {INDEX}")
+            raise Damaged(f"{self.path(step)}/{MANIFEST}: it lists no {INDEX}")
         return self._record(step, place, partial(read_index, manifest=manifest))
 
     def compare(self, step: int, file: str, expected: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ class Storage:
                 if not further:
                     reason = _reason(error)
                     raise StorageError(
-                        f"cannot read {self.root}/{file}: {reason}; mend that, then run again"
+                        f"cannot read {self.root}/{file}: {reason}; fix the cause, then run again"
                     ) from error
                 self.clock.sleep(PAUSE_S)
         raise AssertionError
@@ -216,10 +216,10 @@ class Storage:
             if there == size:
                 return
             if self.clock.monotonic() > deadline:
-                found = "is not there" if there < 0 else f"has {there} bytes instead of {size}"
+                found = "is missing" if there < 0 else f"has {there} bytes instead of {size}"
                 raise StorageError(
-                    f"{self.root}/{file} {found} as rank 0 sees it, though it was written: "
-                    "checkpoints must lie where all nodes see the same files"
+                    f"{self.root}/{file} {found} on rank 0, although another rank has written it: "
+                    "use a file system that all nodes share"
                 )
             self.clock.sleep(PAUSE_S / 10)
 
@@ -235,7 +235,9 @@ class Storage:
                 raise
             kind = Unclear if isinstance(error, Unsure) else StorageError
             reason = without(_reason(error), self.backend.root)
-            raise kind(f"cannot {what} in {self.root}: {reason}; free or mend it, then run again") from error
+            raise kind(
+                f"cannot {what} in {self.root}: {reason}; free space or fix the cause, then run again"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -290,7 +292,9 @@ def _backend(place: str) -> Backend:
     except MusterError:
         raise
     except Exception as error:
-        raise StorageError(f"cannot use {place}: {without(_reason(error), place)}; mend it, then run again") from error
+        raise StorageError(
+            f"cannot use {place}: {without(_reason(error), place)}; fix the cause, then run again"
+        ) from error
 
 
 def _reason(error: Exception) -> str:

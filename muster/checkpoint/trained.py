@@ -12,7 +12,7 @@ from torch import Tensor
 from muster.dist.world import World
 
 EXTRA = "_extra_state"
-"""How torch names what a module's `get_extra_state` gives."""
+"""Suffix of the state-dict entry for a module's `get_extra_state`."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""model.pt: the trained weights in one file that plain torch.load reads, whatever layout they were trained in."""
+"""model.pt: the trained weights in one file that plain torch.load reads, independent of the layout in training."""
 
 from __future__ import annotations
 
@@ -178,17 +178,17 @@ def read_weights(source: str) -> dict[str, Any]:
     try:
         found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except FileNotFoundError:
-        raise ConfigError(f"there is no {source}: give a file of weights, a URL, or a run's folder") from None
+        raise ConfigError(f"{source} does not exist: give a file of weights, a URL, or a run's folder") from None
     except Exception as error:
         raise StorageError(f"cannot read weights from {source}: {unreadable(error)[:300]}") from error
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{source} holds a {type(found).__name__} and no weights by name: {ALONE}")
+        raise ConfigError(f"{source} contains a {type(found).__name__}, not a state dict: {ALONE}")
     for inner in ("state_dict", "model"):  # common names in other checkpoints
         found = found[inner] if isinstance(found.get(inner), Mapping) else found
     named = {str(name).removeprefix("module."): value for name, value in found.items()}
     weights = {name: value for name, value in named.items() if isinstance(value, Tensor) or name.endswith(EXTRA)}
     if not any(isinstance(value, Tensor) for value in weights.values()):
-        raise ConfigError(f"{source} holds no tensor by name: {ALONE}")
+        raise ConfigError(f"{source} contains no named tensor: {ALONE}")
     return weights
 
 
@@ -220,8 +220,8 @@ def unreadable(error: Exception) -> str:
     if match := re.search(r"GLOBAL (\S+)", text) or re.search(
         r"Unsupported (?:global|class)\W+([A-Za-z_][\w.]+)", text
     ):
-        return f"it holds more than tensors ({match[1]}), which could run code when it is read: {ALONE}"
-    return f"it is no file of weights: {ALONE}"
+        return f"it contains {match[1]}, which is not a tensor and could run code when loaded: {ALONE}"
+    return f"it is not a file of weights: {ALONE}"
 
 
 def _saved_in(path: Path) -> Saved:
@@ -233,7 +233,7 @@ def _saved_in(path: Path) -> Saved:
         storage = Storage(str(inside if inside.is_dir() else path))
         steps = storage.steps()
     if not steps:
-        raise ConfigError(f"there is neither model.pt nor a checkpoint in {path}: give a run's folder that has one")
+        raise ConfigError(f"{path} has neither model.pt nor a checkpoint: give the folder of a run that has one")
     return Saved(storage, storage.manifest(steps[0]))
 
 

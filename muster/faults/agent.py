@@ -74,7 +74,8 @@ def main() -> None:
             unseen_s += POLL_S
         time.sleep(POLL_S)
     say(
-        "muster: torchrun's agent hangs: is the host of the rendezvous store lost? It is ended, for its launcher to start again"
+        "muster: torchrun's agent hangs, perhaps because the host of the rendezvous store is lost: killing the agent, "
+        "so that its launcher restarts it"
     )
     with contextlib.suppress(ProcessLookupError):
         os.kill(agent, signal.SIGTERM)

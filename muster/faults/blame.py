@@ -91,15 +91,18 @@ def standing_of(rank: int, phase: Phase | None, silent_s: float) -> Standing:
     if phase is None:
         return Standing(rank, None, f"rank {rank} (start-up)", "", 0.0, silent_s)
     name = f"rank {rank} on {phase.host} ({phase.label})"
-    return Standing(rank, phase.host, name, phase.where or "code that it has not named", phase.limit_s, silent_s)
+    return Standing(rank, phase.host, name, phase.where or "unnamed code", phase.limit_s, silent_s)
 
 
-def silence(seen: Outlook | None, seconds: float, *, told: str, me: int) -> RankLost | None:
-    """Name the ranks silent for `seconds`, except `me`, whose own state is known; None if there are none."""
+def silence(seen: Outlook | None, seconds: float, *, symptom: str, me: int) -> RankLost | None:
+    """Return an error that names the ranks silent for `seconds`; None if there are none.
+
+    symptom: how the error describes them. me: this rank, whose own state is known.
+    """
     gone = [one for one in (seen.silent if seen else []) if one.silent_s > seconds and one.rank != me]
     if not gone:
         return None
-    return RankLost(f"{', '.join(one.name for one in gone)} {told}", rank=gone[0].rank, host=gone[0].host)
+    return RankLost(f"{', '.join(one.name for one in gone)} {symptom}", rank=gone[0].rank, host=gone[0].host)
 
 
 def fault(seen: Outlook | None, mine: Phase, *, timeout_s: float, patient: bool) -> RankLost | None:
@@ -109,11 +112,11 @@ def fault(seen: Outlook | None, mine: Phase, *, timeout_s: float, patient: bool)
     """
     if not seen or not seen.overdue or (patient and not seen.is_behind(mine)):
         return None
-    told = f"for dist.timeout_s={timeout_s:g}"
-    where = "; ".join(f"{one.name} stands in {one.where}" for one in seen.behind)
+    period = f"for dist.timeout_s={timeout_s:g}"
+    where = "; ".join(f"{one.name} is in {one.where}" for one in seen.behind)
     if seen.all_behind:
         return RankLost(
-            f"all ranks have stood still {told}: {where}: collectives that do not match, or a network that loses data"
+            f"no rank has made progress {period}: {where}: collectives that do not match, or a network that loses data"
         )
     first = seen.behind[0]
-    return RankLost(f"{where} and has not moved {told} or longer", rank=first.rank, host=first.host)
+    return RankLost(f"{where} and has made no progress {period} or longer", rank=first.rank, host=first.host)

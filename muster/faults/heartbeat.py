@@ -92,35 +92,35 @@ class Heartbeat:
             self._watchdog.wind(self.timeout_s + LAST_WORDS_S)
 
     def watch(self) -> None:
-        """Watch the other ranks from now on, whatever this rank does."""
+        """Watch the other ranks from now on, also while this rank makes progress."""
         self._watched_for_good = True
         self._look()
 
     def silence(self, seconds: float, *, waited: str = "") -> RankLost | None:
-        """Return a RankLost that names the ranks, or the store, without a sign of life for `seconds`; else None.
+        """Return a RankLost that names the ranks without a heartbeat for `seconds`, or the store; else None.
 
         This rank must have watched the others for at least that long.
         """
         seconds = max(seconds, 2 * self.period_s)
-        told = f"gives no sign of life{waited}: killed, stopped or cut off"
+        cause = f"{waited}: killed, stopped or disconnected"
         if self._store_is_gone or self.eye.unanswered_s > seconds:
-            return self._store_lost(told)
+            return self._store_lost(cause)
         if self.eye.first_silent_s > seconds:
-            return RankLost(f"{self.eye.first_name} {told}", rank=0, host=self.eye.first_host)
-        return silence(self.eye.outlook, seconds, told=told, me=self.world.rank)
+            return RankLost(f"{self.eye.first_name} sends no heartbeat{cause}", rank=0, host=self.eye.first_host)
+        return silence(self.eye.outlook, seconds, symptom=f"sends no heartbeat{cause}", me=self.world.rank)
 
     @property
     def is_abandoned(self) -> bool:
-        """On rank 0: whether it stands still, waiting for a rank or a store that gives no sign of life."""
+        """On rank 0: whether it stands still, waiting for a rank or a store that does not answer."""
         return self.phases.age_s > ABANDONED_S and self.silence(ABANDONED_S) is not None
 
-    def _store_lost(self, told: str) -> RankLost:
+    def _store_lost(self, cause: str) -> RankLost:
         address = os.environ.get("MASTER_ADDR", "this host")
         if not store_is_agents() and not self.world.is_first:  # the store is in rank 0's process
             host = self.eye.first_host or address
-            return RankLost(f"rank 0 on {host} {told}", rank=0, host=host)
+            return RankLost(f"rank 0 on {host} sends no heartbeat{cause}", rank=0, host=host)
         me = f"rank {self.world.rank} on {socket.gethostname()}"
-        return RankLost(f"the rendezvous store at {address} {told} from {me}")
+        return RankLost(f"the rendezvous store at {address} does not answer {me}{cause}")
 
     def _look(self) -> None:
         if not self._watching.is_set():
@@ -188,5 +188,5 @@ class Heartbeat:
         seen = self.eye.outlook
         for one in seen.behind[:1] if seen else ():
             say(
-                f"muster: waiting for {mine.age_s:.0f} s so far: {one.name} stands in {one.where}, and may for {one.limit_s:.0f} s"
+                f"muster: waiting for {mine.age_s:.0f} s so far: {one.name} is in {one.where}, which may take {one.limit_s:.0f} s"
             )

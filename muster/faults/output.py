@@ -50,9 +50,9 @@ def lost() -> str:
 
 def has_reader() -> bool:
     """Whether standard output has a reader, for work that is done only for it."""
-    asked = select.poll()
-    asked.register(1, 0)
-    return not lost() and not any(found & (select.POLLERR | select.POLLHUP) for _, found in asked.poll(0))
+    poll = select.poll()
+    poll.register(1, 0)
+    return not lost() and not any(found & (select.POLLERR | select.POLLHUP) for _, found in poll.poll(0))
 
 
 class Enduring(io.FileIO):

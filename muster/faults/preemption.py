@@ -33,14 +33,14 @@ POLLS_PER_S = 1000.0  # total of all ranks
 
 
 class Preemption:
-    """Tracks whether this process was told to stop. Call `install` as early as possible."""
+    """Tracks whether this process has received a stop request. Call `install` as early as possible."""
 
     def __init__(self) -> None:
         self._is_requested = False
 
     @property
     def signalled(self) -> bool:
-        """Whether this process was told to stop."""
+        """Whether this process has received a stop request."""
         return self._is_requested
 
     def request(self) -> None:
@@ -69,7 +69,7 @@ class Agreement:
 
     Args:
         world: the ranks.
-        preemption: whether this rank was told to stop.
+        preemption: whether this rank has received a stop request.
     """
 
     def __init__(self, world: World, preemption: Preemption):

@@ -42,7 +42,7 @@ class Watchdog:
                     if libc.timer_create(1, ctypes.byref(event), ctypes.byref(self._timer)) == 0:  # CLOCK_MONOTONIC
                         self._libc = libc
                         return
-            say("muster: no timer_create here: a stopped rank is found, but ended by torchrun alone")
+            say("muster: this system has no timer_create: a stopped rank is detected, but only torchrun can end it")
 
     def wind(self, seconds: float) -> None:
         """Kill this process `seconds` from now, unless called again before."""

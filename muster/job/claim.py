@@ -42,7 +42,7 @@ class Claim:
 
     Args:
         entries: the entries of the place.
-        content: what identifies the attempt to others; JSON.
+        content: identifies the attempt to others; JSON.
     """
 
     def __init__(self, entries: Entries, content: Mapping[str, Any]):

@@ -47,10 +47,10 @@ OF_A_START = ("token", "idle_attempts", "times_held")
 class Exit:
     """Reports why an attempt ends: once for all ranks, in one line and in outcome.json.
 
-    folder: the run's folder. preemption: whether this rank was told to stop.
+    folder: the run's folder. preemption: whether this rank has received a stop request.
     max_idle_attempts: failed starts in a row before CrashLoop; None: starts are not counted.
     records: False if outcome.json is left alone, as by an evaluation.
-    world, heartbeat, lease, step: what the attempt has so far; they decide which ranks an error concerns.
+    world, heartbeat, lease, step: those of the attempt so far; they decide which ranks an error concerns.
     """
 
     folder: Path
@@ -112,10 +112,10 @@ class Exit:
                 self._write(first)
                 return int(first["exit_code"])
             error = first
-        told = attempts.last(self.folder)
-        if isinstance(error, RankLost) and told.attempt == world.attempt and told.outcome != attempts.RUNNING:
-            agent.tell(f"rank {told.rank} failed first: {told.error}")
-            return told.exit_code or 1  # the first cause, recorded by a rank that is gone
+        last = attempts.last(self.folder)
+        if isinstance(error, RankLost) and last.attempt == world.attempt and last.outcome != attempts.RUNNING:
+            agent.tell(f"rank {last.rank} failed first: {last.error}")
+            return last.exit_code or 1  # the first cause, recorded by a rank that is gone
         record = self._record(error, code, lost=lost)
         error, code = self._counted(error, code, record, world.attempt)
         won, first_said = world.board.claim_failure(record)
@@ -137,9 +137,9 @@ class Exit:
         If the attempt had the run, the next attempt counts its failure (Folder); if it never had the run, this method
         does.
         """
-        told, again = attempts.last(self.folder), None
-        failed_before = told.failure_before
-        if told.attempt != attempt or not told.token:
+        last, again = attempts.last(self.folder), None
+        failed_before = last.failure_before
+        if last.attempt != attempt or not last.token:
             before = attempts.start_before(self.folder, attempt)
             failed_before = before.failure
             count = 0 if before.outcome == CrashLoop.outcome else before.idle_attempts
@@ -149,15 +149,15 @@ class Exit:
             elif self._is_failed_start(error, code):
                 record["idle_attempts"] = count + 1
                 if count >= (self.max_idle_attempts or 0):
-                    again = f"{count + 1} attempts in a row failed before training could begin"
+                    again = f"{count + 1} attempts in a row failed before training began"
         if record["failure"] and failed_before == record["failure"]:
-            again = "the same error at the same place as in the attempt before"
+            again = "the same error at the same place as in the previous attempt"
         if not again:
             return error, code
         known = isinstance(error, MusterError)
         where = f" ({place(error)})" if not known and place(error) else ""
         what = one_line(error) if known else ": ".join(kind_and_message(error))
-        loop = CrashLoop(f"{what}: {again}{where}; mend it, and run the same command again")
+        loop = CrashLoop(f"{what}: {again}{where}; fix it, and run the same command again")
         record |= {"outcome": loop.outcome, "exit_code": loop.exit_code, "error": one_line(loop)}
         return loop, loop.exit_code
 
@@ -254,10 +254,10 @@ def tell(error: BaseException, kept: Path | None = None) -> None:
 
 
 def _and_where(error: BaseException, kept: Path | None) -> str:
-    more = f"; mend it, and run the same command again. The whole traceback is in {kept}" if kept else ""
+    more = f"; fix it, and run the same command again. The full traceback is in {kept}" if kept else ""
     return f"{in_words(error)}{more}"
 
 
 def in_words(error: BaseException) -> str:
-    """Return a MusterError's message; for any other error what was raised and where."""
+    """Return a MusterError's message; for any other error its type, message and place."""
     return one_line(error) if isinstance(error, MusterError) else located(error)

@@ -104,7 +104,7 @@ def claim_folder(
     Args:
         options: where the folder is.
         world: the ranks.
-        stopping: returns whether this process was told to stop.
+        stopping: returns whether this process has received a stop request.
         on_loss: see `Lease`.
         on_request: see `Lease`.
         stands: see `Lease`.
@@ -156,8 +156,8 @@ def _see_claim(path: Path, world: World, held: Lease | None) -> None:
     while not (seen := lease.newest_claim(path)[0] == token) and time.monotonic() < deadline:
         time.sleep(SEE_AGAIN_S)
     where = f"output_dir={path} on {socket.gethostname()}"
-    told = f"{where} is not the folder that rank 0 writes to: give one that all nodes share"
-    world.together(None if seen else StorageError(told))
+    wrong = f"{where} is not the folder that rank 0 writes to: use one that all nodes share"
+    world.together(None if seen else StorageError(wrong))
 
 
 def _before(path: Path, options: RunOptions, world: World) -> tuple[dict[str, object], bool]:
@@ -214,12 +214,12 @@ def _take_over(
     attempts.write(path, now)
     if failures > options.max_idle_attempts:
         raise CrashLoop(
-            f"{failures} attempts in a row came no further than step {furthest}, the last one {before.outcome}: "
-            f"{cause or 'killed'}. Mend the cause and run the same command again"
+            f"{failures} consecutive attempts got no further than step {furthest}, the last one {before.outcome}: "
+            f"{cause or 'killed'}. Fix the cause and run the same command again"
         )
     if stops > options.max_idle_preemptions:
         raise CrashLoop(
-            f"{stops} times in a row the run was told to stop before it came further than step {furthest}: give it more "
+            f"the run was stopped {stops} times in a row before it got further than step {furthest}: give it more "
             "time, raise max_idle_preemptions, and run the same command again"
         )
     replace_file(path / "config.yaml", lambda draft: draft.write_text(options.config))

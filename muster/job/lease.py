@@ -97,12 +97,12 @@ def look(
         folder: the run's folder.
         own: the attempt that wants to claim it.
         wait_s: the longest wait for another part of this job.
-        stopping: returns whether this process was told to stop.
+        stopping: returns whether this process has received a stop request.
         clock: the time.
 
     Raises:
         ConfigError: another job uses the folder; or another part of this job does, and its clock differs.
-        Held: another part of this job uses the folder, and has not made way within `wait_s`.
+        Held: another part of this job uses the folder, and has not released it within `wait_s`.
         Preempted: `stopping` became true meanwhile.
     """
     recorded = attempts.last(folder).token  # read first: an attempt that begins in between is seen by its claim
@@ -124,7 +124,7 @@ def look(
                 request.close()
                 return look(folder, own, wait_s=wait_s - (now - began), stopping=stopping, clock=clock)
             if stopping():
-                raise Preempted(f"told to stop while another launch held {folder}: run the same command again")
+                raise Preempted(f"stopped while another launch held {folder}: run the same command again")
             if (sign := _read(folder / ".alive")) is None or sign == seen:
                 continue
             if not is_ours:
@@ -138,8 +138,8 @@ def look(
                 return known
             if now - began > wait_s:
                 raise Held(
-                    f"output_dir={folder} is held by another part of this very job on {holder.get('host')} (attempt "
-                    f"{holder.get('attempt')}), which has not made way for {now - began:.0f} s: try again"
+                    f"output_dir={folder} is held by another part of this job on {holder.get('host')} (attempt "
+                    f"{holder.get('attempt')}), which has not released it for {now - began:.0f} s: try again"
                 )
             request.callback(_ask(folder, own, holder))
     return known
@@ -275,7 +275,7 @@ class Lease:
     def _renew(self) -> None:
         while not self._ended.is_set():
             if not self.renew():
-                self.on_loss(RankLost(f"another launch has taken over {self.folder}: this one leaves it to that"))
+                self.on_loss(RankLost(f"another launch has taken over {self.folder}: this one ends"))
                 return
             self.clock.wait(self._ended, RENEW_S)
 

@@ -98,7 +98,7 @@ class Lifecycle:
 
     Args:
         folder: the run's folder.
-        preemption: whether this process was told to stop.
+        preemption: whether this process has received a stop request.
         max_idle_attempts: failed starts in a row before CrashLoop; None: starts are not counted.
         records: False if outcome.json is left alone, as by an evaluation.
     """
@@ -228,7 +228,7 @@ class Lifecycle:
 
         self._undo.push(undo)
 
-    # What they do.
+    # Their effects.
 
     def _enter(self, state: State) -> None:
         assert self.state in FOLLOWS[state], f"{self.state.name} -> {state.name}"
@@ -273,7 +273,7 @@ class Lifecycle:
 
     def _regroup(self, other: str) -> None:
         """Have all ranks save and leave, so that torchrun restarts them together with `other`."""
-        say(f"muster: {other} of this job waits for the run: all ranks save their place and start again together")
+        say(f"muster: {other} of this job waits for the run: all ranks save a checkpoint and restart together")
         self.preemption.request()
 
     def _report_soon(self) -> None:
@@ -310,7 +310,7 @@ class Lifecycle:
 
 @contextlib.contextmanager
 def without_sigchld() -> Iterator[None]:
-    """Suspend torch's SIGCHLD handler: when a loader worker dies, it raises at whatever line is running."""
+    """Suspend torch's SIGCHLD handler: when a loader worker dies, it raises in the middle of any line."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield

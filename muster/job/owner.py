@@ -44,7 +44,7 @@ class Owner:
                 raise self._lost(holder)
             say(
                 f"muster: checkpoint.storage={self.storage.root} was last used by {_name(holder)}: this run takes it "
-                "over, and if that one still trains, it ends at its next checkpoint"
+                "over; if the other still trains, it ends at its next checkpoint"
             )
         while not self._claim.take(token):
             token, _ = newest(self._claim.entries)

@@ -100,7 +100,7 @@ def store(given: Sequence[str]) -> int:
 
 
 def plan(given: Sequence[str]) -> int:
-    """Print what slurm/job.sh needs to start the nodes: job, folder, before, srun_flags. Raises ConfigError."""
+    """Print the shell assignments with which slurm/job.sh starts the nodes: job, folder, before, srun_flags. Raises ConfigError."""
     flags, job = slurm.srun_flags(os.environ), slurm.job_name(os.environ)
     code, folder = check_apart(given)
     if code:
@@ -113,7 +113,7 @@ def plan(given: Sequence[str]) -> int:
 
 
 def verdict(given: Sequence[str]) -> int:
-    """Print what slurm/job.sh does at the end: code, requeue, line. Raises ConfigError."""
+    """Print the shell assignments by which slurm/job.sh ends: code, requeue, line. Raises ConfigError."""
     if len(given) not in (3, 4):
         raise ConfigError(f"verdict got {len(given)} arguments; valid: FOLDER BEFORE CODE [told]")
     folder, before, code, *told = given

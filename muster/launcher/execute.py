@@ -28,7 +28,7 @@ NO_HANGUP = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT"}
 
 @dataclass
 class Signals:
-    """The signals that asked this launcher to stop.
+    """The stop signals that this launcher has received.
 
     Passes the first on to the agent as SIGTERM, unless the agent got SIGTERM itself.
     """
@@ -97,7 +97,7 @@ def _as_child() -> None:
 
 
 def _settled(folder: Path, launcher: str, *, told: bool) -> dict[str, Any]:
-    """Return the last record. If told to stop, wait for another node that stops later and still has to write it."""
+    """Return the last record. After a stop request, wait for another node that stops later and still has to write it."""
     deadline = time.monotonic() + (LAST_WORDS_S if told else 0)
     while (record := attempts.newest(folder, launcher=launcher)).get("outcome") == attempts.RUNNING:
         if time.monotonic() > deadline:

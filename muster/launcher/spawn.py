@@ -66,7 +66,7 @@ def launch(what: Any, *args: Any, nproc: int, max_restarts: int = 0) -> Any:
 
     Raises:
         MusterError: the type of the cause, with the failing rank's message in one line.
-        Preempted: this process got SIGTERM; the ranks were told to stop, and have ended.
+        Preempted: this process got SIGTERM; the ranks have stopped.
         KeyboardInterrupt: the same after Ctrl-C or a notebook's stop button. After a second one the ranks do not save.
     """
     _refuse_ranks()
@@ -171,7 +171,7 @@ def _end(agent: subprocess.Popen[bytes], grace_s: int) -> None:
 
 @dataclass
 class _Signals:
-    """The signals that asked this process to stop. The agent gets SIGTERM for the first; a second Ctrl-C kills it."""
+    """The stop signals that this process has received. The agent gets SIGTERM for the first; a second Ctrl-C kills it."""
 
     came: list[int] = field(default_factory=list)
     agent: subprocess.Popen[bytes] | None = None
@@ -219,7 +219,7 @@ class SpawnEnd:
 
     def values(self, nproc: int) -> list[Any]:
         """Return each rank's result. Raises MusterError, KeyboardInterrupt."""
-        self._raise_if_told("the function was ended: launch it again")
+        self._raise_if_stopped("the function was ended: launch it again")
         self._raise_if_failed()
         return [self._value(rank) for rank in range(nproc)]
 
@@ -229,12 +229,12 @@ class SpawnEnd:
         if refused := plan.get("refused"):
             raise of_code(*refused)
         if "folder" not in plan:
-            self._raise_if_told("nothing was started: launch it again")
+            self._raise_if_stopped("nothing was started: launch it again")
             self._raise_if_failed()
         folder = Path(plan["folder"])
         after = attempts.newest(folder, launcher=plan["launcher"])
         verdict = decide(plan["before"], after, self.code, told=bool(self.came), policy=Policy())
-        self._raise_if_told(f"{folder}: {verdict.line or 'done'}: launch it again to resume")
+        self._raise_if_stopped(f"{folder}: {verdict.line or 'done'}: launch it again to resume")
         if verdict.code == 0:
             return Finished(folder, after)
         if not (said := after.get("error")) or verdict.line.startswith("no rank"):
@@ -242,11 +242,11 @@ class SpawnEnd:
         who = f"rank {after.get('rank')} on {after.get('failed_host')}: " if after.get("outcome") == "failed" else ""
         raise _error(verdict.code, f"{who}{said}" if said else f"{folder}: {verdict.line}")
 
-    def _raise_if_told(self, told: str) -> None:
+    def _raise_if_stopped(self, outcome: str) -> None:
         if signal.SIGINT in self.came:
-            raise KeyboardInterrupt(told)
+            raise KeyboardInterrupt(outcome)
         if self.came:
-            raise Preempted(f"told to stop by {signal.Signals(self.came[0]).name}; {told}")
+            raise Preempted(f"stopped by {signal.Signals(self.came[0]).name}; {outcome}")
 
     def _raise_if_failed(self) -> None:
         if self.code:

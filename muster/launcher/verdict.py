@@ -66,7 +66,7 @@ def decide(
         before: the record of outcome.json before the attempt.
         after: the record after it.
         agent_code: the exit code of the agent.
-        told: whether a signal asked the launcher to stop.
+        told: whether the launcher received a stop signal.
         policy: the substrate's policy.
     """
     if agent_code == 0:
