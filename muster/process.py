@@ -1,11 +1,14 @@
-"""The current process: its death with its parent, and the signals that it ignores."""
+"""The current process: its death with its parent, the signals that it ignores, and processes that outlive it."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a run to stop."""
@@ -32,3 +35,14 @@ def ignore(*numbers: int) -> None:
     """Ignore these signals from now on, also in programs that this process becomes by exec. Main thread only."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
+
+
+def start_detached(module: str, *arguments: str) -> None:
+    """Run `python -m MODULE ARGUMENTS` in a session of its own, which outlives this process. Does nothing on OSError.
+
+    Paths in `arguments` must be absolute: the process works in the kit's parent folder, because the user's folder may
+    have a package with the kit's name.
+    """
+    line = [sys.executable, "-m", module, *arguments]
+    with contextlib.suppress(OSError):
+        subprocess.Popen(line, cwd=Path(__file__).parents[1], stdin=subprocess.DEVNULL, start_new_session=True)

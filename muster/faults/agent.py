@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -54,9 +53,7 @@ def end_if_stuck() -> None:
     that its main loop needs (`DynamicRendezvousHandler.num_nodes_waiting`).
     """
     if _is_there() and os.environ.get("LOCAL_RANK") == "0":  # all ranks of the node leave
-        with contextlib.suppress(OSError):
-            line = [sys.executable, "-m", "muster.faults.agent", str(os.getpid()), str(os.getppid())]
-            subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True)
+        process.start_detached("muster.faults.agent", str(os.getpid()), str(os.getppid()))
 
 
 def main() -> None:

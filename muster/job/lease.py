@@ -19,8 +19,6 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -42,6 +40,7 @@ from muster.dist.place import (
 from muster.errors import ConfigError, Held, Preempted, RankLost, storage_error
 from muster.files import clear_drafts, draft_of
 from muster.job.claim import Claim, FolderEntries, newest
+from muster.process import start_detached
 
 RENEW_S = 1.0
 HELD_S = 10.0
@@ -253,10 +252,7 @@ class Lease:
     def leave_to_restart(self) -> None:
         """Leave the claim to torchrun's agent: a process renews it until the agent restarts the ranks or ends."""
         self._stop()
-        folder, kit = self.folder.absolute(), Path(__file__).parents[2]  # the user's folder may have its own `train`
-        line = [sys.executable, "-m", "muster.job.caretaker", str(folder), str(self.token), launcher()]
-        with contextlib.suppress(OSError):
-            subprocess.Popen(line, cwd=kit, stdin=subprocess.DEVNULL, start_new_session=True)
+        start_detached("muster.job.caretaker", str(self.folder.absolute()), str(self.token), launcher())
 
     def _stop(self) -> None:
         self._ended.set()
