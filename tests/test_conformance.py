@@ -11,11 +11,11 @@ import pytest
 from kit.job import ROOT, environment
 
 from bench.conformance import ledger
+from bench.conformance.comparison import Reference, judge
 from bench.conformance.faults import FAULTS, Scene
 from bench.conformance.matrix import cell, matrix
 from bench.conformance.trainers import NAMES, trainer
 from bench.conformance.trainers.base import Trainer
-from bench.conformance.verdict import Reference, judge
 
 UNDISTURBED = Reference({0: [1, 2], 1: [3, 4], 2: [5, 6]}, "none", [1, 2, 3], 0.1)
 

@@ -15,11 +15,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from bench.conformance.comparison import judge, reference_of
 from bench.conformance.faults import FAULTS, Scene, play
 from bench.conformance.matrix import Results, cell, matrix
 from bench.conformance.trainers import NAMES, trainer
 from bench.conformance.trainers.base import Trainer
-from bench.conformance.verdict import judge, reference_of
 
 
 def column(chosen: Trainer, faults: list[str], *, place: Path, seed: int, limit_s: float) -> dict[str, Any]:
