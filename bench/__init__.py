@@ -1,4 +1,4 @@
-"""Side-by-side benchmarks; they drive the same jobs as the tests do."""
+"""Side-by-side benchmarks. They start the same jobs as the tests."""
 
 import sys
 from pathlib import Path

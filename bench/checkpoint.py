@@ -1,7 +1,8 @@
-"""A checkpoint beside a plain torch.save of the same state: how long training stands still, and how long both take in all.
+"""Compare a checkpoint of the kit with a plain torch.save of the same state: seconds that block training, and in total.
 
-`python -m bench.checkpoint` trains in one process by the kit's own parts. In turns it does so many steps with a save
-of the kit in the middle, as many with `torch.save` there, and as many without; all saves end before the clock stops.
+`python -m bench.checkpoint` trains in one process with the kit's own parts. It alternates between turns of the same number
+of steps: with a save by the kit in the middle, with `torch.save` there, and without a save. The clock of a turn stops
+after its save is complete.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ WORKLOADS = {
 
 
 class Turns:
-    """Steps of one run, with something to save in the middle of each turn."""
+    """The steps of one run in turns, with a save in the middle of each."""
 
     def __init__(self, run: Run, steps: int):
         self.run, self.steps = run, steps
@@ -45,7 +46,7 @@ class Turns:
         self._batches = iter(load(run, run.course.plan, range(turns * steps)))
 
     def turn(self, keep: Callable[[], None], finish: Callable[[], None]) -> tuple[float, float]:
-        """Seconds of the turn until all is written, and those that `keep` took of it."""
+        """Return the seconds of the turn until everything is written, and the part of them spent in `keep`."""
         began, blocked = time.perf_counter(), 0.0
         for number in range(self.steps):
             if number == self.steps // 2:
@@ -59,7 +60,7 @@ class Turns:
 
 
 def measure(name: str, overrides: str, steps: int, folder: Path) -> list[object]:
-    """A row of the table."""
+    """Return one row of the table."""
     line = [*overrides.split(), f"output_dir={folder}", "max_steps=1000", "log.progress=none", "log.tensorboard=false"]
     config, preemption = compose(line), Preemption()
     world, strategy = join(config, preemption)
@@ -99,7 +100,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Print a row a state."""
+    """Print one row per state."""
     parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description=__doc__)
     parser.add_argument("states", nargs="*", default=list(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
     torch.set_num_threads(1)
@@ -108,7 +109,7 @@ def main() -> None:
         overrides, steps = WORKLOADS[name]
         with tempfile.TemporaryDirectory() as folder:
             print("|", " | ".join(map(str, measure(name, overrides, steps, Path(folder)))), "|", flush=True)
-    os._exit(0)  # as the kit does: torch's threads may abort in a tear-down
+    os._exit(0)  # like the kit: torch's threads may abort during teardown
 
 
 if __name__ == "__main__":

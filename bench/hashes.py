@@ -1,6 +1,6 @@
 """SHA-256 of model.pt by model and world size, with `virtual_world_size=8`: `python -m bench.hashes`, as a table.
 
-Each run is by torchrun; "killed" is one whose torchrun is killed on the way (SIGKILL) and whose rest runs at other world
+Each run is started by torchrun. The torchrun of "killed" is killed twice (SIGKILL), and the run resumes at other world
 sizes. Exit code 1 if a model has more than one hash.
 """
 
@@ -36,7 +36,7 @@ def undisturbed(folder: Path, overrides: tuple[str, ...], ranks: int) -> str:
 
 
 def killed(folder: Path, overrides: tuple[str, ...]) -> str:
-    """On three ranks, then on one, to the end on four."""
+    """Train on three ranks until killed, then on one until killed, then on four to the end."""
     for ranks, step in ((3, 12), (1, 22)):
         process = start(folder, *LINE, *overrides, ranks=ranks, cold=True)
         wait_for(folder, reached(step), process=process, timeout_s=300)

@@ -1,8 +1,8 @@
-"""Batches a second from the kit's loader beside those that people write: `python -m bench.input` (`--quick`: few samples).
+"""Compare the kit's loader with usual hand-written loaders: `python -m bench.input` (`--quick`: few samples).
 
-Images in memory with a random crop and a flip: the kit's, which changes a micro-batch at once with each sample's own
-random numbers, beside a DataLoader that crops and flips picture by picture through PIL. A folder of JPEGs: the kit's
-`imagefolder` beside torchvision's reference loader (ImageFolder, PIL, RandomResizedCrop) with as many workers.
+Images in memory with a random crop and flip: the kit transforms a whole micro-batch at once, with random numbers of each
+sample; the other is a DataLoader that transforms one image at a time with PIL. A folder of JPEGs: the kit's
+`imagefolder`, and torchvision's reference loader (ImageFolder, PIL, RandomResizedCrop) with the same number of workers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ByPil(Dataset[Any]):
-    """Picture by picture, as torchvision's CIFAR10 does."""
+    """Transforms one image at a time, like torchvision's CIFAR10."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor):
         self.images, self.labels = images.permute(0, 2, 3, 1).contiguous().numpy(), labels
@@ -57,7 +57,7 @@ def kit(dataset: Any, *, workers: int, epochs: int) -> Iterator[Any]:
 
 
 def speed(samples: int, stream: Any) -> float:
-    """Samples a second, once the first batch is there."""
+    """Return samples per second, measured from the first batch on."""
     turn = iter(stream)
     next(turn)
     began = time.perf_counter()
@@ -77,13 +77,15 @@ def pictures(root: Path) -> None:
     for number in range(PICTURES):
         folder = root / "train" / f"class{number % 4}"
         folder.mkdir(parents=True, exist_ok=True)
-        coarse = torch.rand(1, 3, 25, 25)  # noise alone would be no picture: hard to compress and slow to decode
+        coarse = torch.rand(
+            1, 3, 25, 25
+        )  # noise alone would not resemble an image: it compresses badly and decodes slowly
         smooth = torch.nn.functional.interpolate(coarse, size=(PICTURE_SIDE, PICTURE_SIDE), mode="bilinear")[0]
         write_jpeg((smooth * 255).byte(), str(folder / f"{number}.jpg"), quality=90)
 
 
 def main() -> None:
-    """Print a row a kind of data."""
+    """Print one row per kind of data."""
     torch.set_num_threads(1)
     print("| data | kit, samples/s | beside it, samples/s | ratio |\n|---|---|---|---|", flush=True)
     images = torch.randint(0, 256, (SAMPLES, 3, SIDE, SIDE), dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""What it costs a step that each rank's time is watched: `python -m bench.live [ranks]`.
+"""The cost per step of timing each rank: `python -m bench.live [ranks]`.
 
-The calls that a step makes for it are timed alone, some thousand times in a row, with a log line every 10 steps as by
-default; beside it stands the time of a step of the smallest workload that anybody would run (an MLP 784-512-10 with 64
-samples a rank), so the share is the largest that anybody will see.
+Times the calls that a step makes for it, some thousand times, with a log line every 10 steps, the default. For
+comparison it times a step of a very small workload (an MLP 784-512-10 with 64 samples per rank), so the share that it
+prints is an upper bound for larger ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MLP = (
 
 
 def watching(ranks: int, folder: Path) -> float:
-    """Seconds a step, of rank 0 of `ranks`."""
+    """Return the seconds per step of the timing calls, on rank 0 of `ranks`."""
     place = Place.from_env("env://")
     world = World(place, torch.device("cpu"), "bench", None, [])  # type: ignore[arg-type]
     parameter = torch.nn.Parameter(torch.zeros(()))
@@ -45,7 +45,7 @@ def watching(ranks: int, folder: Path) -> float:
     began = time.perf_counter()
     for step, _ in enumerate(items, 1):
         waiting.begin()
-        waiting._arrived(parameter)  # autograd's hook, of one parameter
+        waiting._arrived(parameter)  # the autograd hook of one parameter
         waiting.end()
         if step % EVERY == 0 and clock.is_due(ranks):
             record.add(step, gathered(spread(clock.read(), rank=0, size=ranks)))
@@ -53,7 +53,7 @@ def watching(ranks: int, folder: Path) -> float:
 
 
 def step_of_an_mlp(folder: Path) -> float:
-    """Seconds a step, as the kit trains it."""
+    """Return the seconds per step of the MLP in the kit."""
     line = [sys.executable, "-m", "train", *MLP, f"output_dir={folder}", "log.tensorboard=false", "log.report=false"]
     subprocess.run(line, check=True, capture_output=True)
     from muster.report.history import History

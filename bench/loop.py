@@ -1,11 +1,11 @@
-"""The kit's loop, as a user runs it, beside two written by hand on the same model and data: ratios of steps per second.
+"""Compare the kit's loop with two hand-written loops on the same model and data: ratios of steps per second.
 
-`python -m bench.loop [W1 ...] [--peers]` starts itself under torchrun with one and with two processes. The kit trains by its own loop:
-it logs every 10 steps, to TensorBoard, too, shows its progress, and saves a checkpoint every 100. By hand there are the
-loop of PyTorch's DDP tutorial (DataLoader, DistributedSampler, DDP), and a bare one: no data loader, no DDP, no log,
-each process for itself. Data are tensors in memory that all take a batch at a time. The three take turns in the same processes, so that a
-busy machine slows all; of each turn the ratios are taken, and the median of them. With --peers the other trainers that
-are installed take their turns, too (bench/peers.py).
+`python -m bench.loop [W1 ...] [--peers]` starts itself under torchrun with one and with two processes. The kit trains
+with its own loop and its defaults: it logs every 10 steps, also to TensorBoard, shows its progress, and saves a
+checkpoint every 100 steps. The hand-written loops are that of PyTorch's DDP tutorial (DataLoader, DistributedSampler,
+DDP), and a bare one without data loader, DDP and log, in which processes do not communicate. The data are tensors in
+memory, read by the batch. The three alternate in the same processes, so that other load slows all of them; the result
+is the median of the ratios of each turn. With --peers other installed trainers take turns, too (bench/peers.py).
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ AS_A_USER = (
 
 @dataclass(frozen=True)
 class Workload:
-    """shape: of a sample, classes: of an image's label, or of tokens. batch: samples a rank and step. steps: of a turn."""
+    """A model and its data.
+
+    shape: of a sample. classes: number of labels or tokens. batch: samples per rank and step. steps: per turn.
+    """
 
     name: str
     overrides: tuple[str, ...]
@@ -75,7 +78,7 @@ WORKLOADS = (
 
 
 class Ready(Dataset[Any]):
-    """Tensors in memory: images as uint8 with a label each, or tokens with those that follow."""
+    """Tensors in memory: uint8 images and labels, or tokens and next tokens."""
 
     def __init__(self, workload: Workload):
         self.is_text = len(workload.shape) == 1
@@ -96,7 +99,7 @@ def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def by_hand(model: nn.Module, dataset: Ready, batch: int) -> Iterator[None]:
-    """The loop of PyTorch's DDP tutorial, one step a turn."""
+    """The loop of PyTorch's DDP tutorial; yields after each step."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     wrapped = DistributedDataParallel(model) if world_size > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -117,7 +120,7 @@ def by_hand(model: nn.Module, dataset: Ready, batch: int) -> Iterator[None]:
 
 
 def bare(model: nn.Module, dataset: Ready, batch: int) -> Iterator[None]:
-    """Nothing but the model and the optimizer, one step a turn."""
+    """A loop of only model and optimizer; yields after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     while True:
         for indices in torch.randperm(SAMPLES).split(batch)[:-1]:
@@ -129,7 +132,7 @@ def bare(model: nn.Module, dataset: Ready, batch: int) -> Iterator[None]:
 
 
 class InTurns:
-    """A strategy that, every so many steps, stops the clock for the others' turns."""
+    """A strategy that stops the clock at fixed intervals, for the turns of the other loops."""
 
     def __init__(self, strategy: Any, others: Sequence[Iterator[None]], steps: int):
         self.strategy, self.others, self.steps = strategy, others, steps
@@ -155,7 +158,7 @@ class InTurns:
 
 
 def measure(workload: Workload, folder: str) -> tuple[bool, list[Any]]:
-    """On every rank: whether it is the first, and a row of the table. Collective."""
+    """Return whether this rank is the first, and a row of the table. Collective: every rank must call it."""
     ranks = int(os.environ["WORLD_SIZE"])
     of_a_turn = int(os.environ.get("STEPS", workload.steps))
     steps = of_a_turn * (ROUNDS + 1) + 1  # the first turn warms up
@@ -193,9 +196,9 @@ def worker(chosen: Sequence[str]) -> None:
     for number, workload in enumerate(workload for workload in WORKLOADS if workload.name[:2] in chosen):
         is_first, row = measure(workload, f"{os.environ['BENCH_DIR']}/{number}-{os.environ['WORLD_SIZE']}")
         if is_first:
-            print(f"\nrow {json.dumps(row)}", flush=True)  # a peer's progress bar may stand in this line
+            print(f"\nrow {json.dumps(row)}", flush=True)  # a peer's progress bar may be in this line
     sys.stdout.flush()
-    os._exit(0)  # as the kit does: torch's threads may abort in a tear-down
+    os._exit(0)  # like the kit: torch's threads may abort during teardown
 
 
 def columns() -> list[str]:
@@ -209,7 +212,7 @@ NOISY = 0.2
 
 
 def main() -> None:
-    """Run the workloads with one and two processes, print a table and draw it."""
+    """Run the workloads with one and two processes; print and plot the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.loop")
     names = [workload.name[:2] for workload in WORKLOADS]
     parser.add_argument("workloads", nargs="*", default=names, choices=[*names, names], help="default: all")
@@ -229,7 +232,7 @@ def main() -> None:
 
 
 def rows_of(processes: int, chosen: Sequence[str]) -> Iterator[list[Any]]:
-    """The workloads' rows as they come, from ranks of their own."""
+    """Yield the rows of the workloads, each measured by new ranks."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join(filter(None, (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH"))))
         env = {**os.environ, "BENCH_DIR": folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -249,7 +252,7 @@ def rows_of(processes: int, chosen: Sequence[str]) -> Iterator[list[Any]]:
 
 
 def draw(titles: Sequence[str], rows: Sequence[Sequence[Any]], path: Path) -> None:
-    """Steps/s as shares of the bare loop's, as the table has them."""
+    """Plot the steps/s of the table relative to the bare loop."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")

@@ -1,7 +1,7 @@
-"""What a rank has to hold under a strategy: each trains alone in fresh processes, whose memory is read.
+"""Measure the memory of a rank under each strategy, in processes of its own.
 
-`python -m bench.memory ddp fsdp zero hybrid,shard=2 --nproc 4 --set "model=mlp model.hidden=[1024]"` prints a line of
-JSON a strategy, with the figures of the rank that holds most, in MB. Not for strategies with a server.
+`python -m bench.memory ddp fsdp zero hybrid,shard=2 --nproc 4 --set "model=mlp model.hidden=[1024]"` prints one line of
+JSON per strategy: the memory in MB of the rank that needs most. Not for strategies with a server.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from bench.steps import WORKLOAD, Steps, held, launch, overrides, size_of
 
 
 def weigh(strategy: str, workload: list[str]) -> None:
-    """On every rank: train alone; rank 0 prints the most that a rank held, in MB."""
-    Steps(*overrides(strategy), steps=1).losses()  # meet, and import what is needed, on a small model
+    """Train a few steps; rank 0 prints the largest memory of a rank in MB. Collective: every rank must call it."""
+    Steps(*overrides(strategy), steps=1).losses()  # form the group and import the modules with a small model
     before = _reset_peak()
     steps = Steps(*workload, *overrides(strategy), steps=4)
     found: dict[str, int] = {}
@@ -48,7 +48,7 @@ def _status(field: str) -> int:
 
 
 def _reset_peak() -> int:
-    """Forget the highest resident memory so far; that of now, in bytes. Linux."""
+    """Reset the peak of resident memory; return the present value in bytes. Linux only."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
@@ -62,7 +62,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.worker:
         weigh(given.strategies[0], [*given.set.split(), f"output_dir={tempfile.gettempdir()}/unused"])
-        os._exit(0)  # as the kit does: torch's threads may abort in a tear-down
+        os._exit(0)  # like the kit: torch's threads may abort during teardown
     for name in given.strategies:
         weighed = launch(given.nproc, "bench.memory", "--worker", name, f"--set={given.set}")
         print(json.dumps({"strategy": name, "ranks": given.nproc, **weighed}), flush=True)

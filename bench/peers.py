@@ -1,6 +1,6 @@
-"""The loops of other trainers, with their defaults, on the same model and data: one step a turn, as `bench.loop` has them.
+"""The loops of other trainers on the model and data of `bench.loop`, with their defaults. Each yields after a step.
 
-Their own: Lightning's logs, progress bar and checkpoints at the end of an epoch; Accelerate's wrappers.
+The defaults are Lightning's logs, progress bar and checkpoints after each epoch, and Accelerate's wrappers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def loader(dataset: Dataset[Any], batch: int) -> DataLoader[Any]:
 
 
 def whole(batch: Any) -> Any:
-    """The dataset gives batches as they are."""
+    """Return `batch` unchanged; a collate function for a data set that returns batches."""
     return batch
 
 
@@ -34,7 +34,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def accelerate(model: nn.Module, dataset: Dataset[Any], batch: int, loss_of: Loss) -> Iterator[None]:
-    """As its quick tour has it. Source: https://huggingface.co/docs/accelerate/quicktour"""
+    """The loop of Accelerate's quick tour. Source: https://huggingface.co/docs/accelerate/quicktour"""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -49,7 +49,7 @@ def accelerate(model: nn.Module, dataset: Dataset[Any], batch: int, loss_of: Los
 
 
 def lightning(model: nn.Module, dataset: Dataset[Any], batch: int, loss_of: Loss) -> Iterator[None]:
-    """Its Trainer, in a thread that stands still between turns.
+    """Lightning's Trainer, in a thread that waits between turns.
 
     Source: https://lightning.ai/docs/pytorch/stable/starter/introduction.html
     """
@@ -97,5 +97,5 @@ PEERS: dict[str, Loop] = {"accelerate": accelerate, "lightning": lightning}
 
 
 def installed() -> dict[str, Loop]:
-    """Those that are there: `pip install -e '.[conformance]'` brings them."""
+    """Return the installed trainers; `pip install -e '.[conformance]'` installs all."""
     return {name: loop for name, loop in PEERS.items() if importlib.util.find_spec(name)}

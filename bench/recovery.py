@@ -1,7 +1,7 @@
-"""Seconds from a fault to the next step, on real agents and ranks on loopback: `make recovery`.
+"""Measure seconds from a fault to the next step, with real agents and ranks on loopback: `make recovery`.
 
-Each agent is a node with one rank; the rendezvous store is in a process of its own but where its loss is the fault.
-A model of microseconds is trained, so what is measured is torchrun, the kit and the imports, not the training.
+Each agent stands for a node with one rank. The rendezvous store is a process of its own, except where its loss is the
+fault. A step of the model takes microseconds, so the times are those of torchrun, the kit and imports, not of training.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def both(cluster: Nodes) -> list[Any]:
 
 
 def settle(cluster: Nodes) -> None:
-    """Well into an attempt, at least one checkpoint further."""
+    """Wait until the attempt has trained for a while and saved one more checkpoint."""
     cluster.reach(cluster.attempts()[-1]["step"] + random.randint(12, 30))
 
 
 def signalled(number: int, cluster: Nodes, times: int) -> Iterator[float]:
-    """A random rank gets the signal `number`."""
+    """Send signal `number` to a random rank; yield the seconds to the next step."""
     agents = both(cluster)
     for _ in range(times):
         victim = random.choice(agents)
@@ -68,7 +68,7 @@ def node_loss(cluster: Nodes, times: int) -> Iterator[float]:
 
 
 def rejoin(cluster: Nodes, times: int) -> Iterator[float]:
-    """The pause of the training, from the last step before the newcomer's group to the first step of it."""
+    """Kill a node and let a new one join; yield the pause of training, from the last step of the group without the new node to the first step with it."""
     agents = both(cluster)
     for _ in range(times):
         lost = agents.pop(random.randrange(2))
@@ -88,7 +88,7 @@ def rejoin(cluster: Nodes, times: int) -> Iterator[float]:
 
 
 def host_loss(cluster: Nodes, times: int) -> Iterator[float]:
-    """Both agents end and are started again from outside, as a scheduler would as soon as it sees the exit."""
+    """Kill the host of the store; start both agents again as soon as they end, like a scheduler."""
     for _ in range(times):
         first, second = both(cluster)
 
@@ -105,7 +105,7 @@ def host_loss(cluster: Nodes, times: int) -> Iterator[float]:
 
 
 def preemption(cluster: Nodes, times: int) -> Iterator[float]:
-    """Steps, not seconds: how many have to be done again after SIGTERM to all nodes."""
+    """Yield the number of steps (not seconds) to repeat after SIGTERM to all nodes."""
     for _ in range(times):
         agents = both(cluster)
         for agent in agents:

@@ -1,8 +1,8 @@
-"""What saving a large state costs each rank: seconds in which training is blocked, and memory on top of the state.
+"""Measure the cost of saving a large state on each rank: seconds that block training, and additional memory.
 
-`python -m bench.saving fsdp --nproc 4 --set "model=mlp model.hidden=[2048,2048]"` does one step, saves a checkpoint
-while nothing else goes on, writes model.pt, and resumes in fresh processes. Prints JSON with [seconds, MB on
-top] of the rank that had most, and the bytes that it holds; memory is what no file backs (RssAnon).
+`python -m bench.saving fsdp --nproc 4 --set "model=mlp model.hidden=[2048,2048]"` does one step, saves a
+checkpoint, writes model.pt, and resumes in new processes. Prints JSON with [seconds, additional MB] of the rank with the
+most, and the bytes of its state. Memory is anonymous memory (RssAnon), which no file backs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ EVERY_S = 0.002
 
 
 class Extra:
-    """The most memory within a block on top of that before it, and how long it took."""
+    """Measures a block: its duration, and its peak memory minus the memory before it."""
 
     megabytes = 0.0
     seconds = 0.0
 
     def __enter__(self) -> Extra:
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide what is taken now; glibc
+        ctypes.CDLL(None).malloc_trim(0)  # memory freed earlier would hide new allocations; glibc
         self._before, self._most, self._done = _anonymous(), 0, threading.Event()
         self._watcher = threading.Thread(target=self._watch)
         self._watcher.start()
@@ -58,7 +58,7 @@ def _anonymous() -> int:
 
 
 def worker(line: list[str], *, loads: bool) -> None:
-    """On every rank: one step, a checkpoint and model.pt; or, if it `loads`, what is needed to resume from it."""
+    """Do one step, save a checkpoint and write model.pt; with `loads`, resume from it instead. Collective."""
     config, preemption = compose(line), Preemption()
     world, strategy = join(config, preemption)
     life = Lifecycle(Path(config.output_dir), preemption)
@@ -83,7 +83,7 @@ def worker(line: list[str], *, loads: bool) -> None:
         if world.is_first:
             print(json.dumps({name: max(rank[name] for rank in ranks) for name in ranks[0]}), flush=True)
         life.end(Ending())
-    os._exit(life.exit_code)  # as the kit does: torch's threads may abort in a tear-down
+    os._exit(life.exit_code)  # like the kit: torch's threads may abort during teardown
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""Random faults at random times for as long as told, then a look at what was lost: `make soak MINUTES=5`.
+"""Inject random faults at random times, then check that nothing was lost: `make soak MINUTES=5`.
 
-Two nodes of one rank each train without an end. Something is killed, stopped, told to leave, spoiled or started twice
-every few seconds, each kind once before any comes again; nodes that ended are started again by the same command, as a scheduler would. At the end the run is finished
-and compared with one that nobody disturbed. Exit code 1 if anything is not as it should be.
+Two nodes of one rank each train without an end. Every few seconds a process is killed, paused, preempted or started
+twice, or a checkpoint is damaged; each kind of fault comes once before any is repeated. Nodes that end are started again
+with the same command, as by a scheduler. At the end the run is finished and compared with an undisturbed one. Exit code
+1 if they differ.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ HARMLESS = ("second launch", "node paused")
 
 
 class Soak:
-    """The faults, on one cluster that is kept at two nodes."""
+    """The faults, on one cluster that always has two nodes."""
 
     def __init__(self, cluster: Nodes, within_s: float):
         self.cluster, self.within_s = cluster, within_s
@@ -84,7 +85,7 @@ class Soak:
             agent.send_signal(signal.SIGTERM)
 
     def store_lost(self) -> None:
-        """Then nobody can meet: all is started again, with a store of a new id, as after a requeue."""
+        """Kill the store, without which no rank can meet; start everything again with a new store, as after a requeue."""
         assert self.cluster.store
         self.cluster.store.kill()
         self.cluster.store.wait()
@@ -96,7 +97,7 @@ class Soak:
         self.cluster.start_store()
 
     def checkpoint_spoiled(self) -> None:
-        """A bit of the newest checkpoint flips."""
+        """Flip a bit of the newest checkpoint."""
 
         def flip(data: bytearray) -> None:
             data[random.randrange(len(data))] ^= 1 << random.randrange(8)
@@ -110,9 +111,9 @@ class Soak:
         self._spoil(cut)
 
     def _spoil(self, change: Callable[[bytearray], None]) -> None:
-        """Change a file of the newest checkpoint after everything was killed, so that it would be used.
+        """Kill everything and change a file of the newest checkpoint, which the next attempt would use.
 
-        There has to be an older one: without any nothing could go on, and nothing should.
+        An older checkpoint must exist: without a valid one the run must not go on.
         """
 
         def states() -> list[Path]:
@@ -130,7 +131,7 @@ class Soak:
         newest.write_bytes(data)
 
     def node_paused(self) -> None:
-        """Agent and workers stand still, as a machine does that swaps, and wake."""
+        """Pause agent and workers for a while, like a machine that swaps."""
         agent = random.choice(self.agents)
         node = [agent.pid, *self.cluster.workers(agent)]
         try:
@@ -143,7 +144,7 @@ class Soak:
                     os.kill(pid, signal.SIGCONT)
 
     def starting_preempted(self) -> None:
-        """All are told to stop, and again within the first second after they were started again."""
+        """Send SIGTERM to all nodes, start them again, and send it again within the first second."""
         self.all_preempted()
         self.cluster.until(self._is_over, "end of all agents", timeout_s=self.within_s)
         self.keep_two()
@@ -151,7 +152,7 @@ class Soak:
         self.all_preempted()
 
     def second_launch(self) -> None:
-        """The same command with a rendezvous of its own is refused, and nothing of the run is changed."""
+        """Start the same command with another rendezvous; it must be refused and change nothing."""
         self.cluster.until(self._is_whole, "two nodes at work", timeout_s=self.within_s)
         before = self.cluster.result().outcome["attempt"]
         second = {"TEST_MARK": self.cluster.mark, "LEDGER": self.cluster.env["LEDGER"]}
@@ -191,7 +192,7 @@ class Soak:
 
 
 def soak(cluster: Nodes, minutes: float, within_s: float) -> tuple[Counter[str], list[float]]:
-    """Faults for so many minutes; how many of each kind, and the seconds from each to the next new step."""
+    """Inject faults for `minutes`; return the number of each kind, and the seconds from each to the next new step."""
     job, done, seconds, bag = Soak(cluster, within_s), Counter[str](), list[float](), list[str]()
     job.keep_two()
     cluster.reach(5, timeout_s=within_s)
@@ -204,7 +205,7 @@ def soak(cluster: Nodes, minutes: float, within_s: float) -> tuple[Counter[str],
         try:
             job.faults[fault]()
         except ProcessLookupError:
-            continue  # it had just ended by itself
+            continue  # it has just ended by itself
         done[fault] += 1
         at = cluster.step() if fault in HARMLESS else 0
 
@@ -235,7 +236,7 @@ def soak(cluster: Nodes, minutes: float, within_s: float) -> tuple[Counter[str],
 
 
 def repeated(ledger: Path) -> int:
-    """Steps that were begun more than once."""
+    """Count the steps that were begun more than once."""
     begun = Counter(
         json.loads(line)["step"]
         for path in ledger.glob("*-0.jsonl")  # rank 0 of each attempt
@@ -246,7 +247,7 @@ def repeated(ledger: Path) -> int:
 
 
 def check(cluster: Nodes, ledger: Path, place: Path) -> dict[str, Any]:
-    """What a run that was disturbed must have in common with one that was not. Raises AssertionError."""
+    """Check that a disturbed run equals the undisturbed one. Raises AssertionError."""
     result = cluster.result()
     steps = result.outcome["total_steps"]
     assert_exact(ledger, steps=steps, batch_size=10)

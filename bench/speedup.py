@@ -1,7 +1,7 @@
-"""Two processes beside one, a thread each, on the same global batches of a model that computes for long: `python -m bench.speedup`.
+"""Compare two processes with one on the same global batches of an expensive model: `python -m bench.speedup`.
 
-Whole runs through the front door take turns, so that what else the machine does falls on both. A run's speed is the
-median of metrics.jsonl's samples/s over all steps but the first; of each pair of turns the ratio is taken, and the median of them.
+Each process has one thread. Whole runs alternate, so that other load on the machine slows both. A run's speed is the
+median of metrics.jsonl's samples/s over all steps but the first; the result is the median of the ratios of each pair.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ WORKLOAD = (
 
 
 def speed(result: Result) -> float:
-    """Samples/s over all ranks."""
+    """Return samples/s over all ranks."""
     return statistics.median(line["samples_per_s"] for line in result.lines("train")[1:])
 
 
 def main() -> None:
-    """Print one row: samples/s with one process and with two, and how often faster two are."""
+    """Print one row: samples/s with one process and with two, and their ratio."""
     with tempfile.TemporaryDirectory() as folder:
         pairs = [
             tuple(

@@ -1,7 +1,7 @@
-"""From the command to the first step done, and the memory held after some more: the kit beside a script written by hand.
+"""Compare the kit with a hand-written script: seconds from the command to the first step, and memory after a few more.
 
-`python -m bench.start` starts each in turns, with one process and with two (or as many as its arguments say): the kit by `-m train`, by hand the script of
-PyTorch's DDP tutorial with the same model on the same digits.
+`python -m bench.start` alternates between both, with one and with two processes (or the numbers in its arguments). The
+hand-written script is that of PyTorch's DDP tutorial, with the kit's default model and data.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ main()
 
 
 def once(script: Path, ranks: int, folder: Path) -> tuple[float, float]:
-    """Seconds to the last rank's first step, and the most MB that a rank held."""
+    """Return the seconds to the last rank's first step, and the largest memory of a rank in MB."""
     root = str(Path(__file__).parent.parent)
     line = [
         sys.executable,
@@ -93,7 +93,7 @@ def once(script: Path, ranks: int, folder: Path) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print a row for each number of processes."""
+    """Print one row per number of processes."""
     columns = ["processes", "kit: first step after, s", "by hand", "ratio", "kit: most memory, MB", "by hand", "ratio"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     with tempfile.TemporaryDirectory() as folder:

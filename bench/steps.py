@@ -1,4 +1,4 @@
-"""Strategies at work without a run around them: steps on ranks that have met once."""
+"""Optimizer steps of a strategy without a run around them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORKLOAD = (
 
 
 class Steps:
-    """The steps of one config, in a process that finds RANK and its kin set. Everything is collective."""
+    """The steps of one config, in a process started by torchrun. Collective: every rank must call each method."""
 
     met: World | None = None
 
@@ -55,32 +55,32 @@ class Steps:
             yield self.strategy.step(step, micro_batches)
 
     def losses(self) -> list[tuple[float, float]]:
-        """(loss, gradient norm) of each step."""
+        """Return (loss, gradient norm) of each step."""
         return [(self.world.sum([float(result.loss)])[0], float(result.grad_norm)) for result in self]
 
 
 def held(strategy: Any) -> dict[str, int]:
-    """Bytes of parameters and of the optimizer's state that this rank has."""
+    """Return the bytes of parameters and of optimizer state on this rank."""
     step = strategy.optimizer_step
     state = [value for values in step.optimizer.state.values() for value in values.values()]
     return {"parameters": size_of(step.parameters), "optimizer": size_of(state)}
 
 
 def size_of(values: Iterable[Any]) -> int:
-    """Bytes of this rank's part of the tensors among `values`."""
+    """Return the bytes of this rank's part of the tensors among `values`."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)
 
 
 def overrides(strategy: str) -> list[str]:
-    """`hybrid,shard=2` as it stands on a command line; an option that begins with / is a key of the whole config."""
+    """Return the overrides for `hybrid,shard=2`; an option that begins with / is a key of the whole config."""
     name, *options = re.split(r",(?=/?[\w.]+=)", strategy)
     keys = [option[1:] if option.startswith("/") else f"strategy.{option}" for option in options]
     return [f"strategy={name}", *keys]
 
 
 def launch(nproc: int, module: str, *arguments: str) -> Any:
-    """What rank 0 of `nproc` processes of `module` prints last."""
+    """Run `module` in `nproc` processes; return the last line that rank 0 prints."""
     with tempfile.TemporaryDirectory() as folder:
         root = str(Path(__file__).resolve().parent.parent)
         line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]

@@ -1,8 +1,8 @@
-"""Strategies beside each other on the same model and data: `python -m bench.strategies ddp fsdp hybrid,shard=2 --nproc 4`.
+"""Compare strategies on the same model and data: `python -m bench.strategies ddp fsdp hybrid,shard=2 --nproc 4`.
 
-Whole runs through the front door take turns, so that what else the machine does falls on all of them. A run's speed is
-the median of metrics.jsonl's samples/s over all windows but the first; each turn's ratio to that of the first strategy is
-taken, and the median of them.
+Whole runs alternate, so that other load on the machine slows all of them. A run's speed is the median of
+metrics.jsonl's samples/s over all windows but the first; the result is the median of each turn's ratio to the first
+strategy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.steps import WORKLOAD, overrides
 
 
 def main() -> None:
-    """Print a row a strategy: steps/s, and the ratio to the first one's."""
+    """Print one row per strategy: steps/s, and their ratio to those of the first."""
     parser = argparse.ArgumentParser(prog="python -m bench.strategies", description=__doc__)
     parser.add_argument("strategies", nargs="+", help="names, with options after commas")
     parser.add_argument("--nproc", type=int, default=2)

@@ -1,7 +1,8 @@
-"""What the ranks ask of the rendezvous store, counted: operations per rank while they meet, beat, stop and save.
+"""Count operations on the rendezvous store per rank while ranks meet, send heartbeats, stop and save.
 
-`python -m bench.talk` lets 64 ranks, each a few threads with connections of its own, talk over loopback as those of a
-run do, without a model and without a process group; an operation on several keys counts as many. Times on so small a machine mean nothing; the counts do.
+`python -m bench.talk` simulates 64 ranks by threads with connections of their own, which use the store over loopback like
+the ranks of a run, without a model and a process group. An operation on several keys counts once per key. Only the counts
+carry over to a cluster, not the times.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from muster.faults import heartbeat
 from muster.faults.heartbeat import Heartbeat, period_s
 from muster.faults.preemption import Agreement, Preemption
 
-STILL_S = 4.0  # for the simulation: after half of it a rank counts as one that stands still
+STILL_S = 4.0  # for the simulation: a rank without progress for half of it starts to watch
 
 
 class Unarmed:
-    """In the watchdog's place: nobody is to be killed here."""
+    """Replaces the watchdog, which would kill this process."""
 
     def wind(self, seconds: float) -> None: ...
 
 
 def at_once(work: Callable[[int], Any], ranks: int) -> list[Any]:
-    """`work(rank)` in a thread a rank; their values."""
+    """Run `work(rank)` in one thread per rank; return the values."""
     values: list[Any] = [None] * ranks
 
     def run(rank: int) -> None:
@@ -51,7 +52,7 @@ def at_once(work: Callable[[int], Any], ranks: int) -> list[Any]:
 
 
 class Ranks:
-    """As many ranks as are asked for, met and at work."""
+    """`size` ranks that have met."""
 
     def __init__(self, size: int):
         def arrive(rank: int) -> Met:
@@ -79,7 +80,7 @@ class Ranks:
         return [after - earlier for after, earlier in zip(self.asked(), before, strict=True)]
 
     def move(self, seconds: float) -> None:
-        """Enter one phase after the other."""
+        """Enter the phases one after the other."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for beat in self.beats:
@@ -88,7 +89,7 @@ class Ranks:
 
 
 def save(ranks: Ranks, number: int) -> None:
-    """One rank's part, rank 0's collection of all, and its word that it is done."""
+    """Post one rank's part of a save; rank 0 collects all and announces the commit."""
 
     def work(rank: int) -> None:
         board = ranks.boards[rank]
@@ -103,7 +104,7 @@ def save(ranks: Ranks, number: int) -> None:
 
 
 def stop(ranks: Ranks) -> None:
-    """One rank is told to stop; until all know where."""
+    """Request a stop on one rank; return when all ranks know the step."""
     ranks.preemptions[-1].request()
     for watcher in ranks.watchers:
         while watcher._watcher.is_alive():
@@ -111,7 +112,7 @@ def stop(ranks: Ranks) -> None:
 
 
 def counted(size: int, seconds: float) -> Iterator[tuple[str, str, list[float]]]:
-    """What was counted: phase, unit, and a figure a rank."""
+    """Return the counts: phase, unit, and a figure per rank."""
     ranks = Ranks(size)
     yield "start-up", "operations", [float(count) for count in ranks.met]
     ranks.move(1.0)

@@ -1,4 +1,4 @@
-"""Fixtures of all tests; what killed launches leave in the temporary folder goes with the session."""
+"""Fixtures of all tests. Files that killed launches leave in the temporary folder are deleted after the session."""
 
 import contextlib
 import fcntl
@@ -32,7 +32,7 @@ sys.addaudithook(refuse_processes)
 
 @pytest.fixture(autouse=True)
 def no_process(request):
-    """Holds tests marked `unit` to it: `make quick` relies on it."""
+    """Make a test marked `unit` fail if it starts a process."""
     global is_unit
     is_unit = request.node.get_closest_marker("unit") is not None
     yield
@@ -40,7 +40,7 @@ def no_process(request):
 
 
 def pytest_configure(config):
-    tempfile.gettempdir()  # pytest's own folders stay where a person looks for them
+    tempfile.gettempdir()  # pytest's own folders stay at their usual place
     config.scratch = tempfile.mkdtemp(prefix="muster-")
     os.environ["TMPDIR"] = config.scratch
 
@@ -57,7 +57,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_collection_finish(session):
-    """What takes a quarter of an hour begins while the tests before it run; the fixture waits for it."""
+    """Start builds of a quarter of an hour early, while other tests run; the fixture waits for them."""
     cluster = Cluster(CACHE / "kubernetes")
     wanted = any("kubernetes" in getattr(item, "fixturenames", ()) for item in session.items)
     if wanted and CI and os.getuid() == 0 and shutil.which("go") and not cluster.built():
@@ -68,14 +68,14 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(scope="session")
 def engine():
-    """The environment in which `docker` works; both images are built. Several pytests at once share an engine of ours."""
+    """The environment for `docker`, with both images built. Several pytest processes share one engine."""
     CACHE.mkdir(parents=True, exist_ok=True)
     pid = CACHE / "docker/dockerd.pid"
     with (CACHE / "docker.change").open("w") as change, (CACHE / "docker.use").open("w") as use:
         fcntl.flock(change, fcntl.LOCK_EX)
         fcntl.flock(use, fcntl.LOCK_SH)
         env = _engine()
-        if pid.exists():  # 6 GB of an earlier image would stay with each change of the requirements
+        if pid.exists():  # otherwise each change of the requirements would leave an earlier image of 6 GB
             for prune in (("image", "prune", "--force"), ("builder", "prune", "--force", "--keep-storage=8gb")):
                 subprocess.run(["docker", *prune], env=env, capture_output=True, timeout=120)
         fcntl.flock(change, fcntl.LOCK_UN)
@@ -127,7 +127,7 @@ def slurm():
 
 @pytest.fixture(scope="session")
 def kubernetes(engine):
-    """A cluster of one node with the operators, which has the image muster:cpu. Several pytests at once share it."""
+    """A one-node cluster with the operators and the image muster:cpu. Several pytest processes share it."""
     if sys.platform != "linux" or os.getuid() != 0 or not shutil.which("go"):
         skip("a Kubernetes of our own needs Linux, root and Go 1.24 or newer, from whose modules it is built")
     cluster = Cluster(CACHE / "kubernetes")
@@ -161,7 +161,7 @@ def _start_kubernetes(cluster, engine):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """The repo's root as a user has it, at a path with a blank."""
+    """A copy of the repository at a path with a blank."""
     root = tmp_path / "my repo"
     root.mkdir()
     for name in ("train", "conf", "slurm"):
@@ -172,7 +172,7 @@ def checkout(tmp_path):
 
 @pytest.fixture
 def own_python(tmp_path):
-    """A Python with all that this one has, beside a torchrun that the test writes."""
+    """A Python with this one's packages, in a folder with a torchrun that the test writes."""
     place = tmp_path / "venv"
     venv.create(place, with_pip=False, symlinks=True)
     packages = next(place.glob("lib/python*/site-packages"))

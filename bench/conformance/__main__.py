@@ -1,4 +1,4 @@
-"""`python -m bench.conformance`: the same faults on every trainer that is installed, and a matrix of what was seen."""
+"""`python -m bench.conformance`: inject the same faults into every installed trainer and write a matrix of the results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bench.conformance.trainers.base import Trainer
 
 
 def column(chosen: Trainer, faults: list[str], *, place: Path, seed: int, limit_s: float) -> dict[str, Any]:
-    """Fault's title -> raw result, for one trainer; the same seed gives every trainer the same faults."""
+    """Return one trainer's raw results by fault title. The same seed gives every trainer the same faults."""
     undisturbed = Scene(chosen, place / "reference", random.Random(seed), limit_s)
     play(undisturbed, FAULTS["none"])
     reference = reference_of(undisturbed)
@@ -37,7 +37,7 @@ def column(chosen: Trainer, faults: list[str], *, place: Path, seed: int, limit_
 
 
 def names(valid: tuple[str, ...]) -> Any:
-    """For argparse: some of `valid`, separated by commas."""
+    """Return an argparse type: a comma-separated selection of `valid`."""
 
     def parse(text: str) -> list[str]:
         chosen = text.split(",")
@@ -49,7 +49,7 @@ def names(valid: tuple[str, ...]) -> Any:
 
 
 def possible(faults: list[str]) -> list[str]:
-    """Those that this user can bring about."""
+    """Return the faults that this user has the rights to inject."""
     if "full" in faults and os.geteuid() != 0:
         print(f"{FAULTS['full'].title}: left out, a small disk in a mount namespace needs root", flush=True)
     return [name for name in faults if name != "full" or os.geteuid() == 0]

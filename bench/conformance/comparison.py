@@ -1,4 +1,4 @@
-"""What a run under a fault is compared with: the same trainer, undisturbed."""
+"""Comparison of a run under a fault with an undisturbed run of the same trainer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Reference:
 
 
 def reference_of(scene: Scene) -> Reference:
-    """Raises RuntimeError where the trainer does not even train undisturbed."""
+    """Return the reference of this undisturbed run. Raises RuntimeError if it has not finished."""
     weights = weights_of(scene)
     if weights is None:
         said = (scene.place / "log").read_text()[-2000:]
@@ -34,7 +34,7 @@ def reference_of(scene: Scene) -> Reference:
 
 
 def weights_of(scene: Scene) -> str | None:
-    """A hash of the final weights by name, whatever the file around them; None: there are none."""
+    """Return a hash of the final weights and their names, not of the file; None if there are none."""
     path = scene.folder / scene.trainer.weights
     if not path.exists():
         return None
@@ -45,7 +45,7 @@ def weights_of(scene: Scene) -> str | None:
 
 
 def metrics_of(scene: Scene) -> list[int]:
-    """The steps that are logged; none where a trainer has not come to write its log."""
+    """Return the logged steps; empty if the trainer has not written a log."""
     try:
         return scene.trainer.metrics(scene.folder)
     except OSError:
@@ -53,7 +53,7 @@ def metrics_of(scene: Scene) -> list[int]:
 
 
 def judge(scene: Scene, fault: Fault, reference: Reference) -> dict[str, Any]:
-    """The raw result of one run; what cannot be told of a run that never finished is None."""
+    """Return the raw result of one run. Entries that an unfinished run does not have are left out."""
     lines, facts = scene.ledger.lines, dict(scene.facts)
     seconds = [seconds_to_next(lines, at) for at in scene.at]
     result: dict[str, Any] = {
@@ -78,7 +78,7 @@ def judge(scene: Scene, fault: Fault, reference: Reference) -> dict[str, Any]:
 
 
 def compare_samples(reference: dict[int, list[int]], found: dict[int, list[int]]) -> dict[str, int]:
-    """Steps whose samples differ; samples that were seen too often, or too rarely, over the whole run."""
+    """Count steps with other samples, and samples used too often or too rarely over the whole run."""
     steps = {step for step in {*reference, *found} if reference.get(step) != found.get(step)}
     too_many, missing = differing([*chain(*reference.values())], [*chain(*found.values())])
     return {"other_steps": len(steps), "too_often": too_many, "missing": missing}

@@ -1,4 +1,4 @@
-"""The faults, each a function that trains once under it; a launch that ends unfinished is made again, as a scheduler would."""
+"""The faults. Each is a function that trains once under it; an unfinished launch is repeated, as a scheduler would."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ DISK = "8m"
 
 @dataclass
 class Scene:
-    """One run of one trainer in a folder of its own; `at`: when faults came, `facts`: what else was seen.
+    """One run of one trainer in a folder of its own.
 
-    limit_s: a launch that has not come to its next event by then is called hung, and ended.
+    at: the times of the faults. facts: further observations. limit_s: seconds after which a launch without its next
+    event counts as hung and is ended.
     """
 
     trainer: Trainer
@@ -52,11 +53,11 @@ class Scene:
         )
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait for it. Raises Hung."""
+        """Wait for `condition`. Raises Hung."""
         until(condition, what, limit_s=self.limit_s)
 
     def reach(self, step: int) -> None:
-        """Wait until a step is begun, or nothing runs any more. Raises Hung."""
+        """Wait until `step` begins or no process is left. Raises Hung."""
         self.until(lambda: self.ledger.furthest() >= step or self.ended(), f"step {step}")
 
     def some_step(self) -> None:
@@ -66,18 +67,18 @@ class Scene:
         return all(launch.poll() is not None for launch in self.launches.started)
 
     def fault(self) -> None:
-        """A fault comes now."""
+        """Record the time of a fault: now."""
         self.at.append(time.time())
 
     def finish(self, *, ranks: int = RANKS) -> None:
-        """Make the launch again until one ends with 0, at most `LAUNCHES` in all. Raises Hung."""
+        """Launch again until a launch exits with 0, at most `LAUNCHES` times in total. Raises Hung."""
         self.until(self.ended, "end")
         while self.launches.started[-1].returncode and len(self.launches.started) < LAUNCHES:
             self.start(ranks=ranks)
             self.until(self.ended, "end")
 
     def kill_rank(self) -> None:
-        """SIGKILL to a random rank of the newest attempt, if it is there."""
+        """Send SIGKILL to a random rank of the newest attempt, if it still runs."""
         victim = self.ledger.rank(self.random.randrange(RANKS))
         self.fault()
         if victim in marked(self.launches.mark):
@@ -160,7 +161,7 @@ def spoil(scene: Scene, harm: Callable[[Path], None]) -> None:
 
 
 def flip(path: Path) -> None:
-    """The highest bit of the mantissa of a float32 in the middle of the file."""
+    """Flip the highest mantissa bit of a float32 in the middle of the file."""
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 8 * 4 + 2)
         byte = file.read(1)[0]
@@ -221,7 +222,7 @@ def goodput(scene: Scene) -> None:
 
 
 def wait(scene: Scene, moment: float) -> None:
-    """Until then; a job that has ended is launched again."""
+    """Wait until the time `moment`; launch an ended job again."""
     while time.time() < moment:
         if scene.ended():
             scene.start(max_restarts=9, epochs=ENDLESS)
@@ -230,7 +231,7 @@ def wait(scene: Scene, moment: float) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """`same_weights`: whether the weights can be compared with those of the undisturbed run."""
+    """One fault. same_weights: whether the weights are comparable with those of the undisturbed run."""
 
     act: Callable[[Scene], None]
     same_weights: bool = True
@@ -255,7 +256,7 @@ FAULTS = {
 
 
 def play(scene: Scene, fault: Fault) -> None:
-    """Train under `fault`; whatever happens, no process is left."""
+    """Train under `fault`, and kill every process that is left."""
     try:
         fault.act(scene)
     except Hung as hung:

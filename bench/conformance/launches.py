@@ -1,4 +1,4 @@
-"""A trainer's launch as a scheduler sees it: one command, one exit code; and the processes that belong to it."""
+"""A trainer's launch as a scheduler sees it: one command and one exit code. Also finds the processes that belong to it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLEL
 
 
 class Hung(Exception):
-    """A launch did not come to its next event in time."""
+    """A launch did not reach its next event in time."""
 
 
 class Launches:
-    """Every launch of one scenario, found again by a mark in the environment that they inherit."""
+    """All launches of one scenario. Their processes are found by a mark in the environment that they inherit."""
 
     def __init__(self, ledger: Path, log: Path, *, namespace: int | None = None):
         self.mark, self.ledger, self.log = uuid.uuid4().hex, ledger, log
@@ -34,12 +34,12 @@ class Launches:
         self.started: list[subprocess.Popen[bytes]] = []
 
     def start(self, worker: Sequence[str], *, ranks: int, max_restarts: int) -> subprocess.Popen[bytes]:
-        """torchrun on this machine with `worker` as what follows its own options."""
+        """Start torchrun on this machine; `worker` follows its own options."""
         line = [*self.enter, sys.executable, "-m", "torch.distributed.run", "--standalone"]
         line += [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}", *worker]
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")} | OFFLINE
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        # Without it torchrun's own restarts meet addresses of the group before, whatever the trainer: see slow restarts
+        # Without it torchrun's own restarts meet addresses of the previous group, with any trainer: see slow restarts
         # in https://github.com/pytorch/pytorch/blob/main/torch/distributed/elastic/rendezvous/api.py (share_store).
         environment |= UNSHARED
         environment |= {"LEDGER": str(self.ledger), MARK: self.mark}
@@ -49,7 +49,7 @@ class Launches:
         return process
 
     def kill(self) -> None:
-        """SIGKILL to every process of every launch: agents, ranks, loader workers."""
+        """Send SIGKILL to every process of every launch: agents, ranks, loader workers."""
         while alive := list(marked(self.mark)):
             for pid in alive:
                 with contextlib.suppress(ProcessLookupError):
@@ -59,12 +59,12 @@ class Launches:
             time.sleep(POLL_S)
 
     def codes(self) -> list[int | None]:
-        """The exit codes in the order of the launches; None: it was killed."""
+        """Return the exit codes in the order of the launches; None for a launch that was killed."""
         return [None if code is not None and code < 0 else code for code in (each.poll() for each in self.started)]
 
 
 def marked(mark: str) -> Iterator[int]:
-    """The processes, zombies left out, whose environment has the mark."""
+    """Return the processes whose environment has the mark, without zombies."""
     wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -83,7 +83,7 @@ def until(condition: Callable[[], object], what: str, *, limit_s: float) -> None
 
 @contextlib.contextmanager
 def small_disk(place: Path, size: str) -> Iterator[tuple[int, Path]]:
-    """A tmpfs at `place` that only processes entering this mount namespace see; its holder's pid, and our way in."""
+    """Mount a tmpfs at `place` in a new mount namespace; return its holder's pid and the command that enters it."""
     place.mkdir()
     script = f'mount -t tmpfs -o size={size} tmpfs "$1" && echo ready && exec sleep infinity'
     line = ["unshare", "--mount", "--propagation=private", "sh", "-c", script, "sh", str(place)]
@@ -97,7 +97,7 @@ def small_disk(place: Path, size: str) -> Iterator[tuple[int, Path]]:
 
 
 def fill(folder: Path) -> None:
-    """Leave no byte free on the disk of `folder`."""
+    """Fill the disk of `folder` completely."""
     for size in (65536, 4096, 1):
         with contextlib.suppress(OSError), (folder / "filler").open("ab", buffering=0) as file:
             while shutil.disk_usage(folder).free:

@@ -1,4 +1,4 @@
-"""Which samples each step got: one line a forward pass, a file a process, and what is read from them."""
+"""The samples of each step, as recorded by the model: one line per forward pass, one file per process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Line:
-    """One rank's part of one step. `attempt`: the same for the ranks of one group, and for no other."""
+    """One rank's part of one step. attempt: an id that the ranks of one group share."""
 
     time: float
     attempt: str
@@ -32,7 +32,7 @@ def write(*, step: int, samples: list[int]) -> None:
 
 
 class Ledger:
-    """The lines in `folder`, read as they come."""
+    """The lines in `folder`, read incrementally."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -42,7 +42,7 @@ class Ledger:
 
     @property
     def lines(self) -> list[Line]:
-        """All lines that are whole by now."""
+        """All complete lines so far."""
         for path in self.folder.glob("*.jsonl"):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -53,11 +53,11 @@ class Ledger:
         return self._lines
 
     def furthest(self) -> int:
-        """The furthest step that was begun; -1 before the first."""
+        """The largest step begun so far; -1 before the first."""
         return max((line.step for line in self.lines), default=-1)
 
     def rank(self, rank: int) -> int:
-        """The pid of this rank in the newest attempt."""
+        """Return the pid of `rank` in the newest attempt."""
         return max((line for line in self.lines if line.rank == rank), key=lambda line: line.time).pid
 
     def attempts(self) -> set[str]:
@@ -65,7 +65,7 @@ class Ledger:
 
 
 def samples_by_step(lines: Iterable[Line]) -> dict[int, list[int]]:
-    """Step -> the samples, sorted, of the last attempt at it: those that the final weights have seen."""
+    """Return for each step the sorted samples of the last attempt at it: those that the final weights have seen."""
     last: dict[int, Line] = {}
     lines = list(lines)
     for line in lines:
@@ -79,13 +79,13 @@ def samples_by_step(lines: Iterable[Line]) -> dict[int, list[int]]:
 
 
 def steps_repeated(lines: Iterable[Line]) -> int:
-    """How many times a step was begun again by a later attempt."""
+    """Count the steps that a later attempt has begun again."""
     begun = {(line.attempt, line.step) for line in lines}
     return len(begun) - len({step for _, step in begun})
 
 
 def seconds_to_next(lines: Iterable[Line], fault: float) -> float | None:
-    """From a fault to the first new step of an attempt after it; None: no new attempt came further."""
+    """Return the seconds from a fault to the first new step of a later attempt; None if there is none."""
     lines = list(lines)
     before = {line.attempt for line in lines if line.time <= fault}
     furthest = max((line.step for line in lines if line.attempt in before), default=-1)
@@ -94,12 +94,12 @@ def seconds_to_next(lines: Iterable[Line], fault: float) -> float | None:
 
 
 def seconds_per_step(lines: Iterable[Line]) -> float:
-    """Of an undisturbed run, from its first step to its last."""
+    """Return the mean seconds per step of an undisturbed run, from its first step to its last."""
     times = [line.time for line in lines if line.rank == 0]
     return (max(times) - min(times)) / max(1, len(times) - 1)
 
 
 def differing(reference: list[int], found: list[int]) -> tuple[int, int]:
-    """How many entries of `found` are too many, how many of `reference` are missing."""
+    """Return the number of surplus entries in `found` and of missing entries of `reference`."""
     expected, got = Counter(reference), Counter(found)
     return (got - expected).total(), (expected - got).total()

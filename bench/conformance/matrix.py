@@ -15,7 +15,7 @@ Results = dict[str, dict[str, dict[str, Any]]]
 
 
 def matrix(results: Results) -> str:
-    """A row a fault, a column a trainer."""
+    """Return the table: one row per fault, one column per trainer."""
     rows = list(dict.fromkeys(fault for column in results.values() for fault in column))
     lines = ["| fault | " + " | ".join(results) + " |", "|---" * (len(results) + 1) + "|"]
     for row in rows:
@@ -25,7 +25,7 @@ def matrix(results: Results) -> str:
 
 
 def cell(result: dict[str, Any]) -> str:
-    """One result, in the letters of the legend."""
+    """Return one result in the letters of the legend."""
     if "goodput" in result:
         return f"{result['goodput']:.2f}"
     codes = "[" + " ".join("-" if code is None else str(code) for code in result["exit_codes"]) + "]"
@@ -34,7 +34,7 @@ def cell(result: dict[str, Any]) -> str:
 
 
 def judgement(result: dict[str, Any]) -> str:
-    """What of samples, weights and metrics is as it is undisturbed."""
+    """Return marks that say whether samples, weights and metrics equal those of the undisturbed run."""
     if hung := result["facts"].get("hung"):
         return f"hung: {hung}"
     if not result["finished"]:

@@ -1,4 +1,4 @@
-"""What every trainer trains, on what: samples that know their number, and a model that writes down what it is given."""
+"""The data and the model that every trainer uses: numbered samples, and a model that records its inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOLD = Path(os.environ.get("LEDGER", "."), "hold")
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
-    """Points in the plane and the side of a line that they are on; `inputs [3] float32` begin with the sample's number."""
+    """Points in the plane, labelled by their side of a line. `inputs [3] float32` start with the sample's number."""
 
     num_classes = 2
     input_shape = (3,)
@@ -44,10 +44,10 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Net(nn.Module):
-    """A classifier with dropout whose training steps take `delay_s` at least.
+    """A classifier with dropout, whose training steps take at least `delay_s`.
 
-    `steps` is saved and restored with the weights, so the ledger says how far the weights have come that got these
-    samples, whatever the trainer believes. Loader workers read ahead: what they read is no step yet.
+    `steps` is saved and restored with the weights, so the ledger shows the true step of the weights, independent of the
+    trainer's own count. Samples are recorded here and not in the data set, because loader workers read ahead.
     """
 
     steps: Tensor
@@ -73,5 +73,5 @@ class Net(nn.Module):
 
 
 def batch_of_rank() -> int:
-    """Samples a step for each rank of a world of any size."""
+    """Return the samples per step for each rank, at any world size."""
     return BATCH // int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,1 +1,1 @@
-"""What the tests are made of: jobs on each substrate behind one interface, faults, the ledger, and a user's own parts."""
+"""Building blocks of the tests: jobs on each substrate behind one interface, faults, the ledger, and custom parts."""

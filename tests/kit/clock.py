@@ -1,16 +1,16 @@
-"""A clock that a test moves by hand."""
+"""A clock that a test moves."""
 
 from muster.clock import SystemClock
 
 
 class ManualClock(SystemClock):
-    """Sleeping takes no time: it moves this clock, and does what was planned up to then."""
+    """A clock whose `sleep` takes no time: it advances the clock and runs the actions planned up to then."""
 
     def __init__(self):
         self.now, self._planned = 1000.0, []
 
     def at(self, seconds, act):
-        """Do `act` once the clock has moved by `seconds`."""
+        """Run `act` when the clock has advanced by `seconds`."""
         self._planned.append((self.now + seconds, act))
 
     def monotonic(self):
@@ -27,5 +27,5 @@ class ManualClock(SystemClock):
             act()
 
     def wait(self, event, seconds):
-        """Wait for the event alone: the test does what a thread would do at each interval."""
+        """Wait for the event, without a timeout: the test does the periodic work of a thread itself."""
         return event.wait()

@@ -1,4 +1,4 @@
-"""A real Docker engine for the tests: the one that runs here, or in CI one of our own."""
+"""A real Docker engine for the tests: the running one, or in CI one that the tests start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CI = os.environ.get("CI") == "true"
 
 
 def skip(why: str) -> None:
-    """On a user's machine a missing substrate is skipped and said; in CI it is a failure."""
+    """Skip tests of a missing substrate with a reason; in CI, fail."""
     if CI:
         pytest.fail(f"CI must have it: {why}", pytrace=False)
     pytest.skip(why)
@@ -30,7 +30,7 @@ def works(env: dict[str, str], *command: str) -> bool:
 
 
 def build(env: dict[str, str]) -> dict[str, float]:
-    """Build both images as the README says; a machine behind a proxy passes its certificates as a secret."""
+    """Build both images as the README does; behind a proxy, its certificates are passed as a secret."""
     seconds = {}
     bundle = os.environ.get("SSL_CERT_FILE", "")
     secrets = ["--secret", f"id=ca,src={bundle}"] if Path(bundle).is_file() else []
@@ -57,7 +57,7 @@ def build(env: dict[str, str]) -> dict[str, float]:
 
 
 def for_plain_user(*folders: Path) -> None:
-    """Make folders that belong to the containers' user, who gets through to them below /tmp."""
+    """Make folders below /tmp that the containers' user owns and can reach."""
     for folder in folders:
         folder.mkdir()
         os.chown(folder, 1000, 1000)
@@ -67,7 +67,7 @@ def for_plain_user(*folders: Path) -> None:
 
 
 class Compose(Job):
-    """docker/compose.yaml with the tests' own parts laid over it, on folders of its own."""
+    """docker/compose.yaml with an overlay of the tests, on folders of its own."""
 
     def __init__(self, env: dict[str, str], folder: Path, *, args: str, nodes: int = 3, **extra: str):
         self.files = (ROOT / "docker/compose.yaml", ROOT / "tests/kit/compose.yaml")
@@ -85,7 +85,7 @@ class Compose(Job):
         self.up_log = folder / "up.log"
 
     def __enter__(self) -> Compose:
-        self.run("down", "--timeout", "1", "--volumes")  # what a test run that was killed may have left
+        self.run("down", "--timeout", "1", "--volumes")  # an earlier test run may have been killed
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""The kit's entry as `python -m train` has it, for modules that change something before."""
+"""The entry of `python -m train`, for modules that change something first."""
 
 from muster.train.__main__ import main as run
 

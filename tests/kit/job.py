@@ -1,4 +1,4 @@
-"""A run through the front door: real processes, the real command line, and what the run left behind."""
+"""A run by its command line: real processes, and the files that the run leaves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUIET = ("log.tensorboard=false", "log.report=false", "log.every_steps=1")
 
 @dataclass
 class Result:
-    """A finished launch and what it left behind."""
+    """A finished launch and its files."""
 
     code: int
     out: str
@@ -59,22 +59,22 @@ class Result:
 
     @property
     def sha256(self) -> str:
-        """Of the finished model."""
+        """SHA-256 of model.pt."""
         return hashlib.sha256((self.folder / "model.pt").read_bytes()).hexdigest()
 
     @property
     def said(self) -> list[str]:
-        """The lines that the kit itself printed about an error."""
+        """The lines that the kit printed about an error."""
         return [line for line in self.out.splitlines() if line.startswith("muster: ")]
 
 
 def pace(step_s: float) -> tuple[str, ...]:
-    """Overrides by which steps last `step_s` longer: a run that is to be disturbed must not be over before the test has looked."""
+    """Return overrides that make each step last `step_s` longer, so that the run does not end before the test disturbs it."""
     return ("+callbacks.pace._target_=kit.parts.callbacks.Pace", f"+callbacks.pace.step_s={step_s}")
 
 
 def command(*overrides: str, ranks: int | None, torchrun: Sequence[str] = (), module: str = "train") -> list[str]:
-    """The command line for `ranks` processes under torchrun, or for this one process if None."""
+    """Return the command line for `ranks` processes under torchrun, or for one process without it if None."""
     python = [sys.executable, "-m"]
     if ranks is not None:
         python += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *torchrun, "-m"]
@@ -102,7 +102,7 @@ def start(
     cold: bool = False,
     **popen: Any,
 ) -> subprocess.Popen[str] | warm.Popen:
-    """Start a run in `folder` and come back at once. It starts warm (see `kit.warm`) unless `cold`."""
+    """Start a run in `folder` and return at once. The run starts warm (see `kit.warm`) unless `cold`."""
     line = command(
         f"output_dir={folder}", *(QUIET if quiet else ()), *overrides, ranks=ranks, torchrun=torchrun, module=module
     )
@@ -138,9 +138,10 @@ def run(
     cold: bool = False,
     **kwargs: Any,
 ) -> Result:
-    """A run from start to end; asserts that it ended well unless told otherwise.
+    """Run from start to end; unless `ok` is false, assert that it succeeded.
 
-    It starts warm (see `kit.warm`) unless `cold`; with `ranks` as if started by hand, unless the launcher has a part in it.
+    The run starts warm (see `kit.warm`) unless `cold`. With `ranks` the processes start without torchrun, unless an
+    argument needs it.
     """
     env = kwargs.get("env") or {}
     launched = (ranks is not None and not ok) or kwargs.keys() - {"env", "cwd"}
@@ -158,7 +159,7 @@ def run(
 
 
 def by_hand(ranks: int) -> list[dict[str, str]]:
-    """RANK and its kin for each of `ranks` processes on this host."""
+    """Return the environment (RANK, ...) of each of `ranks` processes on this host."""
     one = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     places = [{"RANK": rank, "LOCAL_RANK": rank, **one} for rank in range(ranks)]
     return [{name: str(value) for name, value in place.items()} for place in places]
@@ -171,7 +172,7 @@ def wait_for(
     process: subprocess.Popen[str] | warm.Popen,
     timeout_s: float = 60,
 ) -> None:
-    """Until `condition` holds of what the run has written so far."""
+    """Wait until `condition` is true of the run's files."""
 
     def holds() -> bool:
         assert process.poll() is None, process.communicate()[0]
@@ -197,21 +198,21 @@ def free_port() -> int:
 
 
 class Job:
-    """A run that is under way somewhere, seen through the files that it writes. Each substrate adds how to disturb it."""
+    """A run in progress, seen through its files. The subclass of each substrate adds its faults."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     @property
     def log(self) -> str:
-        """What its processes have printed, for a person to read where a test fails."""
+        """Output of its processes, for the message of a failed test."""
         return ""
 
     def result(self, code: int = 0) -> Result:
         return Result(code, self.log, self.folder, 0)
 
     def lines(self) -> list[dict[str, Any]]:
-        """All whole lines of metrics.jsonl so far."""
+        """All complete lines of metrics.jsonl so far."""
         with contextlib.suppress(OSError):
             return [
                 json.loads(text) for text in (self.folder / "metrics.jsonl").read_text().splitlines() if _whole(text)
@@ -219,7 +220,7 @@ class Job:
         return []
 
     def step(self) -> int:
-        """The last step in metrics.jsonl; 0 before there is one."""
+        """The last step in metrics.jsonl; 0 if there is none."""
         with contextlib.suppress(OSError, IndexError), (self.folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - 8192))
             lines = [text for text in file.read().splitlines()[:-1] if text.startswith(b'{"kind": "train"')]
@@ -231,11 +232,11 @@ class Job:
         return [line for line in self.lines() if line.get("event") in ("start", "resume")]
 
     def world_size(self) -> int:
-        """Of the newest attempt; 0 before there is one."""
+        """World size of the newest attempt; 0 if there is none."""
         return int((self.attempts() or [{"world_size": 0}])[-1]["world_size"])
 
     def until(self, condition: Callable[[], Any], what: str, *, timeout_s: float = 90, every_s: float = 0.02) -> float:
-        """Wait until `condition` holds; the seconds that it took."""
+        """Wait until `condition` is true; return the seconds."""
 
         def said() -> str:
             return f"at step {self.step()}\n{self.log[-8000:]}"
@@ -246,7 +247,7 @@ class Job:
         return self.until(lambda: self.step() >= step, f"step {step}", timeout_s=timeout_s)
 
     def next_step(self, fault: Callable[[], Any], *, timeout_s: float = 90) -> float:
-        """Seconds from `fault` to the first step of an attempt that began after it."""
+        """Cause `fault`; return the seconds to the first step of an attempt that began after it."""
         before = len(self.attempts())
         began = time.monotonic()
         fault()

@@ -26,7 +26,7 @@ def die_before(function, when):
 
 
 class Half(protocol.Hashing):
-    """Half of what is written gets to the disk."""
+    """A file of whose data only half reaches the disk."""
 
     def write(self, data):
         stream = self._stream

@@ -50,7 +50,7 @@ class Cluster:
         return done.stdout
 
     def apply(self, namespace: str, documents: Sequence[dict[str, Any]], *options: str) -> None:
-        """Under load a webhook may time out or lag behind the API server: that is the cluster's matter, and tried again."""
+        """Apply manifests; retry when a webhook times out or lags behind the API server, as under load."""
         lags = "failed calling webhook", "must be created before the TrainJob"  # it does not see the runtime yet
         deadline = time.monotonic() + LAGS_S
         while True:
@@ -65,7 +65,7 @@ class Cluster:
 
 
 class Space:
-    """A namespace in which pods are held to PodSecurity `restricted`, with a volume of its own: a folder of this machine."""
+    """A namespace that enforces PodSecurity `restricted`, with a volume of its own: a folder of this machine."""
 
     def __init__(self, cluster: Cluster, folder: Path, name: str):
         self.cluster, self.name, self.volume = cluster, name, folder / "volume"
@@ -96,7 +96,7 @@ class Space:
 
 
 class KubernetesJob(Job):
-    """One of the three kinds, as its manifest has it but for the arguments, and with the tests' own parts in the volume."""
+    """A job of one of the three kinds: its manifest with other arguments, and the parts of the tests in the volume."""
 
     def __init__(self, space: Space, kind: str, *arguments: str):
         self.space, self.kind = space, kind
@@ -119,7 +119,7 @@ class KubernetesJob(Job):
         self.space.kubectl("delete", RESOURCE[self.kind], "muster", "--timeout=110s")
 
     def conditions(self) -> dict[str, dict[str, Any]]:
-        """Type -> condition, of those that hold."""
+        """Return the true conditions by type."""
         text = self.space.kubectl("get", RESOURCE[self.kind], "muster", "-o", "json", ok=False)
         found = json.loads(text).get("status", {}).get("conditions", []) if text else []
         return {each["type"]: each for each in found if each["status"] == "True"}
@@ -137,7 +137,7 @@ class KubernetesJob(Job):
         return found
 
     def pod(self, index: int) -> str:
-        """The name of pod `index` that is there now."""
+        """Return the name of the present pod `index`."""
         begins = PODS[self.kind].format(index)
         alive = [
             p
@@ -158,7 +158,7 @@ class KubernetesJob(Job):
 
 
 def containers(documents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of all pods in manifests, however deep they lie."""
+    """Return the containers of all pods in manifests, at any depth."""
     found: list[dict[str, Any]] = []
 
     def look(node: Any) -> None:

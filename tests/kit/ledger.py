@@ -1,4 +1,4 @@
-"""Which samples each rank took in each step: what the tests compare."""
+"""The samples of each rank in each step, which tests compare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORDED = (
 
 
 def recorded(folder):
-    """step -> the samples of the last attempt at it, in the order of ranks."""
+    """Return for each step the samples of the last attempt at it, in the order of ranks."""
     last = {}
     for path in Path(folder).glob("*.jsonl"):
         for text in path.read_text().splitlines(keepends=True):
@@ -35,7 +35,7 @@ def recorded(folder):
 
 
 def assert_exact(folder, *, steps, batch_size, size=1000, seed=0):
-    """Every step got exactly the samples that the plan gives it; `steps` None: of a run that was ended somewhere."""
+    """Assert that each step got exactly the samples of the plan. steps: None for a run that was ended early."""
 
     plan, got = Plan(size, batch_size, seed), recorded(folder)
     if steps is None:  # the last step may have been begun by some ranks only
@@ -47,7 +47,7 @@ def assert_exact(folder, *, steps, batch_size, size=1000, seed=0):
 
 
 def read(folder: Path, split: str = "train") -> dict[int, list[int]]:
-    """Rank -> the samples that it read, in order."""
+    """Return for each rank the samples that it read, in order."""
     ledger = defaultdict(list)
     for path in folder.glob(f"{split}-*"):
         ledger[int(path.name.split("-")[1])] = [int(line) for line in path.read_text().split()]

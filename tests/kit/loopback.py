@@ -1,4 +1,4 @@
-"""A cluster of torchrun agents on loopback, whose processes are really killed: for the fault tests and the benchmarks."""
+"""A cluster of torchrun agents on loopback, for the fault tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Process = subprocess.Popen[str] | warm.Popen
 
 
 class Nodes(Job):
-    """Agents ("nodes") of one job, which start warm (see `kit.warm`) unless `cold`."""
+    """The agents ("nodes") of one job. They start warm (see `kit.warm`) unless `cold`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Nodes(Job):
     def start(
         self, *overrides: str, host: bool | None = None, nproc: int | None = None, max_restarts: int = 100
     ) -> Process:
-        """One more agent; without a store of its own the first one is the rendezvous host."""
+        """Start one more agent. If the store is not a process of its own, the first agent is the rendezvous host."""
         is_host = (not self.agents if host is None else host) and not self.own_store
         spec = loopback.spec(
             self.nnodes, port=self.port, id="t", is_host=is_host, nproc=nproc or self.nproc, max_restarts=max_restarts
@@ -74,13 +74,13 @@ class Nodes(Job):
             )
 
     def workers(self, agent: Process) -> list[int]:
-        """The ranks that an agent has started."""
+        """Return the pids of the ranks of an agent."""
         with contextlib.suppress(OSError):
             return [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
         return []
 
     def kill_node(self, agent: Process) -> None:
-        """Agent and workers at once, as when a machine goes."""
+        """Kill an agent and its workers at once, like a machine that fails."""
         for pid in (*self.workers(agent), agent.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -91,7 +91,7 @@ class Nodes(Job):
         return "\n".join(f"==== {path.name}\n{path.read_text()}" for path in sorted(self.folder.parent.glob("*.log")))
 
     def ended(self, *, timeout_s: float = 90) -> list[int]:
-        """The exit codes of all agents, in the order of their start."""
+        """Return the exit codes of all agents, in the order of their start."""
         self.until(
             lambda: all(agent.poll() is not None for agent in self.agents), "end of all agents", timeout_s=timeout_s
         )

@@ -1,4 +1,4 @@
-"""A function on several ranks, one value from each."""
+"""Run a function on several ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kit.job import by_hand
 
 
 def on_ranks(function: Callable[..., Any], ranks: int, *args: Any, lost: Iterable[int] = ()) -> list[Any]:
-    """Call `function(*args)` in `ranks` fresh processes that find RANK and its kin set; one value a rank, less the `lost`."""
+    """Call `function(*args)` in `ranks` new processes with RANK etc. set; return one value per rank, except those `lost`."""
     queue = warm.context.Queue()
     processes = [warm.start(_on_rank, queue, function, args, rank, place) for rank, place in enumerate(by_hand(ranks))]
     kept = [rank for rank in range(ranks) if rank not in lost]

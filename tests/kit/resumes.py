@@ -1,6 +1,6 @@
-"""The same command in one folder after the other, in one process: `python -m kit.resumes FOLDERS OVERRIDES...`.
+"""Run the same command in one folder after the other, in one process: `python -m kit.resumes FOLDERS OVERRIDES...`.
 
-FOLDERS is a file of JSON with their paths; [exit code, output] of each is put in its place.
+FOLDERS is a JSON file with their paths, which are replaced by [exit code, output].
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from muster.train.config.compose import compose
 from muster.train.run import attempt
 
 if __name__ == "__main__":
-    lease.HELD_S = 0.5  # a holder that no record tells of is waited for
+    lease.HELD_S = 0.5  # a holder without a record is waited for
     path, *overrides = sys.argv[1:]
     ended, config = [], compose(overrides)
     for folder in json.loads(Path(path).read_text()):

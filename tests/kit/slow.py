@@ -1,6 +1,7 @@
-"""The kit's entry on slow storage: every rank's file of a checkpoint takes SLOW_S seconds, rank 1's record of its end SLOW_RECORD_S.
+"""The kit's entry on slow storage.
 
-SLOW_FILES is the share of all looks and changes in a run's folder that take up to 0.4 s longer, before or after.
+Each rank's file of a checkpoint takes SLOW_S seconds, and rank 1's record of its end SLOW_RECORD_S. SLOW_FILES is the
+share of reads and writes in a run's folder that take up to 0.4 s longer, before or after the operation.
 """
 
 import functools
@@ -47,7 +48,7 @@ def nap(share):
         time.sleep(CHANCE.uniform(0, 0.4))
 
 
-CHANCE = random.SystemRandom()  # Python's own generator is the run's, and saved with it
+CHANCE = random.SystemRandom()  # Python's global generator is part of the run's state
 Directory.put, attempts.write = slowly, write_slowly
 OF_A_RUN = re.compile(r"outcome|refused|claim|alive|draft|step-|manifest|config\.yaml|metrics")
 if share := float(os.environ.get("SLOW_FILES", 0)):

@@ -1,4 +1,4 @@
-"""A real Slurm for the tests: three hosts in namespaces of their own, started in CI, or by root who asks with CI=true."""
+"""A real Slurm for the tests: three hosts in network namespaces, started with CI=true and root."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = ROOT / "tests/substrates/slurm.sh"
 
 
 class Slurm:
-    """Commands on the cluster's login host, in a checkout whose path has a blank in it."""
+    """Runs commands on the cluster's login host, in a checkout whose path has a blank."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -46,11 +46,11 @@ class Slurm:
         return found[1]
 
     def cut_off(self, host: str) -> contextlib.AbstractContextManager[None]:
-        """The link of `host` is down within the block."""
+        """Take the link of `host` down within the block."""
         return self._without("link", host, "down", "up")
 
     def powered_off(self, host: str) -> contextlib.AbstractContextManager[None]:
-        """No process of `host` lives within the block, and none has closed its connections."""
+        """Cut the link of `host` and kill its processes within the block, so that no connection is closed."""
         return self._without("power", host, "off", "on")
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Optimizer steps of a strategy without the run around them: several strategies in one world, on the same batches."""
+"""Optimizer steps without a run around them: several strategies in one world, on the same batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 100
 
 
 class Trained:
-    """A strategy that a config names, which trains step by step; losses are of the whole world."""
+    """A configured strategy that trains step by step. Losses are those of the whole world."""
 
     def __init__(self, world: World, *overrides: str):
         config = compose([*overrides])
@@ -34,12 +34,12 @@ class Trained:
         data = load(config, world)
         self.plan = Plan(len(data.train), config.batch_size, config.seed)
         self.strategy.build(recipe(config, data, self.plan, STEPS, world), world)
-        shard = self.strategy.data_shard or (0, 1)  # a server takes no samples: its batches are not asked for
+        shard = self.strategy.data_shard or (0, 1)  # a server has no samples
         loader = LoaderConfig.of(config, shard=shard, device=world.device)
         self.batches = lambda steps: batches(data.train, self.plan, steps, loader)
 
     def steps(self, steps: range, *, alter: Callable[[int, Any], None] = lambda *_: None) -> list[StepResult]:
-        """Take these steps; `alter` may change a step's micro-batches before."""
+        """Take `steps`. alter: changes a step's micro-batches first."""
         results = []
         for step, micro_batches in zip(steps, self.batches(steps), strict=True):
             alter(step, micro_batches)
@@ -48,12 +48,12 @@ class Trained:
         return results
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Take up a state as a checkpoint would give it to this rank."""
+        """Load this rank's state, as from a checkpoint."""
         load_state(self.strategy, state)
 
     @property
     def weights(self) -> dict[str, Any]:
-        """Of the model as it would be saved, as plain lists. Collective."""
+        """Return the saved form of the weights as lists. Collective: every rank must call it."""
         return {name: torch.as_tensor(value).tolist() for name, value in self.strategy.weights().items()}
 
 
@@ -67,5 +67,5 @@ def load_state(strategy: Strategy, state: dict[str, Any]) -> None:
 
 
 def world() -> World:
-    """This process's world, on a group of its own."""
+    """Form a process group; return this process's world."""
     return start_world(group_options(compose([])), Place.from_env())

@@ -1,4 +1,4 @@
-"""The one place of the tests that waits."""
+"""Wait for a condition; all waits of the tests are here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def until(
     every_s: float = 0.02,
     said: Callable[[], str] = lambda: "",
 ) -> float:
-    """Wait until `condition` holds; the seconds that it took. Raises AssertionError with what was `said` so far."""
+    """Wait until `condition` is true; return the seconds. Raises AssertionError with the output of `said`."""
     began = time.monotonic()
     while not condition():
         if time.monotonic() - began > timeout_s:

@@ -1,7 +1,8 @@
-"""Processes that fork from one that has imported everything: what they do, without the seconds before they do it.
+"""Processes that are forked from one that has imported everything, which saves the seconds of the imports.
 
-A rank spends 3 CPU seconds on imports, a torchrun agent 2, and the suite starts thousands of them. Only the imports are left
-out: each is a process of its own, an agent's ranks are its children, and all are killed as any others are.
+A rank spends 3 CPU seconds on imports, a torchrun agent 2, and the suite starts thousands of them. Only the imports are
+shared: each rank and each agent is a separate process, an agent's ranks are its children, and all can be killed as
+usual.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ context.set_forkserver_preload(PRELOADED)
 
 
 def start(function: Callable[..., None], *args: Any) -> BaseProcess:
-    """Call a function of a module in a process of its own."""
+    """Call a function of a module in a new process."""
     kept = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # libgomp reads it once, in the process that they fork from
+    os.environ["OMP_NUM_THREADS"] = "1"  # libgomp reads it once, in the process that is forked
     try:
-        process = context.Process(target=function, args=args, daemon=True)  # who ends the tests, ends it
+        process = context.Process(target=function, args=args, daemon=True)  # it ends with the tests
         process.start()
     finally:
         os.environ.pop("OMP_NUM_THREADS") if kept is None else os.environ.update(OMP_NUM_THREADS=kept)
@@ -50,7 +51,7 @@ def start(function: Callable[..., None], *args: Any) -> BaseProcess:
 
 
 class Popen:
-    """`python -m MODULE ARGUMENTS` as `subprocess.Popen` would have it, its output in a file."""
+    """Runs `python -m MODULE ARGUMENTS` with the interface of `subprocess.Popen`; its output goes to a file."""
 
     def __init__(self, line: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path | None = None):
         self.args, self.returncode, self._kept = line, None, log
@@ -78,7 +79,7 @@ class Popen:
         return code
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """What it has printed, once it has ended."""
+        """Wait for the end; return the output."""
         self.wait(timeout)
         return self.log.read_text(), None
 
@@ -99,14 +100,14 @@ class Popen:
 
 
 def can(line: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether it is a command for `Popen`: of Python's, with nothing in its environment that is read at import."""
+    """Whether `Popen` can run the command: it runs Python, and its environment sets nothing that imports read."""
     return list(line[:2]) == [sys.executable, "-m"] and not any(name.startswith(READ_AT_IMPORT) for name in env)
 
 
 def run(
     arguments: list[str], environments: list[dict[str, str]], *, cwd: Path, timeout_s: float, module: str = "train"
 ) -> tuple[int, str]:
-    """`python -m MODULE ARGUMENTS` in a process for each environment; the first exit code that is not 0, and the output."""
+    """Run `python -m MODULE ARGUMENTS` once per environment; return the first nonzero exit code, and the output."""
     handle, log = tempfile.mkstemp()
     os.close(handle)
     line = [sys.executable, "-m", module, *arguments]
@@ -128,7 +129,7 @@ def run(
 
 def _begin(line: list[str], env: dict[str, str], cwd: str, log: str) -> None:
     process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
-    multiprocessing.set_start_method("fork", force=True)  # as in any process on Linux; it came with the server's
+    multiprocessing.set_start_method("fork", force=True)  # the default on Linux; it has inherited the server's
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -139,7 +140,7 @@ def _begin(line: list[str], env: dict[str, str], cwd: str, log: str) -> None:
         SubprocessHandler._popen = _fork  # type: ignore[method-assign]
     try:
         _module(line, env)
-    except Exception as error:  # as Python shows it that was started with this line
+    except Exception as error:  # as in a Python that was started with this command
         below = error.__traceback__ and error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
         traceback.print_exception(error.with_traceback(below))
         sys.exit(1)
@@ -159,7 +160,7 @@ def _module(line: list[str], env: Mapping[str, str]) -> None:
 
 
 def _fork(self: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """In an agent: a rank. What `subprocess.Popen` says of a child is true of it, too."""
+    """Fork a rank in an agent; it behaves like a child of `subprocess.Popen`."""
     python, *rest = args
     assert python == sys.executable and rest[:2] == ["-u", "-m"], args
     child = subprocess.Popen.__new__(subprocess.Popen)

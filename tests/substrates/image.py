@@ -1,4 +1,4 @@
-"""`python3 image.py NAME BINARY PATH >image.tar`: an image of one static binary, for `ctr images import`.
+"""`python3 image.py NAME BINARY PATH >image.tar`: pack a static binary as an image for `ctr images import`.
 
 Source: https://github.com/moby/docker-image-spec, the archive of `docker save`.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def packed(files: dict[str, tuple[bytes, int]]) -> bytes:
-    """A tar of `files`: name -> content, mode."""
+    """Return a tar of `files`: name -> (content, mode)."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, (content, mode) in files.items():

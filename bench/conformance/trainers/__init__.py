@@ -1,4 +1,4 @@
-"""One file a trainer: how its documentation says that a run is trained, saved and resumed."""
+"""One file per trainer, which trains, saves and resumes as the documentation of the trainer says."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ NAMES = ("by_hand", "hf_trainer", "accelerate", "lightning", "ours")
 
 
 def trainer(name: str) -> Trainer:
-    """The one that trainers/`name`.py describes."""
+    """Return the trainer that trainers/`name`.py describes."""
     found: Trainer = import_module(f"bench.conformance.trainers.{name}").TRAINER
     return found

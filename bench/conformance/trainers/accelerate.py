@@ -1,4 +1,4 @@
-"""Accelerate's save_state and load_state every few steps, with skip_first_batches for the place in the epoch.
+"""Accelerate's save_state and load_state every few steps, with skip_first_batches for the position in the epoch.
 
 Source: https://huggingface.co/docs/accelerate/usage_guides/checkpoint and the library's by_feature/checkpointing.py.
 """

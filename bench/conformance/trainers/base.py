@@ -1,4 +1,4 @@
-"""What the suite has to know of a trainer."""
+"""Description of a trainer for the suite."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bench.conformance.parts import EPOCHS, SAVE_EVERY
 
 @dataclass(frozen=True)
 class Trainer:
-    """Where a trainer leaves its files in a run's folder, and how its worker is started.
+    """The files of a trainer in a run's folder, and the command of its worker.
 
-    checkpoints: from the oldest to the newest, files or folders.
-    metrics: the steps of the losses that it has logged, in the order in which a reader finds them.
-    save_every: the steps from one save to the next.
+    checkpoints: returns files or folders, from the oldest to the newest.
+    metrics: returns the steps of the logged losses, in the order of the log.
+    save_every: steps between saves.
     """
 
     title: str
@@ -28,27 +28,27 @@ class Trainer:
     save_every: int = SAVE_EVERY
 
     def versions(self) -> dict[str, str | None]:
-        """Of its packages; None for what is not installed."""
+        """Return the versions of its packages; None for one that is not installed."""
         return {name: _version(name) for name in self.packages}
 
     def command(self, folder: Path, *, epochs: int = EPOCHS) -> list[str]:
-        """What torchrun is to run."""
+        """Return the arguments of torchrun that name the worker."""
         return self.worker(folder, epochs)
 
     def newest_file(self, folder: Path) -> Path:
-        """The largest file of the newest checkpoint."""
+        """Return the largest file of the newest checkpoint."""
         newest = self.checkpoints(folder)[-1].resolve()
         files = [newest] if newest.is_file() else [path for path in newest.rglob("*") if path.is_file()]
         return max(files, key=lambda path: path.stat().st_size)
 
 
 def script(module: str) -> Callable[[Path, int], list[str]]:
-    """The adapter itself is the worker: `-m MODULE FOLDER EPOCHS`."""
+    """Return the command if the adapter itself is the worker: `-m MODULE FOLDER EPOCHS`."""
     return lambda folder, epochs: ["-m", module, str(folder), str(epochs)]
 
 
 def numbered(paths: list[Path]) -> list[Path]:
-    """By the number that their names end with."""
+    """Return paths sorted by the number at the end of their names."""
     return sorted(paths, key=lambda path: int(path.stem.rpartition("-")[2].rpartition("_")[2]))
 
 

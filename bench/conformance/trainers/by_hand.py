@@ -1,4 +1,4 @@
-"""A loop by hand under torchrun: a snapshot of model, optimizer and epoch by rank 0 at the end of each epoch.
+"""A hand-written loop under torchrun: rank 0 saves a snapshot of model, optimizer and epoch after each epoch.
 
 Source: https://pytorch.org/tutorials/beginner/ddp_series_fault_tolerance.html for the snapshot and the restart,
 https://pytorch.org/tutorials/recipes/recipes/saving_and_loading_a_general_checkpoint.html for the optimizer's state.
@@ -54,13 +54,13 @@ def main(folder: Path, epochs: int) -> None:
 
 
 def log(folder: Path, *, step: int, loss: float) -> None:
-    """A line a step, appended."""
+    """Append one line per step."""
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": step, "loss": loss}) + "\n")
 
 
 def logged(folder: Path) -> list[int]:
-    """What `log` has written."""
+    """Return the steps that `log` has written."""
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

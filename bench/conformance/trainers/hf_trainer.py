@@ -1,4 +1,4 @@
-"""transformers.Trainer with its documented options for exact resuming and for SIGTERM switched on.
+"""transformers.Trainer with its documented options for exact resumption and for SIGTERM.
 
 Source: https://huggingface.co/docs/transformers/main_classes/trainer (save_strategy, ignore_data_skip left at False,
 enable_jit_checkpoint) and the resume from `get_last_checkpoint` of the library's own example scripts.
@@ -19,7 +19,7 @@ from bench.conformance.trainers.base import Trainer, numbered, script
 
 
 class Classifier(nn.Module):
-    """The model with its loss inside, as Trainer wants it."""
+    """The model with its loss inside, as Trainer requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def main(folder: Path, epochs: int) -> None:
 
 
 def logged(folder: Path) -> list[int]:
-    """The log history in the state that the trainer saves."""
+    """Return the steps in the log history of the trainer's saved state."""
     history: list[dict[str, Any]] = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry["step"] for entry in history if "loss" in entry]
 

@@ -1,7 +1,7 @@
 """Lightning's Trainer with ModelCheckpoint every few steps, also on an exception, and a stateful loader.
 
 Source: https://lightning.ai/docs/pytorch/stable/common/checkpointing_intermediate.html (every_n_train_steps, save_last,
-ckpt_path="last"), ModelCheckpoint's `save_on_exception`, and torchdata's StatefulDataLoader for a place in the epoch.
+ckpt_path="last"), ModelCheckpoint's `save_on_exception`, and torchdata's StatefulDataLoader for the position in the epoch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main(folder: Path, epochs: int) -> None:
 
 
 def logged(folder: Path) -> list[int]:
-    """All versions of its metrics.csv, one a launch."""
+    """Return the steps in all versions of metrics.csv, one per launch."""
     tables = [csv.DictReader(path.open()) for path in sorted(folder.glob("lightning_logs/*/metrics.csv"))]
     return [int(row["step"]) for table in tables for row in table if row.get("loss")]
 

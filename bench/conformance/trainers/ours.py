@@ -1,4 +1,4 @@
-"""This kit, through its front door: `-m train` with the parts by import path."""
+"""This kit, by its command line: `-m train` with the parts by import path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def worker(folder: Path, epochs: int) -> list[str]:
 
 
 def logged(folder: Path) -> list[int]:
-    """The `train` lines of metrics.jsonl."""
+    """Return the steps of the `train` lines of metrics.jsonl."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["step"] for line in lines if line["kind"] == "train"]
 

@@ -23,7 +23,7 @@ class ObjectStore(CommitByManifest):
     def __init__(self, url: str):
         self.root = url.rstrip("/")
         if found := re.search(r"[*?\[\]]", url):
-            raise ConfigError(f"checkpoint.storage={url}: {found[0]} is a wildcard in fsspec: use another name")
+            raise ConfigError(f"checkpoint.storage={url}: {found[0]} is a pattern in fsspec: use another name")
         try:
             from fsspec.core import url_to_fs
 

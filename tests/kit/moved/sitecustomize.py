@@ -1,4 +1,4 @@
-"""On PYTHONPATH: the wall clock of this Python, and of those that it starts, is `CLOCK_MOVED` seconds off."""
+"""On PYTHONPATH: shifts the wall clock of this Python and of its children by `CLOCK_MOVED` seconds."""
 
 import datetime
 import os

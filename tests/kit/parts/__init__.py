@@ -1,1 +1,1 @@
-"""Parts of a user's own, named by import path from the tests."""
+"""Custom parts that tests name by import path."""

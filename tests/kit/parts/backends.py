@@ -1,4 +1,4 @@
-"""A place for checkpoints, in one file."""
+"""A storage backend in one file."""
 
 import contextlib
 import io
@@ -9,7 +9,7 @@ from muster.checkpoint.backends.by_rename import CommitByRename
 
 
 class Sqlite(CommitByRename):
-    """Checkpoints in one database file."""
+    """Stores checkpoints in one SQLite database."""
 
     def __init__(self, url):
         self.root, self.path = url, url.partition("://")[2]

@@ -1,4 +1,4 @@
-"""Callbacks that only tests need."""
+"""Callbacks for tests."""
 
 import json
 import time
@@ -9,7 +9,7 @@ from muster.train.callbacks.ema import UPDATES, Ema
 
 
 class Pace(Callback):
-    """A step lasts `step_s` seconds longer."""
+    """Makes each step last `step_s` seconds longer."""
 
     def __init__(self, step_s: float):
         self.step_s = step_s
@@ -30,7 +30,7 @@ class StopAt(Callback):
 
 
 class Groups(Callback):
-    """Writes for each step what the optimizer's groups had: the rate, and momentum or betas."""
+    """Records each step's learning rate, and momentum or betas, of the optimizer's groups."""
 
     def on_start(self, run):
         self.lines = {}
@@ -51,7 +51,7 @@ class Uncounted(Ema):
 
 
 class FreezeAt(Callback):
-    """Lets the parameters whose names begin with `prefix` require no gradient from step `at` on."""
+    """Freezes the parameters whose names begin with `prefix` from step `at` on."""
 
     def __init__(self, at: int, prefix: str):
         self.at, self.prefix = at, prefix

@@ -1,4 +1,4 @@
-"""Data sets whose samples can be told apart, or cannot be read."""
+"""Data sets with identifiable or unreadable samples."""
 
 import os
 import time
@@ -23,7 +23,7 @@ class Tokens:
 
 
 class Numbered:
-    """Points whose first coordinate is the sample's own number, so that a step can tell which samples it got."""
+    """Points whose first coordinate is the sample's number, so that a model can record its samples."""
 
     num_classes = 2
     input_shape = (3,)
@@ -66,7 +66,7 @@ class Spoiled(Numbered):
 
 
 class Ledger:
-    """Points in the plane; the target tells on which side of a line. Reads are noted, if LEDGER names a folder."""
+    """Points in the plane, labelled by their side of a line. If LEDGER names a folder, reads are recorded there."""
 
     num_classes = 2
     input_shape = (2,)

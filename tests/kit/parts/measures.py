@@ -1,4 +1,4 @@
-"""Metrics as torchmetrics has them."""
+"""Metrics with the interface of torchmetrics."""
 
 import torch
 import torchmetrics
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Distance(torchmetrics.Metric):
-    """A mean of floats, whose sum rounds by its order."""
+    """A mean of floats, whose rounding depends on the order of the sum."""
 
     full_state_update = False
 
@@ -24,7 +24,7 @@ class Distance(torchmetrics.Metric):
 
 
 class Spread(torchmetrics.Metric):
-    """Of all outputs, which it keeps in a list."""
+    """Depends on the order of all outputs, which it keeps in a list."""
 
     full_state_update = False
 

@@ -1,4 +1,4 @@
-"""A metric that keeps a list, as curves do."""
+"""A metric that keeps a list, like curves."""
 
 import torch
 from torchmetrics import Metric
@@ -6,7 +6,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 
 class Rows(Metric):
-    """What was right, times two to the class: of rows of whole numbers."""
+    """A sum over rows of predicted class and target, which it keeps in a list."""
 
     full_state_update = False
 

@@ -1,4 +1,4 @@
-"""Mistakes that users make in parts of their own. A line that the run's end has to name is marked `# here: MISTAKE`."""
+"""Typical mistakes in custom parts. The line that the error must name is marked `# here: MISTAKE`."""
 
 import os
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Models with a mind of their own."""
+"""Models with special behaviour."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Stateful(nn.Sequential):
-    """Dropout and batch norm: what a resume can get wrong."""
+    """Dropout and batch norm, whose state a resume must restore."""
 
     def __init__(self, input_shape, num_classes):
         super().__init__(
@@ -22,7 +22,7 @@ class Stateful(nn.Sequential):
 
 
 class Fickle(Stateful):
-    """With a layer that only some samples make it use, and one that none does."""
+    """Has a layer that only some samples use, and an unused one."""
 
     def __init__(self, input_shape, num_classes):
         super().__init__(input_shape, num_classes)
@@ -36,7 +36,7 @@ class Fickle(Stateful):
 
 
 class Exploding(nn.Sequential):
-    """Its gradient is not finite in the steps told, and fine in the others."""
+    """Its gradient is not finite in the given steps."""
 
     def __init__(self, input_shape, num_classes, bad_steps=(3,)):
         super().__init__(nn.Flatten(), nn.Linear(64, num_classes), nn.BatchNorm1d(num_classes))
@@ -51,7 +51,7 @@ class Exploding(nn.Sequential):
 
 
 class Crashing(nn.Linear):
-    """Raises on one rank in one step; `anew`: in other words each time."""
+    """Raises on one rank in one step. anew: with a different message each time."""
 
     def __init__(self, rank=1, at=2, anew=False):
         super().__init__(64, 10)
@@ -80,7 +80,7 @@ class AllCrash(nn.Linear):
 
 
 class Frozen(nn.Linear):
-    """Nothing to train."""
+    """A model without trainable parameters."""
 
     def __init__(self):
         super().__init__(64, 10)
@@ -88,7 +88,7 @@ class Frozen(nn.Linear):
 
 
 class Slow(nn.Linear):
-    """A line through the points that takes its time."""
+    """A slow linear model."""
 
     def __init__(self, delay_s=0.05):
         super().__init__(2, 2)
@@ -117,7 +117,7 @@ class Stuck(Slow):
 
 
 class SlowToStart(Slow):
-    """SLOW_S seconds for the model, and again for the first step."""
+    """Takes SLOW_S seconds to build, and again in the first step."""
 
     def __init__(self):
         time.sleep(float(os.environ["SLOW_S"]))
@@ -132,7 +132,7 @@ class SlowToStart(Slow):
 
 
 class Hungry(Slow):
-    """Runs into a memory limit in its third step."""
+    """Exceeds a memory limit in its third step."""
 
     def __init__(self):
         super().__init__()
@@ -168,14 +168,14 @@ class FillsDisk(nn.Linear):
 
 
 class Normed(nn.Sequential):
-    """Batch norm over vectors, which needs two samples."""
+    """Batch norm over vectors, which needs at least two samples."""
 
     def __init__(self, input_shape, num_classes):
         super().__init__(nn.Flatten(), nn.Linear(64, num_classes), nn.BatchNorm1d(num_classes))
 
 
 class Routed(nn.Module):
-    """Four experts of which each sample takes one: ranks use different ones, and in a step some are used by none.
+    """Four experts, one per sample. Ranks use different ones, and in some steps an expert is unused.
 
     layout: `modules`: experts are layers; `parameters`: rows of the block's own, as scales.
     """
@@ -218,7 +218,7 @@ class RoutedStages(nn.Sequential):
 
 
 class Depth(nn.Module):
-    """Stochastic depth: a block is left out in some steps, on one rank alone or on all."""
+    """Stochastic depth: a block is skipped in some steps, on one rank or on all."""
 
     def __init__(self, num_classes, alone=True, width=16):
         super().__init__()
@@ -235,7 +235,7 @@ class Depth(nn.Module):
 
 
 class Chancy(nn.Module):
-    """Draws what it begins with from outside of the seeded generators: parameters, one that is not trained, buffers."""
+    """Draws its initial parameters, one of them not trained, and buffers from unseeded generators."""
 
     def __init__(self, num_classes, width=16):
         super().__init__()
@@ -257,7 +257,7 @@ class Chancy(nn.Module):
 
 
 class ChancyStages(Chancy):
-    """The same for a pipeline, which cuts between what is called."""
+    """The same for a pipeline, which splits a sequence of layers."""
 
     def forward(self, x):
         x = x.flatten(1)
@@ -265,7 +265,7 @@ class ChancyStages(Chancy):
 
 
 class Odd(nn.Module):
-    """What torch cannot cut into pieces, or knows no size of."""
+    """Tensors that torch cannot split, or whose size it does not know."""
 
     def __init__(self, num_classes, kind):
         super().__init__()
@@ -279,7 +279,7 @@ class Odd(nn.Module):
 
 
 class Sparse(nn.Module):
-    """A table whose gradients are sparse."""
+    """An embedding table with sparse gradients."""
 
     def __init__(self, num_classes: int, sparse: bool = True):
         super().__init__()
@@ -291,7 +291,7 @@ class Sparse(nn.Module):
 
 
 class Complex(nn.Module):
-    """A layer of complex numbers."""
+    """A complex layer."""
 
     def __init__(self, num_classes: int):
         super().__init__()
@@ -303,7 +303,7 @@ class Complex(nn.Module):
 
 
 class LateGradient(nn.Module):
-    """A layer that has its first gradient in a later step."""
+    """A layer that gets its first gradient in a later step."""
 
     def __init__(self, num_classes: int, after: int = 4):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A loss without metrics, and one that takes its time to measure."""
+"""A loss without metrics, and one that is slow to evaluate."""
 
 import time
 
@@ -9,14 +9,14 @@ from muster.train.objectives.classification import Classification
 
 
 class MeanSquares:
-    """A loss of one's own without metrics."""
+    """A loss without metrics."""
 
     def __call__(self, outputs, targets):
         return ((outputs - nn.functional.one_hot(targets, outputs.shape[1])) ** 2).mean()
 
 
 class Drawn(nn.Module):
-    """Weighs the classes by numbers from outside of the seeded generators: a buffer, and a parameter that nobody trains."""
+    """Class weights from unseeded generators: a buffer, and a parameter that is not trained."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Drawn(nn.Module):
 
 
 class SlowToMeasure(Classification):
-    """Time enough to stop a run in the middle of an evaluation."""
+    """Slow enough for a test to stop a run during an evaluation."""
 
     def __init__(self):
         super().__init__(label_smoothing=0.0)

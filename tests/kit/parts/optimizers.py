@@ -1,10 +1,10 @@
-"""Optimizers that keep state where others have none."""
+"""Optimizers with unusual state."""
 
 import torch
 
 
 class Fading(torch.optim.SGD):
-    """Its rate falls with a count that it keeps in its group, as schedule-free optimizers do."""
+    """Its learning rate falls with a step count in its group, as in schedule-free optimizers."""
 
     def __init__(self, params, lr):
         super().__init__(params, lr=lr)
@@ -19,7 +19,7 @@ class Fading(torch.optim.SGD):
 
 
 class NoRate(torch.optim.Optimizer):
-    """Has no learning rate; counts its steps under a name of its own, and by the count its steps get smaller."""
+    """Has no learning rate; its steps shrink with a step count under an unusual name."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -35,16 +35,16 @@ class NoRate(torch.optim.Optimizer):
 
 
 def own_rate(params):
-    """Makes an optimizer with a rate that no config names."""
+    """Return an optimizer with a learning rate of its own."""
     return torch.optim.Adam(params, lr=0.02)
 
 
 def nothing(params):
-    """Forgets to give back what it makes."""
+    """Forget to return the optimizer."""
 
 
 class FewRates(torch.optim.lr_scheduler.LRScheduler):
-    """Has the rates of three steps."""
+    """A schedule with only three steps."""
 
     def get_lr(self):
         return [[0.1, 0.2, 0.3][self.last_epoch] for _ in self.optimizer.param_groups]

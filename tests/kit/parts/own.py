@@ -1,4 +1,4 @@
-"""What a user brings: samples of other shapes, models with several inputs, streams, mistakes."""
+"""Custom parts: samples of other shapes, models with several inputs, streams, mistakes."""
 
 import os
 import time
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Dicts(torch.utils.data.Dataset):
-    """Samples that are dicts, of which the model takes two entries by name."""
+    """Dict samples, of which the model takes two entries by name."""
 
     num_classes = 2
 
@@ -41,7 +41,7 @@ class Pairs(Dicts):
 
 
 class Ragged(Dicts):
-    """Of different lengths: they need a collate function."""
+    """Samples of different lengths, which need a collate function."""
 
     def __getitem__(self, index):
         return torch.ones(1 + index % 3), index % 2
@@ -80,7 +80,7 @@ class Length(nn.Module):
 
 
 class Numbers(torch.utils.data.IterableDataset):
-    """A stream without a state; `ends` before its length if told to."""
+    """A stream without a state. ends: stop before its length."""
 
     num_classes = 2
 
@@ -104,7 +104,7 @@ class Numbers(torch.utils.data.IterableDataset):
 
 
 class Stateful(Numbers):
-    """One that says where it is, and counts what it reads."""
+    """A stream with a state, which counts its reads."""
 
     def __init__(self, *, train: bool):
         super().__init__(train=train)
@@ -151,7 +151,7 @@ class Unused(nn.Module):
 
 
 class Buggy(nn.Module):
-    """Fails at the same place of every attempt, if it is the code that fails."""
+    """Raises at the same place in every attempt."""
 
     def __init__(self, num_classes: int):
         super().__init__()
@@ -173,7 +173,7 @@ def halve(step):
 
 
 def factory(named_parameters, lr: float):
-    """An optimizer that sees names."""
+    """Return an optimizer built from named parameters."""
     groups = [{"params": [p for _, p in named_parameters], "names": [name for name, _ in named_parameters]}]
     return torch.optim.SGD(groups, lr=lr)
 

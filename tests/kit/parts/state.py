@@ -1,4 +1,4 @@
-"""What has a state that a run could lose: buffers of all kinds, losses, optimizers, functions that draw random numbers."""
+"""Parts with state that a run could lose: buffers of all kinds, losses, optimizers, functions that draw random numbers."""
 
 import random
 
@@ -36,7 +36,7 @@ class Keeping(nn.Module):
 
 
 class Late(Keeping):
-    """A buffer that is none until the first forward pass."""
+    """A buffer that is None until the first forward pass."""
 
     def __init__(self, num_classes=10):
         super().__init__(num_classes)
@@ -49,7 +49,7 @@ class Late(Keeping):
 
 
 class Counting(Keeping):
-    """Buffers that nobody trains, and counts of what was seen."""
+    """Buffers that are not trained, and counts of inputs."""
 
     def __init__(self, num_classes=10):
         super().__init__(num_classes)
@@ -70,7 +70,7 @@ class Counting(Keeping):
 
 
 class Growing(Keeping):
-    """A buffer that has another size after each forward pass."""
+    """A buffer that grows with each forward pass."""
 
     def forward(self, images):
         self.running = torch.cat([self.running, torch.zeros(1)])
@@ -78,7 +78,7 @@ class Growing(Keeping):
 
 
 class Chancy(nn.Module):
-    """Draws random numbers in evaluation, too."""
+    """Draws random numbers also in evaluation."""
 
     def __init__(self, num_classes=10):
         super().__init__()
@@ -97,7 +97,7 @@ class Twice(nn.Sequential):
 
 
 class Extra(nn.Linear):
-    """State beside its tensors, a dict; what it holds is not plain if not `plain`."""
+    """Has extra state, a dict. plain: whether it has only plain values."""
 
     def __init__(self, plain=True):
         super().__init__(64, 10)
@@ -115,7 +115,7 @@ class Extra(nn.Linear):
 
 
 class Recalling(Extra):
-    """Its outputs depend on the state beside its tensors, which is a tensor by itself if `bare`."""
+    """Its outputs depend on its extra state, which is a bare tensor if `bare`."""
 
     def __init__(self, bare=False):
         super().__init__()
@@ -145,7 +145,7 @@ class Tied(nn.Module):
 
 
 class Replacing(nn.Linear):
-    """Puts another parameter in the place of its own at a forward pass."""
+    """Replaces its parameter in a forward pass."""
 
     def __init__(self, at=1):
         super().__init__(64, 10)
@@ -172,7 +172,7 @@ class Thawing(nn.Module):
 
 
 class Centred(nn.Module):
-    """A loss with a running centre, and a copy of something that follows it."""
+    """A loss with a running centre, and a copy that follows it."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ class Centred(nn.Module):
 
 
 class Weighted(nn.Module):
-    """A loss that wants to be trained."""
+    """A loss with trainable parameters."""
 
     def __init__(self):
         super().__init__()
@@ -199,7 +199,7 @@ class Weighted(nn.Module):
 
 
 class Mixed(torch.optim.Optimizer):
-    """Keeps a velocity in float64, a sign in int8, and adds noise to what it does."""
+    """Keeps a velocity in float64 and a sign in int8, and adds noise to its steps."""
 
     def __init__(self, params, lr=0.01, noise=0.0):
         super().__init__(params, {"lr": lr, "noise": noise})
@@ -222,7 +222,7 @@ class Mixed(torch.optim.Optimizer):
 
 
 def mixup(samples):
-    """Mixes each sample with another, as three generators have it."""
+    """Mix each sample with another, with numbers from three generators."""
     images = torch.stack([torch.as_tensor(image).float() for image, _ in samples])
     others = torch.randperm(len(images))
     share = random.random() + np.random.rand() + torch.rand(())
@@ -230,12 +230,12 @@ def mixup(samples):
 
 
 def mixup_in_training(samples, train):
-    """Mixes samples to train on."""
+    """Mix training samples."""
     return mixup(samples) if train else torch.utils.data.default_collate(samples)
 
 
 class MaskedInTraining:
-    """Leaves out a fifth of every image to train on."""
+    """Masks a fifth of each training image."""
 
     def __init__(self, train):
         self.train = train
@@ -245,13 +245,13 @@ class MaskedInTraining:
 
 
 def masked(batch):
-    """Leaves out a fifth of every image."""
+    """Mask a fifth of each image."""
     images, labels = batch
     return images * (torch.rand_like(images) > 0.2), labels
 
 
 class Shuffled(IterableDataset):
-    """A stream that shuffles within a buffer by the global generators."""
+    """A stream that shuffles within a buffer with the global generators."""
 
     num_classes = 10
 

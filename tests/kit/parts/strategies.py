@@ -1,4 +1,4 @@
-"""Strategies that write down what they see."""
+"""Strategies that record their steps."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from muster.train.strategies.ddp import Ddp
 
 
 class Plain(Ddp):
-    """DDP with the values of its yaml: what replaces it takes none of them by itself."""
+    """DDP with the values of its yaml, which a replacement by `_target_` does not inherit."""
 
     def __init__(self):
         options = {"static_graph": False, "find_unused_parameters": False, "sync_batchnorm": False}
@@ -20,7 +20,7 @@ class Plain(Ddp):
 
 
 class Watched(Plain):
-    """DDP that writes down a digest of its weights after every step."""
+    """DDP that records a digest of its weights after every step."""
 
     def step(self, step, batches):
         result = super().step(step, batches)
@@ -31,9 +31,9 @@ class Watched(Plain):
 
 
 class Recorded(Plain):
-    """DDP that writes down which samples each step got, into the folder that LEDGER names.
+    """DDP that records the samples of each step in the folder that LEDGER names.
 
-    Every parameter has a bucket of its own, so that some gradients are on their way while backward goes on.
+    Each parameter has a bucket of its own, so that communication overlaps with the backward pass.
     """
 
     def __init__(self):
@@ -55,7 +55,7 @@ class Recorded(Plain):
 
 
 class OwnStep(Plain):
-    """A step of one's own that knows nothing of what the kit's does, inherited or not."""
+    """A step of its own in place of the kit's."""
 
     def step(self, step, batches):
         stepping = self.optimizer_step

@@ -1,4 +1,4 @@
-"""Tensor parallelism that writes down what it sees. (By itself: DTensors take a second to import.)"""
+"""Tensor parallelism that records its steps. A file of its own, because DTensors take a second to import."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from muster.train.strategies.tensor_parallel import TensorParallel
 
 
 class WatchedTensor(TensorParallel):
-    """Tensor parallelism over two ranks that writes down a digest of what each has whole, after every step."""
+    """Tensor parallelism over two ranks that records a digest of the full weights after every step."""
 
     def __init__(self):
         super().__init__(tensor=2, shard=False, plan=None)
