@@ -16,10 +16,10 @@ from kit.until import until
 from torch.distributed import FileStore
 
 import muster
+from muster import launch
 from muster.dist.place import Place
 from muster.dist.rendezvous.meeting import meet
 from muster.errors import ConfigError, Diverged, MusterError, Preempted
-from muster import launch
 from muster.train.config.compose import compose
 
 LONG = ("model=convnet", "batch_size=32", "max_steps=100000", "checkpoint.every_steps=100000")
