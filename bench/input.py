@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import datasets, transforms
 from torchvision.io import write_jpeg
 
+from muster.batches.loader import LoaderConfig, batches
 from muster.plan import Plan, Share
 from muster.train.data.imagefolder import ImageFolder
 from muster.train.data.images import Images
-from muster.train.data.loader import LoaderConfig, batches
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 QUICK = "--quick" in sys.argv

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from muster.batches.loader import batches
 from muster.dist.place import Place
 from muster.dist.world import World, start
 from muster.plan import Plan
 from muster.train.config.compose import compose
 from muster.train.config.parts import build
+from muster.train.data.batches import loader_config
 from muster.train.data.load import load
-from muster.train.data.loader import LoaderConfig, batches
 from muster.train.numerics import seed_all, set_numerics
 from muster.train.settings import group_options
 from muster.train.strategies.base import StepResult, Strategy
@@ -47,7 +48,7 @@ class Steps:
         self.strategy.check(config, self.world.size)
         self.strategy.build(recipe(config, data, plan, steps, self.world), self.world)
         seed_all(config.seed, self.world.rank, step=0)
-        loader = LoaderConfig.of(config, shard=self.strategy.data_shard, device=self.world.device)
+        loader = loader_config(config, shard=self.strategy.data_shard, device=self.world.device)
         self._batches = enumerate(batches(data.train, plan, range(steps), loader))
 
     def __iter__(self) -> Iterator[StepResult]:

@@ -10,15 +10,15 @@ from kit.job import run
 from kit.ranks import on_ranks
 from PIL import Image
 
+from muster.batches.fetch import Fetch
+from muster.batches.fingerprint import fingerprint
+from muster.batches.loader import LoaderConfig, batches
 from muster.errors import DataError
 from muster.plan import MicroBatch, Plan, Share
 from muster.train.data.cifar10 import Cifar10, read_cifar_batch
 from muster.train.data.digits import Digits
-from muster.train.data.fetch import Fetch
-from muster.train.data.fingerprint import fingerprint
 from muster.train.data.imagefolder import ImageFolder
 from muster.train.data.images import shift_and_flip
-from muster.train.data.loader import LoaderConfig, batches
 from muster.train.data.mnist import Mnist
 from muster.train.data.synthetic import Synthetic
 from muster.train.data.text import Text

@@ -14,9 +14,9 @@ from kit.job import environment, finish, free_port, pace, reached, run, start, w
 from kit.ledger import RECORDED, assert_exact, recorded
 from kit.loopback import nodes
 
+from muster.batches.loader import _plainly
 from muster.job.lifecycle import without_sigchld
 from muster.plan import Plan
-from muster.train.data.loader import _plainly
 
 LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10")
 

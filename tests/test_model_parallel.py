@@ -12,10 +12,10 @@ from kit.job import finish as end
 from kit.job import pace, reached, run, start, wait_for
 from torch import nn
 
+from muster.batches.loader import Batch
 from muster.errors import ConfigError
 from muster.train.config.compose import compose
 from muster.train.config.parts import build
-from muster.train.data.loader import Batch
 from muster.train.models.convnet import ConvNet
 from muster.train.models.gpt import Gpt
 from muster.train.models.mlp import Mlp

@@ -120,11 +120,11 @@ def serve_on(steps):
     from torch import nn
     from torch.distributed import rpc
 
+    from muster.batches.loader import Batch
     from muster.dist.options import GroupOptions
     from muster.dist.place import Place
     from muster.dist.world import start
     from muster.train.config.parts import Part
-    from muster.train.data.loader import Batch
     from muster.train.optim.build import build_optimizer
     from muster.train.strategies.base import Recipe
     from muster.train.strategies.rpc.parameter_server import ParameterServer

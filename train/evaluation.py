@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
+from muster.batches.generators import kept_generators, key_of, seed_generators
+from muster.batches.loader import Batch
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.origin import defined
 from muster.plan import Plan
 from muster.train.config.keys import Config
 from muster.train.config.parts import locate
-from muster.train.data.generators import kept_generators, key_of, seed_generators
+from muster.train.data.batches import micro_batches
 from muster.train.data.load import Data
-from muster.train.data.loader import Batch, micro_batches
 from muster.train.objectives.measure import Measures, means
 from muster.train.strategies.base import Strategy
 

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from muster.batches.generators import kept_generators
+from muster.batches.loader import Batch
 from muster.dist.world import World
 from muster.errors import Diverged
 from muster.job.lifecycle import Ending, Peers
@@ -18,8 +20,7 @@ from muster.plan import Plan
 from muster.timing.clock import Clock, Times, gathered, spread
 from muster.train.config.keys import Config, NonFinite, Precision
 from muster.train.course import Course, Progress
-from muster.train.data.generators import kept_generators
-from muster.train.data.loader import Batch, micro_batches
+from muster.train.data.batches import micro_batches
 from muster.train.evaluation import measure
 from muster.train.objectives.measure import Measures, is_better, value_of
 from muster.train.strategies.base import StepResult, Strategy

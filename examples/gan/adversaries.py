@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from muster.batches.loader import Batch
 from muster.dist.world import World
-from muster.train.data.loader import Batch
 from muster.train.strategies.base import Recipe, StepResult
 from muster.train.strategies.replicas.broadcast import broadcast
 from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping, build_model

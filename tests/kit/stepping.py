@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
+from muster.batches.loader import batches
 from muster.dist.place import Place
 from muster.dist.world import World
 from muster.dist.world import start as start_world
 from muster.plan import Plan
 from muster.train.config.compose import compose
 from muster.train.config.parts import build
+from muster.train.data.batches import loader_config
 from muster.train.data.load import load
-from muster.train.data.loader import LoaderConfig, batches
 from muster.train.numerics import set_numerics
 from muster.train.settings import group_options
 from muster.train.strategies.base import SavedTensor, StepResult, Strategy
@@ -35,7 +36,7 @@ class Trained:
         self.plan = Plan(len(data.train), config.batch_size, config.seed)
         self.strategy.build(recipe(config, data, self.plan, STEPS, world), world)
         shard = self.strategy.data_shard or (0, 1)  # a server has no samples
-        loader = LoaderConfig.of(config, shard=shard, device=world.device)
+        loader = loader_config(config, shard=shard, device=world.device)
         self.batches = lambda steps: batches(data.train, self.plan, steps, loader)
 
     def steps(self, steps: range, *, alter: Callable[[int, Any], None] = lambda *_: None) -> list[StepResult]:

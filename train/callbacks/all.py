@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from muster.batches.stream import Stream
 from muster.checkpoint.trained import SavedTensor
 from muster.errors import ConfigError
 from muster.train.callbacks.base import Callback
@@ -14,7 +15,6 @@ from muster.train.callbacks.stream import Position
 from muster.train.config.keys import Config
 from muster.train.config.parts import build
 from muster.train.data.load import Data
-from muster.train.data.stream import Stream
 from muster.train.strategies.base import Strategy
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from muster.batches.stream import Stream
 from muster.train.callbacks.base import Callback
-from muster.train.data.stream import Stream
 
 
 class Position(Callback):

@@ -1,4 +1,4 @@
-"""Datasets, and how their samples become micro-batches.
+"""Datasets, and how a run loads them.
 
 A dataset is map-style: `len(dataset)` and `dataset[i] -> (input, target)`. Like torchvision's datasets, the target of
 `data._target_` is called once with `train=True` and once with `train=False`, if it has such a parameter. Optional

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from muster.batches.fingerprint import hash_of
 from muster.errors import DataError
-from muster.train.data.fingerprint import hash_of
 
 
 class ImageFolder:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from muster.batches.fingerprint import hash_of
 from muster.plan import Keys, mix
-from muster.train.data.fingerprint import hash_of
 
 
 class Images:

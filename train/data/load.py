@@ -12,14 +12,14 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
+from muster.batches.fetch import Fetch, remedy
+from muster.batches.fingerprint import fingerprint
+from muster.batches.stream import Stream
 from muster.dist.world import World
 from muster.errors import DataError
 from muster.origin import defined, described, is_own, place
 from muster.train.config.keys import Config
 from muster.train.config.parts import Part, build, checked_values, locate, signature
-from muster.train.data.fetch import Fetch, remedy
-from muster.train.data.fingerprint import fingerprint
-from muster.train.data.stream import Stream
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torchvision.io import ImageReadMode, decode_image
 
+from muster.batches.fingerprint import hash_of
 from muster.errors import DataError
 from muster.files import replace_file
-from muster.train.data.fingerprint import hash_of
 
 INDEX = "muster-index.json"
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from muster.batches.fingerprint import hash_of
 from muster.errors import DataError
 from muster.plan import Keys
-from muster.train.data.fingerprint import hash_of
 
 
 class Text:

@@ -20,12 +20,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from muster.batches.loader import Batch
 from muster.checkpoint.trained import SavedTensor
 from muster.dist.layout import DATA, Layout
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.config.keys import Config, NonFinite, Precision
-from muster.train.data.loader import Batch
 from muster.train.objectives.measure import Measures
 from muster.train.strategies.honours import honoured
 

@@ -20,11 +20,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from muster.batches.loader import Batch
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.config.keys import Config, Device, Precision
 from muster.train.config.marks import FREE
-from muster.train.data.loader import Batch
 from muster.train.strategies.base import Recipe
 from muster.train.strategies.partition.lockstep import END, Lockstep
 from muster.train.strategies.replicas.broadcast import begin_alike

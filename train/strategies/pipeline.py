@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils import _pytree as pytree
 
+from muster.batches.loader import Batch
 from muster.checkpoint.trained import SavedTensor
 from muster.dist.layout import DATA, Layout
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.config.keys import Config
 from muster.train.config.marks import FREE, Ge
-from muster.train.data.loader import Batch
 from muster.train.objectives.loss import loss_of
 from muster.train.objectives.measure import sums
 from muster.train.strategies.base import Recipe

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from muster.batches.loader import Batch
 from muster.dist.layout import DATA, Layout
 from muster.dist.world import World
 from muster.errors import ConfigError, nearest
 from muster.train.config.keys import Config
 from muster.train.config.marks import FREE, Ge
-from muster.train.data.loader import Batch
 from muster.train.strategies.base import Recipe, StepResult
 from muster.train.strategies.fsdp import ShardedStep, units_of
 from muster.train.strategies.partition.combinations import refuse

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from muster.batches.loader import Batch
 from muster.dist.reduce.overlap import Overlap
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.config.keys import Config
 from muster.train.config.marks import FREE, Gt
-from muster.train.data.loader import Batch
 from muster.train.strategies.base import Recipe, StepResult
 from muster.train.strategies.step.eager import answered_for_dynamo
 from muster.train.strategies.step.gradient import refuse_sparse, sparse_in

@@ -21,12 +21,12 @@ from torch.distributed import rpc
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from muster.batches.loader import Batch, to
 from muster.checkpoint.trained import SavedTensor
 from muster.dist.layout import DATA, Layout
 from muster.dist.world import World
 from muster.errors import ConfigError, nearest
 from muster.train.config.keys import Config, NonFinite
-from muster.train.data.loader import Batch, to
 from muster.train.strategies.base import Recipe, StepResult
 from muster.train.strategies.rpc import calls as calls
 from muster.train.strategies.rpc.server import SERVER, Answer, Gradient, Served, Server, serve, served

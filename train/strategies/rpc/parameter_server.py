@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import rpc
 
+from muster.batches.loader import Batch
 from muster.checkpoint.trained import SavedTensor, own_prefix
 from muster.dist.layout import DATA, Layout
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.config.keys import Config, NonFinite
 from muster.train.config.marks import Ge
-from muster.train.data.loader import Batch
 from muster.train.strategies.base import Recipe, StepResult
 from muster.train.strategies.replicas.broadcast import begin_alike
 from muster.train.strategies.rpc import calls as calls

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from muster.batches.split import TARGETS
 from muster.errors import ConfigError, MusterError
 from muster.origin import defined
-from muster.train.data.parts import TARGETS
 from muster.train.strategies.step.refused import why_refused
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from muster.batches.generators import kept_generators
+from muster.batches.loader import Batch
 from muster.checkpoint.trained import SavedTensor, own_prefix
 from muster.dist.layout import Layout
 from muster.dist.pieces import in_pieces
@@ -18,8 +20,6 @@ from muster.dist.waiting import Waiting
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.config.keys import NonFinite, Precision
-from muster.train.data.generators import kept_generators
-from muster.train.data.loader import Batch
 from muster.train.objectives.loss import loss_of
 from muster.train.objectives.measure import sums
 from muster.train.optim.schedule import follow

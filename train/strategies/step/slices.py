@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muster.batches.generators import key_of, seed_generators
+from muster.batches.loader import Batch
 from muster.dist.reduce.tree import TreeSum
 from muster.errors import ConfigError
 from muster.plan import leaves_of
-from muster.train.data.generators import key_of, seed_generators
-from muster.train.data.loader import Batch
 from muster.train.strategies.base import Recipe
 from muster.train.strategies.replicas.broadcast import begin_alike
 from muster.train.strategies.replicas.buffers import differs, from_float64, in_float64, is_averaged

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from muster.train.data.generators import kept_generators, seed_generators
+from muster.batches.generators import kept_generators, seed_generators
 
 LOOKED_AT = 8
 

@@ -11,8 +11,8 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from muster.batches.fingerprint import LOOKED_AT, hash_of, look
 from muster.errors import ConfigError, DataError
-from muster.train.data.fingerprint import LOOKED_AT, hash_of, look
 
 
 class Stream:

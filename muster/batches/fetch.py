@@ -10,12 +10,12 @@ import numpy as np
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
+from muster.batches.generators import kept_generators, seed_generators
+from muster.batches.split import split
+from muster.batches.stream import Stream
 from muster.errors import DataError, one_line, say
 from muster.origin import defined, described, located
 from muster.plan import Indices, Keys, MicroBatch, mix, sample_keys
-from muster.train.data.generators import kept_generators, seed_generators
-from muster.train.data.parts import split
-from muster.train.data.stream import Stream
 
 UNREADABLE = (
     ValueError, KeyError, IndexError, EOFError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError

@@ -16,11 +16,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from muster import process
+from muster.batches.fetch import Fetch
 from muster.errors import ConfigError, DataError
 from muster.plan import MicroBatch, Plan, Share
-from muster.train.config.keys import BadSample, Config
-from muster.train.config.parts import callable_of
-from muster.train.data.fetch import Fetch
 
 SIGCHLD_S = 1.0
 """Time in seconds within which the signal of a worker's death arrives."""
@@ -55,38 +53,6 @@ class LoaderConfig:
     max_bad: int | None = None
     collate: Callable[[list[Any]], Any] | None = None
     adapter: Callable[[Any], Any] | None = None
-
-    @classmethod
-    def of(cls, config: Config, *, shard: tuple[int, int], device: torch.device, train: bool = True) -> LoaderConfig:
-        """Create it from a run's config, for the rank whose slice of every global batch is `shard`, (index, number).
-
-        train: True if the batches are for training; a user's functions may take it as a parameter.
-        """
-        share = Share(*shard, micro_batch_size=config.micro_batch_size, slices=config.virtual_world_size)
-        loader = config.loader
-        max_bad = loader.max_bad_samples if loader.on_bad_sample is BadSample.skip else None
-        collate = callable_of("loader.collate_fn", loader.collate_fn, train=train)
-        adapter = callable_of("loader.batch", loader.batch, train=train)
-        return cls(share, device, config.seed, loader.num_workers, max_bad, collate, adapter)
-
-
-def micro_batches(
-    config: Config,
-    dataset: Any,
-    plan: Plan,
-    steps: range,
-    *,
-    shard: tuple[int, int] | None,
-    device: torch.device,
-    train: bool = True,
-) -> Iterator[list[Batch]]:
-    """Yield this rank's micro-batches of each of `steps`, as the config says; see `LoaderConfig.of`.
-
-    shard: None on a rank that takes no samples; its lists are empty.
-    """
-    if shard is None:
-        return iter([] for _ in steps)
-    return batches(dataset, plan, steps, LoaderConfig.of(config, shard=shard, device=device, train=train))
 
 
 def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Iterator[list[Batch]]:
