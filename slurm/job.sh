@@ -20,9 +20,9 @@ told='' srun=''
 trap 'told=told; [ -z "$srun" ] || scancel --signal=TERM "$job" || scancel --signal=TERM "$job" || true' USR1
 trap 'told=told' TERM
 
-# A wrong override ends the job here with exit code 2, in seconds, before any node starts and without a requeue.
+# A wrong override, or a script that is not there, ends the job here with exit code 2, in seconds, before any node starts and without a requeue.
 plan=$("${here[@]}" python3 -m muster launch plan "$@")
-eval "$plan" # job, folder, before, srun_flags
+eval "$plan" # job, run, before, srun_flags
 export job
 
 # With Pyxis this shell is inside the container.
@@ -43,7 +43,7 @@ if [ "$code" -ne 0 ] && [ "$SLURM_NODEID" -ne 0 ] && [ -n "${MIN_NODES:-}" ] && 
   fi
 fi
 exit "$code"'
-code=143 # of a job that was stopped before it started
+code=75 # of a job that was stopped before it started
 if [ -z "$told" ]; then
   srun "${srun_flags[@]}" "${on_nodes[@]}" bash -c "$node" node "$prepare" "${there[@]}" python3 -m muster launch node "$@" &
   srun=$!
@@ -56,13 +56,14 @@ if [ -z "$told" ]; then
 fi
 
 if [ "$code" -ne 0 ]; then
-  requeue=0 line="nobody could be asked how the run in $folder ended"
-  if verdict=$("${here[@]}" python3 -m muster launch verdict "$folder" "$before" "$code" ${told:+"$told"}); then
+  requeue=0 line="nobody could be asked how $run ended"
+  lost=$(sinfo --noheader --dead --nodes="$SLURM_JOB_NODELIST" --format=%n | xargs) || true
+  if verdict=$("${here[@]}" python3 -m muster launch verdict "$run" "$before" "$code" "$told" "$lost"); then
     eval "$verdict" # code, requeue, line
   fi
   echo "muster: $line"
   # Cancelled jobs and those that Slurm requeues by itself are no longer RUNNING. Requeueing is bounded: attempts without
-  # progress are counted, and the last of them exits with 7.
+  # progress are counted, and the last of them exits with 7; a script of your own is requeued MAX_REQUEUES times.
   if [ "$requeue" -eq 1 ] && scontrol show job "$job" | grep -q 'JobState=RUNNING'; then
     echo "muster: requeueing job $job"
     scontrol requeue "$job" || true # some sites forbid it: the exit code then tells the user to submit again

@@ -1,6 +1,7 @@
 """Submit a run, or a sweep of runs, to Slurm through submitit: `python slurm/submit.py [options] [overrides]`.
 
-The overrides are those of `python -m train`, and those of the group `cluster` for the job (cluster.nodes=4,
+`python slurm/submit.py [options] [cluster overrides] -- my.py --lr 1e-3` submits a training script of your own. The
+overrides are those of `python -m train`, and those of the group `cluster` for the job (cluster.nodes=4,
 cluster=local, ...). A job has one task per node, and each task starts one torchrun agent through `muster launch`. On
 submitit's USR2 (shortly before the time limit) and on Slurm's SIGTERM every agent stops its workers, which save one
 checkpoint; submitit then requeues the job, which resumes.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,9 +33,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from submitit.core.utils import FailedJobError
 
-from muster.errors import ConfigError, Preempted, one_line
+from muster.errors import ConfigError, Preempted, one_line, say
 from muster.job.exit import tell
 from muster.launcher import execute, loopback, slurm, verdict
+from muster.launcher.script import MARK, Script, script_of
 from muster.launcher.spec import MARGIN_S, Spec, command, printed, this_torchrun
 from muster.launcher.variables import whole
 from muster.loggers.console import describe
@@ -91,7 +94,7 @@ class Agent:
         environment = submitit.JobEnvironment()
         requeue = signal.getsignal(signal.SIGUSR2)
         policy = verdict.SUBMITIT if self._on_slurm else verdict.LOCAL
-        end = execute.run(self.spec(environment.hostnames[0]), self.overrides, policy=policy, folder=Path(self.folder))
+        end = self.run(self.spec(environment.hostnames[0]), policy)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         # A preemption with a grace time sends only SIGTERM; a cancelled job is no longer RUNNING.
         comes_back = end.verdict.requeue and (signal.SIGUSR2 in end.signals or still_running())
@@ -100,6 +103,17 @@ class Agent:
         if end.verdict.code not in (0, Preempted.exit_code) and not comes_back:
             raise RuntimeError(end.verdict.line)
         return str(end.record.get("outcome", "none"))
+
+    def run(self, spec: Spec, policy: verdict.Policy) -> execute.AgentEnd:
+        """Run the agent until the run, or the user's own script, ends."""
+        if not (script := script_of(self.overrides)):
+            return execute.run(spec, self.overrides, policy=policy, folder=Path(self.folder))
+        so_far = whole(os.environ, "SLURM_RESTART_COUNT", default=0)
+        bound = verdict.Requeues(so_far, self.cluster.requeues)
+        end = execute.run_script(spec, script, policy=policy, requeues=bound)
+        if end.verdict.line:
+            say(f"muster: {script.name}: {end.verdict.line}")
+        return end
 
     def spec(self, head: str) -> Spec:
         """Return this node's spec, for a job whose first node is `head`."""
@@ -111,6 +125,11 @@ class Agent:
             return loopback.spec("1", port=0, id=f"local.{os.getpid()}", is_host=True, **kwargs)
         told = {"HEAD": head, "MAX_RESTARTS": str(restarts), "GRACE_S": str(self.cluster.signal_delay_s)}
         return slurm.spec({**os.environ, **told}, nproc=processes)
+
+    @property
+    def name(self) -> str:
+        """The run's folder, or the name of the user's own script."""
+        return self.folder or Script(tuple(self.overrides[1:])).name
 
     @property
     def _on_slurm(self) -> bool:
@@ -134,7 +153,9 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch script without submitting it")
     parser.add_argument("--wait", action="store_true", help="follow the runs until they end; exit 1 if one failed")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_intermixed_args()
+    given = sys.argv[1:]
+    at = given.index(MARK) if MARK in given else len(given)
+    arguments = parser.parse_intermixed_args(given[:at])
     of_cluster = [
         str(each.input_line)
         for each in readable(arguments.overrides)
@@ -143,15 +164,13 @@ def main() -> int:
     of_run = [text for text in arguments.overrides if text not in of_cluster]
     try:
         cluster = compose_cluster(of_cluster)
-        runs = expand(of_run) if arguments.multirun else [of_run]
-        folders = [run_folder(overrides) for overrides in runs]
+        if script := script_of([*of_run, *given[at:]]):
+            agents = [agent_of(script, cluster, multirun=arguments.multirun)]
+        else:
+            agents = agents_of(expand(of_run) if arguments.multirun else [of_run], cluster)
     except ConfigError as error:
         tell(error)
         return error.exit_code
-    agents = [
-        Agent([*overrides, f"output_dir={quoted(folder)}"], cluster, folder)
-        for overrides, folder in zip(runs, own_folders(runs, folders), strict=True)
-    ]
     try:
         executor = make_executor(cluster, submits=not arguments.dry_run)
     except RuntimeError as error:  # submitit found no sbatch
@@ -173,8 +192,25 @@ def main() -> int:
         tell(ConfigError(f"Slurm rejected the job: {reason}; try `sinfo`, check --dry-run, or use cluster=local"))
         return ConfigError.exit_code
     for job, agent in zip(jobs, agents, strict=True):
-        print(f"job {job.job_id}  log {job.paths.stdout}  errors {job.paths.stderr}  run {agent.folder}", flush=True)
+        print(f"job {job.job_id}  log {job.paths.stdout}  errors {job.paths.stderr}  run {agent.name}", flush=True)
     return wait(jobs, agents) if arguments.wait else 0
+
+
+def agents_of(runs: list[list[str]], cluster: Cluster) -> list[Agent]:
+    """Return the agent of each run, given by its overrides. Raises ConfigError."""
+    folders = own_folders(runs, [run_folder(overrides) for overrides in runs])
+    return [
+        Agent([*overrides, f"output_dir={quoted(folder)}"], cluster, folder)
+        for overrides, folder in zip(runs, folders, strict=True)
+    ]
+
+
+def agent_of(script: Script, cluster: Cluster, *, multirun: bool) -> Agent:
+    """Return the agent of a user's own script. Raises ConfigError."""
+    if multirun:
+        raise ConfigError(f"-m sweeps overrides, and {script.name} takes none: submit it once for each choice")
+    script.check()
+    return Agent(script.given, cluster, "")
 
 
 def compose_cluster(overrides: list[str]) -> Cluster:
@@ -259,7 +295,7 @@ def sbatch_text(executor: submitit.AutoExecutor, agents: list[Agent]) -> str:
     inner: Any = executor._executor
     inner.map_count = len(agents) if len(agents) > 1 else None
     text: str = inner._make_submission_file_text(inner._submitit_command_str, "dry-run")
-    return text + "".join(f"\n# job {n}: {' '.join(agent.overrides)}" for n, agent in enumerate(agents))
+    return text + "".join(f"\n# job {n}: {shlex.join(agent.overrides)}" for n, agent in enumerate(agents))
 
 
 def wait(jobs: list[submitit.Job[str]], agents: list[Agent]) -> int:
@@ -271,6 +307,8 @@ def wait(jobs: list[submitit.Job[str]], agents: list[Agent]) -> int:
     while True:
         done = [job.done() for job in jobs]
         for n, agent in enumerate(agents):
+            if not agent.folder:  # a script keeps no records that are known here: see its log
+                continue
             lines = read(Path(agent.folder) / "metrics.jsonl")
             for line in lines[seen[n] :]:
                 total = next((x["total_steps"] for x in reversed(lines) if "total_steps" in x), 0)
@@ -285,7 +323,7 @@ def wait(jobs: list[submitit.Job[str]], agents: list[Agent]) -> int:
             ended = job.results()[0]
         except Exception as error:  # submitit raises its own exception types
             ended, failed = f"failed: {' '.join(str(error).split())[-300:]}", 1
-        print(f"[{job.job_id}] {ended}  {agent.folder}", flush=True)
+        print(f"[{job.job_id}] {ended}  {agent.name}", flush=True)
     return failed
 
 

@@ -1,12 +1,14 @@
 """`muster launch COMMAND`: the commands that batch scripts, manifests and compose.yaml call.
 
-node [overrides]       run this node's agent, as set by the environment of Slurm, Kubernetes or compose
+node [overrides]       run this node's agent, as set by the environment of Slurm, Kubernetes or compose, or by NPROC
 command [overrides]    print the agent's torchrun command without running it
 doctor [options]       have all ranks check whether this cluster can train (muster doctor --help)
 check [overrides]      print the run's folder if `python -m train` accepts the overrides; else the reason, and exit 2
 store [options]        run the rendezvous store in a process of its own
 plan [overrides]       for slurm/job.sh: check, then print srun's arguments as shell assignments
-verdict FOLDER BEFORE CODE [told]    for slurm/job.sh: print the end and the next action as shell assignments
+verdict RUN BEFORE CODE [TOLD [LOST]]    for slurm/job.sh: print the end and the next action as shell assignments
+
+In place of overrides, `-- my.py --lr 1e-3` or `-- -m package.module` runs a training script of your own.
 """
 
 from __future__ import annotations
@@ -23,11 +25,22 @@ from pathlib import Path
 from muster import attempts
 from muster.errors import ConfigError, Held, nearest, one_line, say
 from muster.faults import output
+from muster.files import replace_file
 from muster.launcher import execute, slurm
 from muster.launcher.check import check, check_apart
-from muster.launcher.spec import Dynamic, Spec, command, environment, printed, steady_torchrun, this_torchrun
-from muster.launcher.substrate import find, here
-from muster.launcher.verdict import SLURM, decide, identity
+from muster.launcher.script import Script, script_of
+from muster.launcher.spec import (
+    Dynamic,
+    Spec,
+    command,
+    environment,
+    for_script,
+    printed,
+    steady_torchrun,
+    this_torchrun,
+)
+from muster.launcher.substrate import THIS_MACHINE, Substrate, find, here
+from muster.launcher.verdict import SLURM, decide, decide_script, identity
 
 DOCTOR_WAITS_S = 30
 
@@ -36,7 +49,9 @@ def node(given: Sequence[str]) -> int:
     """Run this node's agent to its end, and return the exit code for its substrate. Raises ConfigError."""
     kind = here(os.environ)
     spec = kind.spec(os.environ)
-    overrides = [*kind.overrides(os.environ), *given]
+    overrides = kind.overrides(os.environ, given)
+    if script := script_of(overrides):
+        return run_script(kind, script)
     folder = None
     if kind.policy.checks:
         code, folder = check_apart(overrides)
@@ -54,6 +69,25 @@ def node(given: Sequence[str]) -> int:
     return verdict.code
 
 
+def run_script(kind: Substrate, script: Script) -> int:
+    """Run the agent of a user's own script to its end, and return the exit code. Raises ConfigError."""
+    script.check()
+    spec = for_script(kind.spec(os.environ), os.environ)
+    end = execute.run_script(spec, script, policy=kind.policy)
+    if kind.end_of_script and not end.signals:
+        note_end(kind.end_of_script(os.environ), script, end.verdict.code)
+    if kind.policy.judges and end.verdict.line:
+        say(f"muster: {script.name}: {end.verdict.line}")
+    return end.verdict.code
+
+
+def note_end(path: Path, script: Script, code: int) -> None:
+    """Write how a script ended, for the rendezvous store, which ends with it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"script": script.name, "exit_code": code, "time": round(time.time(), 3)}
+    replace_file(path, lambda draft: draft.write_text(json.dumps(record) + "\n"))
+
+
 def was_held(spec: Spec, overrides: Sequence[str], *, since: float) -> bool:
     """Whether ranks of this job gave up because another part of the job held their run."""
     record = attempts.newest(check_apart(overrides)[1], launcher=spec.job_name)
@@ -61,18 +95,24 @@ def was_held(spec: Spec, overrides: Sequence[str], *, since: float) -> bool:
 
 
 def line(given: Sequence[str]) -> int:
-    """Print the command that `node` would run. Raises ConfigError."""
-    kind = here(os.environ)
+    """Print the command that `node` would run; without a launcher's variables, that of this machine. Raises ConfigError."""
+    kind = find(os.environ) or THIS_MACHINE
     spec = kind.spec(os.environ)
-    overrides = [*kind.overrides(os.environ), *given]
+    overrides = kind.overrides(os.environ, given)
+    if script_of(overrides):
+        spec = for_script(spec, os.environ)
     say(printed(spec, command(spec, overrides, torchrun=this_torchrun())), sys.stdout)
     return 0
 
 
 def check_here(given: Sequence[str]) -> int:
-    """Check the overrides, including those from the environment. Raises ConfigError."""
-    kind = find(os.environ)
-    return check([*(kind.overrides(os.environ) if kind else ()), *given])
+    """Check the overrides, including those from the environment, or look for the script. Raises ConfigError."""
+    overrides = (find(os.environ) or THIS_MACHINE).overrides(os.environ, given)
+    if script := script_of(overrides):
+        script.check()
+        say(script.name, sys.stdout)
+        return 0
+    return check(overrides)
 
 
 def doctor(given: Sequence[str]) -> int:
@@ -82,7 +122,8 @@ def doctor(given: Sequence[str]) -> int:
     if isinstance(spec.rendezvous, Dynamic):  # the doctor reports missing nodes: wait for them, but not forever
         timings = replace(spec.rendezvous.timings, last_call_timeout=DOCTOR_WAITS_S)
         spec = replace(spec, rendezvous=replace(spec.rendezvous, timings=timings))
-    words = [*kind.overrides(os.environ), *given]
+    own = kind.overrides(os.environ, ())
+    words = [*([] if script_of(own) else own), *given]
     most = str(spec.nnodes).rpartition(":")[2]
     if str(spec.nproc).isdigit() and not any(word.startswith("--expect") for word in words):
         words = ["--expect", str(int(most) * int(spec.nproc)), *words]
@@ -100,26 +141,34 @@ def store(given: Sequence[str]) -> int:
 
 
 def plan(given: Sequence[str]) -> int:
-    """Print the shell assignments with which slurm/job.sh starts the nodes: job, folder, before, srun_flags. Raises ConfigError."""
+    """Print what slurm/job.sh needs to start the nodes: job, run, before, srun_flags. Raises ConfigError."""
     flags, job = slurm.srun_flags(os.environ), slurm.job_name(os.environ)
-    code, folder = check_apart(given)
-    if code:
-        return code
-    before = json.dumps(identity(attempts.newest(folder, launcher=slurm.job_id(os.environ))))
-    answer = {"job": job, "folder": str(folder), "before": before, "srun_flags": flags}
+    if script := script_of(given):
+        script.check()
+        run, before = script.name, ""
+    else:
+        code, folder = check_apart(given)
+        if code:
+            return code
+        run, before = str(folder), json.dumps(identity(attempts.newest(folder, launcher=slurm.job_id(os.environ))))
+    answer = {"job": job, "run": run, "before": before, "srun_flags": flags}
     exported = [f"export {text}" for text in slurm.assignments(slurm.srun_environment(os.environ)).splitlines()]
     say("\n".join([slurm.assignments(answer), *exported]), sys.stdout)
     return 0
 
 
 def verdict(given: Sequence[str]) -> int:
-    """Print the shell assignments by which slurm/job.sh ends: code, requeue, line. Raises ConfigError."""
-    if len(given) not in (3, 4):
-        raise ConfigError(f"verdict got {len(given)} arguments; valid: FOLDER BEFORE CODE [told]")
-    folder, before, code, *told = given
-    after = attempts.newest(Path(folder), launcher=slurm.job_id(os.environ))
-    end = decide(json.loads(before), after, int(code), told=any(told), policy=SLURM)
-    answer = {"code": str(end.code), "requeue": str(int(end.requeue)), "line": f"{folder}: {end.line}"}
+    """Print what slurm/job.sh does at the end: code, requeue, line. Raises ConfigError."""
+    if not 3 <= len(given) <= 5:
+        raise ConfigError(f"verdict got {len(given)} arguments; valid: RUN BEFORE CODE [TOLD [LOST]]")
+    run, before, code, told, lost = [*given, "", ""][:5]
+    if before:
+        after = attempts.newest(Path(run), launcher=slurm.job_id(os.environ))
+        end = decide(json.loads(before), after, int(code), told=bool(told), policy=SLURM)
+    else:  # a user's own script
+        bound = slurm.requeues(os.environ)
+        end = decide_script(int(code), told=bool(told), lost=lost, policy=SLURM, requeues=bound)
+    answer = {"code": str(end.code), "requeue": str(int(end.requeue)), "line": f"{run}: {end.line}"}
     say(slurm.assignments(answer), sys.stdout)
     return 0
 

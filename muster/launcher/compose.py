@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shlex
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from muster.errors import ConfigError
+from muster.launcher.script import script_of
 from muster.launcher.spec import Dynamic, Spec, Timings
 from muster.launcher.variables import text, whole
 
@@ -34,9 +36,18 @@ def spec(env: Mapping[str, str], *, address: Callable[[], str] = own_address) ->
     )
 
 
-def overrides(env: Mapping[str, str]) -> list[str]:
-    """Return the run's name, and the words of `ARGS` split as by a shell. Raises ConfigError."""
+def overrides(env: Mapping[str, str], given: Sequence[str] = ()) -> list[str]:
+    """Return the words of `ARGS`, split as by a shell, and `given`; for the trainer the run's name before them.
+
+    Raises ConfigError.
+    """
     try:
-        return [f"name={text(env, 'RUN')}", *shlex.split(env.get("ARGS", ""))]
+        words = [*shlex.split(env.get("ARGS", "")), *given]
     except ValueError as error:
         raise ConfigError(f"ARGS={env['ARGS']} cannot be split into overrides: {error}; close every quote") from None
+    return words if script_of(words) else [f"name={text(env, 'RUN')}", *words]
+
+
+def end_of_script(env: Mapping[str, str]) -> Path:
+    """Return the file that a node writes when a user's own script has ended; the store waits for it. Raises ConfigError."""
+    return Path("runs", text(env, "RUN"), "launch.json")

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -15,13 +15,16 @@ from typing import Any
 
 from muster import attempts, process
 from muster.dist.place import JOB, NODES
-from muster.errors import say
+from muster.errors import Preempted, say
+from muster.launcher.script import Script
 from muster.launcher.spec import MARGIN_S, Spec, command, environment, printed, steady_torchrun, this_torchrun
-from muster.launcher.verdict import Policy, Verdict, decide
+from muster.launcher.verdict import Policy, Requeues, Verdict, decide, decide_script
 
 LAST_WORDS_S = MARGIN_S - 2
 POLL_S = 0.2
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+SCRIPT = "MUSTER_SCRIPT"
+"""Variable that tells torchrun.py that the ranks run a user's own script; that file imports nothing of the kit."""
 NO_HANGUP = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT"}
 """For torchrun: closing a terminal (SIGHUP) must not end the agent."""
 
@@ -54,7 +57,7 @@ class Signals:
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """The next action, the signals that came, and the last record of outcome.json."""
+    """The next action, the signals that came, and the last record of outcome.json, or one like it for a script."""
 
     verdict: Verdict
     signals: tuple[int, ...]
@@ -63,9 +66,7 @@ class AgentEnd:
 
 def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folder: Path | None = None) -> AgentEnd:
     """Start the agent, wait for it, and judge its end by the records in `folder`, if `folder` is known."""
-    signals = Signals(policy)
-    for number in process.STOP_SIGNALS:  # a terminal also sends SIGINT to the agent itself
-        signal.signal(number, signals.on)
+    signals = _handled(policy)
     before = attempts.newest(folder, launcher=spec.job_name) if folder else {}
     code = _run_agent(spec, overrides, signals)
     told = bool(signals.came)
@@ -75,10 +76,27 @@ def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folder: Path | 
     return AgentEnd(decide(before, after, code, told=told, policy=policy), tuple(signals.came), after)
 
 
-def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals) -> int:
+def run_script(spec: Spec, script: Script, *, policy: Policy, requeues: Requeues | None = None) -> AgentEnd:
+    """Start the agent of a user's own script, wait for it, and judge its end by its exit code."""
+    signals = _handled(policy)
+    code = _run_agent(spec, script.given, signals, {SCRIPT: "1"})
+    verdict = decide_script(code, told=bool(signals.came), policy=policy, requeues=requeues)
+    outcome = {0: attempts.DONE, Preempted.exit_code: attempts.PREEMPTED}.get(code, "failed")
+    return AgentEnd(verdict, tuple(signals.came), {"outcome": outcome, "exit_code": code})
+
+
+def _handled(policy: Policy) -> Signals:
+    """Handle the signals that ask this launcher to stop. A terminal also sends SIGINT to the agent itself."""
+    signals = Signals(policy)
+    for number in process.STOP_SIGNALS:
+        signal.signal(number, signals.on)
+    return signals
+
+
+def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals, extra: Mapping[str, str] | None = None) -> int:
     say(printed(spec, command(spec, overrides, torchrun=this_torchrun())), sys.stdout)
     line = command(spec, overrides, torchrun=steady_torchrun())
-    env = {**NO_HANGUP, **os.environ, "PYTHONUNBUFFERED": "1", NODES: spec.nnodes, **environment(spec)}
+    env = {**NO_HANGUP, **os.environ, "PYTHONUNBUFFERED": "1", NODES: spec.nnodes, **environment(spec), **(extra or {})}
     if spec.job_name:
         env[JOB] = spec.job_name
     signals.agent = subprocess.Popen(line, env=env, preexec_fn=_as_child)

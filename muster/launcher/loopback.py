@@ -1,11 +1,14 @@
-"""One machine: tests and benchmarks start several agents on it, and `cluster=local` starts one."""
+"""One machine: tests and benchmarks start several agents on it; `cluster=local` and a shell with NPROC set start one."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import replace
 
 from muster.launcher import compose
-from muster.launcher.spec import Dynamic, Spec
+from muster.launcher.spec import SCRIPT_RESTARTS, Dynamic, Spec
+from muster.launcher.variables import whole
 
 ADDRESS = "127.0.0.1"
 TIMINGS = replace(compose.TIMINGS, last_call_timeout=1)  # nodes start in the same second
@@ -25,3 +28,12 @@ def spec(
         grace_s=GRACE_S,
         threads=threads,
     )
+
+
+def this_machine(env: Mapping[str, str]) -> Spec:
+    """Build the spec of a job on this machine alone, with `NPROC` processes. Raises ConfigError."""
+    nproc = whole(env, "NPROC", default=1, least=1)
+    threads = whole(env, "OMP_NUM_THREADS", default=max(1, (os.cpu_count() or 1) // nproc), least=1)
+    restarts = whole(env, "MAX_RESTARTS", default=SCRIPT_RESTARTS)
+    id = f"local.{os.getpid()}"
+    return spec("1", port=0, id=id, is_host=True, nproc=nproc, max_restarts=restarts, threads=threads)

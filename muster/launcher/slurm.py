@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from muster.errors import ConfigError
 from muster.launcher.spec import Dynamic, Spec
 from muster.launcher.variables import text, whole
+from muster.launcher.verdict import Requeues
 
 GRACE_S = 120  # as --signal=B:USR1@120 in the batch scripts, and submit.py's signal_delay_s
 
@@ -59,6 +60,12 @@ def job_name(env: Mapping[str, str]) -> str:
     if env.get("SLURM_ARRAY_TASK_ID"):
         return f"{text(env, 'SLURM_ARRAY_JOB_ID')}_{env['SLURM_ARRAY_TASK_ID']}"
     return text(env, "SLURM_JOB_ID")
+
+
+def requeues(env: Mapping[str, str]) -> Requeues:
+    """Return how often Slurm has requeued this job, and the most that a script may be. Raises ConfigError."""
+    so_far, most = whole(env, "SLURM_RESTART_COUNT", default=0), whole(env, "MAX_REQUEUES", default=Requeues.most)
+    return Requeues(so_far, most)
 
 
 def srun_flags(env: Mapping[str, str]) -> list[str]:

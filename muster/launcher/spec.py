@@ -6,12 +6,14 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from muster.errors import ConfigError
 from muster.faults.agent import STUCK_S
+from muster.launcher.script import script_of
+from muster.launcher.variables import whole
 
 ACCEPTS = "muster.train.accepts"
 """The module that checks whether the trainer accepts overrides."""
@@ -19,6 +21,8 @@ UNSHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without this a surviving agent does not give the address of the group to a node that joins late or again."""
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Variable with the seconds that workers have for the last checkpoint (torchrun's default: 30)."""
+SCRIPT_RESTARTS = 3
+"""How often an agent restarts the ranks of a user's own script, which has no record of its progress to end a crash loop."""
 MARGIN_S = 10  # of the grace period, for the agent to end and the launcher to read the outcome
 
 
@@ -116,6 +120,12 @@ class Spec:
             raise ConfigError(f"GRACE_S={self.grace_s} leaves no time to save a checkpoint: use more than {MARGIN_S}")
 
 
+def for_script(spec: Spec, env: Mapping[str, str]) -> Spec:
+    """Return the spec for ranks that run a user's own script: at most MAX_RESTARTS restarts in a row. Raises ConfigError."""
+    most = whole(env, "MAX_RESTARTS", default=SCRIPT_RESTARTS)
+    return replace(spec, max_restarts=min(spec.max_restarts, most))
+
+
 def environment(spec: Spec) -> dict[str, str]:
     """Return the environment variables that torchrun needs to behave as the command says."""
     return {
@@ -128,7 +138,11 @@ def environment(spec: Spec) -> dict[str, str]:
 def command(
     spec: Spec, overrides: Sequence[str], *, torchrun: Sequence[str] = ("torchrun",), module: str | None = None
 ) -> list[str]:
-    """Return the command that starts this node's agent, whose ranks run `module`, by default the trainer."""
+    """Return the command that starts this node's agent.
+
+    Its ranks run the script in `overrides`, if they begin with `--`; otherwise `module`, by default the trainer.
+    """
+    script = script_of(overrides)
     return [
         *torchrun,
         f"--nnodes={spec.nnodes}",
@@ -136,9 +150,7 @@ def command(
         f"--max-restarts={spec.max_restarts}",
         *spec.rendezvous.flags(),
         f"--local-addr={spec.local_addr}",
-        "-m",
-        module or entry(),
-        *overrides,
+        *(script.words if script else ("-m", module or entry(), *overrides)),
     ]
 
 

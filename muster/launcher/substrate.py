@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from muster.errors import ConfigError
-from muster.launcher import compose, kubernetes, slurm, verdict
+from muster.launcher import compose, kubernetes, loopback, slurm, verdict
 from muster.launcher.spec import Spec
 from muster.launcher.verdict import Policy
 
 
-def no_overrides(_env: Mapping[str, str]) -> list[str]:
-    """Return no overrides."""
-    return []
+def as_given(_env: Mapping[str, str], given: Sequence[str] = ()) -> list[str]:
+    """Return the words of the command line: none come by the environment."""
+    return [*given]
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,28 @@ class Substrate:
     marks: tuple[str, ...]
     spec: Callable[[Mapping[str, str]], Spec]
     policy: Policy
-    overrides: Callable[[Mapping[str, str]], list[str]] = no_overrides
-    """Returns the overrides that come by the environment instead of the command line."""
+    overrides: Callable[[Mapping[str, str], Sequence[str]], list[str]] = as_given
+    """Returns the words of the command line, with those that come by the environment."""
+    end_of_script: Callable[[Mapping[str, str]], Path] | None = None
+    """Returns the file that a node writes when a user's own script has ended."""
 
 
+THIS_MACHINE = Substrate("this machine", ("NPROC",), loopback.this_machine, verdict.THIS_MACHINE)
 # TrainJob comes before Indexed Job: JobSet's pods have a completion index too.
 SUBSTRATES = (
     Substrate("Slurm", ("SLURM_JOB_ID",), slurm.spec, verdict.SLURM),
     Substrate("PyTorchJob", ("PET_RDZV_ENDPOINT",), kubernetes.pytorchjob, verdict.PYTORCHJOB),
     Substrate("TrainJob", ("PET_MASTER_ADDR",), kubernetes.trainjob, verdict.TRAINJOB),
     Substrate("Indexed Job", ("JOB_COMPLETION_INDEX",), kubernetes.indexed_job, verdict.INDEXED_JOB),
-    Substrate("compose", ("NODES", "NPROC", "RUN", "ARGS"), compose.spec, verdict.COMPOSE, compose.overrides),
+    Substrate(
+        "compose",
+        ("NODES", "NPROC", "RUN", "ARGS"),
+        compose.spec,
+        verdict.COMPOSE,
+        compose.overrides,
+        compose.end_of_script,
+    ),
+    THIS_MACHINE,
 )
 
 
@@ -49,5 +61,5 @@ def here(env: Mapping[str, str]) -> Substrate:
         return kind
     known = ", ".join(f"{kind.name} ({' '.join(kind.marks)})" for kind in SUBSTRATES)
     raise ConfigError(
-        f"no launcher's variables are set; known: {known}; on one machine use torchrun --standalone --nproc-per-node=N -m train"
+        f"no launcher's variables are set; known: {known}; on one machine set NPROC=N, or use torchrun --standalone --nproc-per-node=N"
     )

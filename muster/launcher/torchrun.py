@@ -1,5 +1,7 @@
 """torchrun without the need for synchronized clocks: `python -m muster.launcher.torchrun`, with torchrun's arguments.
 
+With SCRIPT set in its environment, its ranks run a user's own script (script_agent.py).
+
 In torch's c10d rendezvous an agent writes the time of its own clock, and counts as lost when that time is older than
 the keep-alive window by the clock of the agent that reads it. So an agent whose clock is a minute behind is removed as
 soon as it joins, and an agent a minute ahead removes all others. Here an agent counts as lost when its entry has not
@@ -12,10 +14,17 @@ because the working folder may have its own `train`; so this file imports nothin
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 import time
 from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+SCRIPT = "MUSTER_SCRIPT"
+"""Variable in which the launcher says that the ranks run a user's own script; execute.py repeats the name."""
 
 
 class Steady:
@@ -52,8 +61,18 @@ def compare_no_clocks() -> None:
     os.environ["MUSTER_STEADY_AGENT"] = "1"  # for the ranks: muster/dist/place.py
 
 
+def script_agent() -> ModuleType:
+    """Load script_agent.py by its path."""
+    spec = importlib.util.spec_from_file_location("script_agent", Path(__file__).with_name("script_agent.py"))
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["script_agent"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 if __name__ == "__main__":
     from torch.distributed.run import main
 
     compare_no_clocks()
-    main()
+    sys.exit(script_agent().main() if os.environ.pop(SCRIPT, "") else main())

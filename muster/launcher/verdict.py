@@ -11,9 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from muster.errors import Held, Preempted, final
+from muster.errors import CrashLoop, Held, Preempted, final
 
 COME_BACK = Preempted.exit_code
+UNMET = 69
+"""Exit code of script_agent.py: the nodes did not meet, or lost each other."""
+SIGNALLED = 128
+"""Exit codes above this one stand for a signal."""
 MOST_HELD = 20
 """The most starts in a row, torchrun's restarts included, that may find the run held by another part of the job.
 
@@ -33,6 +37,8 @@ class Policy:
     """False if SIGTERM reaches every process: a second one would cut torchrun's wait for its workers short."""
     restarts_as: int | None = None
     """The only exit code that is restarted, if all others but the final ones (2 to 7) would end the job."""
+    fails_as: int | None = None
+    """The exit code that ends the job of a failed script, if the substrate would start the script's own again."""
     requeues: bool = False
     """The job requests its next attempt itself."""
     again: int = 0
@@ -44,7 +50,8 @@ SUBMITIT = Policy(checks=False, forwards_term=False, requeues=True)
 LOCAL = Policy(checks=False, requeues=True)  # submitit's own controller restarts it
 PYTORCHJOB = Policy(restarts_as=143)  # restartPolicy ExitCode restarts 128 and above ("killed"), not lower codes
 TRAINJOB = Policy()  # a podFailurePolicy tells 2 to 7 from the others
-INDEXED_JOB = Policy()
+INDEXED_JOB = Policy(fails_as=CrashLoop.exit_code)  # any code but 2 to 7 starts a new pod, up to backoffLimit times
+THIS_MACHINE = Policy()
 COMPOSE = Policy(checks=False, judges=False, again=5)  # nothing acts on its exit code: the user runs `up` again
 
 
@@ -84,6 +91,52 @@ def decide(
         code = policy.restarts_as
     held = code == Held.exit_code and int(after.get("times_held") or 0) <= MOST_HELD
     return Verdict(code, policy.requeues and (code == COME_BACK or held), line)
+
+
+@dataclass(frozen=True)
+class Requeues:
+    """How often a job has been requeued so far, and the most that it may be."""
+
+    so_far: int = 0
+    most: int = 100
+
+
+def decide_script(
+    agent_code: int, *, told: bool, lost: str = "", policy: Policy, requeues: Requeues | None = None
+) -> Verdict:
+    """Judge how a user's own script ended, by exit codes alone.
+
+    Args:
+        agent_code: the exit code of the node's agent (script_agent.py), or the largest of all nodes'.
+        told: whether a signal asked the launcher to stop.
+        lost: the names of lost nodes, if any.
+        policy: the substrate's policy.
+        requeues: the bound of a job that requeues itself.
+    """
+    if agent_code == 0:
+        return Verdict(0, False, "")
+    if agent_code == COME_BACK or lost:
+        again, bound = _requeue(requeues if policy.requeues else None)
+        line = f"lost {lost}" if lost else f"to be run again (exit code {COME_BACK})"
+        return Verdict(policy.restarts_as or COME_BACK, again, line + bound)
+    if agent_code == UNMET or agent_code > SIGNALLED:
+        line = "the nodes did not meet, or lost each other: see the agents' messages above"
+        return Verdict(policy.restarts_as or 1, False, line)
+    line = f"failed (exit code {agent_code})"
+    if told:
+        line = f"told to stop, and ended with exit code {agent_code}: save on SIGTERM and leave with 75 to be run again"
+    if told and not policy.requeues:  # a pod that is told to stop is replaced, whatever its script makes of it
+        return Verdict(policy.restarts_as or 1, False, line)
+    return Verdict(policy.fails_as or agent_code, False, line)
+
+
+def _requeue(requeues: Requeues | None) -> tuple[bool, str]:
+    """Return whether the job is requeued, and how the line says it."""
+    if requeues is None:
+        return False, ""
+    if requeues.so_far >= requeues.most:
+        return False, f"; not requeued again: it was {requeues.so_far} times, MAX_REQUEUES={requeues.most}"
+    return True, f"; requeue {requeues.so_far + 1} of at most {requeues.most}"
 
 
 def identity(record: Mapping[str, Any]) -> dict[str, Any]:
