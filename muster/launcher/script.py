@@ -1,6 +1,6 @@
 """A user's own training script in place of the trainer: the words after a first bare `--`.
 
-`python -m train.launch node -- my.py --lr 1e-3`, or `-- -m package.module --lr 1e-3`. Its exit code says how it ended:
+`muster launch node -- my.py --lr 1e-3`, or `-- -m package.module --lr 1e-3`. Its exit code says how it ended:
 0 done, 75 run me again, any other failed.
 """
 
@@ -34,7 +34,7 @@ class Script:
 
     @property
     def given(self) -> list[str]:
-        """The words as a command of `train.launch` takes them."""
+        """The words as a command of `muster launch` takes them."""
         return [MARK, *self.words]
 
     def check(self) -> None:
