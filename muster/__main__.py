@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 TOOLS = {
+    "init": "muster.init",
     "launch": "muster.launcher",
     "evaluate": "muster.train.evaluate",
     "doctor": "muster.train.doctor",

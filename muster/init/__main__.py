@@ -1,0 +1,98 @@
+"""`muster init [slurm] [docker] [k8s]`: write templates and an example into the project in this folder.
+
+A file that is there already is never changed; its difference from the kit's is printed. With `--check` nothing is
+written, and the exit code is 1 if a file differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from muster.errors import MusterError, say, storage_error
+from muster.faults import output
+from muster.files import create_file
+from muster.init.project import SUBSTRATES, files, project
+from muster.job.exit import tell
+
+DIFFERS = 1
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="muster init", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("substrates", nargs="*", metavar="SUBSTRATE", help=f"{', '.join(SUBSTRATES)} (default: all)")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--trainer", action="store_true", help="your model and data in the kit's trainer (default)")
+    kind.add_argument("--loop", action="store_true", help="a training loop of your own")
+    parser.add_argument("--name", help="name of the job (default: the folder's)")
+    parser.add_argument("--image", help="image of the job (default: NAME:latest)")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, and show what differs from the kit's files"
+    )
+    given = parser.parse_args()
+    here = Path.cwd()
+    try:
+        wanted = files(
+            project(here, name=given.name, image=given.image, loop=given.loop), given.substrates or [*SUBSTRATES]
+        )
+        return check(here, wanted) if given.check else write(here, wanted)
+    except MusterError as error:
+        tell(error)
+        return error.exit_code
+
+
+def write(folder: Path, wanted: Mapping[str, str]) -> int:
+    """Write the files that are missing, show how the others differ, and return 0. Raises StorageError."""
+    for name, text in wanted.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if created(path, text):
+            say(f"wrote      {name}", sys.stdout)
+        elif difference := compared(path, text):
+            say(f"left as is {name}, which differs from the kit's:\n{difference}", sys.stdout)
+    say("\nMUSTER.md has the commands.", sys.stdout)
+    return 0
+
+
+def created(path: Path, text: str) -> bool:
+    """Create a file; return False if there is one. Raises StorageError."""
+    try:
+        create_file(path, text.encode())
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise storage_error("write", error) from error
+    path.chmod(0o755 if text.startswith("#!") else 0o644)
+    return True
+
+
+def check(folder: Path, wanted: Mapping[str, str]) -> int:
+    """Print how files of the project differ from the kit's; return `DIFFERS` if any does."""
+    different = {name: compared(folder / name, text) for name, text in wanted.items() if (folder / name).is_file()}
+    for name, difference in different.items():
+        if difference:
+            say(f"{name} differs from the kit's:\n{difference}", sys.stdout)
+    return DIFFERS if any(different.values()) else 0
+
+
+def compared(path: Path, text: str) -> str:
+    """Return the unified difference from the file at `path` to the kit's `text`; empty if they are equal."""
+    lines = difflib.unified_diff(
+        path.read_text().splitlines(),
+        text.splitlines(),
+        f"{path.name} (yours)",
+        f"{path.name} (the kit's)",
+        lineterm="",
+    )
+    return "\n".join(f"    {line}" for line in lines)
+
+
+if __name__ == "__main__":
+    output.endure()
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The files of a user's project, made from the kit's own templates by a pure function."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from muster.errors import ConfigError, nearest
+
+KIT_IMAGE = "muster:cpu"
+PACKAGE = Path(__file__).resolve().parents[1]
+SUBSTRATES = {
+    "slurm": ("ddp.sbatch", "container.sbatch", "doctor.sbatch", "job.sh", "submit.py"),
+    "docker": ("compose.yaml",),
+    "k8s": (
+        "pytorchjob.yaml", "volume.yaml", "network-policy.yaml", "trainjob/trainjob.yaml", "indexed-job/indexed-job.yaml"
+    ),
+}  # fmt: skip
+"""The templates of each substrate that a project gets."""
+DOCKERFILE = """\
+# Your project on the kit's image, which is built once in a clone of the kit:
+#   docker build -f docker/Dockerfile --target cpu -t {kit} .
+ARG KIT={kit}
+FROM ${{KIT}}
+# Your own packages: a requirements.txt and
+#   RUN pip install --no-cache-dir -r /job/requirements.txt
+COPY --chown=1000:1000 . /job
+"""
+DOCKERIGNORE = "runs\n.venv\n.git\n**/__pycache__\n"
+README = """\
+# {name} on Muster
+
+The job is `{job}`. The same run continues on each of these; run a command again to resume.
+
+| | |
+|---|---|
+| this machine | `torchrun --nproc-per-node=2 {local}` |
+{rows}
+Each command prints the torchrun command that it runs. `muster init --check` shows what differs from the kit's own files.
+"""
+ROWS = {
+    "slurm": "| Slurm | `sbatch slurm/ddp.sbatch {words}` |\n",
+    "docker": "| containers | `docker compose -f docker/compose.yaml up --build` |\n",
+    "k8s": "| Kubernetes | `kubectl apply -f k8s/` |\n",
+}
+
+
+@dataclass(frozen=True)
+class Project:
+    """A user's project.
+
+    name: of the job and its objects in Kubernetes: lower-case letters, digits and hyphens. image: of its containers.
+    words: what follows `muster launch node`: overrides without the run's name, or `--` and a script.
+    example: path of the example's file.
+    """
+
+    name: str
+    image: str
+    words: Sequence[str]
+    example: str
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name):
+            raise ConfigError(
+                f"name={self.name!r} cannot name a job in Kubernetes: give --name with lower-case letters, digits and hyphens, such as --name=my-job"
+            )
+
+    @property
+    def named(self) -> list[str]:
+        """The words with the run's name; a script has none."""
+        return [*self.words] if self.words[0] == "--" else [f"name={self.name}", *self.words]
+
+
+def project(folder: Path, *, name: str | None, image: str | None, loop: bool) -> Project:
+    """Return the project in `folder`. Without a name it is called as the folder is. Raises ConfigError."""
+    name = name or re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
+    if loop:
+        words, example = ["--", "my_loop.py"], "my_loop.py"
+    else:
+        words, example = ["data._target_=mine.Points", "model._target_=mine.Net"], "mine.py"
+    return Project(name, image or f"{name}:latest", words, example)
+
+
+def templates() -> Path:
+    """Return the folder of the templates: the package's own, or the clone that the package is in."""
+    inside = PACKAGE / "templates"
+    return inside if inside.is_dir() else PACKAGE.parent
+
+
+def files(given: Project, substrates: Sequence[str]) -> dict[str, str]:
+    """Return the text of each file of the project, by its path. Raises ConfigError."""
+    if unknown := [each for each in substrates if each not in SUBSTRATES]:
+        raise ConfigError(f"muster init {unknown[0]}: no such substrate; {nearest(unknown[0], SUBSTRATES)}")
+    found = {given.example: (PACKAGE / "init/examples" / given.example).read_text()}
+    for substrate in substrates:
+        for name in SUBSTRATES[substrate]:
+            found[f"{substrate}/{name}"] = filled(given, (templates() / substrate / name).read_text())
+    if "slurm" in substrates:
+        found["slurm/logs/.gitignore"] = "*\n!.gitignore\n"  # Slurm does not create the folder of a job's output
+    if "docker" in substrates:
+        found |= {"docker/Dockerfile": DOCKERFILE.format(kit=KIT_IMAGE), ".dockerignore": DOCKERIGNORE}
+    return found | {"MUSTER.md": readme(given, substrates)}
+
+
+def filled(given: Project, template: str) -> str:
+    """Return a template with the project's name, image, volume and job in place of the kit's example."""
+    indent = next(iter(re.findall(r"^( *)- name=muster$", template, flags=re.MULTILINE)), "")
+    args = "\n".join(f"{indent}- {quoted(word)}" for word in given.named)
+    changes = (
+        (rf"image: {KIT_IMAGE}", f"image: {given.image}"),
+        (r"(?<=name: )muster$", given.name),
+        (r"(?<=instance: )muster\b", given.name),
+        (r"(?<=subdomain: )muster$", given.name),
+        (r"muster-runs", f"{given.name}-runs"),
+        (r"muster-0\.muster", f"{given.name}-0.{given.name}"),
+        (r" *- name=muster\n *- model=convnet\n *- epochs=20", args),
+        (r", target: cpu\}", "}"),
+        (r"\$\{COMPOSE_PROJECT_NAME:-muster\}", f"${{COMPOSE_PROJECT_NAME:-{given.name}}}"),
+        (r"\$\{ARGS:-\}", f"${{ARGS:-{' '.join(given.words)}}}"),
+        (r"(?<=job-name=)muster$", given.name),
+        (r"muster-node-1", f"{given.name}-node-1"),
+    )
+    for old, new in changes:
+        template = re.sub(old, lambda _, new=new: new, template, flags=re.MULTILINE)  # type: ignore[misc]
+    return template
+
+
+def quoted(word: str) -> str:
+    """Return `word` as YAML, where a leading hyphen or an equals sign stays text."""
+    return f'"{word}"' if word.startswith("-") else word
+
+
+def readme(given: Project, substrates: Sequence[str]) -> str:
+    """Return the project's page of commands."""
+    words = " ".join(given.named)
+    local = words.removeprefix("-- ") if given.words[0] == "--" else f"-m muster {words}"
+    rows = "".join(ROWS[each].format(words=words) for each in SUBSTRATES if each in substrates)
+    return README.format(name=given.name, job=given.example, local=local, rows=rows.rstrip("\n") or "| | |")

@@ -1,0 +1,86 @@
+"""`muster init`: a project of one's own gets the files that each substrate needs, and none of its own is changed."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+from kit.job import ROOT, environment
+
+from muster.errors import ConfigError
+from muster.init.project import SUBSTRATES, files, project
+
+
+def init(folder, *arguments):
+    line = [sys.executable, "-m", "muster", "init", *arguments]
+    return subprocess.run(line, cwd=folder, env=environment(), capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "My Job").mkdir()
+    return tmp_path / "My Job"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("loop", [False, True], ids=["trainer", "loop"])
+def test_no_name_of_the_kits_own_example_is_left(place, loop):
+    wanted = files(project(place, name=None, image=None, loop=loop), [*SUBSTRATES])
+    for name, text in wanted.items():
+        if name.startswith("k8s/"):
+            for each in filter(None, yaml.safe_load_all(text)):
+                words = str(each).replace("'app.kubernetes.io/part-of': 'muster'", "").replace("muster', 'launch", "")
+                assert "muster" not in words and "convnet" not in words and "my-job" in words, words
+    compose = yaml.safe_load(wanted["docker/compose.yaml"])
+    assert compose["name"] == "my-job" and compose["services"]["node"]["image"] == "my-job:latest"
+    assert compose["services"]["node"]["build"] == {"context": "..", "dockerfile": "docker/Dockerfile"}
+    pods = yaml.safe_load(wanted["k8s/pytorchjob.yaml"])["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    args = pods["containers"][0]["args"]
+    assert args == (
+        ["--", "my_loop.py"] if loop else ["name=my-job", "data._target_=mine.Points", "model._target_=mine.Net"]
+    )
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["", "My_Job", "-job", "9", "x" * 41])
+def test_a_name_that_kubernetes_refuses_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="give --name"):
+        project(tmp_path, name=name or None, image=None, loop=False) if name else project(
+            tmp_path / "_", name=None, image=None, loop=False
+        )
+
+
+def test_files_that_are_there_are_left_and_their_difference_is_shown(place):
+    (place / "slurm").mkdir()
+    (place / "slurm/ddp.sbatch").write_text("#!/bin/bash\nmine\n")
+    first = init(place, "slurm")
+    assert first.returncode == 0 and "wrote      slurm/job.sh" in first.stdout, first.stderr
+    assert (place / "slurm/ddp.sbatch").read_text() == "#!/bin/bash\nmine\n" and "    -mine" in first.stdout
+    assert (place / "slurm/job.sh").read_bytes() == (ROOT / "slurm/job.sh").read_bytes()
+    assert not (place / "k8s").exists() and (place / "slurm/logs").is_dir()
+    again = init(place, "slurm")
+    assert again.returncode == 0 and "wrote" not in again.stdout
+    assert init(place, "slurm", "--check").returncode == 1
+    (place / "slurm/ddp.sbatch").unlink()
+    init(place, "slurm")
+    checked = init(place, "slurm", "--check")
+    assert checked.returncode == 0 and not checked.stdout, checked.stdout
+
+
+def test_mistakes_are_one_line(place):
+    for arguments, code, says in ((["slrm"], 2, "did you mean slurm"), (["--name=a_b"], 2, "give --name")):
+        done = init(place, *arguments)
+        assert done.returncode == code and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_the_example_trains_by_the_command_that_is_printed(place):
+    init(place, "slurm", "--trainer")
+    [line] = [line for line in (place / "MUSTER.md").read_text().splitlines() if "this machine" in line]
+    command = (
+        line.split("`")[1].replace("torchrun", f"{sys.executable} -m torch.distributed.run --standalone")
+        + " max_steps=3"
+    )
+    done = subprocess.run(
+        command, shell=True, cwd=place, env=environment(), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0 and "done: step=3" in done.stdout, done.stderr
