@@ -14,7 +14,7 @@ else
 INSTALL = $(BIN)/pip install --disable-pip-version-check -c constraints.txt editables
 endif
 
-.PHONY: help train quick test test-docker test-slurm test-kubernetes lint format bench recovery soak docs clean
+.PHONY: help train quick test test-docker test-slurm test-kubernetes lint format bench recovery soak rooms docs clean
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
@@ -59,6 +59,9 @@ recovery: $(VENV)/.test ## measure seconds from a killed worker, node or store t
 
 soak: $(VENV)/.test ## inject random faults for MINUTES (3), then check that nothing was lost
 	$(BIN)/python -m bench.soak --minutes $(MINUTES) $(ARGS)
+
+rooms: $(VENV)/.test ## draw the imports between rooms into the docs
+	$(BIN)/python -m docs.rooms
 
 docs: $(VENV)/.train ## build the pages of docs/ as a site, in site/
 	$(INSTALL) --quiet -e '.[docs]'

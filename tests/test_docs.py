@@ -56,9 +56,13 @@ def test_every_line_runs_as_printed(page, checkout):
 def test_every_block_says_what_it_is(page):
     """A command in a block of another kind would be run by nobody."""
     text = (ROOT / page).read_text()
-    assert {kind.split()[0] for kind in re.findall(r"^```(\S.*)$", text, re.M)} <= {"sh", "python", "yaml", "text"}, (
-        page
-    )
+    assert {kind.split()[0] for kind in re.findall(r"^```(\S.*)$", text, re.M)} <= {
+        "sh",
+        "python",
+        "yaml",
+        "text",
+        "mermaid",
+    }, page
     assert {needs for needs, _ in blocks(page)} <= NEEDS | {None}
     assert not re.search(r"^```\n(?:torchrun|python|make|sbatch|docker|kubectl) ", text, re.M), page
 

@@ -21,7 +21,7 @@ def recorded(folder):
     for path in Path(folder).glob("*.jsonl"):
         for text in path.read_text().splitlines(keepends=True):
             if not text.endswith("\n"):
-                continue  # killed while it wrote this, before the step: whoever does the step writes it again
+                continue  # killed in the middle of the line, before the step: the next attempt at the step writes it again
             line = json.loads(text)
             known = last.setdefault(line["step"], {})
             begun = known.get(line["attempt"], (line["time"], {}))

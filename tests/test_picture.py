@@ -1,0 +1,22 @@
+"""The picture of the rooms in the docs is the one that the code gives."""
+
+import pytest
+
+from docs.rooms import PAGES, drawn, imports, mermaid, reduced
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_picture_of_the_rooms_is_up_to_date(page):
+    assert page.read_text() == drawn(page.read_text(), mermaid(reduced(imports()))), "run `make rooms`"
+
+
+def test_an_arrow_that_others_imply_is_left_out():
+    graph = {"a": set(), "b": {"a"}, "c": {"a", "b"}, "d": {"a"}}
+    assert reduced(graph) == {"a": set(), "b": {"a"}, "c": {"b"}, "d": {"a"}}
+
+
+def test_a_page_without_markers_is_refused():
+    with pytest.raises(ValueError, match="no markers"):
+        drawn("# A page\n", "flowchart TD")
