@@ -72,3 +72,20 @@ def test_every_block_says_what_it_is(page):
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
         assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
+
+
+WALK = re.compile(r"^\*\*[^\n]*\*\*\n\n\| file \| look for \|\n\|---\|---\|\n((?:\|.*\n)+)", re.M)
+STOP = re.compile(r"^\| `([\w/]+\.py)` \| (.*) \|$")
+
+
+@pytest.mark.unit
+def test_every_walk_through_the_code_is_short_and_leads_through_what_is_there():
+    walks = [found[1].splitlines() for found in WALK.finditer((ROOT / "docs/extending.md").read_text())]
+    assert len(walks) == 4
+    for stops in walks:
+        assert len(stops) <= 8
+        for stop in stops:
+            path, sentence = STOP.match(stop).groups()
+            names = {name for name in re.findall(r"`(\w+)`", sentence) if name != "Config"}
+            assert names, stop
+            assert names <= set(re.findall(r"(?:def|class) (\w+)", (ROOT / path).read_text())), stop
