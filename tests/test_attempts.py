@@ -67,17 +67,18 @@ def test_of_launches_at_the_same_moment_one_trains_and_saves(tmp_path, share):
 
 
 @pytest.mark.unit
-def test_a_superseded_holder_cannot_commit_and_learns_of_it(tmp_path, monkeypatch):
+def test_a_superseded_holder_cannot_commit_and_learns_of_it(tmp_path):
     """As after a pause that outlasted the lease: the older token is worth nothing, and its holder is told."""
     lost = []
-    old = claim(tmp_path, "old", on_loss=lost.append)
+    old = claim(tmp_path, "old", on_loss=lost.append, clock=ManualClock())
+    until(lambda: (tmp_path / ".alive").exists(), "sign of life", timeout_s=5)
     attempts.write(tmp_path, Attempt(outcome="running", attempt="old", token=old.token))
-    assert old.is_held()
+    assert old.is_held() and old.renew()
     new = claim(tmp_path, "new")
     assert new.token > old.token and not old.is_held()
     attempts.write(tmp_path, Attempt(outcome="running", attempt="new", token=new.token))
     assert new.is_held()
-    until(lambda: lost, "word of it", timeout_s=5)
+    old._renew()  # what its thread does once a second
     assert "another launch has taken over" in str(lost[0])
     old.let_go()
     assert new.is_held(), "the old one took the new one's claim along"

@@ -89,12 +89,11 @@ def test_a_store_that_outlives_attempts_never_mixes_them(store):
 
 
 @pytest.mark.unit
-def test_a_meeting_that_rank_0_left_is_gone_on_from(store):
+def test_a_meeting_that_rank_0_left_is_gone_on_from(store, arrived):
     """Rank 1 has arrived where rank 0 then died without a verdict: the next rank 0 fetches it."""
     dead = Visitor(0, 3, timeout_s=60.0)  # waits for rank 2, as it did when it died
     waiting = Visitor(1, 3)
-    time.sleep(0.5)
-    assert waiting.is_alive()
+    until(lambda: arrived == [1], "arrival", timeout_s=20)
     fresh = [Visitor(0, 3)]
     # Or the "dead" one, which here is alive, would hear rank 2.
     until(lambda: Lobby(store).newest() == 2, "meeting of its own", timeout_s=20)

@@ -299,6 +299,12 @@ class Visitor(threading.Thread):
         except MusterError as error:
             self.error = error
 
+    def has_written(self):
+        """Whether its file is no longer that of the killed launch."""
+        rank = self.place.rank
+        file = self.place.shared_file.with_name(f"meet.hello-{rank}" if rank else "meet.lock")
+        return file.exists() and file.read_text() not in ("", f"dead{rank}", "process 1 on gone")
+
 
 def leave_behind(at):
     """What a launch of four ranks leaves that was killed while it met: rank 0 had opened, and heard 1 and 3."""
@@ -319,8 +325,9 @@ def test_files_of_a_killed_launch_lead_nobody_astray(tmp_path, first):
     order = [first, *({0, 1, 2} - {first})]
     visitors = []
     for rank in order:
+        for earlier in visitors:  # each finds what those before it have made of the files
+            until(lambda earlier=earlier: earlier.has_written(), "files of the ranks before", timeout_s=10)
         visitors.append(Visitor(rank, 3, at))
-        time.sleep(0.3)  # each finds what those before it have made of the files
     for visitor in visitors:
         visitor.join(30)
     assert len({visitor.met and visitor.met.attempt for visitor in visitors}) == 1, [each.error for each in visitors]
