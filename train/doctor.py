@@ -53,8 +53,7 @@ def visited(config: Config, given: argparse.Namespace) -> int:
 
     Collective: every rank must call it. Raises MusterError.
     """
-    place = Place.from_env(config.dist.init_method)
-    world = start(group_options(config), place)
+    world = start(group_options(config), Place.from_env(config.dist.init_method))
     results = examine(world, visit_of(config, expected=given.expect, quick=given.quick))
     fails = False
     if world.is_first:

@@ -21,10 +21,8 @@ from muster.train.course import Course
 def open_records(config: Config, world: World, course: Course, *, is_finished: bool) -> Metrics:
     """Open the records of a run at its present step; they do nothing on other ranks than 0.
 
-    Collective: every rank must call it. is_finished: the run needs no further step.
-
-    Raises:
-        ConfigError, StorageError: a logger cannot be built.
+    Collective: every rank must call it. is_finished: the run needs no further step. Raises ConfigError or StorageError
+    if a logger cannot be built.
     """
     progress = course.progress
     evaluated = None if is_finished or not progress.step else progress.evaluated

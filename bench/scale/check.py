@@ -85,12 +85,16 @@ def check(*, rounds: int, steps: int, out: Path) -> None:
     times, sent = measure(turns, rounds=rounds, steps=steps)
     if dist.get_rank() == 0:
         jobs = job(network, seconds=times[1])
-        found = [Checked(size, times[size], sent[size], ddp(jobs, size)) for size in WORLD_SIZES]
-        write_json(out / "check.json", {"network": asdict(network), "checked": [asdict(each) for each in found]})
-        show(found, network)
-        say(f"{out}/check.json", sys.stdout)
+        leave([Checked(size, times[size], sent[size], ddp(jobs, size)) for size in WORLD_SIZES], network, out)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def leave(found: list[Checked], network: Network, out: Path) -> None:
+    """Write check.json to the folder `out`, and print its figures."""
+    write_json(out / "check.json", {"network": asdict(network), "checked": [asdict(each) for each in found]})
+    show(found, network)
+    say(f"{out}/check.json", sys.stdout)
 
 
 def stepper(link: Link | None) -> Callable[[], None] | None:
@@ -152,17 +156,21 @@ def job(network: Network, *, seconds: float) -> Job:
     return Job(workload, Machine(flops_per_s=1.0, outer=network, inner=network))
 
 
+def _row(each: Checked) -> tuple[str, ...]:
+    model, sent = each.model, each.sent_bytes
+    off = (model.seconds / each.seconds - 1) * 100
+    return (
+        str(each.world_size), f"{each.seconds * 1e3:.1f}",
+        f"{model.least_seconds * 1e3:.1f} - {model.seconds * 1e3:.1f}", f"{off:+.0f} %",
+        "not counted" if sent is None else f"{sent / 1e6:.3f}", f"{model.sent_bytes / 1e6:.3f}",
+    )  # fmt: skip
+
+
 def show(found: list[Checked], network: Network) -> None:
     """Print measured and predicted values side by side."""
     table = Table("ranks", "ms a step", "model", "model is off by", "MB sent a rank", "model")
     for each in found:
-        model = each.model
-        off = (model.seconds / each.seconds - 1) * 100
-        table.add_row(
-            str(each.world_size), f"{each.seconds * 1e3:.1f}",
-            f"{model.least_seconds * 1e3:.1f} - {model.seconds * 1e3:.1f}", f"{off:+.0f} %",
-            "not counted" if each.sent_bytes is None else f"{each.sent_bytes / 1e6:.3f}", f"{model.sent_bytes / 1e6:.3f}",
-        )  # fmt: skip
+        table.add_row(*_row(each))
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH

@@ -15,23 +15,31 @@ from muster.errors import ConfigError
 WORLD_SIZES = [2**power for power in range(3, 15)]
 
 
+POSITIVE = ("parameters", "layers", "hidden", "sequence", "samples", "flops_per_s", "node_size", "group", "tensor", "stages", "micro_batches", "every", "servers")  # fmt: skip
+"""Options that must be above 0."""
+
+
 def parse(arguments: Sequence[str]) -> tuple[Job, Path]:
     """Return the job and the output folder; exits after --help. Raises ConfigError."""
     given = _parser().parse_args(arguments)
-    for name in ("parameters", "layers", "hidden", "sequence", "samples", "flops_per_s", "node_size", "group", "tensor", "stages", "micro_batches", "every", "servers"):  # fmt: skip
+    for name in POSITIVE:
         if getattr(given, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(given, name)}: use a number above 0")
-    outer = _network(given)
-    inner = _given(given.inner_alpha_us, given.inner_gb_per_s) if given.inner_gb_per_s else outer
     workload = transformer(
         parameters=given.parameters, layers=given.layers, hidden=given.hidden, sequence=given.sequence,
         samples=given.samples, value_bytes=given.value_bytes, optimizer_bytes=given.optimizer_bytes,
     )  # fmt: skip
     return Job(
-        workload, Machine(given.flops_per_s, outer, inner, given.node_size),
+        workload, _machine(given),
         group=given.group, tensor=given.tensor, stages=given.stages, micro_batches=given.micro_batches,
         every=given.every, servers=given.servers, recursive=given.recursive,
     ), given.out  # fmt: skip
+
+
+def _machine(given: Namespace) -> Machine:
+    outer = _network(given)
+    inner = _given(given.inner_alpha_us, given.inner_gb_per_s) if given.inner_gb_per_s else outer
+    return Machine(given.flops_per_s, outer, inner, given.node_size)
 
 
 def _parser() -> Parser:

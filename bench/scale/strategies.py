@@ -109,9 +109,8 @@ def pipeline(job: Job, world_size: int) -> CostedStep:
     work, stages, pieces = job.workload, min(job.stages, world_size), job.micro_batches
     handed = work.boundary_bytes * work.samples * stages
     network = job.machine.network(stages)
-    messages = (
-        Traffic(2 * (pieces * network.alpha_s + handed * network.beta_s), 2 * handed) if stages > 1 else Traffic()
-    )
+    there_and_back = Traffic(2 * (pieces * network.alpha_s + handed * network.beta_s), 2 * handed)
+    messages = there_and_back if stages > 1 else Traffic()
     traffic = messages + all_reduce(job, work.nbytes / stages, world_size // stages, apart=stages)
     alive = min(stages, pieces) / pieces
     return _step(job, traffic, state=_whole(job) / stages, slower=1 + (stages - 1) / pieces, alive=alive)

@@ -112,13 +112,7 @@ def _is_whole(path: Path, kept: dict[str, Any]) -> bool:
 
 def _ask(url: str, kept: dict[str, Any]) -> Any:
     """Return the server's response, or None if the server confirms the copy."""
-    parts = urlsplit(url)
-    user, _, host = parts.netloc.rpartition("@")
-    is_http = parts.scheme != "ftp"
-    request = urllib.request.Request(urlunsplit(parts._replace(netloc=host, fragment="")) if is_http else url)
-    if user and is_http:
-        word = base64.b64encode(unquote(user).encode()).decode()
-        request.add_unredirected_header("Authorization", f"Basic {word}")
+    request = _request(url)
     if kept.get("etag"):
         request.add_header("If-None-Match", kept["etag"])
     try:
@@ -127,6 +121,19 @@ def _ask(url: str, kept: dict[str, Any]) -> Any:
         if error.code == HTTPStatus.NOT_MODIFIED and kept:
             return None
         raise
+
+
+def _request(url: str) -> urllib.request.Request:
+    """Return a request whose user and password are in a header that redirects do not pass on."""
+    parts = urlsplit(url)
+    if parts.scheme == "ftp":
+        return urllib.request.Request(url)
+    user, _, host = parts.netloc.rpartition("@")
+    request = urllib.request.Request(urlunsplit(parts._replace(netloc=host, fragment="")))
+    if user:
+        word = base64.b64encode(unquote(user).encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {word}")
+    return request
 
 
 def _is_same(headers: Message, kept: dict[str, Any]) -> bool:

@@ -58,9 +58,7 @@ def _named(named: str, world: World, bad: list[str]) -> Saved:
         return verify(Storage(root or "."), int(match[1]), world)
     other = newest(Storage(str(inside) if nested else named), world, on_bad=bad.append, own=False)
     if other is None:
-        raise NoValidCheckpoint(
-            f"checkpoint.resume={named} has no checkpoint: use the folder of a run or of a checkpoint"
-        )
+        raise NoValidCheckpoint(f"checkpoint.resume={named} has no checkpoint: use the folder of another run")
     return other
 
 

@@ -41,17 +41,24 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def form_group(place: Place, device: torch.device) -> str:
+    """Form the process group and return its backend on `device`. Collective: every rank must call it."""
+    choose_interface(place)
+    if device.type != "cuda":
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        return "gloo"
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
+    return "nccl"
+
+
 def measure(options: Options, place: Place) -> None:
     """Form the process group, measure, and write the results. Collective: every rank must call it.
 
     Raises MusterError.
     """
     sizes, device = world_sizes(options, place.world_size), choose_device(options, place)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    choose_interface(place)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else backend, timeout=TIMEOUT)
+    backend = form_group(place, device)
     figures = Bench(device, backend=backend, rounds=options.rounds).measure(world_sizes=sizes, sizes=options.sizes)
     if place.rank == 0:
         leave(figures, options)

@@ -158,10 +158,9 @@ class Board:
         return json.loads(said)[1] if said else None
 
     def leave(self, *, hosts_store: bool, gone: int) -> bool:
-        """Announce that this process ends in a failure; the process that holds the store waits for the others.
+        """Announce that this process ends in a failure; return whether all ranks, less `gone`, are leaving.
 
-        The others need the store to read the cause. The wait takes at most `ANSWER_S` and leaves out the `gone` ranks.
-        Returns whether all ranks, less `gone`, are leaving.
+        The process that holds the store waits for the others, which read the cause from it, at most `ANSWER_S`.
         """
 
         def ask() -> bool:

@@ -152,11 +152,9 @@ class World:
     def local_first(self, folder: str | None = None) -> Iterator[bool]:
         """Let one of the ranks that share `folder` run the block before the others, for downloads. Collective.
 
-        Yields True on that rank. One rank of each node creates a token file in the folder, or in the nearest parent
-        that exists; of the ranks that see each other's tokens, the lowest goes first. If no token can be created, or
-        without a folder, one rank of each node goes first. There are no locks, so after a rank is killed the others
-        wait only in the collective that it misses. If views of a shared folder lag, two ranks may download, as without
-        this method.
+        Yields True on that rank. See `_sees_nobody_lower` for the choice; without a folder one rank of each node goes
+        first. There are no locks, so after a rank is killed the others wait only in the collective that it misses. If
+        views of a shared folder lag, two ranks may download, as without this method.
         """
         goes_first = self._sees_nobody_lower(Path(folder)) if folder else self.place.local_rank == 0
         if not goes_first:
@@ -168,6 +166,11 @@ class World:
                 self.barrier()
 
     def _sees_nobody_lower(self, folder: Path) -> bool:
+        """Return whether this is the lowest of the ranks that share `folder`, among one rank of each node. Collective.
+
+        Each of these creates a token file in the folder, or in the nearest parent that exists. A rank that cannot, sees
+        only its own.
+        """
         is_leader, seen = self.place.local_rank == 0, [self.rank]
         where = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
         mark = f".muster-{self.attempt}-"

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 NAMES = {1: "standard output", 2: "standard error"}
 CLOSED = "MUSTER_CLOSED"
 """Variable that names the streams that a launcher found closed: its ranks inherit their replacements."""
+PERMANENT = (errno.EPIPE, errno.EIO)
 _lost: dict[int, str] = {}
 
 
@@ -65,10 +66,7 @@ class Enduring(io.FileIO):
         except OSError as error:
             number = self.fileno()
             _lost.setdefault(number, error.strerror or str(error))
-            if error.errno in (
-                errno.EPIPE,
-                errno.EIO,
-            ):  # permanent: also redirect writes of C code and of children
+            if error.errno in PERMANENT:  # also redirect writes of C code and of children
                 _to_nowhere(number)
             return len(memoryview(data).cast("B"))
         if written is None:  # a full terminal that another program has set to non-blocking

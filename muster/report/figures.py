@@ -139,18 +139,14 @@ def checkpoints(history: History) -> Figure | None:
     lines = _thinned(history.of_event("checkpoint"))
     if len(lines) < 2:
         return None
-    text = [f"{line['bytes'] / 1e6:.1f} MB" for line in lines]
     trace = {
         "type": "scatter", "mode": "lines+markers", "name": "seconds to write", "x": [line["step"] for line in lines], "y": [line["seconds"] for line in lines],
-        "times": [_rounded(history.time_of(line["step"])) for line in lines], "customdata": text,
+        "times": [_rounded(history.time_of(line["step"])) for line in lines],
+        "customdata": [f"{line['bytes'] / 1e6:.1f} MB" for line in lines],
         "hovertemplate": "step %{x}: %{y:.2f} s, %{customdata}<extra></extra>", "line": {"color": COLOURS["checkpoint"]},
     }  # fmt: skip
-    return {
-        "title": "seconds to write a checkpoint, behind the training",
-        "data": [trace],
-        "layout": {"yaxis": {"rangemode": "tozero"}},
-        "steps": True,
-    }
+    title = "seconds to write a checkpoint, behind the training"
+    return {"title": title, "data": [trace], "layout": {"yaxis": {"rangemode": "tozero"}}, "steps": True}
 
 
 def parallel(histories: Sequence[History]) -> Figure | None:

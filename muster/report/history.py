@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -223,8 +224,7 @@ class History:
         size = next((line["samples_per_epoch"] for line in self.events if "samples_per_epoch" in line), None)
         if not size or not self.train or not self.config:
             return None, "not known: there are no steps on record"
-        drop_last = bool((self.config.get("loader") or {}).get("drop_last"))
-        plan = Plan(size, min(int(self.config["batch_size"]), size), drop_last=drop_last)
+        plan = _plan(size, self.config)
         steps = [line["step"] for line in self.train]
         wrong = [line["step"] for line in self.train if line["samples"] != plan.samples_before(line["step"])]
         twice = [b for a, b in pairwise(steps) if b <= a]
@@ -253,3 +253,9 @@ def differing(histories: list[History]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for each in flats for name in each if name not in UNTOLD and not name.startswith("log."))
     found = {name: [each.get(name) for each in flats] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+
+
+def _plan(size: int, config: Mapping[str, Any]) -> Plan:
+    """Return the plan of a run with `size` training samples."""
+    drop_last = bool((config.get("loader") or {}).get("drop_last"))
+    return Plan(size, min(int(config["batch_size"]), size), drop_last=drop_last)

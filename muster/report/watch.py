@@ -40,13 +40,15 @@ def watch(folders: Sequence[Path], *, once: bool = False) -> int:
         with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
             while True:
                 live.update(Group(*(_surely_shown(folder, console.width) for folder in folders)), refresh=True)
-                if not output.has_reader() or all(
-                    attempts.read(folder).get("outcome") == attempts.DONE for folder in folders
-                ):
+                if not output.has_reader() or all(map(_is_done, folders)):
                     return 0
                 time.sleep(EVERY_S)
     except KeyboardInterrupt:
         return 0
+
+
+def _is_done(folder: Path) -> bool:
+    return attempts.read(folder).get("outcome") == attempts.DONE
 
 
 def _surely_shown(folder: Path, width: int) -> Group:

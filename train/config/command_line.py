@@ -28,8 +28,7 @@ TAKE_A_VALUE = {
 def arranged(words: Sequence[str]) -> list[str]:
     """Return the command line with all overrides before the options, as Hydra expects.
 
-    Raises:
-        ConfigError: a word is not an option of Hydra, or an option lacks its value.
+    Raises ConfigError if Hydra does not have an option, or an option lacks its value.
     """
     overrides, options = divided(words)
     if wrong := _unknown_option(words):

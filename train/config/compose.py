@@ -114,15 +114,19 @@ def of_run(folder: Path, overrides: list[str]) -> Config:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
         assert isinstance(merged, DictConfig)
-        for each in parsed(overrides):
-            if each.is_delete() or each.is_sweep_override():
-                raise ConfigError(f"{each.input_line} is not understood: write overrides as key=value")
-            OmegaConf.update(merged, each.key_or_group, each.value(), force_add=True)
+        _apply(overrides, merged)
         return check(merged)
     except ConfigError:
         raise
     except Exception as error:
         raise explain(error, overrides) from None
+
+
+def _apply(overrides: list[str], config: DictConfig) -> None:
+    for each in parsed(overrides):
+        if each.is_delete() or each.is_sweep_override():
+            raise ConfigError(f"{each.input_line} is not understood: write overrides as key=value")
+        OmegaConf.update(config, each.key_or_group, each.value(), force_add=True)
 
 
 def register() -> None:

@@ -95,10 +95,7 @@ def callable_of(key: str, value: Any, *, train: bool = True) -> Any:
     """Return the callable that `value` names; None for None.
 
     An import path names a function, returned as is, or a class, built without arguments. A `_target_` names a part to
-    build. A parameter `train` of the function or class is true if the callable is used for training.
-
-    Raises:
-        ConfigError: it cannot be imported or built, or is not callable.
+    build. A parameter `train` of the function or class is true if the callable is used for training. Raises ConfigError.
     """
     if value is None:
         return None

@@ -40,13 +40,9 @@ def read_digits() -> np.ndarray:
     The file is read directly, because importing scikit-learn costs every rank a second.
     """
     found = find_spec("sklearn")
-    path = (
-        Path(found.submodule_search_locations[0], "datasets/data/digits.csv.gz")
-        if found and found.submodule_search_locations
-        else None
-    )
-    if path and path.exists():
-        return np.loadtxt(path, delimiter=",")
+    for folder in (found and found.submodule_search_locations) or ():
+        if (path := Path(folder, "datasets/data/digits.csv.gz")).exists():
+            return np.loadtxt(path, delimiter=",")
     from sklearn.datasets import load_digits
 
     bunch = load_digits()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -21,11 +22,7 @@ class Recommender(nn.Module):
                 f"model=recommender expects lists of items [K], but the data's inputs are {list(input_shape)}: use data=clicks"
             )
         widths = [dim, *hidden]
-        layers = [
-            layer
-            for fan_in, fan_out in zip(widths, widths[1:], strict=False)
-            for layer in (nn.Linear(fan_in, fan_out), nn.ReLU())
-        ]
+        layers = [layer for sizes in pairwise(widths) for layer in (nn.Linear(*sizes), nn.ReLU())]
         self.embedding = nn.EmbeddingBag(num_items, dim, mode="mean")
         self.dense = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
 

@@ -188,10 +188,9 @@ def units_of(model: nn.Module) -> list[nn.Module]:
 
 
 def named_units(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """The modules whose name or class name matches a pattern, innermost first.
+    """Return the modules whose name or class name matches a pattern, innermost first.
 
-    Raises:
-        ConfigError: a pattern matches no module, or a match shares a parameter with a module outside it.
+    Raises ConfigError if a pattern matches no module, or a match shares a parameter with a module outside it.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern in patterns:

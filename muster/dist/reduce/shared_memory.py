@@ -63,10 +63,7 @@ class SharedMemory:
         self._limit = ctypes.create_string_buffer(struct.pack("qq", 0, int(SLEEP_S * 1e9)))
 
     def add_up(self, vector: Tensor, *, scale: float = 1.0) -> None:
-        """Replace `vector`, [n], by the sum over ranks of `vector` times `scale`.
-
-        Collective: every rank must call it.
-        """
+        """Replace `vector`, [n], by the sum over ranks of `vector` times `scale`. Collective: every rank must call it."""
         ones = [1] * self.size
         if self.size > 2 and self.size * vector.nbytes > SHORT_BYTES:
             self.exchange([vector], ones, in_order, into=vector, scale=scale)

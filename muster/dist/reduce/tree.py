@@ -61,14 +61,10 @@ class TreeSum:
         _fold(self._nodes, self.leaves, self._sums)
 
     def total(self) -> Tensor:
-        """Return the sum, [n], after every rank has added all its leaves; bitwise equal at any world size.
-
-        Collective: every rank must call it.
-        """
-        nodes = [
-            subtrees(leaves_of(rank, self.world_size, self.leaves), self.leaves) for rank in range(self.world_size)
-        ]
-        if self.world_size == 1:
+        """Return the sum, [n], bitwise equal at any world size, after all leaves are added. Collective."""
+        size, leaves = self.world_size, self.leaves
+        nodes = [subtrees(leaves_of(rank, size, leaves), leaves) for rank in range(size)]
+        if size == 1:
             (total,) = self._sums
         elif self.memory:
             total = self._sums[0]

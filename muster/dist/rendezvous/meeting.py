@@ -138,12 +138,8 @@ class Own:
             "device": device,
             "config": digest(alike) if alike is not None else None,
         }
-        hello = {
-            "rank": place.rank,
-            "host": facts["host"],
-            "agent": launcher(),
-            "error": [error.exit_code, str(error)] if error else None,
-        }
+        failed = [error.exit_code, str(error)] if error else None
+        hello = {"rank": place.rank, "host": facts["host"], "agent": launcher(), "error": failed}
         return cls(place, facts, hello, None if alike is None else dict(alike))
 
 

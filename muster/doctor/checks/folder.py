@@ -27,18 +27,9 @@ class OutputFolder(Check):
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
         path = Path(visit.output_dir)
         here = next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())
-        token = world.broadcast(f".muster-doctor-{uuid.uuid4().hex}")
         facts: dict[str, Any] = {"path": str(path), "at": str(here), "free": shutil.disk_usage(here).free / 1e9}
         facts["writable"] = os.access(here, os.W_OK)
-        if world.is_first:
-            with contextlib.suppress(OSError):
-                (here / token).touch()
-        world.sum([0.0])
-        facts["seen"] = (here / token).exists()
-        world.sum([0.0])
-        if world.is_first:
-            with contextlib.suppress(OSError):
-                (here / token).unlink()
+        facts["seen"] = _sees_token_of_rank_0(here, world)
         facts["speed"] = _speed(here) if world.place.local_rank == 0 and not visit.quick else None
         return facts
 
@@ -80,6 +71,22 @@ class OutputFolder(Check):
     def summary(self, ranks: Sequence[Facts]) -> str:
         speeds = [facts["speed"] for facts in ranks if facts["speed"]]
         return f"{ranks[0]['at']}: {ranks[0]['free']:.0f} GB free" + (f", {min(speeds):.0f} MB/s" if speeds else "")
+
+
+def _sees_token_of_rank_0(folder: Path, world: World) -> bool:
+    """Return whether a file that rank 0 creates in `folder` is visible here. Collective."""
+    name: str = world.broadcast(f".muster-doctor-{uuid.uuid4().hex}")
+    token = folder / name
+    if world.is_first:
+        with contextlib.suppress(OSError):
+            token.touch()
+    world.sum([0.0])
+    is_seen = token.exists()
+    world.sum([0.0])
+    if world.is_first:
+        with contextlib.suppress(OSError):
+            token.unlink()
+    return is_seen
 
 
 def _speed(folder: Path) -> float:
