@@ -28,7 +28,7 @@ def room_of(name: str) -> str | None:
     """Return the room of a module, or of a name in it; None if it is in none of the packages, or is a package itself."""
     if name == "muster.train.doctor":  # the trainer's command, which calls the runtime's doctor
         return ENTRY
-    for package in PACKAGES.values():
+    for package in sorted(PACKAGES.values(), key=len, reverse=True):  # a package may lie in another
         if name.startswith(f"{package}."):
             return name.removeprefix(f"{package}.").split(".")[0]
     return None
