@@ -249,3 +249,12 @@ def test_submit_shows_its_text_also_where_there_is_no_slurm(tmp_path):
     assert refused.returncode == 2 and "--dry-run" in refused.stderr and "srun" in refused.stderr, refused.stderr
     shown = subprocess.run([*line, "--dry-run"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0 and "#SBATCH --nodes" in shown.stdout, shown.stderr
+    (tmp_path / "my.py").touch()
+    line[2:] = ["--dry-run", "cluster.nodes=3", "--", "my.py", "--lr", "1e-3", "a b"]
+    shown = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert "#SBATCH --nodes=3\n" in shown.stdout and "# job 0: -- my.py --lr 1e-3 'a b'" in shown.stdout, shown.stderr
+    for words, said in ((["max_steps=3"], "max_steps=3 stands before --"), (["-m"], "-m sweeps overrides")):
+        refused = subprocess.run(
+            [*line[:2], *words, "--", "my.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+        )
+        assert refused.returncode == 2 and said in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr

@@ -1,10 +1,12 @@
 """The images and the compose cluster, on a real Docker engine, with nodes that are really killed."""
 
 import json
+import re
 import subprocess
 from functools import partial
 
 import pytest
+from kit import script as mine
 from kit.docker import Compose, build
 from kit.job import ROOT, run
 from kit.ledger import RECORDED, assert_exact
@@ -174,6 +176,38 @@ def test_stop_saves_once_and_up_resumes(engine, tmp_path):
         assert again.wait(timeout=120) == 0
         assert cluster.result().events("resume")[-1]["step"] >= at
         assert_exact(cluster.runs / "ledger", steps=250, batch_size=10)
+
+
+def test_a_script_of_ones_own_survives_a_killed_node_stops_and_goes_on(engine, tmp_path):
+    """`up` ends with it, although it keeps no records that the store could read."""
+    code = tmp_path / "code"
+    code.mkdir()
+    mine.write(code)
+    args = "-- 'src/my script.py' --out=/job/runs --steps=300 --step-s=0.1 'a b'"
+    with Compose(engine, tmp_path, args=args, CODE=str(code)) as cluster:
+        process = cluster.up()
+        cluster.until(lambda: len(mine.steps(cluster.runs)) >= 20, "20 steps")
+        cluster.docker("kill", "muster-node-2")
+        cluster.until(lambda: len(mine.steps(cluster.runs)) >= 60, "steps of the other nodes")
+        cluster.run("stop")
+        process.wait(timeout=120)
+        assert re.search(r'"a b"\] threads 1', cluster.log) and "rank 0 left with exit code 75" in cluster.log, (
+            cluster.log
+        )
+        stopped = mine.steps(cluster.runs)[-1]
+        assert cluster.up().wait(timeout=120) == 0, cluster.log
+        assert mine.steps(cluster.runs)[-2:] == [298, 299] and mine.attempts(cluster.runs)[-1] == stopped + 1
+        assert json.loads((cluster.runs / "compose/launch.json").read_text())["exit_code"] == 0
+
+
+def test_a_script_that_always_fails_ends_the_cluster(engine, tmp_path):
+    code = tmp_path / "code"
+    code.mkdir()
+    mine.write(code)
+    args = "-- 'src/my script.py' --out=/job/runs --fault=always"
+    with Compose(engine, tmp_path, args=args, CODE=str(code), MAX_RESTARTS="1") as cluster:
+        cluster.up().wait(timeout=150)
+        assert "left with exit code 3" in cluster.log and len(mine.attempts(cluster.runs, rank=2)) <= 3, cluster.log
 
 
 def rank_zero(cluster):

@@ -227,6 +227,25 @@ def test_a_pod_ends_as_its_own_attempt_did(tmp_path, own_python, job, before, af
     assert subprocess.run(line, env=env, cwd=tmp_path, timeout=60).returncode == code
 
 
+@pytest.mark.parametrize("job, agent, code", [
+    ("pytorchjob", 0, 0), ("pytorchjob", 75, 143), ("pytorchjob", 69, 143), ("pytorchjob", 3, 3),
+    ("indexed-job", 0, 0), ("indexed-job", 75, 75), ("indexed-job", 69, 1), ("indexed-job", 1, 7),
+    ("trainjob", 0, 0), ("trainjob", 75, 75), ("trainjob", 69, 1), ("trainjob", 2, 2),
+])  # fmt: skip
+def test_a_pod_ends_as_its_script_did(tmp_path, own_python, job, agent, code):
+    """Its args are `-- my.py ...`. 75 and lost nodes start it again, a script that has failed ends the job."""
+    _, _, _, *command = pod(job)[0]["spec"]["containers"][0]["command"]
+    (tmp_path / "my.py").touch()
+    place = own_python(f'printf "%s\\n" "$@" >{tmp_path}/words; exit {agent}')
+    env = environment(**variables(job, 0), PATH=f"{place}:{os.environ['PATH']}")
+    line = [place / "python3", *command, "--", "my.py", "--lr", "1e-3", "a b"]
+    done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    words = (tmp_path / "words").read_text().splitlines()
+    assert done.returncode == code and words[-4:] == ["my.py", "--lr", "1e-3", "a b"], done
+    assert f"--max-restarts={0 if job == 'trainjob' else 3}" in words
+    assert ("muster: my.py: " in done.stderr) == (agent != 0), done
+
+
 @pytest.mark.unit
 def test_permanent_failures_are_those_of_the_code():
     job = next(document for document in documents(KINDS["indexed-job"]) if document["kind"] == "Job")

@@ -17,11 +17,11 @@ from kit.job import ROOT, environment
 
 from muster.errors import ConfigError, Held, final
 from muster.faults.agent import STUCK_S
-from muster.launcher import compose, kubernetes, loopback, slurm, verdict
-from muster.launcher.spec import MARGIN_S, Timings, command, printed
+from muster.launcher import compose, execute, kubernetes, loopback, script_agent, slurm, torchrun, verdict
+from muster.launcher.spec import MARGIN_S, Timings, command, for_script, printed
 from muster.launcher.spec import environment as variables
 from muster.launcher.substrate import find, here
-from muster.launcher.verdict import Verdict, decide
+from muster.launcher.verdict import Verdict, decide, decide_script
 
 SLURM = {
     "SLURM_JOB_ID": "70012", "SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "0", "SLURMD_NODENAME": "gpu-a",
@@ -256,6 +256,108 @@ def test_verdicts(policy, after, agent, told, code, requeue):
     assert end == Verdict(0, False, "") if agent == 0 else end.line.startswith(line)
 
 
+BOUND = verdict.Requeues(so_far=2, most=3)
+LAST = verdict.Requeues(so_far=3, most=3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "agent", "told", "lost", "requeues", "code", "requeue"),
+    [
+        (verdict.SLURM, 0, True, "", BOUND, 0, False),
+        (verdict.SLURM, 75, True, "", BOUND, 75, True),
+        (verdict.SLURM, 75, False, "", LAST, 75, False),
+        (verdict.SLURM, 3, False, "", BOUND, 3, False),
+        (verdict.SLURM, 3, True, "", BOUND, 3, False),
+        (verdict.SLURM, 1, False, "n2", BOUND, 75, True),
+        (verdict.SLURM, 1, False, "n2", LAST, 75, False),
+        (verdict.SLURM, verdict.UNMET, False, "", BOUND, 1, False),
+        (verdict.SLURM, 137, False, "", BOUND, 1, False),
+        (verdict.SUBMITIT, 75, True, "", BOUND, 75, True),
+        (verdict.SUBMITIT, 75, True, "", LAST, 75, False),
+        (verdict.PYTORCHJOB, 75, True, "", None, 143, False),
+        (verdict.PYTORCHJOB, 3, False, "", None, 3, False),
+        (verdict.PYTORCHJOB, 1, True, "", None, 143, False),
+        (verdict.PYTORCHJOB, verdict.UNMET, False, "", None, 143, False),
+        (verdict.TRAINJOB, 3, False, "", None, 3, False),
+        (verdict.TRAINJOB, 75, False, "", None, 75, False),
+        (verdict.TRAINJOB, 3, True, "", None, 1, False),
+        (verdict.INDEXED_JOB, 3, False, "", None, 7, False),
+        (verdict.INDEXED_JOB, 1, True, "", None, 1, False),
+        (verdict.INDEXED_JOB, 75, True, "", None, 75, False),
+        (verdict.INDEXED_JOB, verdict.UNMET, False, "", None, 1, False),
+        (verdict.COMPOSE, 3, False, "", None, 3, False),
+        (verdict.THIS_MACHINE, 75, True, "", None, 75, False),
+    ],
+)
+@pytest.mark.unit
+def test_verdicts_of_a_script(policy, agent, told, lost, requeues, code, requeue):
+    end = decide_script(agent, told=told, lost=lost, policy=policy, requeues=requeues)
+    assert (end.code, end.requeue) == (code, requeue)
+    assert bool(end.line) == (agent != 0) and "\n" not in end.line
+    if requeues and 75 in (agent, code):
+        assert ("requeue 3 of at most 3" if requeue else "it was 3 times, MAX_REQUEUES=3") in end.line
+
+
+@pytest.mark.parametrize(
+    ("ended", "told", "code"),
+    [
+        ({}, True, 75), ({0: 75, 1: 0}, True, 75), ({0: -15, 1: 75}, True, 75), ({0: 0, 1: 0}, True, 0), ({0: -15}, True, 1),
+        ({1: 3}, False, 3), ({1: -9}, False, 1), ({0: 69}, False, 1), ({0: 200}, False, 1), ({0: 1, 1: 75}, False, 75),
+    ],
+)  # fmt: skip
+@pytest.mark.unit
+def test_what_the_agent_of_a_script_exits_with(ended, told, code):
+    assert script_agent.exit_code(ended, told=told) == code
+
+
+@pytest.mark.unit
+def test_both_sides_of_the_agent_of_a_script_mean_the_same():
+    """The agent imports nothing of the kit, so it repeats some names."""
+    assert (script_agent.COME_BACK, script_agent.UNMET) == (verdict.COME_BACK, verdict.UNMET)
+    assert script_agent.STUCK_S == STUCK_S and torchrun.SCRIPT == execute.SCRIPT
+
+
+@pytest.mark.unit
+def test_a_script_s_restarts_are_bounded_on_every_substrate():
+    for name, (spec, _) in GOLDEN.items():
+        assert for_script(spec, {}).max_restarts == min(spec.max_restarts, 3), name
+        assert for_script(spec, {"MAX_RESTARTS": "1"}).max_restarts == min(spec.max_restarts, 1), name
+    with pytest.raises(ConfigError, match="MAX_RESTARTS=many"):
+        for_script(GOLDEN["compose"][0], {"MAX_RESTARTS": "many"})
+
+
+@pytest.mark.unit
+def test_compose_runs_a_script_in_place_of_the_named_run():
+    words = ["--", "src/my script.py", "--lr", "1e-3"]
+    assert compose.overrides({**COMPOSE, "ARGS": "-- 'src/my script.py' --lr 1e-3"}) == words
+    assert compose.overrides(COMPOSE, words) == words
+    node = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
+    path = str(compose.end_of_script({**COMPOSE, "RUN": "${RUN:-compose}"}))
+    assert f"--until-written=/job/{path}" in node["store"]["command"], "the store ends with the script"
+    assert {"MAX_RESTARTS", "PYTHONPATH"} <= node["node"]["environment"].keys()
+
+
+@pytest.mark.unit
+def test_a_script_s_words_follow_torchrun_s_own_options():
+    hostile = ["my script.py", "--nnodes=9", "--", "a='b c'", "-m", ""]
+    for spec, expected in GOLDEN.values():
+        line = printed(spec, command(spec, ["--", *hostile]))
+        assert line == expected.removesuffix("-m train") + shlex.join(hostile)
+        assert command(spec, ["--", "-m", "my.module", "x=1"])[-3:] == ["-m", "my.module", "x=1"]
+
+
+def test_torchrun_leaves_a_script_s_words_alone():
+    words = ["my.py", "--nnodes=9", "--", "-m", "a b", "--rdzv-id=x", ""]
+    code = (
+        "import json, sys; from torch.distributed.run import parse_args, config_from_args\n"
+        "config, _, given = config_from_args(parse_args(json.load(sys.stdin)))\n"
+        "print(json.dumps([config.max_nodes, given[1:]]))\n"
+    )
+    line = json.dumps(command(loopback.spec("1", port=0, id="t", is_host=True), ["--", *words])[1:])
+    done = subprocess.run([sys.executable, "-c", code], input=line, env=environment(), text=True, capture_output=True)
+    assert json.loads(done.stdout) == [1, words], done.stderr
+
+
 def test_a_verdict_is_of_the_launchers_own_record(tmp_path):
     """A refused job took the run's own record, which is newer, for its own, and requeued itself."""
     run = {"outcome": "preempted", "exit_code": 75, "attempt": "a", "time": 9.0, "launcher": "slurm:1"}
@@ -325,7 +427,7 @@ def test_a_store_listens_at_one_address_alone():
         process.communicate()
 
 
-@pytest.mark.parametrize("module", ["__main__", "execute", "substrate", "store", "check"])
+@pytest.mark.parametrize("module", ["__main__", "execute", "substrate", "store", "check", "script"])
 def test_a_launcher_starts_without_torch(module):
     code = f"import sys, muster.launcher.{module}; sys.exit(any(name in sys.modules for name in ('torch', 'hydra')))"
     assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
@@ -344,6 +446,14 @@ def test_the_commands_say_what_is_wrong_in_one_line(tmp_path):
         (["plan", "lr=3"], SLURM, "did you mean optimizer.lr?"),
         (["node", "lr=3"], INDEXED, "did you mean optimizer.lr?"),
         (["check"], {**COMPOSE, "ARGS": "lr=3"}, "did you mean optimizer.lr?"),
+        (["check"], {**COMPOSE, "ARGS": "-- src/none.py"}, "src/none.py is not a file in"),
+        (["plan", "--", "none.py"], SLURM, "none.py is not a file in"),
+        (["node", "--", "none.py"], INDEXED, "none.py is not a file in"),
+        (["node", "--", "-m", "none.none"], {"NPROC": "2"}, "there is no module none.none in"),
+        (["node", "--"], {"NPROC": "2"}, "-- is followed by nothing: give a script"),
+        (["check", "--", "--lr", "3"], {}, "-- is followed by --lr 3: give a script"),
+        (["check", "lr=3", "--", "none.py"], {}, "lr=3 stands before --"),
+        (["node", "max_steps=3"], {"NPROC": "0"}, "NPROC=0 is not valid"),
     ):
         done = launcher(*arguments, **env)
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1 and not done.stdout, done
@@ -355,6 +465,29 @@ def test_command_prints_what_node_would_run():
     words = shlex.split(done.stdout)
     assert words[3 - len(words) :][-1] == "name=a b" and words[-3:-1] == ["-m", "train"]
     assert done.stdout.endswith(shlex.join(command(spec, ["name=a b"])[1:]) + "\n")
+
+
+def test_command_needs_no_cluster(tmp_path):
+    """It prints what one process, or NPROC of them, would run on this machine."""
+    for env, processes in (({}, 1), ({"NPROC": "4"}, 4)):
+        done = launcher("command", "--", "my.py", "--lr", "1e-3", **env)
+        assert f" --nnodes=1 --nproc-per-node={processes} --max-restarts=3 " in done.stdout, done
+        assert done.stdout.endswith(" my.py --lr 1e-3\n")
+
+
+def test_plan_and_verdict_of_a_script(tmp_path):
+    path = tmp_path / "my script.py"
+    path.touch()
+    done = launcher("plan", "--", str(path), "lr=3", **SLURM)
+    assert done.returncode == 0 and f"run='{path}'\nbefore=''\n" in done.stdout, done
+    for restarts, lost, said in (
+        ("0", "", "code=75\nrequeue=1\nline='my.py: to be run again (exit code 75); requeue 1 of at most 2'\n"),
+        ("1", "n2 n3", "code=75\nrequeue=1\nline='my.py: lost n2 n3; requeue 2 of at most 2'\n"),
+        ("2", "", "code=75\nrequeue=0\nline='my.py: to be run again (exit code 75); not requeued again"),
+    ):
+        env = {**SLURM, "SLURM_RESTART_COUNT": restarts, "MAX_REQUEUES": "2"}
+        done = launcher("verdict", "my.py", "", "75", "told", lost, **env)
+        assert done.stdout.startswith(said), done
 
 
 def started(place, folder, env, **popen):

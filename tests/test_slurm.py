@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from kit import script as mine
 from kit.docker import CACHE, CI, skip
 from kit.job import ROOT, Job, Result, environment, run
 from kit.ledger import RECORDED, assert_exact
@@ -399,3 +400,61 @@ def test_submit_says_what_is_wrong_before_it_sends_anything(tmp_path):
         done = local(tmp_path, "cluster=local", mistake)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "slurm").exists()
+
+
+def test_a_script_of_ones_own_is_requeued_after_75_and_after_a_lost_node(slurm, checkout, tmp_path):
+    """It stops by USR1, as before the time limit, and leaves with 75; then one of its nodes is cut off."""
+    mine.write(checkout)
+    out = tmp_path / "out"
+    out.mkdir()
+    words = ("--", "my script.py", f"--out={out}", "--steps=150", "--step-s=0.1", "a b", "--", "c='d'")
+    job = slurm.sbatch(checkout, *words, flags=("--nodelist=n1,n2",))
+    until(lambda: len(mine.steps(out)) >= 20, "20 steps", timeout_s=60, said=lambda: logs(checkout))
+    slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+    until(lambda: len(mine.attempts(out)) == 2, "second attempt", timeout_s=90, said=lambda: logs(checkout))
+    assert "my script.py: to be run again (exit code 75); requeue 1 of at most 100" in logs(checkout)
+    assert re.search(r"^\[1\] start 0 .*\"a b\", \"--\", \"c='d'\"\] threads 1$", logs(checkout), re.M)
+    with slurm.cut_off("n2"):
+        slurm.wait(job, "PENDING", timeout_s=120)
+        until(lambda: not agents(checkout), "end of the agent that was cut off", timeout_s=120)
+    state = slurm.ended(job, timeout_s=200)
+    assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), logs(checkout)
+    assert int(state["Restarts"]) >= 2
+    first = mine.attempts(out)[1]
+    assert mine.steps(out)[: first + 1] == [*range(first + 1)], "the second attempt goes on where the first stopped"
+
+
+def test_a_script_that_always_fails_is_not_requeued(slurm, checkout, tmp_path):
+    mine.write(checkout)
+    job = slurm.sbatch(checkout, "--", "my script.py", f"--out={tmp_path}", "--fault=always", MAX_RESTARTS="1")
+    state = slurm.ended(job)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "3:0", "0"), logs(checkout)
+    assert mine.attempts(tmp_path, rank=1) == [0, 0]
+    assert "muster: rank 1 left with exit code 3" in logs(checkout) and "failed (exit code 3)" in logs(checkout)
+
+
+def test_a_script_that_always_asks_for_more_is_requeued_as_often_as_it_may_be(slurm, checkout):
+    (checkout / "more.py").write_text("raise SystemExit(75)\n")
+    job = slurm.sbatch(checkout, "--", "more.py", MAX_REQUEUES="1", flags=("--nodes=1",))
+    state = slurm.ended(job)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "75:0", "1"), logs(checkout)
+    assert "requeue 1 of at most 1" in logs(checkout)
+    assert "not requeued again: it was 1 times, MAX_REQUEUES=1" in logs(checkout)
+
+
+def test_a_script_that_is_not_there_ends_at_once(slurm, checkout):
+    state = slurm.ended(slurm.sbatch(checkout, "--", "mine.py"), timeout_s=30)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
+    assert "mine.py is not a file in" in logs(checkout)
+
+
+def test_submit_a_script_of_ones_own(slurm, checkout, tmp_path):
+    mine.write(checkout)
+    words = ("cluster.nodes=2", "--", "my script.py", f"--out={tmp_path}", "--steps=200", "--step-s=0.1")
+    job = re.search(r"job (\d+)", submit(slurm, checkout, *words))[1]
+    until(lambda: len(mine.steps(tmp_path)) >= 20, "20 steps", timeout_s=90)
+    slurm.on("ctl", "scancel", "--signal=USR2", job)
+    state = slurm.ended(job)
+    text = "\n".join(path.read_text() for path in (checkout / "slurm/logs").glob("*.err"))
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), text[-4000:]
+    assert mine.steps(tmp_path) == [*range(200)]

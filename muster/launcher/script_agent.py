@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from torch.distributed import run
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException, api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -41,6 +41,8 @@ from torch.distributed.launcher import api as launcher
 COME_BACK, UNMET, LARGEST = 75, 69, 74  # EX_TEMPFAIL and EX_UNAVAILABLE of sysexits.h
 STEADY_S = 600.0
 """After ranks have worked for this long, a failure is the first in a row again."""
+POLL_S = 0.2
+STUCK_S = 30.0  # longer than any read_timeout that the launchers pass in --rdzv-conf
 LAST_LINES_S = 2.0  # a process that a rank has left behind may hold its output open
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
@@ -95,14 +97,16 @@ def _described(code: int) -> str:
 
 
 class ScriptAgent(LocalElasticAgent):
-    """torch's agent, with a bound on failures in a row, and without a restart after exit code 75."""
+    """torch's agent, with a bound on failures in a row, without a restart after exit code 75, and ended if it hangs."""
 
     newest: ScriptAgent | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.began = 0.0
+        self.looks: int | None = None  # how often it has looked at its ranks; None while it waits for other nodes
         ScriptAgent.newest = self
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def ranks(self) -> list[Rank]:
         """Return this node's ranks, also those that have ended."""
@@ -112,8 +116,13 @@ class ScriptAgent(LocalElasticAgent):
         self.began = time.monotonic()
         return super()._start_workers(worker_group)
 
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self.looks = None
+        super()._restart_workers(worker_group)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
+        self.looks = (self.looks or 0) + 1 if result.state == WorkerState.HEALTHY else None
         if result.is_failed():
             if any(each.proc.poll() == COME_BACK for each in self.ranks() if not each.is_told):
                 self._remaining_restarts = 0
@@ -123,6 +132,27 @@ class ScriptAgent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         super()._shutdown(signal.SIGTERM, timeout)  # after Ctrl-C too: SIGTERM is what a script handles
+
+    def _watch(self) -> None:
+        """End the ranks and this process if the agent hangs between two looks at its ranks.
+
+        If the host of the rendezvous store vanishes without closing its connections (power, link), an agent whose read
+        timed out waits for the answer without a timeout (`TCPStore::doWait`): see muster/faults/agent.py. Meanwhile its
+        ranks would work on beside those of a job that was started again elsewhere.
+        """
+        unseen_s, before = 0.0, None
+        while unseen_s < STUCK_S:
+            time.sleep(POLL_S)
+            unseen_s = unseen_s + POLL_S if before == self.looks is not None else 0.0
+            before = self.looks
+        print(
+            f"muster: this node has lost the rendezvous store for {STUCK_S:.0f} s: its ranks are ended", file=sys.stderr
+        )
+        assert self._pcontext
+        self._pcontext.close(signal.SIGTERM)
+        for each in self.ranks():
+            each.end_output()
+        os._exit(COME_BACK if COME_BACK in [each.proc.poll() for each in self.ranks()] else UNMET)
 
 
 class Rank(SubprocessHandler):

@@ -1,0 +1,146 @@
+"""A user's own script in place of the trainer, under `python -m train.launch node`, on two ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from kit import script as mine
+from kit.job import environment, free_port
+from kit.until import until
+
+SLURM = {
+    "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "127.0.0.1", "HEAD": "127.0.0.1", "MAX_RESTARTS": "1", "GRACE_S": "30",
+}  # fmt: skip
+
+
+def start(folder, *words, **env):
+    """A node of two ranks on this machine, in `folder`, which is all that the script knows."""
+    line = [sys.executable, "-m", "train.launch", "node", "--", *words]
+    env = environment(**{"NPROC": "2", "PYTHONUNBUFFERED": "", **env})
+    return subprocess.Popen(line, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process, timeout_s=180):
+    out, _ = process.communicate(timeout=timeout_s)
+    return process.returncode, out
+
+
+def launch(folder, *words, **env):
+    return finish(start(folder, *words, **env))
+
+
+def reach(folder, step, process):
+    def reached():
+        assert process.poll() is None, process.communicate()[0]
+        return len(mine.steps(folder)) >= step
+
+    until(reached, f"step {step}", timeout_s=120)
+
+
+@pytest.mark.parametrize("words", [["my script.py"], ["-m", "mine.training"]])
+def test_a_script_runs_unchanged_with_its_arguments_untouched(tmp_path, words):
+    mine.write(tmp_path)
+    mine.write(tmp_path, name="mine/training.py")
+    hostile = ["a b", "it's", '"q"', "x=1", "--", "optimizer.lr=$HOME", "", "*"]
+    code, out = launch(tmp_path, *words, f"--out={tmp_path}", "--steps=3", *hostile, OMP_NUM_THREADS="2")
+    assert code == 0, out
+    said = [line for line in out.splitlines() if " start 0 " in line]
+    assert sorted(line[:4] for line in said) == ["[0] ", "[1] "], out
+    assert all(
+        '"a b", "it\'s", "\\"q\\"", "x=1", "--", "optimizer.lr=$HOME", "", "*"] threads 2' in line for line in said
+    ), out
+    assert out.count("] [] are imported") == 2, "neither the trainer nor the kit is imported by a rank"
+    assert mine.steps(tmp_path) == [0, 1, 2]
+
+
+def test_told_to_stop_it_saves_and_leaves_with_75_and_the_same_command_goes_on(tmp_path):
+    words = (mine.write(tmp_path).name, f"--out={tmp_path}", "--steps=60", "--step-s=0.05")
+    process = start(tmp_path, *words)
+    reach(tmp_path, 20, process)
+    process.send_signal(signal.SIGTERM)
+    code, out = finish(process)
+    assert code == 75 and "muster: my script.py: to be run again (exit code 75)" in out, out
+    code, out = launch(tmp_path, *words)
+    assert code == 0, out
+    assert mine.steps(tmp_path) == [*range(60)]
+
+
+def test_told_to_stop_without_a_handler_it_has_failed(tmp_path):
+    (tmp_path / "naive.py").write_text("import time\nopen('ready', 'w').close()\ntime.sleep(60)\n")
+    process = start(tmp_path, "naive.py")
+    until((tmp_path / "ready").exists, "start", timeout_s=120)
+    process.send_signal(signal.SIGTERM)
+    code, out = finish(process)
+    assert code == 1 and "save on SIGTERM and leave with 75 to be run again" in out, out
+
+
+def test_a_script_that_always_fails_ends(tmp_path):
+    words = (mine.write(tmp_path).name, f"--out={tmp_path}", "--fault=always")
+    code, out = launch(tmp_path, *words, MAX_RESTARTS="2")
+    assert code == 3 and mine.attempts(tmp_path, rank=1) == [0, 0, 0], out
+    assert out.splitlines()[-2:] == [
+        "muster: rank 1 left with exit code 3",
+        "muster: my script.py: failed (exit code 3)",
+    ]
+
+
+def test_a_killed_rank_is_started_again(tmp_path):
+    code, out = launch(tmp_path, mine.write(tmp_path).name, f"--out={tmp_path}", "--fault=once")
+    assert code == 0 and mine.attempts(tmp_path, rank=1) == [0, 0], out
+
+
+def test_a_rank_that_leaves_with_75_by_itself_is_not_started_again_here(tmp_path):
+    code, out = launch(tmp_path, mine.write(tmp_path).name, f"--out={tmp_path}", "--fault=again")
+    assert code == 75 and mine.attempts(tmp_path, rank=1) == [0], out
+
+
+def test_a_rank_that_was_only_ended_with_a_failed_one_asks_for_nothing(tmp_path):
+    """Else a script that saves on SIGTERM and always fails would be requeued for ever."""
+    (tmp_path / "one.py").write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "if os.environ['RANK'] == '0':\n    pathlib.Path('ready').touch()\n    time.sleep(60)\n"
+        "while not os.path.exists('ready'):\n    time.sleep(0.05)\n"
+        "sys.exit(4)\n"
+    )
+    code, out = launch(tmp_path, "one.py", MAX_RESTARTS="0")
+    assert code == 4 and "muster: rank 1 left with exit code 4" in out and "rank 0 left" not in out, out
+
+
+def test_a_module_s_error_is_shown_once_with_its_rank(tmp_path):
+    """Also the last words of a rank, which has no time to end its line."""
+    (tmp_path / "broken.py").write_text(
+        "import os, sys\nif os.environ['RANK'] == '1':\n    print('last words', end='', flush=True)\n    raise ValueError('no such file')\n"
+    )
+    code, out = launch(tmp_path, "broken.py", MAX_RESTARTS="0")
+    assert code == 1 and out.count("[1] ValueError: no such file\n") == 1 and "[1] last words\n" in out, out
+
+
+def test_no_rank_outlives_its_agent(tmp_path):
+    process = start(tmp_path, mine.write(tmp_path).name, f"--out={tmp_path}", "--steps=10000", "--step-s=0.05")
+    reach(tmp_path, 3, process)
+    [agent] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    assert len(ranks) == 2
+    os.kill(int(agent), signal.SIGKILL)
+    finish(process)
+    until(lambda: not [rank for rank in ranks if Path("/proc", rank).exists()], "end of the ranks", timeout_s=10)
+
+
+def two_nodes(folder, *words, **env):
+    job = {"SLURM_JOB_ID": str(free_port()), "NPROC": "1", **SLURM, **env}
+    return [start(folder, *words, SLURM_NODEID=str(node), **job) for node in range(2)]
+
+
+@pytest.mark.parametrize(("fault", "code"), [("again", 75), ("always", 3)])
+def test_of_two_nodes_both_end_soon_and_the_largest_code_says_how(tmp_path, fault, code):
+    """srun reports the largest. The node whose ranks were not at fault waits for no one."""
+    words = (mine.write(tmp_path).name, f"--out={tmp_path}", f"--fault={fault}")
+    began = time.monotonic()
+    ends = [finish(process) for process in two_nodes(tmp_path, *words)]
+    assert max(end[0] for end in ends) == code and min(end[0] for end in ends) > 0, ends
+    assert time.monotonic() - began < 120, "the rendezvous's own patience is 300 s"
