@@ -4,6 +4,7 @@ The rooms of this package are the runtime, which holds any training job together
 trainer, the runtime's first user; `muster [overrides]` runs it.
 
 Public names:
+    Job: exact resume, one writer, preemption and records for a training loop of one's own.
     launch: start processes on this machine from a script or a notebook, without a launcher.
     callbacks: hooks beside the trainer's loop; `callbacks.Callback` is the base class.
 """
@@ -14,13 +15,14 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from muster.job.job import Job as Job
     from muster.launcher.spawn import launch as launch
     from muster.train import callbacks as callbacks
 
-PUBLIC = {"callbacks": "muster.train.callbacks", "launch": "muster.launcher.spawn:launch"}
+PUBLIC = {"Job": "muster.job.job:Job", "callbacks": "muster.train.callbacks", "launch": "muster.launcher.spawn:launch"}
 """The public names. Each is imported on first use, because most processes need none of them."""
 
-__all__ = ["callbacks", "launch"]
+__all__ = ["Job", "callbacks", "launch"]
 
 
 def __getattr__(name: str) -> Any:

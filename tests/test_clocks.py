@@ -1,4 +1,4 @@
-"""Nodes whose clocks are a minute apart, each with the agent that `python -m train.launch node` starts."""
+"""Nodes whose clocks are a minute apart, each with the agent that `muster launch node` starts."""
 
 import contextlib
 import signal

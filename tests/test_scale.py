@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kit.ranks import on_ranks
 
 from bench.scale.__main__ import main, predict
-from bench.scale.job import Job, Machine, Workload
+from bench.scale.job import Machine, ScaledJob, Workload
 from bench.scale.strategies import (
     STRATEGIES,
     ddp,
@@ -27,7 +27,7 @@ from muster.collectives.model import Network
 RANKS = st.sampled_from([2**power for power in range(1, 15)])
 OUTER, INNER = Network(1e-5, 2e-11), Network(2e-6, 2e-12)
 WORK = Workload(7e9, 32, samples=2, flops=8e13, boundary_bytes=1.6e7, activation_bytes=9e9)
-JOB = Job(WORK, Machine(4e14, OUTER, INNER, node_size=8))
+JOB = ScaledJob(WORK, Machine(4e14, OUTER, INNER, node_size=8))
 LAYERS, WIDTH = 4, 1024
 LINE = ["--parameters=7e9", "--layers=32", "--hidden=4096", "--sequence=2048", "--flops-per-s=4e14"]
 

@@ -1,4 +1,4 @@
-"""A user's own script in place of the trainer, under `python -m train.launch node`, on two ranks."""
+"""A user's own script in place of the trainer, under `muster launch node`, on two ranks."""
 
 import os
 import signal

@@ -18,6 +18,7 @@ from muster.errors import ConfigError, Diverged, MusterError, say
 from muster.faults.preemption import Preemption
 from muster.job.folder import RunFolder
 from muster.job.lifecycle import Ending, Lifecycle
+from muster.job.records import report
 from muster.loggers.metrics import Metrics
 from muster.timing.clock import Clock
 from muster.train.announce import announce
@@ -34,7 +35,7 @@ from muster.train.loop import Meters, Run, train
 from muster.train.models.initial import first_weights
 from muster.train.numerics import kinds_of, set_numerics
 from muster.train.objectives.build import build_measures
-from muster.train.outputs import open_records, report
+from muster.train.outputs import open_records
 from muster.train.position import identity, restore
 from muster.train.settings import group_options, run_options, visit_of
 from muster.train.strategies.base import Strategy, check_slices

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.scale.job import Job
+from bench.scale.job import ScaledJob
 from bench.scale.options import WORLD_SIZES, parse
 from bench.scale.show import Prediction, draw, show
 from bench.scale.strategies import STRATEGIES
@@ -28,14 +28,14 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def predict(job: Job) -> Prediction:
+def predict(job: ScaledJob) -> Prediction:
     """Return the prediction of every strategy at every world size."""
     return {
         name: {world_size: step(job, world_size) for world_size in WORLD_SIZES} for name, step in STRATEGIES.items()
     }
 
 
-def leave(prediction: Prediction, job: Job, folder: Path) -> None:
+def leave(prediction: Prediction, job: ScaledJob, folder: Path) -> None:
     """Print the table, and write plot and numbers to the output folder. Raises StorageError."""
     steps = {name: {size: asdict(step) for size, step in steps.items()} for name, steps in prediction.items()}
     write_json(folder / "scale.json", {"job": asdict(job), "steps": steps})

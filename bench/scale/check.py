@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.scale.job import Job, Machine, Workload
+from bench.scale.job import Machine, ScaledJob, Workload
 from bench.scale.strategies import CostedStep, ddp
 from muster.collectives.link import Link
 from muster.collectives.measure import Bench
@@ -149,11 +149,11 @@ def measure(
     }
 
 
-def job(network: Network, *, seconds: float) -> Job:
+def job(network: Network, *, seconds: float) -> ScaledJob:
     """Return the measured workload as a job; its computation takes the `seconds` per step of one rank."""
     parameters = sum(parameter.numel() for parameter in model_here().parameters())
     workload = Workload(parameters, 4, SAMPLES, flops=seconds / SAMPLES, boundary_bytes=0, activation_bytes=0)
-    return Job(workload, Machine(flops_per_s=1.0, outer=network, inner=network))
+    return ScaledJob(workload, Machine(flops_per_s=1.0, outer=network, inner=network))
 
 
 def _row(each: Checked) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Job:
+class ScaledJob:
     """A workload on a machine, and the sizes of the strategies.
 
     group: ranks of a shard group (hybrid). tensor: ranks that share a layer. stages, micro_batches: of a pipeline.

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.scale.job import Job, Machine, transformer
+from bench.scale.job import Machine, ScaledJob, transformer
 from muster.collectives.model import Network
 from muster.collectives.options import Parser
 from muster.errors import ConfigError
@@ -19,7 +19,7 @@ POSITIVE = ("parameters", "layers", "hidden", "sequence", "samples", "flops_per_
 """Options that must be above 0."""
 
 
-def parse(arguments: Sequence[str]) -> tuple[Job, Path]:
+def parse(arguments: Sequence[str]) -> tuple[ScaledJob, Path]:
     """Return the job and the output folder; exits after --help. Raises ConfigError."""
     given = _parser().parse_args(arguments)
     for name in POSITIVE:
@@ -29,7 +29,7 @@ def parse(arguments: Sequence[str]) -> tuple[Job, Path]:
         parameters=given.parameters, layers=given.layers, hidden=given.hidden, sequence=given.sequence,
         samples=given.samples, value_bytes=given.value_bytes, optimizer_bytes=given.optimizer_bytes,
     )  # fmt: skip
-    return Job(
+    return ScaledJob(
         workload, _machine(given),
         group=given.group, tensor=given.tensor, stages=given.stages, micro_batches=given.micro_batches,
         every=given.every, servers=given.servers, recursive=given.recursive,

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.scale.job import Job
+from bench.scale.job import ScaledJob
 from muster.collectives.algorithm import rounds_of_doubling
 
 
@@ -47,7 +47,7 @@ class CostedStep:
         return max(self.compute_s, self.communication_s)
 
 
-def ddp(job: Job, world_size: int) -> CostedStep:
+def ddp(job: ScaledJob, world_size: int) -> CostedStep:
     """b F / S + all_reduce(n, W), in buckets; memory P (2 v + o) + b A.
 
     Assumes: all ranks are equally fast.
@@ -55,7 +55,7 @@ def ddp(job: Job, world_size: int) -> CostedStep:
     return _step(job, all_reduce(job, job.workload.nbytes, world_size), state=_whole(job))
 
 
-def zero(job: Job, world_size: int) -> CostedStep:
+def zero(job: ScaledJob, world_size: int) -> CostedStep:
     """ddp + gather(n, W) of the parameters that each rank has updated; memory P (2 v + o / W) + b A.
 
     Assumes: the broadcasts of all owners run in parallel, and together cost one gather.
@@ -66,7 +66,7 @@ def zero(job: Job, world_size: int) -> CostedStep:
     return _step(job, traffic, state=state)
 
 
-def fsdp(job: Job, world_size: int) -> CostedStep:
+def fsdp(job: ScaledJob, world_size: int) -> CostedStep:
     """b F / S + 3 gather(n, W), layer by layer; memory P (2 v + o) / W + two layers + b A.
 
     Parameters are gathered twice, gradients reduced once.
@@ -77,7 +77,7 @@ def fsdp(job: Job, world_size: int) -> CostedStep:
     return _step(job, _sharded(job, world_size), state=_whole(job) / world_size + _two_layers(job))
 
 
-def hybrid(job: Job, world_size: int) -> CostedStep:
+def hybrid(job: ScaledJob, world_size: int) -> CostedStep:
     """fsdp within groups of N + all_reduce(n / N, W / N) between them; memory P (2 v + o) / N + two layers + b A.
 
     Assumes: the ranks of a group are consecutive, so that a group of a node's size stays within the node.
@@ -87,7 +87,7 @@ def hybrid(job: Job, world_size: int) -> CostedStep:
     return _step(job, _sharded(job, group) + between, state=_whole(job) / group + _two_layers(job))
 
 
-def tensor_parallel(job: Job, world_size: int) -> CostedStep:
+def tensor_parallel(job: ScaledJob, world_size: int) -> CostedStep:
     """b F / S + 4 L all_reduce(b T h, T) + all_reduce(n / T, W / T); memory P (2 v + o) / T + b A.
 
     T ranks share b T samples, with h bytes each between layers. Assumes: layers are fully sharded, no part replicated.
@@ -99,7 +99,7 @@ def tensor_parallel(job: Job, world_size: int) -> CostedStep:
     return _step(job, within + between, state=_whole(job) / tensor)
 
 
-def pipeline(job: Job, world_size: int) -> CostedStep:
+def pipeline(job: ScaledJob, world_size: int) -> CostedStep:
     """b F / S (1 + (p-1)/m) + 2 m messages of b p h / m + all_reduce(n / p, W / p).
 
     Memory P (2 v + o) / p + min(p, m) b A / m.
@@ -116,7 +116,7 @@ def pipeline(job: Job, world_size: int) -> CostedStep:
     return _step(job, traffic, state=_whole(job) / stages, slower=1 + (stages - 1) / pieces, alive=alive)
 
 
-def local_sgd(job: Job, world_size: int) -> CostedStep:
+def local_sgd(job: ScaledJob, world_size: int) -> CostedStep:
     """b F / S + all_reduce(n, W) / H: parameters are averaged every H steps; memory as ddp; gradients stay local.
 
     Assumes: averaging every H steps trains as well, which this model does not examine.
@@ -125,7 +125,7 @@ def local_sgd(job: Job, world_size: int) -> CostedStep:
     return _step(job, Traffic(whole.seconds / job.every, whole.nbytes / job.every), state=_whole(job))
 
 
-def parameter_server(job: Job, world_size: int) -> CostedStep:
+def parameter_server(job: ScaledJob, world_size: int) -> CostedStep:
     """b F / S + 2 (W-K) (alpha + n / K beta): K servers receive gradients from each trainer and return parameters.
 
     Memory P (2 v + o) + b A; bytes sent are the larger of a server's and a trainer's. Assumes: synchronous updates;
@@ -138,22 +138,22 @@ def parameter_server(job: Job, world_size: int) -> CostedStep:
     return _step(job, Traffic(seconds, max(trainers * share, job.workload.nbytes)), state=_whole(job))
 
 
-STRATEGIES: dict[str, Callable[[Job, int], CostedStep]] = {
+STRATEGIES: dict[str, Callable[[ScaledJob, int], CostedStep]] = {
     each.__name__: each for each in (ddp, zero, fsdp, hybrid, tensor_parallel, pipeline, local_sgd, parameter_server)
 }
 
 
-def all_reduce(job: Job, nbytes: float, ranks: int, *, apart: int = 1) -> Traffic:
+def all_reduce(job: ScaledJob, nbytes: float, ranks: int, *, apart: int = 1) -> Traffic:
     """Return the traffic of an all-reduce: 2 (W-1)/W n bytes, in 2 (W-1) rounds for each bucket."""
     return collective(job, nbytes, ranks, passes=2, calls=math.ceil(nbytes / job.bucket_bytes), apart=apart)
 
 
-def gather(job: Job, nbytes: float, ranks: int) -> Traffic:
+def gather(job: ScaledJob, nbytes: float, ranks: int) -> Traffic:
     """Return the traffic of a gather or a reduce-scatter: (W-1)/W n bytes in W - 1 rounds."""
     return collective(job, nbytes, ranks, passes=1, calls=1)
 
 
-def collective(job: Job, nbytes: float, ranks: int, *, passes: int, calls: int, apart: int = 1) -> Traffic:
+def collective(job: ScaledJob, nbytes: float, ranks: int, *, passes: int, calls: int, apart: int = 1) -> Traffic:
     """Return the traffic of `calls` collectives with `nbytes` in total, of `passes` passes each.
 
     apart: distance between the ranks.
@@ -166,21 +166,21 @@ def collective(job: Job, nbytes: float, ranks: int, *, passes: int, calls: int, 
     return Traffic(rounds * network.alpha_s + sent * network.beta_s, sent)
 
 
-def _sharded(job: Job, ranks: int) -> Traffic:
+def _sharded(job: ScaledJob, ranks: int) -> Traffic:
     work = job.workload
     return collective(job, work.nbytes, ranks, passes=3, calls=work.layers)
 
 
-def _whole(job: Job) -> float:
+def _whole(job: ScaledJob) -> float:
     work = job.workload
     return work.parameters * (2 * work.value_bytes + work.optimizer_bytes)
 
 
-def _two_layers(job: Job) -> float:
+def _two_layers(job: ScaledJob) -> float:
     return 2 * job.workload.nbytes / job.workload.layers
 
 
-def _step(job: Job, traffic: Traffic, *, state: float, slower: float = 1.0, alive: float = 1.0) -> CostedStep:
+def _step(job: ScaledJob, traffic: Traffic, *, state: float, slower: float = 1.0, alive: float = 1.0) -> CostedStep:
     work = job.workload
     compute_s = work.samples * work.flops / job.machine.flops_per_s * slower
     return CostedStep(compute_s, traffic.seconds, state + alive * work.samples * work.activation_bytes, traffic.nbytes)

@@ -48,7 +48,7 @@ class Fetch(Dataset[Any]):
     @property
     def is_keyed(self) -> bool:
         """True if batches depend on the samples' keys alone, so that they may be fetched at any time."""
-        return self._is_read_whole and self.adapter is None
+        return self._is_read_whole and self.adapter in (None, unsplit)
 
     @property
     def _is_read_whole(self) -> bool:
@@ -60,7 +60,7 @@ class Fetch(Dataset[Any]):
         keys = sample_keys(seed=self.seed, epoch=micro_batch.epoch, indices=micro_batch.indices)
         if self.is_keyed:
             batch = self.dataset.__getitems__(micro_batch.indices.tolist(), keys)
-            inputs, targets = split(batch, None, source=self.dataset)
+            inputs, targets = split(batch, self.adapter, source=self.dataset)
             return inputs, targets, micro_batch.count
         with kept_generators():
             inputs, targets = self._drawn(micro_batch.indices, keys)
@@ -144,6 +144,11 @@ class Fetch(Dataset[Any]):
             raise DataError(
                 f"{len(self.bad)} samples cannot be read, more than loader.max_bad_samples={self.max_bad}: the last is {index}: {reason}"
             ) from error
+
+
+def unsplit(batch: Any) -> tuple[Any, None]:
+    """Return (batch, None): the adapter of a loop that splits its batches itself."""
+    return batch, None
 
 
 def remedy(dataset: Any, sample: Any) -> str:

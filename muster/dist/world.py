@@ -45,6 +45,10 @@ class World:
     """Removes the store's file, if the ranks met through a file."""
     memory: SharedMemory | None = None
     """Memory shared by all ranks, if they are on one host and train on its CPUs."""
+    group: dist.ProcessGroup | None = None
+    """The group that carries CPU tensors; None: the default group."""
+    is_borrowed: bool = False
+    """True if the default group existed before, and outlives this attempt."""
 
     @property
     def rank(self) -> int:
@@ -69,7 +73,7 @@ class World:
         if self.memory:
             self.memory.add_up(total)
         else:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.group)
         return [float(value) for value in total]
 
     def sum_named(self, values: dict[str, float]) -> dict[str, float]:
@@ -83,9 +87,9 @@ class World:
             return value
         text = json.dumps(value).encode() if self.rank == source else b""
         length = torch.tensor([len(text)])
-        dist.broadcast(length, source)
+        dist.broadcast(length, source, group=self.group)
         buffer = _bytes(text, int(length))
-        dist.broadcast(buffer, source)
+        dist.broadcast(buffer, source, group=self.group)
         return json.loads(bytes(buffer.tolist()))
 
     def gather(self, value: Any) -> list[Any]:
@@ -94,10 +98,10 @@ class World:
             return [value]
         text = json.dumps(value).encode()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(text)]))
+        dist.all_gather(lengths, torch.tensor([len(text)]), group=self.group)
         longest = max(map(int, lengths))
         buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(buffers, _bytes(text, longest))
+        dist.all_gather(buffers, _bytes(text, longest), group=self.group)
         return [json.loads(bytes(buffer[: int(n)].tolist())) for buffer, n in zip(buffers, lengths, strict=True)]
 
     def lowest(self, is_so: bool) -> int | None:
@@ -107,7 +111,7 @@ class World:
             return next((rank for rank, is_one in enumerate(told) if is_one), None)
         rank = torch.tensor([self.rank if is_so else self.size])
         if self.size > 1:
-            dist.all_reduce(rank, dist.ReduceOp.MIN)
+            dist.all_reduce(rank, dist.ReduceOp.MIN, group=self.group)
         return int(rank) if int(rank) < self.size else None
 
     def barrier(self) -> None:
@@ -197,7 +201,7 @@ class World:
 
     def close(self) -> None:
         """Leave the process group; rank 0, which may hold the store, leaves last."""
-        if self.size > 1 and dist.is_initialized():
+        if self.size > 1 and dist.is_initialized() and not self.is_borrowed:
             dist.destroy_process_group()
             self.board.say_bye(hosts_store=self.place.hosts_store)
             if self.shared:

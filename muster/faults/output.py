@@ -84,9 +84,13 @@ def _enduring(number: int, now: TextIO | None) -> TextIO:
         return now
     with contextlib.suppress(OSError):
         now.flush()
-    raw = io.BufferedWriter(Enduring(number, "w", closefd=False))
+    raw: Any = Enduring(number, "w", closefd=False)
     return io.TextIOWrapper(
-        raw, now.encoding, now.errors, line_buffering=now.line_buffering, write_through=now.write_through
+        raw if now.write_through else io.BufferedWriter(raw),
+        now.encoding,
+        now.errors,
+        line_buffering=now.line_buffering,
+        write_through=now.write_through,
     )
 
 

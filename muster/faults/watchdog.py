@@ -45,7 +45,7 @@ class Watchdog:
             say("muster: this system has no timer_create: a stopped rank is detected, but only torchrun can end it")
 
     def wind(self, seconds: float) -> None:
-        """Kill this process `seconds` from now, unless called again before."""
+        """Kill this process `seconds` from now, unless called again before; 0 stops the timer."""
         if self._libc:
             spec = self._Spec(0, 0, int(seconds), int(seconds % 1 * 1e9))
             self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)

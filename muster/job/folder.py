@@ -45,7 +45,7 @@ OF_A_RUN = (
 class RunOptions:
     """Where a run's files are, how it resumes, and when it gives up.
 
-    output_dir: the run's folder. config: text of its config.yaml.
+    output_dir: the run's folder. config: text of its config.yaml; empty: it is written later.
     storage: folder or URL for checkpoints; None: `checkpoints/` in `output_dir`.
     resume: `auto`, `never` (start over at each launch), or a path or URL to start from.
     timeout_s: seconds without progress after which a rank is ended.
@@ -222,7 +222,8 @@ def _take_over(
             f"the run was stopped {stops} times in a row before it got further than step {furthest}: give it more "
             "time, raise max_idle_preemptions, and run the same command again"
         )
-    replace_file(path / "config.yaml", lambda draft: draft.write_text(options.config))
+    if options.config:
+        replace_file(path / "config.yaml", lambda draft: draft.write_text(options.config))
     return before.outcome == attempts.DONE and (path / "model.pt").exists()
 
 

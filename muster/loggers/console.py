@@ -10,10 +10,13 @@ from muster.loggers.base import Logger
 
 
 def console(wanted: str, *, step: int, total_steps: int, restarts: int = 0) -> Logger:
-    """Return the logger `wanted`: `bar`, `plain`, `none`, or `auto`, a bar in a terminal and lines elsewhere."""
+    """Return the logger `wanted`: `bar`, `plain`, `none`, or `auto`, a bar in a terminal and lines elsewhere.
+
+    total_steps: 0 if unknown.
+    """
     if wanted == "none":
         return Logger()
-    if wanted == "bar" or (wanted == "auto" and sys.stdout.isatty()):
+    if wanted == "bar" or (wanted == "auto" and sys.stdout.isatty() and total_steps):
         return Bar(step=step, total_steps=total_steps, restarts=restarts)
     return Lines(total_steps)
 
@@ -55,8 +58,9 @@ class Bar(Logger):
             if self.restarts:
                 self.ranks += f", {several(self.restarts, 'restart')}"
         if record["kind"] == "train":  # shown in the bar, so that the terminal does not scroll
-            said = f"loss {record['loss']:.4f}, {record['samples_per_s']:.0f} samples/s, {self.ranks}"
-            self.bar.update(self.task, description=said)
+            of_step = (f"loss {record['loss']:.4f}",) if record["loss"] is not None else ()
+            said = (*of_step, f"{record['samples_per_s']:.0f} samples/s", self.ranks)
+            self.bar.update(self.task, description=", ".join(said))
         else:
             self.bar.console.print(describe(record, self.total_steps), highlight=False, markup=False)
 
@@ -69,21 +73,29 @@ def several(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-OF_A_STEP = ("step", "epoch", "loss", "lr", "grad_norm", "samples", "samples_per_s")
+OF_A_STEP = {
+    "step": "step {}",
+    "epoch": "epoch {}",
+    "loss": "loss {:.4f}",
+    "lr": "lr {:.3g}",
+    "grad_norm": "grad_norm {:.3g}",
+    "samples_per_s": "{:.0f} samples/s",
+}
+"""How the values of a `train` record are shown, in order."""
 
 
 def describe(record: dict[str, Any], total_steps: int) -> str:
-    """Format a record as one readable line."""
-    fields = {name: value for name, value in record.items() if name != "kind"}
+    """Format a record as one readable line. total_steps: 0 if unknown; values that are None are left out."""
+    fields = {name: value for name, value in record.items() if name != "kind" and value is not None}
+    if record["kind"] != "event" and total_steps:
+        fields["step"] = f"{fields['step']}/{total_steps}"
     if record["kind"] == "train":
-        return (
-            f"step {fields['step']}/{total_steps}  epoch {fields['epoch']}  loss {fields['loss']:.4f}  lr {fields['lr']:.3g}  "
-            f"grad_norm {fields['grad_norm']:.3g}  {fields['samples_per_s']:.0f} samples/s"
-            + "".join(f"  {name} {value:.4f}" for name, value in fields.items() if name not in OF_A_STEP)
-        )
+        known = [shown.format(fields[name]) for name, shown in OF_A_STEP.items() if name in fields]
+        more = [f"{name} {fields[name]:.4f}" for name in fields if name not in (*OF_A_STEP, "samples")]
+        return "  ".join([*known, *more])
     if record["kind"] == "eval":
         values = "  ".join(f"{name} {value:.4f}" for name, value in fields.items() if name not in ("step", "epoch"))
-        return f"step {fields['step']}/{total_steps}  epoch {fields['epoch']}  test: {values}"
+        return f"step {fields['step']}  test: {values}"
     if fields["event"] == "restart" and fields.get("after") == "running" and not fields.get("cause"):
         fields |= {
             "after": "killed",

@@ -29,9 +29,17 @@ class Metrics:
         self._since = (self._since[0], time.perf_counter())
 
     def train(
-        self, *, step: int, epoch: int, loss: float, lr: float, grad_norm: float, samples: int, more: dict[str, float]
+        self,
+        *,
+        step: int,
+        epoch: int,
+        loss: float | None,
+        lr: float | None,
+        grad_norm: float | None,
+        samples: int,
+        more: dict[str, float],
     ) -> None:
-        """Log a `train` record, with the `more` values at its end."""
+        """Log a `train` record, with the `more` values at its end. None: not known."""
         (samples_then, then), now = self._since, time.perf_counter()
         self._since = (samples, now)
         speed = round((samples - samples_then) / (now - then), 1)

@@ -56,4 +56,5 @@ def scalars(record: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a `train` or `eval` record, named `train/loss`; an empty dict for an event."""
     if record["kind"] == "event":
         return {}
-    return {f"{record['kind']}/{name}": value for name, value in record.items() if name not in COORDINATES}
+    known = {name: value for name, value in record.items() if name not in COORDINATES and value is not None}
+    return {f"{record['kind']}/{name}": value for name, value in known.items()}

@@ -222,7 +222,7 @@ class History:
     def ledger(self) -> tuple[bool | None, str]:
         """True if the samples on record match the plan and no step is there twice (None: not known); and a summary."""
         size = next((line["samples_per_epoch"] for line in self.events if "samples_per_epoch" in line), None)
-        if not size or not self.train or not self.config:
+        if not size or not self.train or "batch_size" not in self.config:
             return None, "not known: there are no steps on record"
         plan = _plan(size, self.config)
         steps = [line["step"] for line in self.train]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 PRELOADED = [
-    "muster.train.run", "muster.train.strategies.ddp", "muster.train.strategies.fsdp", "muster.train.strategies.pipeline", "muster.train.strategies.zero",
+    "muster.train.run", "muster.job.job", "muster.train.strategies.ddp", "muster.train.strategies.fsdp", "muster.train.strategies.pipeline", "muster.train.strategies.zero",
     "muster.train.strategies.local_sgd", "muster.train.strategies.tensor_parallel", "muster.train.strategies.rpc.ddp_rpc", "muster.train.models.gpt",
     "torch._dynamo", "torch.distributed.elastic", "torchvision.transforms.v2", "sklearn.datasets", "rich.progress",
     "torch.distributed.run", "torch.distributed.elastic.rendezvous.dynamic_rendezvous",

@@ -1,0 +1,99 @@
+"""The start and the end of a job in a process that goes on to be its user's: signals, group, claim, exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from muster.dist import borrowed
+from muster.dist.device import choose_backend
+from muster.dist.place import Place
+from muster.dist.world import World, start
+from muster.errors import ConfigError
+from muster.faults import agent, output
+from muster.faults.heartbeat import Heartbeat
+from muster.faults.preemption import Preemption
+from muster.job.folder import RunFolder
+from muster.job.lifecycle import Lifecycle
+from muster.job.options import JobOptions, check_options, group_options_of, run_options_of
+from muster.process import STOP_SIGNALS, ignore
+
+_entered: list[Entrance] = []
+"""The entrance of the job that is open in this process."""
+
+
+class Entrance:
+    """A job's group, its claimed folder and its lifecycle, from `enter` to `leave`."""
+
+    def __init__(self, options: JobOptions):
+        self.options, self.preemption = options, Preemption()
+        self.life = Lifecycle(Path(options.folder), self.preemption, max_idle_attempts=options.max_idle_attempts)
+        self.world: World
+        self.folder: RunFolder
+        self._heartbeat: Heartbeat | None = None
+        self._before: dict[int, Any] = {}
+
+    def enter(self) -> None:
+        """Form the group and claim the folder. Collective: every rank must call it.
+
+        Raises:
+            ConfigError: a job is open in this process.
+            SystemExit: the attempt has ended already; its error is reported.
+        """
+        if _entered:
+            raise ConfigError(
+                f"Job({str(self.options.folder)!r}): {_entered[0].options.folder} is open in this process: leave its "
+                "`with` block first"
+            )
+        _entered.append(self)
+        self._install()
+        try:
+            check_options(self.options)
+            self.world = self._start()
+            self._heartbeat = self.life.meet(self.world, timeout_s=self.options.timeout_s)
+            self._group_alone()
+            self.folder = self.life.claim(run_options_of(self.options), refusal=lambda saved: None)
+        except BaseException as error:
+            self.leave(error)
+
+    def leave(self, error: BaseException | None) -> None:
+        """End the attempt: with other ranks an error ends this process. Raises SystemExit unless the run is done."""
+        self.life.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        if self._heartbeat:
+            self._heartbeat.disarm()
+        _entered.clear()
+        if self.life.exit_code:
+            self._ignore_signals()
+            raise SystemExit(self.life.exit_code) from error
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _start(self) -> World:
+        options = group_options_of(self.options)
+        if borrowed.exists():
+            return borrowed.borrow(options)
+        return start(options, Place.from_env(), stopping=lambda: self.preemption.signalled)
+
+    def _group_alone(self) -> None:
+        """Form a group of one rank, for DistributedDataParallel and fully_shard in a loop that is the same for all."""
+        if self.world.size > 1 or borrowed.exists():
+            return
+        backend = choose_backend(group_options_of(self.options), self.world.device)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        self.life.on_end(dist.destroy_process_group, failed=dist.destroy_process_group)
+
+    def _install(self) -> None:
+        output.endure()
+        agent.die_with_it()
+        with contextlib.suppress(ValueError):  # not in the main thread: a stop comes from another rank then
+            self._before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+            self.preemption.install()
+
+    def _ignore_signals(self) -> None:
+        """A launcher's signal during interpreter teardown would hide the exit code."""
+        with contextlib.suppress(ValueError):
+            ignore(*STOP_SIGNALS)

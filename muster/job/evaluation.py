@@ -1,0 +1,80 @@
+"""An exact evaluation for a loop of a user's own: every sample once, at any world size."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muster.batches.generators import kept_generators, key_of, seed_generators
+from muster.batches.loader import LoaderConfig, batches
+from muster.dist.world import World
+from muster.errors import ConfigError
+from muster.origin import described
+from muster.plan import Plan
+
+
+def evaluate(
+    dataset: Any,
+    measure: Callable[[Any], Mapping[str, Tensor]],
+    *,
+    batch_size: int,
+    world: World,
+    modules: Iterable[nn.Module],
+    loader: LoaderConfig,
+    begin: Callable[[], bool],
+) -> dict[str, float] | None:
+    """Return the means of `measure` over `dataset`; None if the ranks agreed to stop before the end.
+
+    Collective: every rank must call it. See `Job.evaluate`.
+
+    loader: how samples are fetched, and this rank's share of them. begin: is called before each batch and before the
+    sums; False means to stop there.
+
+    Raises:
+        ConfigError: `measure` returns something else than tensors [B] by name.
+    """
+    plan = Plan(len(dataset), min(batch_size, len(dataset)), shuffle=False)
+    totals = dict[str, Any]()
+    with torch.no_grad(), kept_generators(on_device=True), evaluating(modules):
+        for number, (batch,) in enumerate(batches(dataset, plan, range(plan.steps_per_epoch), loader)):
+            if not begin():
+                return None
+            seed_generators(key_of(loader.seed, "evaluation", number), on_device=True)
+            for name, values in _checked(measure(batch.inputs), size=max(1, batch.count)).items():
+                own = values[: batch.count].double().sum()  # a rank without samples gets one that does not count
+                totals[name] = totals[name] + own if name in totals else own
+    if not begin():
+        return None
+    sums = world.sum_named({name: float(total) for name, total in totals.items()})
+    return {name: total / plan.size for name, total in sums.items()}
+
+
+@contextlib.contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put `modules` into evaluation mode, and each of their parts back into its own mode on exit."""
+    parts = [part for module in modules for part in module.modules()]
+    before = [part.training for part in parts]
+    try:
+        for part in parts:
+            part.training = False
+        yield
+    finally:
+        for part, mode in zip(parts, before, strict=True):
+            part.training = mode
+
+
+def _checked(found: Any, *, size: int) -> Mapping[str, Tensor]:
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"the function of evaluate() returns {described(found)}: return a dict of tensors, one value per sample"
+        )
+    for name, values in found.items():
+        if not isinstance(values, Tensor) or values.shape != (size,):
+            raise ConfigError(
+                f"the function of evaluate() returns {described(values)} for {name}: give one value per sample, a tensor [{size}]"
+            )
+    return found

@@ -1,0 +1,176 @@
+"""Where the batches of a loop come from: a data set, by the sample plan, or a DataLoader of the loop's own.
+
+Both continue in the middle of an epoch from the number of steps done alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from muster.batches.fingerprint import fingerprint
+from muster.batches.generators import kept_generators, key_of, seed_generators
+from muster.batches.loader import LoaderConfig, batches, to
+from muster.batches.stream import Stream
+from muster.errors import ConfigError
+from muster.plan import Plan
+
+
+@dataclass(frozen=True)
+class Portion:
+    """One rank's batch of a step: `count` of the step's `total` samples; 0 of 0 if a loader does not say how many."""
+
+    batch: Any
+    count: int = 0
+    total: int = 0
+
+
+class Feed(Protocol):
+    """Batches by the number of steps done.
+
+    total_steps: the steps of the whole run. samples_per_epoch: 0 if unknown.
+    facts: what identifies the batches; a resume with others is refused.
+    """
+
+    total_steps: int
+    steps_per_epoch: int
+    samples_per_epoch: int
+    facts: dict[str, Any]
+
+    def samples_before(self, step: int) -> int:
+        """Return the number of samples in the steps before `step`; 0 if unknown."""
+
+    def portions(self, step: int) -> Iterator[Portion]:
+        """Yield this rank's batches from `step` to the end."""
+
+
+class PlannedFeed:
+    """Batches of a data set: each step takes the plan's next `plan.batch_size` samples, and a rank its share of them."""
+
+    def __init__(self, dataset: Any, plan: Plan, *, total_steps: int, loader: LoaderConfig):
+        self.dataset, self.plan, self.total_steps, self.loader = dataset, plan, total_steps, loader
+        self.steps_per_epoch, self.samples_per_epoch = plan.steps_per_epoch, plan.size
+        self.facts = {
+            "batch_size": plan.batch_size,
+            "drop_last": plan.drop_last,
+            "shuffle": plan.shuffle,
+            "seed": plan.seed,
+            "fingerprint": fingerprint(dataset),
+        }
+
+    def samples_before(self, step: int) -> int:
+        """Return the number of samples in the steps before `step`."""
+        return self.plan.samples_before(step)
+
+    def portions(self, step: int) -> Iterator[Portion]:
+        """Yield this rank's batches from `step` to the end."""
+        for (batch,) in batches(self.dataset, self.plan, range(step, self.total_steps), self.loader):
+            yield Portion(batch.inputs, batch.count, batch.total)
+
+
+class LoadedFeed:
+    """Batches of a DataLoader, exact after a resume with as many ranks as before.
+
+    The generators that its samplers and workers draw their seeds from are seeded for each epoch, and batches of the
+    epoch that were trained on before are read again and dropped. `set_epoch` of the loader or its sampler is called.
+    """
+
+    def __init__(self, loader: Any, *, total_steps: int, device: torch.device, seed: int):
+        self.loader, self.total_steps, self.device, self.seed = loader, total_steps, device, seed
+        self.steps_per_epoch, self.samples_per_epoch = len(loader), 0
+        self.facts = {"steps_per_epoch": self.steps_per_epoch, "seed": seed}
+
+    def samples_before(self, step: int) -> int:
+        """Return 0: a loader does not say how many samples its batches have."""
+        return 0
+
+    def portions(self, step: int) -> Iterator[Portion]:
+        """Yield the loader's batches from `step` to the end."""
+        while step < self.total_steps:
+            for batch in self._epoch(*divmod(step, self.steps_per_epoch)):
+                if step == self.total_steps:
+                    return
+                yield Portion(to(self.device, batch))
+                step += 1
+
+    def _epoch(self, epoch: int, done: int) -> Iterable[Any]:
+        key = key_of(self.seed, "epoch", epoch)
+        known: list[Any] = [self.loader, *(getattr(self.loader, name, None) for name in ("sampler", "batch_sampler"))]
+        for each in known:
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
+            if isinstance(own := getattr(each, "generator", None), torch.Generator):
+                own.manual_seed(key)
+        with kept_generators():
+            seed_generators(key)
+            items = iter(self.loader)
+            skipped = [None for _ in islice(items, done)]
+            first = [] if done else [*islice(items, 1)]  # a sampler draws its seed only when its first batch is read
+        if len(skipped) < done:
+            raise ConfigError(f"the loader ends after {len(skipped)} batches, and its length is {self.steps_per_epoch}")
+        return chain(first, items)
+
+
+def feed(
+    source: Any,
+    *,
+    batch_size: int | None,
+    epochs: int | None,
+    max_steps: int | None,
+    shuffle: bool,
+    drop_last: bool,
+    loader: LoaderConfig,
+) -> Feed:
+    """Return the batches of `source`, a data set or a DataLoader. See `Job.batches`.
+
+    loader: how the samples of a data set are fetched, and the share of them that this rank gets.
+
+    Raises:
+        ConfigError: an argument is missing or out of range, or `source` is neither.
+    """
+    if (epochs is None) == (max_steps is None):
+        raise ConfigError(f"batches(epochs={epochs}, max_steps={max_steps}): give one of the two")
+    _at_least_one(epochs=epochs, max_steps=max_steps, batch_size=batch_size)
+    if _is_loader(source):
+        if batch_size is not None:
+            raise ConfigError(
+                f"batches(loader, batch_size={batch_size}): a DataLoader has its own batch size; leave batch_size out"
+            )
+        total = max_steps or (epochs or 0) * _length(source)
+        return LoadedFeed(source, total_steps=total, device=loader.device, seed=loader.seed)
+    if batch_size is None:
+        raise ConfigError("batches(dataset) needs batch_size=..., the samples per optimizer step over all ranks")
+    dataset = Stream(source) if isinstance(source, IterableDataset) else source
+    plan = Plan(
+        _length(dataset),
+        min(batch_size, len(dataset)),
+        loader.seed,
+        shuffle=shuffle and dataset is source,
+        drop_last=drop_last,
+    )
+    total = max_steps or (epochs or 0) * plan.steps_per_epoch
+    return PlannedFeed(dataset, plan, total_steps=total, loader=loader)
+
+
+def _is_loader(source: Any) -> bool:
+    """Return True for a DataLoader, and for one of another library: it yields batches, and has no samples by index."""
+    if isinstance(source, DataLoader):
+        return True
+    return not isinstance(source, IterableDataset) and not hasattr(source, "__getitem__")
+
+
+def _at_least_one(**given: int | None) -> None:
+    for name, value in given.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"batches({name}={value}): give a whole number of at least 1")
+
+
+def _length(source: Any) -> int:
+    if not isinstance(source, Sized) or not len(source):
+        raise ConfigError(f"batches({type(source).__name__}) has no length, or no samples: give it __len__")
+    return len(source)

@@ -1,0 +1,349 @@
+"""`Job`: one attempt at a run whose training loop is a user's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from muster.batches.fetch import unsplit
+from muster.batches.generators import key_of, seed_generators
+from muster.batches.loader import LoaderConfig
+from muster.errors import ConfigError, Diverged, MusterError
+from muster.job.entrance import Entrance
+from muster.job.evaluation import evaluate
+from muster.job.feed import Feed, Portion, feed
+from muster.job.options import JobOptions
+from muster.job.session import AgreedStop, Session
+from muster.job.tracked import Tracked
+from muster.plan import Share
+
+
+@dataclass(eq=False)
+class Job(JobOptions):
+    """One attempt at a run, for a training loop of your own: exact resume, one writer, preemption, records, a report.
+
+    A context manager around the loop; `JobOptions` describes its arguments. Entering it forms the process group, unless
+    one exists, and claims the run's folder. Leaving it saves the last step and records that the run is done. An error
+    in the block ends the process with the error's exit code, after one line that names the first cause. SIGTERM stops
+    all ranks after the same step, saves it and ends with 75 (`SystemExit`); the same command resumes.
+
+        with muster.Job("runs/mine", save_every=100) as job:
+            model = DDP(Net().to(job.device))
+            optimizer = AdamW(model.parameters())
+            job.track(model=model, optimizer=optimizer)
+            for inputs, targets in job.batches(dataset, batch_size=64, epochs=3):
+                loss = cross_entropy(model(inputs), targets)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                job.step(loss=loss)
+
+    All ranks must make the same calls in the same order. Misuse raises ConfigError, which ends with exit code 2.
+    """
+
+    def __post_init__(self) -> None:
+        self._entrance = Entrance(self)
+        self._session: Session | None = None
+        self._portion = Portion(None)
+        self._is_owed = self._is_weighed = self._is_warned = False
+
+    def __enter__(self) -> Self:
+        self._entrance.enter()
+        seed_generators(key_of(self.seed), on_device=True)  # the same initial weights on every rank
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            error = self._end(error)
+        except BaseException as late:
+            error = late
+        self._entrance.leave(error)
+
+    def _end(self, error: BaseException | None) -> BaseException | None:
+        """Bring a run that is done or has stopped to its end; return any other error."""
+        if isinstance(error, AgreedStop) and self._session:
+            self._session.end_stopped()
+            return None
+        if isinstance(error, Diverged) and self._session:  # on all ranks at once: their checkpoint writers still live
+            self._session.settle()
+        if error is None:
+            session = self._opened("the end of the `with` block")
+            session.end_stopped() if self._is_told(session) else session.end_done()
+        return error
+
+    @staticmethod
+    def _is_told(session: Session) -> bool:
+        """Return True after the loop has left by itself because of `should_stop`; then save its last step."""
+        if not session.peers.agreement.is_reached:
+            return False
+        try:
+            session.stop()
+        except AgreedStop:
+            return True
+
+    # What the loop calls
+
+    def track(self, **things: Any) -> None:
+        """Name all objects whose state belongs into checkpoints, and restore them. Call it once, before the loop.
+
+        Modules (also in DistributedDataParallel, or sharded by fully_shard) and optimizers are saved tensor by tensor,
+        and resume at any world size. Any other object with `state_dict()` and `load_state_dict()` is saved as one value:
+        once if it is equal on all ranks, else by each rank, and then it needs as many ranks again. The generators of
+        Python, NumPy and torch are saved for each rank. Collective: every rank must call it.
+
+        Raises:
+            ConfigError: names or shapes differ between ranks, or from those of the checkpoint.
+        """
+        if self._session or not things:
+            raise ConfigError(
+                "track() was called twice: name everything in one call"
+                if self._session
+                else "track() names nothing: track(model=model, optimizer=optimizer)"
+            )
+        world, tracked, failure = self._entrance.world, None, None
+        try:
+            tracked = Tracked(things, world)
+        except MusterError as error:
+            failure = error
+        names = ", ".join(sorted(things))
+        world.same("track():", names, remedy="track the same names on every rank", error=ConfigError)
+        world.together(failure)
+        assert tracked
+        shapes = tracked.shapes()
+        world.same("shapes of the modules: digest", shapes, remedy="build the same on every rank", error=ConfigError)
+        self._session = Session(self, self._entrance, tracked)
+
+    def batches(
+        self,
+        source: Any,
+        *,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Iterator[Any]:
+        """Yield this rank's batch of each step that is left, on the device. Call `step` once for each.
+
+        Of a data set, every step takes the next `batch_size` samples of the epoch's order, whatever the number of
+        ranks, and each rank gets its share of them. Where the shares are not equal, multiply the loss by `weight`. What
+        the loop does after `step` belongs to the step: it is done before a checkpoint or a stop.
+
+        Args:
+            source: a data set with `__len__` and `__getitem__`, an IterableDataset with `__len__`, or a DataLoader of
+                your own. A DataLoader keeps its own batch size, and resumes exactly with as many ranks as before.
+            batch_size: samples per optimizer step over all ranks (not per rank); None with a DataLoader.
+            epochs: passes over the data; None: `max_steps`.
+            max_steps: number of steps; None: `epochs`.
+            shuffle: order each epoch by `seed`; an IterableDataset has its own order.
+            drop_last: drop the last batch of an epoch if it is smaller.
+            num_workers: processes per rank that load samples.
+            collate_fn: turns a list of samples into a batch; None: torch's default_collate.
+
+        Raises:
+            ConfigError: an argument is not valid, or differs from that of the checkpoint.
+            DataError: the data has changed since the checkpoint, or a sample cannot be read.
+        """
+        session = self._tracked("batches()")
+        if session.is_open:
+            raise ConfigError("batches() was called after a step, or twice: it yields all epochs, call it once")
+        made = feed(
+            source,
+            batch_size=batch_size,
+            epochs=epochs,
+            max_steps=max_steps,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            loader=self._loader(num_workers, collate_fn),
+        )
+        session.open(made)
+        return self._portions(session, made)
+
+    def step(self, loss: Tensor | float | None = None, *, samples: int | None = None, **values: Any) -> None:
+        """Count an optimizer step; log, save and stop where it is time to. Collective: every rank must call it.
+
+        Args:
+            loss: mean over this rank's samples of the step.
+            samples: this rank's samples of the step; None: as `batches` knows.
+            **values: more means over this rank's samples, to log beside the loss.
+
+        Raises:
+            Diverged: the mean loss since the last record, or a weight to be saved, is not finite.
+        """
+        session = self._opened("step()")
+        if session.feed and not self._is_owed:
+            raise ConfigError("step() was called without a new batch: call it once for each batch of batches()")
+        self._is_owed, portion = False, self._portion
+        self._note_weight(session)
+        known = {name: value for name, value in {"loss": loss, **values}.items() if value is not None}
+        weight = samples or (portion.count if portion.total else 1)
+        session.advance(known, weight=weight, samples=portion.total or (samples or 0) * self.world_size)
+        if not session.feed:
+            session.save_if_due()
+            session.begin_step()
+
+    def save(self) -> None:
+        """Save a checkpoint of this step now, in the background. Collective: every rank must call it.
+
+        Raises:
+            Diverged: a weight is not finite.
+            StorageError: three checkpoints in a row could not be written.
+        """
+        self._opened("save()").save()
+
+    def log(self, **values: float) -> None:
+        """Add numbers to the next `train` record. Those of rank 0 are written."""
+        self._tracked("log()").noted |= {name: float(value) for name, value in values.items()}
+
+    def evaluate(
+        self,
+        dataset: Any,
+        measure: Callable[[Any], Mapping[str, Tensor]],
+        *,
+        batch_size: int = 256,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> dict[str, float]:
+        """Return and log the means of `measure` over `dataset`, each sample exactly once at any world size.
+
+        Meanwhile the tracked modules are in evaluation mode and gradients are off; the random number generators are left
+        unchanged. Collective: every rank must call it.
+
+        Args:
+            dataset: a data set with `__len__` and `__getitem__`.
+            measure: gets a batch on the device, and returns name -> tensor [B], one value per sample.
+            batch_size: samples per batch over all ranks.
+            num_workers: as for `batches`.
+            collate_fn: as for `batches`.
+        """
+        session, began = self._opened("evaluate()"), time.perf_counter()
+        with session.clock.spending("evaluation"):
+            values = evaluate(
+                dataset,
+                measure,
+                batch_size=batch_size,
+                world=session.world,
+                modules=session.tracked.modules.values(),
+                loader=self._loader(num_workers, collate_fn),
+                begin=lambda: session.peers.begin("evaluation", self.steps_done),
+            )
+        if values is None:
+            session.stop()
+        seconds = time.perf_counter() - began
+        session.records.eval(step=self.steps_done, epoch=session.epoch, seconds=seconds, values=values)
+        session.peers.heartbeat.enter("step", self.steps_done)
+        return values
+
+    def sum(self, value: float | Tensor) -> float:
+        """Return the sum of `value` over all ranks, in float64. Collective: every rank must call it."""
+        return self._entrance.world.sum([float(value)])[0]
+
+    @property
+    def should_stop(self) -> bool:
+        """True once all ranks have agreed to stop: leave the loop, and the end of the block saves and ends with 75.
+
+        `step` and `batches` stop by themselves; a loop that takes long between two steps reads this. Collective: every
+        rank must read it at the same point.
+        """
+        session = self._opened("should_stop")
+        return not session.peers.begin("step", self.steps_done)
+
+    # What the loop can see
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self._entrance.world.device
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return self._entrance.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._entrance.world.size
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0."""
+        return self._entrance.world.is_first
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps done, over all attempts."""
+        return self._tracked("steps_done").reached.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the present batch of `batches`, from 0."""
+        session = self._tracked("epoch")
+        return self.steps_done // session.feed.steps_per_epoch if self._is_owed and session.feed else session.epoch
+
+    @property
+    def ends_epoch(self) -> bool:
+        """True after the `step` of the last batch of an epoch of `batches`."""
+        made = self._tracked("ends_epoch").feed
+        return bool(made and not self._is_owed and self.steps_done and self.steps_done % made.steps_per_epoch == 0)
+
+    @property
+    def weight(self) -> float:
+        """What to multiply a mean loss over this rank's samples by, for the exact mean gradient over the global batch.
+
+        1 if all ranks have equally many samples of the step, 0 on a rank that has none: its batch is one sample that
+        does not count.
+        """
+        self._is_weighed = True
+        return self._portion.count * self.world_size / self._portion.total if self._portion.total else 1.0
+
+    # Private
+
+    def _tracked(self, what: str) -> Session:
+        if self._session is None:
+            raise ConfigError(
+                f"{what} came before track(): name what is to be saved, track(model=model, optimizer=...)"
+            )
+        return self._session
+
+    def _opened(self, what: str) -> Session:
+        session = self._tracked(what)
+        if not session.is_open:
+            session.open(None)
+        return session
+
+    def _loader(self, num_workers: int, collate_fn: Callable[[list[Any]], Any] | None) -> LoaderConfig:
+        share = Share(self.rank, self.world_size)
+        return LoaderConfig(share, self.device, self.seed, num_workers, collate=collate_fn, adapter=unsplit)
+
+    def _portions(self, session: Session, made: Feed) -> Iterator[Any]:
+        for portion in session.clock.waiting(made.portions(session.reached.step)):
+            session.begin_step()
+            self._portion, self._is_owed, self._is_weighed = portion, True, False
+            yield portion.batch
+            if self._is_owed:
+                raise ConfigError(
+                    f"no step() came for batch {self.steps_done}: call it once for each batch of batches()"
+                )
+            session.save_if_due()
+
+    def _note_weight(self, session: Session) -> None:
+        """Say once that the ranks' shares are unequal and that the loop has not asked for their weights."""
+        portion = self._portion
+        if portion.total % self.world_size and not self._is_weighed and not self._is_warned:
+            self._is_warned = True
+            session.records.event(
+                "note",
+                text=f"step {self.steps_done} has {portion.total} samples for {self.world_size} ranks: for the exact mean "
+                "gradient use (loss * job.weight).backward()",
+            )

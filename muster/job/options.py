@@ -1,0 +1,109 @@
+"""The settings of a job whose loop is a user's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from muster.dist.options import GroupOptions
+from muster.errors import ConfigError
+from muster.job.folder import RunOptions
+from muster.loggers.base import Logger
+
+ABOVE_ZERO = ("save_every", "keep", "log_every", "timeout_s", "start_timeout_s")
+DEVICES = ("auto", "cpu", "cuda")
+NOT_PLAIN = ("loggers", "own")
+"""Fields whose values need not be plain, nor equal on all ranks."""
+
+
+@dataclass(eq=False)
+class JobOptions:
+    """Settings of a `Job`.
+
+    Args:
+        folder: the run's folder, which all nodes must share. One run has one folder.
+        save_every: save a checkpoint every N steps, and after the last one.
+        keep: number of newest checkpoints to keep.
+        log_every: write a `train` record every N steps.
+        seed: seed of the order of samples and of the random number generators of Python, NumPy and torch.
+        device_type: `auto` (CUDA if the host has a device), `cpu` or `cuda`.
+        storage: folder or fsspec URL for the checkpoints of this run alone; None: `checkpoints/` in `folder`.
+        resume: `auto` resumes from the newest valid checkpoint; `never` starts over at each launch and moves the old
+            run to `previous-N/`; a path or URL: the checkpoint to start from while the run has none of its own.
+        timeout_s: seconds without progress after which a rank is reported as hung and ended.
+        start_timeout_s: seconds within which all ranks must join.
+        max_idle_attempts: consecutive failed attempts without progress to tolerate; one more ends with exit code 7.
+        tensorboard: write `tensorboard/`.
+        metrics_port: port at which rank 0 serves Prometheus; None: it does not.
+        loggers: callables that create further loggers on rank 0 (`muster.loggers.base.Logger`); they get `folder`,
+            `name`, `step` and `total_steps` as keywords.
+        own: values of the script to keep in config.yaml, such as `vars(args)`.
+    """
+
+    folder: str | Path
+    _: KW_ONLY
+    save_every: int = 100
+    keep: int = 3
+    log_every: int = 10
+    seed: int = 0
+    device_type: str = "auto"
+    storage: str | None = None
+    resume: str = "auto"
+    timeout_s: float = 300.0
+    start_timeout_s: float = 60.0
+    max_idle_attempts: int = 3
+    tensorboard: bool = True
+    metrics_port: int | None = None
+    loggers: Sequence[Callable[..., Logger]] = ()
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_options(options: JobOptions) -> None:
+    """Raise ConfigError for a value out of range."""
+    for name in ABOVE_ZERO:
+        if not isinstance(value := getattr(options, name), int | float) or value <= 0:
+            raise ConfigError(f"Job({name}={value!r}): give a number above 0")
+    if options.device_type not in DEVICES:
+        raise ConfigError(f"Job(device_type={options.device_type!r}): valid: {', '.join(DEVICES)}")
+
+
+def as_yaml(options: JobOptions, **facts: Any) -> str:
+    """Return the text of config.yaml: the settings, `facts` of the loop, and the script's own values."""
+    own = {str(name): _readable(value) for name, value in options.own.items()}
+    return yaml.safe_dump({**_plain(options), **facts, "own": own}, sort_keys=False)
+
+
+def run_options_of(options: JobOptions) -> RunOptions:
+    """Return where the run's files are and how it resumes."""
+    return RunOptions(
+        Path(options.folder),
+        storage=options.storage,
+        resume=options.resume,
+        timeout_s=options.timeout_s,
+        max_idle_attempts=options.max_idle_attempts,
+    )
+
+
+def group_options_of(options: JobOptions) -> GroupOptions:
+    """Return how the ranks form their process group."""
+    return GroupOptions(
+        device=options.device_type,
+        timeout_s=options.timeout_s,
+        start_timeout_s=options.start_timeout_s,
+        alike=_plain(options),
+    )
+
+
+def _plain(options: JobOptions) -> dict[str, Any]:
+    """Return the settings that every rank must have in common, as plain values."""
+    names = [each.name for each in dataclasses.fields(JobOptions) if each.name not in ("folder", *NOT_PLAIN)]
+    return {"folder": str(options.folder), **{name: getattr(options, name) for name in names}}
+
+
+def _readable(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -1,0 +1,113 @@
+"""The records of a job whose loop is a user's own: loggers, times, the report, and how an attempt begins."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from muster import attempts
+from muster.dist.place import asked_for
+from muster.dist.world import World
+from muster.errors import MusterError, one_line, say
+from muster.job.folder import RunFolder
+from muster.job.options import JobOptions
+from muster.loggers.base import Logger
+from muster.loggers.console import console
+from muster.loggers.jsonl import NAME, Jsonl, read
+from muster.loggers.metrics import Metrics
+from muster.report.page import write_report
+from muster.timing.record import Timing
+
+
+def open_records(
+    folder: Path,
+    world: World,
+    *,
+    step: int,
+    samples: int,
+    total_steps: int,
+    makers: Sequence[Callable[..., Logger]],
+) -> Metrics:
+    """Open the records of a job at `step`; they do nothing on other ranks than 0. Collective: every rank must call it.
+
+    Args:
+        folder: the run's folder.
+        world: the ranks.
+        step: the steps done.
+        samples: the samples of those steps.
+        total_steps: the steps of the whole run; 0 if unknown.
+        makers: create further loggers, from `folder`, `name`, `step` and `total_steps` as keywords.
+
+    Raises:
+        StorageError: metrics.jsonl cannot be opened.
+    """
+    times = record_times(folder, world, step=step)
+    if not world.is_first:
+        return Metrics([], samples=samples)
+    restarts = sum("world_size" in record for record in read(folder / NAME))
+    offered = {"folder": folder, "name": folder.name, "step": step, "total_steps": total_steps}
+    own = [logger for make in makers if (logger := _made(make, offered))]
+    shown = console("auto", step=step, total_steps=total_steps, restarts=restarts)
+    return Metrics([Jsonl(folder, step), shown, *own], samples=samples, windows=times)
+
+
+def _made(make: Callable[..., Logger], offered: dict[str, Any]) -> Logger | None:
+    """Return a logger; None if it cannot start, which is printed and never fails the run."""
+    try:
+        return make(**offered)
+    except MusterError:
+        raise
+    except Exception as error:
+        say(f"muster: a logger cannot start, the run continues without it: {one_line(error)[:200]}")
+        return None
+
+
+def loggers_of(options: JobOptions) -> list[Callable[..., Logger]]:
+    """Return what creates the loggers that the settings name."""
+    own = [*([_tensorboard] if options.tensorboard else []), *options.loggers]
+    return own if options.metrics_port is None else [partial(_prometheus, options.metrics_port), *own]
+
+
+def _tensorboard(*, folder: Path, step: int, **_: Any) -> Logger:
+    from muster.loggers.tensorboard import TensorBoard  # imported here: it takes seconds
+
+    return TensorBoard(folder, step)
+
+
+def _prometheus(port: int, *, name: str, step: int, total_steps: int, **_: Any) -> Logger:
+    from muster.loggers.prometheus import Prometheus
+
+    return Prometheus(name, step, total_steps, port=port)
+
+
+def record_times(folder: Path, world: World, *, step: int) -> Timing | None:
+    """Return the writer of timing.jsonl on rank 0, None elsewhere. Collective: every rank must call it."""
+    hosts = world.gather(socket.gethostname())
+    return Timing(folder, hosts=hosts, attempt=world.attempt, step=step) if world.is_first else None
+
+
+def report(path: Path) -> None:
+    """Write report.html. A failure is printed and never fails the run."""
+    try:
+        write_report(path)
+    except Exception as error:
+        say(f"muster: no report.html: {one_line(error)[:300]}; `python -m train.report {path}` writes it again")
+
+
+def record_start(records: Metrics, folder: RunFolder, world: World, *, step: int, **facts: Any) -> None:
+    """Write to metrics.jsonl how this attempt begins."""
+    before, meant = folder.before, asked_for(world.place.local_world_size)
+    if meant and world.size < meant:
+        records.event(
+            "note", text=f"trains with {world.size} of the {meant} requested ranks: the others have not joined"
+        )
+    if before.outcome not in ("none", attempts.DONE, attempts.PREEMPTED):
+        records.event("restart", step=step, after=before.outcome, cause=before.error)
+    known = {"step": step, "world_size": world.size, "device": str(world.device.type), "attempt": world.attempt}
+    if folder.saved is None:
+        records.event("start", output_dir=str(folder.path), **known, **facts)
+    else:
+        records.event("resume", checkpoint=folder.saved.path, **known, **facts)

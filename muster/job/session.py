@@ -1,0 +1,263 @@
+"""What happens between two steps of a loop of a user's own: log, save and stop; and at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from muster import attempts
+from muster.batches.generators import key_of, seed_generators
+from muster.checkpoint import manager
+from muster.checkpoint.manager import Checkpoints
+from muster.checkpoint.weights import write_weights
+from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted
+from muster.files import replace_file
+from muster.job.entrance import Entrance
+from muster.job.feed import Feed
+from muster.job.lifecycle import Ending
+from muster.job.options import JobOptions, as_yaml, run_options_of
+from muster.job.records import loggers_of, open_records, record_start, report
+from muster.job.totals import Totals
+from muster.job.tracked import Tracked
+from muster.timing.clock import Clock, gathered, spread
+
+SETTLE_S = 10.0
+
+
+class AgreedStop(SystemExit):
+    """Leaves a loop whose ranks have stopped after the same step and saved it."""
+
+    def __init__(self) -> None:
+        super().__init__(Preempted.exit_code)
+
+
+@dataclass
+class Reached:
+    """The steps and samples done, over all attempts."""
+
+    step: int = 0
+    samples: int = 0
+
+
+class Session:
+    """An attempt at a run, from the restored state to its end. Collective: every rank must create it.
+
+    Args:
+        options: the job's settings.
+        entrance: the group, and the claimed folder.
+        tracked: what the loop trains.
+
+    Raises:
+        ConfigError: the checkpoint is of other tracked objects. StorageError: it cannot be read.
+    """
+
+    def __init__(self, options: JobOptions, entrance: Entrance, tracked: Tracked):
+        self.options, self.entrance, self.tracked = options, entrance, tracked
+        self.world, self.folder = entrance.world, entrance.folder
+        self.totals, self.clock, self.noted = Totals(self.world), Clock(), dict[str, float]()
+        self.feed: Feed | None = None
+        self.is_open = False
+        saved = self.folder.saved
+        self.reached = Reached(saved.step, int(saved.manifest.get("samples", 0))) if saved else Reached()
+        seed_generators(key_of(options.seed, self.world.rank, self.reached.step), on_device=True)
+        if saved:
+            self._refuse("tracked", tracked.names, "track the same names")
+            manager.restore(saved, tracked, self.totals)
+        writes = partial(report, self.folder.path) if self.world.is_first else None
+        entrance.life.restored(self.reached, report=writes)
+        self.peers = entrance.life.run()
+
+    @property
+    def total_steps(self) -> int:
+        """The number of steps of the whole run; 0 if unknown."""
+        return self.feed.total_steps if self.feed else 0
+
+    @property
+    def is_over(self) -> bool:
+        """True if all steps are done; False if their number is unknown."""
+        return self.feed is not None and self.reached.step >= self.feed.total_steps
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last step done, from 0; 0 if unknown."""
+        return max(0, self.reached.step - 1) // self.feed.steps_per_epoch if self.feed else 0
+
+    def open(self, feed: Feed | None) -> None:
+        """Open records and checkpoints. Collective: every rank must call it.
+
+        feed: the batches of the loop; None if it has batches of its own.
+
+        Raises:
+            ConfigError, DataError: the batches differ between ranks, or from those of the checkpoint.
+        """
+        self.feed, facts, known = feed, dict[str, Any](), dict[str, Any]()
+        if feed:
+            facts, known = feed.facts, {"samples_per_epoch": feed.samples_per_epoch or None}
+            self._refuse_data(facts)
+        self.world.on_first(partial(self._write_config, facts))
+        self.records = records = open_records(
+            self.folder.path,
+            self.world,
+            step=self.reached.step,
+            samples=self.reached.samples,
+            total_steps=self.total_steps,
+            makers=loggers_of(self.options),
+        )
+        self.entrance.life.on_end(self._close, failed=self._close)
+        known = {name: value for name, value in known.items() if value}
+        record_start(records, self.folder, self.world, step=self.reached.step, total_steps=self.total_steps, **known)
+        self.checkpoints = Checkpoints(
+            run_options_of(self.options).checkpoints,
+            folder=self.folder.path,
+            world=self.world,
+            keep=self.options.keep,
+            facts={"tracked": self.tracked.names, "batches": facts, "total_steps": self.total_steps},
+            newest_step=self.folder.saved.step if self.folder.saved else None,
+            may_commit=self.folder.may_commit,
+            on_commit=lambda said: records.event("checkpoint_failed" if "failed" in said else "checkpoint", **said),
+        )
+        self.is_open = True
+        self.clock.begin()
+        records.begin()
+
+    def advance(self, values: Mapping[str, Any], *, weight: int, samples: int) -> None:
+        """Count a step, and log if it is time to. Collective: every rank must call it.
+
+        values: means over this rank's samples. weight: the number of samples that they are over; samples: of all ranks.
+        """
+        self.reached.step += 1
+        self.reached.samples += samples
+        if weight:
+            self.totals.add(values, weight=weight)
+        self.records.advance(self.reached.step)
+        if self.reached.step % self.options.log_every == 0 or self.is_over:
+            self.log()
+
+    def begin_step(self) -> None:
+        """Begin the next step, unless the ranks have agreed to stop before it. Collective. Raises AgreedStop."""
+        if not self.peers.begin("step", self.reached.step):
+            self.stop()
+
+    def log(self) -> None:
+        """Write a `train` record of the steps since the last one. Waits for the device. Collective."""
+        means, is_due = self.totals.close(), self.clock.is_due(self.world.size)
+        if is_due:
+            times = spread(self.clock.read(), rank=self.world.rank, size=self.world.size)
+            everybody = gathered(self.world.sum(times))
+        loss = means.pop("loss", None)
+        if loss is not None and not math.isfinite(loss):
+            raise self._diverged("the loss is")
+        self.records.train(
+            step=self.reached.step,
+            epoch=self.epoch,
+            loss=loss,
+            lr=means.pop("lr", self.tracked.lr),
+            grad_norm=means.pop("grad_norm", None),
+            samples=self.reached.samples,
+            more=means | self.noted,
+        )
+        self.noted = {}
+        if is_due:
+            self.records.timing(self.reached.step, everybody)
+
+    def save_if_due(self) -> None:
+        """Save at the interval, but not after the last step, which is saved at the end. Collective."""
+        if self.reached.step % self.options.save_every == 0 and not self.is_over:
+            self.save()
+
+    def save(self) -> None:
+        """Start to write a checkpoint of this step. Collective: every rank must call it. Raises Diverged, StorageError."""
+        self.peers.heartbeat.enter("save", self.reached.step)
+        if not self.tracked.is_finite():
+            raise self._diverged("a weight is")
+        position = {"step": self.reached.step, "epoch": self.epoch, "samples": self.reached.samples}
+        with self.clock.spending("checkpoint"):
+            self.checkpoints.save(state={**self.tracked.state(), **self.totals.state()}, position=position)
+        self.peers.heartbeat.enter("step", self.reached.step)
+
+    def stop(self) -> NoReturn:
+        """Save the step at which all ranks have stopped. Collective: every rank must call it. Raises AgreedStop."""
+        self._save_and_wait()
+        self.records.event("preempted", step=self.reached.step)
+        raise AgreedStop
+
+    def end_stopped(self) -> None:
+        """Record the end of an attempt that has stopped. Collective: every rank must call it."""
+        of = f" of {self.total_steps}" if self.total_steps else ""
+        said = f"stopped at step {self.reached.step}{of} and saved it: run the same command again to resume"
+        self.entrance.life.end(Ending(self.reached.step, self.total_steps, preempted=said))
+
+    def end_done(self) -> None:
+        """Save the last step and record that the run is done. Collective: every rank must call it."""
+        step, saved, total = self.reached.step, self.folder.saved, self.total_steps or self.reached.step
+        if saved and step == saved.step and self.folder.before.outcome == attempts.DONE:
+            self.records.event("done", step=step, note="finished already")
+            return self.entrance.life.end(Ending(step, total), report=False)
+        self._save_and_wait()
+        self.peers.heartbeat.enter("finish", step)
+        self.world.together(self._write_model())
+        self.records.event("done", step=step, output_dir=str(self.folder.path))
+        self._close()  # before the report, which has the last window
+        self.entrance.life.end(Ending(step, total))
+
+    def settle(self) -> None:
+        """Wait a while for the checkpoint that is being written, before the run ends for another reason."""
+        if self.is_open:
+            self.checkpoints.settle(SETTLE_S)
+
+    def _save_and_wait(self) -> None:
+        self.save()
+        self.peers.heartbeat.enter("save", self.reached.step)
+        with self.clock.spending("checkpoint"):
+            self.checkpoints.flush()
+
+    def _write_model(self) -> MusterError | None:
+        """Write model.pt, if one of the modules is the model: it has this name, or there is only one."""
+        modules = self.tracked.modules
+        model = modules.get("model") or (next(iter(modules.values())) if len(modules) == 1 else None)
+        if model is None:
+            return None
+        weights: dict[str, Tensor] = model.state_dict()
+        return write_weights(self.folder.path / "model.pt", weights, writes=self.world.is_first)
+
+    def _close(self) -> None:
+        self.records.close(self.reached.step, self.clock.rest())
+
+    def _diverged(self, what: str) -> Diverged:
+        return Diverged(
+            f"{what} not finite at step {self.reached.step}: lower the learning rate, or clip the gradients"
+        )
+
+    def _write_config(self, facts: Mapping[str, Any]) -> None:
+        known = {"loader": {"drop_last": facts["drop_last"]}} if "drop_last" in facts else {}
+        text = as_yaml(self.options, **facts, **known)
+        replace_file(self.folder.path / "config.yaml", lambda draft: draft.write_text(text))
+
+    def _refuse_data(self, facts: Mapping[str, Any]) -> None:
+        """Raise if the batches differ between ranks, or from those of the checkpoint."""
+        fixed = ", ".join(f"{name}={value}" for name, value in facts.items())
+        self.world.same("batches()", fixed, remedy="give every rank the same arguments and data", error=ConfigError)
+        for name, value in facts.items():
+            remedy = "restore the data" if name == "fingerprint" else f"give batches() the {name} of before"
+            self._refuse(name, value, remedy, within="batches")
+
+    def _refuse(self, name: str, value: Any, remedy: str, *, within: str | None = None) -> None:
+        """Raise unless the checkpoint has this value, or none."""
+        saved = self.folder.saved
+        manifest = saved.manifest if saved else {}
+        before = (manifest.get(within) or {}).get(name) if within else manifest.get(name)
+        if before is not None and before != value and saved:
+            kind = DataError if name == "fingerprint" else ConfigError
+            raise kind(
+                f"{saved.path} was written with {name}={_listed(before)}, and this is {name}={_listed(value)}: {remedy}, or "
+                "use another folder"
+            )
+
+
+def _listed(value: Any) -> Any:
+    return ", ".join(value) if isinstance(value, list) else value

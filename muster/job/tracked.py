@@ -1,0 +1,274 @@
+"""The state of what a loop trains, by the names that it tracks: modules, optimizers, and other objects with a state.
+
+Every tensor of a module or an optimizer has a name that is the same on every rank and at every world size, so the
+checkpoint protocol stores it once if it is replicated (DDP), and in the pieces that it has if it is a DTensor
+(fully_shard). The state of any other object is one value: stored once if it is equal on all ranks, else by each rank.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from muster.batches.fingerprint import hash_of, look
+from muster.checkpoint.state import host_copy
+from muster.checkpoint.trained import SavedTensor, own_prefix
+from muster.dist.pieces import in_pieces
+from muster.dist.world import World
+from muster.errors import ConfigError
+
+GROUPS = "groups"
+RESERVED = ("loop", "callbacks")
+"""Names that checkpoints have for other entries."""
+
+
+class Tracked:
+    """The tracked objects of a job, whose state is in its checkpoints.
+
+    Args:
+        things: name -> object with `state_dict()` and `load_state_dict()`.
+        world: the ranks.
+
+    Raises:
+        ConfigError: an object has no state, or one that no checkpoint can hold.
+    """
+
+    def __init__(self, things: Mapping[str, Any], world: World):
+        self.world = world
+        for name, thing in things.items():
+            _refuse(name, thing)
+        self.modules = {name: unwrapped(thing) for name, thing in things.items() if isinstance(thing, nn.Module)}
+        self.optimizers = {name: thing for name, thing in things.items() if isinstance(thing, Optimizer)}
+        self.others = {name: things[name] for name in things.keys() - self.modules.keys() - self.optimizers.keys()}
+        self._names = dict(self._named_parameters())
+        for name, optimizer in self.optimizers.items():
+            self._refuse_unnamed(name, optimizer)
+        for name, value in self._of_modules().items():
+            if not isinstance(value, Tensor):
+                _check_plain(name, value)
+        for name, other in self.others.items():
+            _check_plain(name, other.state_dict())
+
+    @property
+    def names(self) -> list[str]:
+        """The tracked names, sorted."""
+        return sorted([*self.modules, *self.optimizers, *self.others])
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate of the first group of the first optimizer; None without one."""
+        groups = next((optimizer.param_groups for optimizer in self.optimizers.values()), [])
+        return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+
+    def shapes(self) -> str:
+        """Return a digest of the names and global shapes of the modules' entries."""
+        return hash_of((name, _shape(value)) for name, value in sorted(self._of_modules().items()))
+
+    def is_finite(self) -> bool:
+        """Return True if all parameters are finite on all ranks. Collective: every rank must call it."""
+        parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
+        own = all(bool(_local(each.detach()).isfinite().all()) for each in parameters)
+        return self.world.lowest(not own) is None
+
+    def state(self) -> dict[str, Any]:
+        """Return the flat state for a checkpoint. Collective: every rank must call it."""
+        found = self._of_modules()
+        for name, optimizer in self.optimizers.items():
+            found |= self._of_optimizer(name, optimizer)
+        return found | self._of_others()
+
+    def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Return the tensors to read the `saved` ones into, in this rank's layout.
+
+        Raises:
+            ConfigError: a tracked module has other names or shapes than the saved one.
+        """
+        here = {name: value for name, value in self._of_modules().items() if isinstance(value, Tensor)}
+        there = {name: facts for name, facts in saved.items() if name.partition("/")[0] in self.modules}
+        for name in sorted(here.keys() ^ there.keys()):
+            where = "has no" if name in here else "has a"
+            raise ConfigError(f"the checkpoint {where} {name}, unlike this model: track the same model")
+        for name, tensor in here.items():
+            if tensor.shape != there[name].size:
+                both = f"{list(there[name].size)} in the checkpoint and {list(tensor.shape)} here"
+                raise ConfigError(f"the checkpoint does not fit: {name} is {both}; track the same model")
+        return here | dict(self._optimizer_targets(saved))
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state: the filled `targets` and plain values.
+
+        Raises:
+            ConfigError: the state does not fit, or is of each rank and was saved at another world size.
+        """
+        try:
+            for name, module in self.modules.items():
+                module.load_state_dict(below(state, name))
+            for name, optimizer in self.optimizers.items():
+                self._load_optimizer(name, optimizer, below(state, name))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ConfigError(f"the checkpoint does not fit what is tracked: {error}") from error
+        for name, other in self.others.items():
+            own = f"{own_prefix(self.world.rank)}{name}"
+            if own not in state and name not in state:
+                raise ConfigError(
+                    f"{name} had another state on each rank, and the checkpoint was saved at another world size: "
+                    "resume with as many ranks as before, or take samples from job.batches(dataset, ...)"
+                )
+            other.load_state_dict(state[own] if own in state else state[name])
+
+    def _named_parameters(self) -> Iterator[tuple[Tensor, str]]:
+        for name, module in self.modules.items():
+            for inner, parameter in module.named_parameters():
+                yield parameter, f"{name}/{inner}"
+
+    def _refuse_unnamed(self, name: str, optimizer: Optimizer) -> None:
+        """Raise ConfigError for a parameter or a state that no tracked module names."""
+        unknown = [each for group in optimizer.param_groups for each in group["params"] if each not in self._names]
+        if unknown:
+            raise ConfigError(
+                f"{name} has a parameter {list(unknown[0].shape)} of no tracked module: track the module, too, as in "
+                f"track(model=model, {name}={name})"
+            )
+
+    def _of_modules(self) -> dict[str, Any]:
+        return {
+            f"{name}/{inner}": value
+            for name, module in self.modules.items()
+            for inner, value in module.state_dict().items()
+        }
+
+    def _of_optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
+        """Return `name/PARAMETER/KEY` for the optimizer's state, and its groups' options with parameter names."""
+        if strange := next((key for key in optimizer.state if key not in self._names), None):
+            raise ConfigError(
+                f"{name} keeps state by {type(strange).__name__}, which no checkpoint can name: keep it by parameter"
+            )
+        flat = {
+            f"{name}/{self._names[parameter]}/{key}": value
+            for parameter, values in optimizer.state.items()
+            for key, value in values.items()
+        }
+        return {**flat, f"{name}/{GROUPS}": [{**group, "params": names} for group, names in self._groups(optimizer)]}
+
+    def _groups(self, optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        for group in optimizer.param_groups:
+            yield group, [self._names[parameter] for parameter in group["params"]]
+
+    def _of_others(self) -> dict[str, Any]:
+        """Return the state of the other objects, by rank where it differs. Collective: every rank must call it."""
+        values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
+        digests = self.world.gather([_digest(value) for value in values.values()]) if values else []
+        kept = {}
+        for number, (name, value) in enumerate(values.items()):
+            is_shared = len({theirs[number] for theirs in digests}) == 1
+            kept[name if is_shared else f"{own_prefix(self.world.rank)}{name}"] = value
+        return kept
+
+    def _optimizer_targets(self, saved: Mapping[str, SavedTensor]) -> Iterator[tuple[str, Tensor]]:
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        for name, facts in saved.items():
+            kind, _, rest = name.partition("/")
+            parameter = parameters.get(rest.rpartition("/")[0])
+            if kind in self.optimizers and parameter is not None:
+                yield name, _empty(facts, parameter)
+
+    def _load_optimizer(self, name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        saved = state[GROUPS]
+        groups = [names for _, names in self._groups(optimizer)]
+        if [group["params"] for group in saved] != groups:
+            raise ValueError(f"{name} had other parameters, or in other groups")
+        number = {each: index for index, each in enumerate(each for names in groups for each in names)}
+        values: dict[int, dict[str, Any]] = {}
+        for key, value in state.items():
+            if key != GROUPS:
+                parameter, _, what = key.rpartition("/")
+                values.setdefault(number[parameter], {})[what] = value
+        numbered = [{**group, "params": [number[each] for each in group["params"]]} for group in saved]
+        optimizer.load_state_dict({"state": values, "param_groups": numbered})
+        _keep_types(optimizer, values)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel, DataParallel and torch.compile, in any order."""
+    while (inner := _inner(module)) is not None:
+        module = inner
+    return module
+
+
+def _inner(module: nn.Module) -> Any:
+    if type(module).__name__ == "OptimizedModule":  # torch.compile's; its own module takes seconds to import
+        return module._orig_mod
+    return module.module if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) else None
+
+
+def below(state: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the entries of `state` below `name/`, without this prefix."""
+    prefix = f"{name}/"
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
+def _refuse(name: str, thing: Any) -> None:
+    """Raise ConfigError for a name or an object that cannot be tracked."""
+    if name in RESERVED:
+        raise ConfigError(f"track({name}=...): checkpoints use the name {name} themselves: choose another")
+    if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+        raise ConfigError(
+            f"track({name}=...) is of type {type(thing).__name__}, which has no state_dict() and load_state_dict(): "
+            "give a module, an optimizer, or another object with both"
+        )
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is not None and isinstance(thing, zero.ZeroRedundancyOptimizer):
+        raise ConfigError(
+            f"track({name}=...) is a ZeroRedundancyOptimizer, whose state has no names: shard it with fully_shard"
+        )
+
+
+def _check_plain(name: str, state: Any) -> None:
+    """Raise ConfigError for a state that torch.load does not read with `weights_only=True`."""
+    if any(in_pieces(leaf) for leaf in pytree.tree_leaves(state)):
+        raise ConfigError(f"{name} holds DTensors outside of a module and an optimizer: track those")
+    blob = io.BytesIO()
+    try:
+        torch.save(state, blob)
+        torch.load(io.BytesIO(blob.getvalue()), weights_only=True)
+    except Exception:
+        raise ConfigError(
+            f"the state of {name} has what torch.load reads with weights_only=False alone: give tensors, "
+            "numbers and texts, in lists and dicts"
+        ) from None
+
+
+def _shape(value: Any) -> list[int] | None:
+    return list(value.shape) if isinstance(value, Tensor) else None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if in_pieces(tensor) else tensor
+
+
+def _digest(state: Any) -> str:
+    return hash_of([pytree.tree_structure(state), *look(state)])
+
+
+def _empty(facts: SavedTensor, like: Tensor) -> Tensor:
+    """Return an empty tensor for `facts`: in the layout of its parameter if the shapes are equal, else not sharded."""
+    if facts.size == like.shape:
+        return torch.empty_like(like, dtype=facts.dtype, requires_grad=False)
+    return torch.empty(facts.size, dtype=facts.dtype, device=like.device)
+
+
+def _keep_types(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
+    """Restore the saved dtypes of optimizer state, because torch casts it to the dtype of the parameter."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in saved.items():
+        loaded = optimizer.state[parameters[index]]
+        for name, value in values.items():
+            if isinstance(value, Tensor) and loaded[name].dtype != value.dtype:
+                loaded[name] = value.detach().to(loaded[name].device)

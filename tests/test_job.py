@@ -1,0 +1,462 @@
+"""A training loop of a user's own with `muster.Job`: a script in a folder of its own, under torchrun or alone."""
+
+import difflib
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from kit import warm
+from kit.job import ROOT, Result, environment, finish, reached, wait_for
+from kit.ledger import assert_exact
+
+STEPS = 27  # three epochs of 100 samples in batches of 12: nine steps each, the last one with four samples
+
+
+@pytest.fixture
+def place(tmp_path):
+    """Makes a folder of a user's own, with the scripts in it and no run yet."""
+
+    def make(name):
+        folder = tmp_path / name
+        shutil.copytree(ROOT / "tests/kit/loops", folder)
+        (folder / "ledger").mkdir()
+        return folder
+
+    return make
+
+
+def start(folder, *arguments, script="ddp", to="run", ranks=None, restarts=0, **env):
+    """Start `python script.py TO ARGUMENTS` in `folder`: under torchrun on `ranks` processes, or as one process if None."""
+    line = [sys.executable, "-m"]
+    if ranks:
+        line += [
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            f"--max-restarts={restarts}",
+            "-m",
+        ]
+    return warm.Popen([*line, script, *([to] if to else []), *arguments], env=environment(**env), cwd=folder)
+
+
+def run(folder, *arguments, code=0, **how):
+    """The same from start to end; asserts the exit code, unless it is None."""
+    result = finish(start(folder, *arguments, **how), folder / "run")
+    assert code is None or result.code == code, result.out
+    return result
+
+
+def assert_equal_weights(one, other):
+    assert one.weights.keys() == other.weights.keys()
+    assert all(torch.equal(weight, other.weights[name]) for name, weight in one.weights.items())
+
+
+def assert_whole(result, *, steps=STEPS):
+    """Every step is on record once, its samples are the plan's, and nothing is left behind."""
+    assert_exact(result.folder.parent / "ledger", steps=steps, batch_size=12, size=100)
+    assert [line["step"] for line in result.lines("train")] == list(range(1, steps + 1))
+    assert result.outcome["outcome"] == "done" and result.outcome["exit_code"] == 0
+    assert not list(result.folder.glob(".*")) and not list((result.folder / "checkpoints").glob(".*"))
+
+
+STEADY = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it a group that a restarted script forms itself may read the addresses of the one before."""
+
+# The same samples and weights, whatever happens
+
+
+@pytest.mark.parametrize("ranks, rank", [(1, 0), (2, 0), (2, 1)])
+def test_a_killed_rank_costs_nothing(place, ranks, rank):
+    whole = run(place("whole"), ranks=ranks)
+    cut = run(place("cut"), ranks=ranks, restarts=1, KILL_AT=f"13:{rank}")
+    assert [line["step"] for line in cut.events("resume")] == [10]
+    assert_whole(cut)
+    assert_equal_weights(whole, cut)
+    assert whole.losses == cut.losses
+    assert [line["accuracy"] for line in whole.lines("eval")] == [line["accuracy"] for line in cut.lines("eval")]
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_sigterm_stops_all_ranks_after_one_step_and_the_same_command_resumes(place, ranks):
+    whole, folder = run(place("whole"), ranks=ranks), place("cut")
+    process = start(folder, ranks=ranks, PACE="0.05")
+    wait_for(folder / "run", reached(4), process=process)
+    process.terminate()
+    stopped = finish(process, folder / "run")
+    assert stopped.code == (1 if ranks else 75), stopped.out  # torchrun's own code for every failure
+    assert stopped.outcome["outcome"] == "preempted" and stopped.outcome["exit_code"] == 75
+    assert "the script goes on" not in stopped.out
+    assert (folder / f"run/checkpoints/step-{stopped.outcome['step']:08d}/manifest.json").exists()
+    resumed = run(folder, ranks=ranks)
+    assert_whole(resumed)
+    assert_equal_weights(whole, resumed)
+    assert whole.losses == resumed.losses
+
+
+def test_samples_are_the_same_at_other_world_sizes(place):
+    folder = place("any")
+    for ranks, kill in ((3, "8:1"), (1, "14:0"), (2, "")):
+        (folder / "killed").unlink(missing_ok=True)
+        last = run(folder, ranks=ranks, KILL_AT=kill, code=None)
+    assert [line["world_size"] for line in last.events("start") + last.events("resume")] == [3, 1, 2]
+    assert_whole(last)
+
+
+def test_shares_that_are_not_equal_weigh_as_they_count(place):
+    """4 samples for 3 ranks: the gradient is that of one rank's mean over all four, also where a rank has none of 2."""
+    for size in ("100", "98"):
+        one, three = (run(place(f"{size}-{ranks}"), "seed=3", ranks=ranks, SIZE=size) for ranks in (1, 3))
+        assert one.losses[1] == pytest.approx(three.losses[1], abs=0.2)  # dropout differs by rank
+        assert three.lines("eval")[0]["accuracy"] == pytest.approx(one.lines("eval")[0]["accuracy"], abs=0.2)
+
+
+def test_a_sharded_model_is_killed_and_resumes_also_on_fewer_ranks(place):
+    whole = run(place("whole"), script="sharded", ranks=2)
+    cut = run(place("cut"), script="sharded", ranks=2, restarts=1, KILL_AT="13:1")
+    assert_whole(cut)
+    assert_equal_weights(whole, cut)
+    folder = place("fewer")
+    run(folder, script="sharded", ranks=3, KILL_AT="13:1", code=1)
+    assert_whole(run(folder, script="sharded", ranks=2))
+
+
+def test_a_finished_run_is_not_trained_again(place):
+    folder = place("done")
+    before = run(folder, ranks=2)
+    again = run(folder, ranks=2)
+    assert again.out.count(f"the script goes on after step {STEPS}") == 2
+    assert again.sha256 == before.sha256 and again.losses == before.losses
+    assert again.events("done")[-1]["note"] == "finished already"
+
+
+# One writer
+
+
+def test_of_two_launches_one_is_refused(place):
+    folder = place("two")
+    first = start(folder, ranks=2, PACE="0.1")
+    wait_for(folder / "run", reached(2), process=first)
+    second = run(folder, code=2)
+    assert len(second.said) == 1 and "is in use by another job" in second.said[0], second.out
+    assert finish(first, folder / "run").code == 0
+    assert_whole(Result(0, "", folder / "run", 0))
+
+
+# Checkpoints that are damaged, and a disk that is full
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_spoiled_checkpoint_is_quarantined_and_the_one_before_is_used(place, ranks):
+    whole, folder = run(place("whole"), ranks=ranks), place("spoiled")
+    run(folder, ranks=ranks, KILL_AT="13:0", code=None)
+    part = folder / "run/checkpoints/step-00000010/rank-00000.bin"
+    part.write_bytes(bytes([part.read_bytes()[0] ^ 1]) + part.read_bytes()[1:])
+    resumed = run(folder, ranks=ranks)
+    assert resumed.events("resume")[-1]["step"] == 5
+    assert any("quarantined" in line for line in resumed.said)
+    assert_whole(resumed)
+    assert_equal_weights(whole, resumed)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to mount")
+def test_a_full_disk_is_tolerated_until_it_has_room_again(place):
+    folder = place("full")
+    (folder / "run").mkdir()
+    script = "mount -t tmpfs -o size=1m none run && python ddp.py run && cp -r run kept"
+    env = environment(FULL="8:17", PATH=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script], env=env, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = Result(0, done.stdout, folder / "kept", 0)
+    assert len(kept.events("checkpoint_failed")) == 2
+    assert [line["step"] for line in kept.events("checkpoint")] == [5, 20, 25, 27]
+
+
+# Groups that are there already, and loops that own their batches
+
+OWN_LOOP = """
+import os
+import ddp, torch, muster
+import torch.distributed as dist
+from torch import nn
+
+own_group = "GROUP" in os.environ
+if own_group:
+    dist.init_process_group("gloo")
+data = torch.utils.data.TensorDataset(torch.arange(40.0).reshape(40, 1), torch.arange(40.0).reshape(40, 1) / 40)
+with muster.Job("run", save_every=4, log_every=1, tensorboard=False) as job:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    job.track(model=model, optimizer=optimizer)
+    sampler = torch.utils.data.DistributedSampler(data, job.world_size, job.rank, seed=1)
+    loader = torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler)
+    if job.world_size == 1:
+        loader = torch.utils.data.DataLoader(data, batch_size=5, shuffle=True)
+    for x, y in job.batches(loader, epochs=3):
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ddp.disturb(job.steps_done, job.rank)
+        job.step(loss=loss, first=x[0, 0])
+        print(job.rank, job.steps_done, x.flatten().tolist(), flush=True)
+if own_group:
+    dist.barrier()
+    print("the group is still there", flush=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_dataloader_of_ones_own_resumes_in_the_middle_of_an_epoch(place, ranks):
+    whole, cut = place("whole"), place("cut")
+    for folder in (whole, cut):
+        (folder / "own.py").write_text(OWN_LOOP)
+    first = run(whole, script="own", ranks=ranks)
+    run(cut, script="own", ranks=ranks, KILL_AT="10:0", SAVED="8", code=None)
+    second = run(cut, script="own", ranks=ranks)
+    assert second.events("resume")[-1]["step"] == 8
+    assert_equal_weights(first, second)
+    assert [line["first"] for line in first.lines("train")] == [line["first"] for line in second.lines("train")]
+
+
+def test_a_group_that_exists_is_used_and_left_alone(place):
+    folder = place("borrowed")
+    (folder / "own.py").write_text(OWN_LOOP)
+    done = run(folder, script="own", ranks=2, GROUP="1", KILL_AT="10:1", SAVED="8", restarts=1, **STEADY)
+    assert done.out.count("the group is still there") == 2
+    assert [line["step"] for line in done.events("resume")] == [8]
+    without = place("without")
+    (without / "own.py").write_text(OWN_LOOP)
+    assert_equal_weights(done, run(without, script="own", ranks=2))
+
+
+# Misuse, in one line
+
+START = """
+import os, time
+import torch, muster
+from torch import nn
+rank = int(os.environ.get("RANK", "0"))
+data = torch.utils.data.TensorDataset(torch.ones(40, 1), torch.ones(40, 1))
+model, other = nn.Linear(1, 1), nn.Linear(1, 2)
+optimizer = torch.optim.Adam(model.parameters())
+"""
+WITH = "with muster.Job('run', tensorboard=False, save_every=2, log_every=1, timeout_s=4) as job:\n    "
+
+
+def wrong(folder, body, *, ranks=None, **how):
+    """The result of a script that misuses a job, in one process or several."""
+    (folder / "wrong.py").write_text(f"{START}{WITH}{body}\n")
+    return run(folder, script="wrong", ranks=ranks, code=None, **how)
+
+
+LOOP = (
+    "job.track(model=model, optimizer=optimizer)\n    for x, y in job.batches(data, batch_size=8, epochs=2):\n        "
+)
+
+
+@pytest.mark.parametrize(
+    "body, says",
+    [
+        ("job.step()", "step() came before track()"),
+        ("job.batches(data, batch_size=4, epochs=1)", "batches() came before track()"),
+        ("pass", "came before track()"),
+        ("job.track()", "track() names nothing"),
+        ("job.track(model=model); job.track(optimizer=optimizer)", "name everything in one call"),
+        ("job.track(model=3)", "track(model=...) is of type int, which has no state_dict()"),
+        ("job.track(optimizer=optimizer)", "track the module, too"),
+        ("job.track(loop=model)", "choose another"),
+        ("muster.Job('other').__enter__()", "run is open in this process"),
+        (f"{LOOP}pass", "no step() came for batch 0"),
+        (f"{LOOP}job.step(); job.step()", "without a new batch"),
+        (f"{LOOP}job.step(loss=x)", "step(loss=...) is a Tensor [8, 1]"),
+        (f"{LOOP}job.step(); job.evaluate(data, lambda batch: batch[0].mean())", "return a dict of tensors"),
+        (f"{LOOP}job.step(); job.evaluate(data, lambda batch: {{'x': batch[0].mean()}})", "one value per sample"),
+        ("job.track(model=model); job.batches(data, epochs=1)", "needs batch_size=..."),
+        ("job.track(model=model); job.batches(data, batch_size=8)", "give one of the two"),
+        ("job.track(model=model); job.batches(data, batch_size=0, epochs=1)", "at least 1"),
+        ("job.track(model=model); job.batches([], batch_size=8, epochs=1)", "no samples"),
+    ],
+)
+def test_misuse_is_one_line(place, body, says):
+    result = wrong(place("wrong"), body)
+    assert result.code == 2 and len(result.said) == 1 and says in result.said[0], result.out
+    assert "Traceback" not in result.out
+
+
+@pytest.mark.parametrize(
+    "body, says",
+    [
+        ("job.track(**({'model': model} if rank else {'model': model, 'other': other}))", "model, other on rank 0"),
+        ("job.track(model=other if rank else model)", "shapes of the modules"),
+        ("job.track(model=3 if rank else model)", "track(model=...) is of type int"),
+        ("job.track(model=model); job.batches(data, batch_size=4 + rank, epochs=1)", "batch_size=5"),
+        (f"{LOOP}None if rank else job.step()", "no step() came for batch 0"),
+    ],
+)
+def test_ranks_that_do_not_do_the_same_are_told_in_one_line(place, body, says):
+    result = wrong(place("wrong"), body, ranks=2)
+    assert len(result.said) == 1 and says in result.said[0], result.out
+    assert result.outcome["exit_code"] == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_of_some_ranks_only_is_named_within_the_timeout(place, rank):
+    body = (
+        "job.track(model=model, optimizer=optimizer)\n"
+        "    for _ in range(40):\n"
+        f"        if rank == {rank} or job.steps_done < 20:\n"
+        "            job.step(loss=1.0)\n"
+        "        else:\n"
+        "            time.sleep(0.01); job.steps_done\n"
+        "    time.sleep(60)"
+    )
+    result = wrong(place("wrong"), body, ranks=2)
+    told = result.said[-1]
+    assert "rank lost" in told and f"rank {1 - rank} on" in told and "(step 20)" in told, result.out
+    assert "wrong.py" in told and "timeout_s=4" in told and result.seconds < 30
+
+
+@pytest.mark.parametrize(
+    "before, after, says",
+    [
+        ("batch_size=8", "batch_size=10", "batch_size=8, and this is batch_size=10"),
+        (
+            "job.track(model=model, ",
+            "job.track(net=model, ",
+            "tracked=model, optimizer, and this is tracked=net, optimizer",
+        ),
+        (
+            "model=model, optimizer=optimizer",
+            "model=other, optimizer=torch.optim.Adam(other.parameters())",
+            "[1, 1] in the",
+        ),
+        (
+            "job.track(",
+            "optimizer.add_param_group({'params': other.parameters()}); job.track(other=other, ",
+            "tracked=",
+        ),
+        ("batches(data", "batches(data + data", "fingerprint"),
+    ],
+)
+def test_a_resume_with_something_else_is_refused(place, before, after, says):
+    folder, body = place("changed"), f"{LOOP}job.step()"
+    assert wrong(folder, body).code == 0
+    assert before in body
+    result = wrong(folder, body.replace(before, after))
+    assert result.code == (3 if says == "fingerprint" else 2) and len(result.said) == 1, result.out
+    assert says in result.said[0], result.out
+    assert wrong(folder, body).code == 0  # nothing was changed
+
+
+def test_a_mistake_in_the_loop_is_told_once_with_its_place(place):
+    result = wrong(place("wrong"), f"{LOOP}job.step(loss=1 / (3 - job.steps_done))", ranks=2)
+    assert len(result.said) == 1 and "ZeroDivisionError" in result.said[0] and "wrong.py:12" in result.said[0], (
+        result.out
+    )
+    assert result.outcome["outcome"] == "failed" and result.outcome["step"] == 3
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(place):
+    result = wrong(place("wrong"), f"{LOOP}job.step(loss=float('nan') if job.steps_done == 5 else 1.0)", ranks=2)
+    assert result.outcome["exit_code"] == 6 and "the loss is not finite at step 6" in result.said[0], result.out
+
+
+# What else a loop can ask
+
+
+def test_every_sample_is_evaluated_once_at_any_world_size(place):
+    body = (
+        "job.track(model=model)\n"
+        "    data = torch.utils.data.TensorDataset(torch.arange(10.0) ** 3)\n"
+        "    print(job.evaluate(data, lambda batch: {'mean': batch[0], 'sum': batch[0] * 10}, batch_size=4), flush=True)"
+    )
+    for ranks in (1, 2, 3):
+        result = wrong(place(f"evaluated-{ranks}"), body, ranks=ranks)
+        assert result.out.count("{'mean': 202.5, 'sum': 2025.0}") == ranks, result.out
+
+
+def test_a_loop_of_ones_own_can_ask_whether_to_stop(place):
+    body = (
+        "job.track(model=model)\n"
+        "    while not job.should_stop and job.steps_done < 1000:\n"
+        "        job.log(noted=job.steps_done)\n"
+        "        time.sleep(0.02)\n"
+        "        job.step(loss=job.sum(1.0), samples=4)\n"
+        "    print('left the loop', flush=True)"
+    )
+    folder = place("asks")
+    (folder / "wrong.py").write_text(f"{START}{WITH}{body}\n")
+    process = start(folder, script="wrong", ranks=2)
+    wait_for(folder / "run", reached(5), process=process)
+    process.terminate()
+    result = finish(process, folder / "run")
+    assert result.outcome["exit_code"] == 75, result.out
+    line = result.lines("train")[3]
+    assert (line["loss"], line["noted"], line["samples"]) == (2.0, 3.0, 32)
+
+
+def test_a_function_launched_from_a_script_is_a_job_too(place, tmp_path):
+    from muster.launcher import launch
+
+    def loop(folder):
+        import muster
+
+        with muster.Job(folder, tensorboard=False) as job:
+            model = torch.nn.Linear(1, 1)
+            job.track(model=model)
+            data = torch.utils.data.TensorDataset(torch.arange(12.0))
+            return [batch[0].tolist() for batch in job.batches(data, batch_size=4, epochs=1) if not job.step()]
+
+    ranks = launch(loop, str(tmp_path / "run"), nproc=2)
+    taken = [int(sample) for steps in ranks for samples in steps for sample in samples]
+    assert sorted(taken) == list(range(12)) and [len(steps) for steps in ranks] == [3, 3]
+
+
+# The examples
+
+
+@pytest.mark.parametrize("name", ["after", "gan", "gpt"])
+def test_an_example_is_killed_and_preempted_and_resumes_exactly(place, name):
+    def example(folder, **how):
+        shutil.copytree(ROOT / "examples/own_loop", folder, dirs_exist_ok=True)
+        return {"script": "disturbed", "to": None, "ranks": 2, **how}, (f"{name}.py", "run", "60")
+
+    def lines(result):
+        timeless = ("samples_per_s",)
+        return [{key: each[key] for key in each if key not in timeless} for each in result.lines("train")]
+
+    folders = {kind: place(kind) for kind in ("whole", "killed", "preempted")}
+    if name == "after":  # its folder is a constant
+        for folder in folders.values():
+            (folder / "runs").mkdir()
+            (folder / "runs/digits").symlink_to(folder / "run")
+            (folder / "run").mkdir()
+    how, arguments = example(folders["whole"])
+    whole = run(folders["whole"], *arguments, **how)
+    how, arguments = example(folders["killed"], KILL_AT="33:1", SAVED="20", restarts=1)
+    killed = run(folders["killed"], *arguments, **how)
+    assert [line["step"] for line in killed.events("resume")] == [20]
+    how, arguments = example(folders["preempted"])
+    process = start(folders["preempted"], *arguments, **how, PACE="0.05")
+    wait_for(folders["preempted"] / "run", reached(10), process=process)
+    process.terminate()
+    assert finish(process, folders["preempted"] / "run").outcome["exit_code"] == 75
+    preempted = run(folders["preempted"], *arguments, **how)
+    assert lines(whole) == lines(killed) == lines(preempted)
+    if name != "gan":
+        assert_equal_weights(whole, killed)
+        assert_equal_weights(whole, preempted)
+
+
+def test_the_page_shows_the_difference_between_the_examples():
+    before, after = ((ROOT / f"examples/own_loop/{name}.py").read_text().splitlines() for name in ("before", "after"))
+    lines = [
+        line
+        for line in difflib.unified_diff(before, after, n=0, lineterm="")
+        if not line.startswith(("---", "+++", "@"))
+    ]
+    assert sum(line.startswith("+") for line in lines) <= 12
+    assert "```text\n" + "\n".join(lines) + "\n```" in (ROOT / "docs/your-own-loop.md").read_text()
