@@ -14,48 +14,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # the order of the rooms is written in the test that enforces it
 
-from test_rooms import ORDER, RUNTIME, imported  # noqa: E402
+from test_rooms import FRONT, MODULES, ORDER, imported, room, room_of  # noqa: E402
 
-PACKAGES = {"train": "train"}  # folder -> the name under which its modules are imported
 PAGES = (ROOT / "docs/extending.md", ROOT / "docs/index.md")
 BEGIN, END = "<!-- rooms: begin; `make rooms` draws this -->", "<!-- rooms: end -->"
-ENTRY = "__main__"
+LAYERS = {"trainer": "train/", "runtime": "muster/"}
+ENTRY = "train/__main__"
 
 Graph = dict[str, set[str]]
-
-
-def room_of(name: str) -> str | None:
-    """Return the room of a module, or of a name in it; None if it is in none of the packages, or is a package itself."""
-    if name == "muster.train.doctor":  # the trainer's command, which calls the runtime's doctor
-        return ENTRY
-    for package in sorted(PACKAGES.values(), key=len, reverse=True):  # a package may lie in another
-        if name.startswith(f"{package}."):
-            return name.removeprefix(f"{package}.").split(".")[0]
-    return None
-
-
-def layer_of(room: str) -> str:
-    """Return the layer of a room: `runtime` or `trainer`."""
-    return "runtime" if room in RUNTIME else "trainer"
-
-
-def modules() -> dict[str, Path]:
-    """Return the modules of all packages by name."""
-    found = {}
-    for folder, package in PACKAGES.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join((package, *parts)).removesuffix(".__init__")] = path
-    return found
 
 
 def imports() -> Graph:
     """Return for each room the other rooms that it imports, from the left of the order to the right."""
     graph: Graph = {}
-    for module, path in modules().items():
-        if room := room_of(module):
-            graph.setdefault(room, set()).update(filter(None, map(room_of, imported(path.read_text()))))
-    return {room: graph[room] - {room} for room in sorted(graph, key=ORDER.index)}
+    for path in MODULES.values():
+        if (own := room(path)) not in FRONT:
+            graph.setdefault(own, set()).update(map(room_of, imported(path.read_text())))
+    return {own: graph[own] - {own} for own in sorted(graph, key=ORDER.index)}
 
 
 def reachable(graph: Mapping[str, Iterable[str]], start: str) -> set[str]:
@@ -72,16 +47,21 @@ def reduced(graph: Graph) -> Graph:
 def mermaid(graph: Graph) -> str:
     """Return `graph` as a Mermaid flowchart, with one subgraph per layer. Source: https://mermaid.js.org/syntax/flowchart"""
     lines = ["flowchart TD"]
-    for layer in ("trainer", "runtime"):
-        lines += [f"  subgraph {layer}", *(f"    {_node(room)}" for room in graph if layer_of(room) == layer), "  end"]
-    for room in reversed(graph):
-        if graph[room]:
-            lines.append(f"  {room} --> {' & '.join(sorted(graph[room], key=ORDER.index))}")
+    for layer, folder in LAYERS.items():
+        nodes = [f"    {_node(own)}" for own in graph if own.startswith(folder)]
+        lines += [f'  subgraph {layer}["{folder} ({layer})"]', *nodes, "  end"]
+    for own in reversed(graph):
+        if graph[own]:
+            lines.append(f"  {_id(own)} --> {' & '.join(map(_id, sorted(graph[own], key=ORDER.index)))}")
     return "\n".join(lines)
 
 
-def _node(room: str) -> str:
-    return f'{room}["python -m train"]' if room == ENTRY else room  # Mermaid would print __main__ in bold
+def _id(own: str) -> str:
+    return own.replace("/", ".").replace("__", "")
+
+
+def _node(own: str) -> str:
+    return f'{_id(own)}["{"python -m train" if own == ENTRY else own.partition("/")[2]}"]'
 
 
 def drawn(page: str, picture: str) -> str:

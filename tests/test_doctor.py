@@ -103,7 +103,7 @@ def test_what_is_wrong_is_named_with_its_host_and_a_remedy(name, changes, fails,
 def doctor(folder, *arguments, ranks=None, before=()):
     launcher = [] if ranks is None else ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     return subprocess.run(
-        [*before, sys.executable, "-m", *launcher, "muster.doctor", *arguments],
+        [*before, sys.executable, "-m", *launcher, "muster", "doctor", *arguments],
         cwd=folder, env=environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 

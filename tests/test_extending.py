@@ -44,7 +44,7 @@ class Patient(Single):
         return super().step(step, batches)
 ''',
     "conf/strategy/patient.yaml": "_target_: muster.train.strategies.patient.Patient\npause_s: 0.001\n",
-    "train/loggers/tally.py": '''
+    "muster/loggers/tally.py": '''
 from collections import Counter
 from pathlib import Path
 
@@ -63,12 +63,12 @@ class Tally(Logger):
 ''',
     "conf/loggers/tally.yaml": "# @package loggers.tally\n_target_: muster.loggers.tally.Tally\n",
 }
-FILES["train/checkpoint/backends/sqlite.py"] = (ROOT / "tests/kit/parts/backends.py").read_text()
+FILES["muster/checkpoint/backends/sqlite.py"] = (ROOT / "tests/kit/parts/backends.py").read_text()
 
 
 def test_each_part_is_one_file_and_at_most_one_yaml(tmp_path):
     kit = tmp_path / "kit"
-    for room in ("train", "conf"):
+    for room in ("muster", "train", "conf"):
         shutil.copytree(ROOT / room, kit / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name, text in FILES.items():
         assert not (kit / name).exists()

@@ -227,7 +227,7 @@ def test_what_is_slow_is_no_hang(tmp_path, ledger):
     line = (*LINE, "model._target_=kit.parts.models.SlowToStart", "max_steps=15", "dist.timeout_s=2")
     result = run(tmp_path / "run", *line, ranks=2, module="kit.slow", env=env)
     assert not result.events("restart") and len(result.events("checkpoint")) == 2, result.out
-    assert "waiting for" in result.out and "may for" in result.out
+    assert "waiting for" in result.out and "which may take" in result.out
     assert_exact(ledger, steps=15, batch_size=10)
 
 

@@ -119,7 +119,7 @@ def test_what_is_never_evaluated_is_said(tmp_path):
 def test_what_needs_an_evaluation_is_refused_where_none_comes(tmp_path, never, needs):
     result = run(tmp_path / "run", *BASE, never, needs, ok=False)
     assert result.code == 2 and len(result.said) == 1, result.out
-    for text in (needs.partition("=")[0], never.rpartition("=")[2], "evaluated"):
+    for text in (needs.partition("=")[0], never.rpartition("=")[2], "needs evaluations"):
         assert text in result.said[0]
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from docs import rooms
 from docs.rooms import PAGES, drawn, imports, mermaid, reduced
 
 pytestmark = pytest.mark.unit
@@ -16,12 +15,6 @@ def test_the_picture_of_the_rooms_is_up_to_date(page):
 def test_an_arrow_that_others_imply_is_left_out():
     graph = {"a": set(), "b": {"a"}, "c": {"a", "b"}, "d": {"a"}}
     assert reduced(graph) == {"a": set(), "b": {"a"}, "c": {"b"}, "d": {"a"}}
-
-
-def test_a_package_in_another_has_rooms_of_its_own(monkeypatch):
-    monkeypatch.setattr(rooms, "PACKAGES", {"kit": "kit", "parts": "kit.parts"})
-    assert rooms.room_of("kit.parts.models.Slow") == "models" and rooms.room_of("kit.job.Job") == "job"
-    assert rooms.room_of("torch.nn") is None
 
 
 def test_a_page_without_markers_is_refused():

@@ -176,7 +176,7 @@ def script():
 def test_a_script_loses_nothing_to_a_killed_rank_to_sigterm_or_to_its_own_death(tmp_path, script):
     run = script(tmp_path / "run", *LONG)
     run.reach(3)
-    rank = max(pid for pid, line in run.processes().items() if " -m train name=" in line)
+    rank = max(pid for pid, line in run.processes().items() if " -m muster name=" in line)
     run.next_step(lambda: os.kill(rank, signal.SIGKILL))
     run.process.send_signal(signal.SIGTERM)
     assert run.process.wait(60) == Preempted.exit_code, run.log
