@@ -105,7 +105,7 @@ def meet(
             lobby = Lobby(store.clone())
             waiting = Lobby(store, lobby.operations)
             attempt, failed = attend_meeting(waiting, lobby, own, deadline=deadline, stopping=stopping)
-            agents = [launcher()]
+            agents = [own.hello["agent"]]
     except DistError as broken:
         raise (Stopped() if stopping() else Abandoned(place)) from broken
     if shared and (error or failed):
