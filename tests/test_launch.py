@@ -303,6 +303,7 @@ def test_verdicts_of_a_script(policy, agent, told, lost, requeues, code, requeue
     [
         ({}, True, 75), ({0: 75, 1: 0}, True, 75), ({0: -15, 1: 75}, True, 75), ({0: 0, 1: 0}, True, 0), ({0: -15}, True, 1),
         ({1: 3}, False, 3), ({1: -9}, False, 1), ({0: 69}, False, 1), ({0: 200}, False, 1), ({0: 1, 1: 75}, False, 75),
+        ({0: -6, 1: 3}, False, 3), ({0: 1, 1: 3}, False, 3),
     ],
 )  # fmt: skip
 @pytest.mark.unit

@@ -6,7 +6,7 @@ file, but the agent knows its ranks' exit codes. This one exits with
     0      all ranks are done
     75     a rank left with 75, or the agent was told to stop before a rank began
     69     the nodes did not meet, or lost each other
-    1-74   a rank failed with this code; 1 stands for a signal and for any other code
+    1-74   a rank failed with this code, the largest of several; 1 stands for a signal and for any other code
 
 The agent ends the other ranks of a node that fails by SIGTERM. Their exit codes do not count: a script that saves on
 SIGTERM and always fails would be run again for ever.
@@ -42,6 +42,7 @@ COME_BACK, UNMET, LARGEST = 75, 69, 74  # EX_TEMPFAIL and EX_UNAVAILABLE of syse
 STEADY_S = 600.0
 """After ranks have worked for this long, a failure is the first in a row again."""
 POLL_S = 0.2
+LEAVES_S = 2.0  # from the first closed connection of a rank that leaves to the end of its process
 STUCK_S = 30.0  # longer than any read_timeout that the launchers pass in --rdzv-conf
 LAST_LINES_S = 2.0  # a process that a rank has left behind may hold its output open
 PR_SET_PDEATHSIG = 1
@@ -89,7 +90,7 @@ def exit_code(ended: Mapping[int, int], *, told: bool) -> int:
     failed = [code for code in codes if code != 0]
     if not failed:
         return 0 if told else 1
-    return failed[0] if 0 < failed[0] <= LARGEST and failed[0] != UNMET else 1
+    return max((code for code in failed if 0 < code <= LARGEST and code != UNMET), default=1)
 
 
 def _described(code: int) -> str:
@@ -117,8 +118,22 @@ class ScriptAgent(LocalElasticAgent):
         return super()._start_workers(worker_group)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        self.looks = None
-        super()._restart_workers(worker_group)
+        """Restart the ranks, unless one of them is about to fail by itself: then torch's loop finds its exit code next.
+
+        A rank that leaves closes its connections before its process ends. So a rank of another node may fail, and its
+        agent wait for this one, while the rank that left with 75 still seems to work here.
+        """
+        others_wait, self.looks = self.looks is not None, None
+        if not (others_wait and self._fails_within(LEAVES_S)):
+            super()._restart_workers(worker_group)
+
+    def _fails_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if any(each.proc.poll() for each in self.ranks()):
+                return True
+            time.sleep(POLL_S / 2)
+        return False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)

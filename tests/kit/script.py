@@ -33,15 +33,20 @@ with (args.out / f"attempts-{rank}").open("a") as file:
     file.write(f"{done}\\n")
 
 
+def leave(code):
+    dist.destroy_process_group()  # a group that the interpreter tears down may abort the process: no exit code
+    sys.exit(code)
+
+
 def fault():
     """What happens to the last rank before its third step."""
     first = (args.out / f"attempts-{rank}").read_text().count("\\n") == 1
     if args.fault == "always":
-        sys.exit(3)
+        leave(3)
     if args.fault == "once" and first:
         os.kill(os.getpid(), signal.SIGKILL)
     if args.fault == "again" and first:
-        sys.exit(75)
+        leave(75)
 
 
 for step in range(done, args.steps):
@@ -52,7 +57,7 @@ for step in range(done, args.steps):
             torch.save({"model": model.state_dict(), "step": step}, saved)
             print("saved", step, flush=True)
         dist.barrier()
-        sys.exit(75)
+        leave(75)
     if step == 2 and rank == dist.get_world_size() - 1:
         fault()
     model(torch.randn(4, 2)).square().mean().backward()
