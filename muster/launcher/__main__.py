@@ -127,8 +127,8 @@ def doctor(given: Sequence[str]) -> int:
     most = str(spec.nnodes).rpartition(":")[2]
     if str(spec.nproc).isdigit() and not any(word.startswith("--expect") for word in words):
         words = ["--expect", str(int(most) * int(spec.nproc)), *words]
-    say(printed(spec, command(spec, words, torchrun=this_torchrun(), module="muster.doctor")), sys.stdout)
-    line = command(spec, words, torchrun=steady_torchrun(), module="muster.doctor")
+    say(printed(spec, command(spec, words, torchrun=this_torchrun(), module="muster.train.doctor")), sys.stdout)
+    line = command(spec, words, torchrun=steady_torchrun(), module="muster.train.doctor")
     return subprocess.run(line, env={**os.environ, **environment(spec)}, check=False).returncode
 
 
