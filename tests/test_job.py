@@ -399,7 +399,7 @@ def test_a_loop_of_ones_own_can_ask_whether_to_stop(place):
 
 
 def test_a_function_launched_from_a_script_is_a_job_too(place, tmp_path):
-    from muster.launcher import launch
+    from muster import launch
 
     def loop(folder):
         import muster
