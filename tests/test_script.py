@@ -70,7 +70,7 @@ def test_told_to_stop_it_saves_and_leaves_with_75_and_the_same_command_goes_on(t
 
 
 def test_told_to_stop_without_a_handler_it_has_failed(tmp_path):
-    (tmp_path / "naive.py").write_text("import time\nopen('ready', 'w').close()\ntime.sleep(60)\n")
+    (tmp_path / "naive.py").write_text("import time\ntime.sleep(1)\nopen('ready', 'w').close()\ntime.sleep(60)\n")
     process = start(tmp_path, "naive.py")
     until((tmp_path / "ready").exists, "start", timeout_s=120)
     process.send_signal(signal.SIGTERM)
