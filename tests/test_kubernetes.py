@@ -154,17 +154,17 @@ def test_fewer_ranks_than_asked_for_are_said(space):
     job.until(job.succeeded, "end", timeout_s=90, every_s=0.5)
     outcome = job.result().outcome
     assert (outcome["world_size"], outcome["asked_for"]) == (2, 3)
-    assert any("trains with 2 of the 3 ranks" in line["text"] for line in job.result().events("note"))
+    assert any("trains with 2 of the 3 requested ranks" in line["text"] for line in job.result().events("note"))
 
 
 def test_overlays_are_taken_by_the_api(space):
     for overlay in ("cpu", "gpu", "kueue", "debug"):
-        said = space.kubectl("apply", "--dry-run=server", "-k", str(ROOT / "k8s/overlays" / overlay))
+        said = space.insist("apply", "--dry-run=server", "-k", str(ROOT / "k8s/overlays" / overlay))
         assert "pytorchjob.kubeflow.org/muster" in said, overlay
 
 
 def test_the_overlay_debug_runs_the_doctor(space):
-    space.kubectl("apply", "-k", str(ROOT / "k8s/overlays/debug"))
+    space.insist("apply", "-k", str(ROOT / "k8s/overlays/debug"))
     job = KubernetesJob(space, "pytorchjob")
     job.until(job.succeeded, "good end of the doctor", timeout_s=200, every_s=1)
     told = json.loads((space.volume / "doctor.json").read_text())["checks"]

@@ -290,7 +290,7 @@ def container(tmp_path_factory):
 %setup
     cd "$APPTAINER_ROOTFS"
     mkdir -p usr bin lib lib64 sbin etc home root tests ledger job/runs opt/python opt/venv/bin opt/venv/lib/{python}/site-packages opt/muster
-    cp -r "{ROOT}/train" "{ROOT}/conf" opt/muster/
+    cp -r "{ROOT}/muster" "{ROOT}/train" "{ROOT}/conf" opt/muster/
     cp /etc/passwd /etc/group /etc/nsswitch.conf etc/
     ln -s /opt/python/bin/{python} opt/venv/bin/python3
     echo "home = /opt/python/bin" >opt/venv/pyvenv.cfg

@@ -51,16 +51,18 @@ class Cluster:
 
     def apply(self, namespace: str, documents: Sequence[dict[str, Any]], *options: str) -> None:
         """Apply manifests; retry when a webhook times out or lags behind the API server, as under load."""
+        self.insist("-n", namespace, "apply", *options, "-f", "-", text=yaml.safe_dump_all(documents))
+
+    def insist(self, *arguments: str, text: str | None = None) -> str:
+        """Run kubectl until no webhook times out or lags: such a request has changed nothing."""
         lags = "failed calling webhook", "must be created before the TrainJob"  # it does not see the runtime yet
         deadline = time.monotonic() + LAGS_S
         while True:
-            done = self.script(
-                "on", "kubectl", "-n", namespace, "apply", *options, "-f", "-", input=yaml.safe_dump_all(documents)
-            )
+            done = self.script("on", "kubectl", *arguments, input=text)
             if done.returncode == 0:
-                return
+                return done.stdout
             lagging = any(words in done.stderr for words in lags) and time.monotonic() < deadline
-            assert lagging, done.stderr
+            assert lagging, f"kubectl {' '.join(arguments)}: {done.stderr}"
             time.sleep(2)
 
 
@@ -93,6 +95,9 @@ class Space:
 
     def kubectl(self, *arguments: str, **options: Any) -> str:
         return self.cluster.kubectl("-n", self.name, *arguments, **options)
+
+    def insist(self, *arguments: str) -> str:
+        return self.cluster.insist("-n", self.name, *arguments)
 
 
 class KubernetesJob(Job):

@@ -285,7 +285,12 @@ load() { # NAME, unless it is there already: 3 GB take two minutes
   fi
 }
 again() { until_true 120 "$@"; } # a webhook is not there at once, and may time out under load
-patient() { # FOLDER: for a busy machine, where who answers late has not failed
+patient() { # NAMESPACE FOLDER: for a busy machine, where who answers late has not failed
+  kubectl create namespace "$1"
+  # Without a request, the operator has 2 shares of the processor where each pod of a test has 1024, and its webhook times out.
+  kubectl -n "$1" apply -f - <<<'{"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "processor"},
+    "spec": {"limits": [{"type": "Container", "defaultRequest": {"cpu": "1"}}]}}'
+  shift
   kubectl kustomize "$dir/src/$1" 2>/dev/null | sed -E \
     -e 's/leaderElect: true/leaderElect: false/' -e 's/periodSeconds: 20$/periodSeconds: 600/' -e '/^ +cpu: /d' \
     -e 's/^( *)failurePolicy: Fail$/&\n\1timeoutSeconds: 30/' >"$run/operator.yaml"
@@ -296,9 +301,9 @@ operators() {
   image "us-central1-docker.pkg.dev/k8s-staging-images/jobset/jobset:v$jobset" "$bin/jobset" /manager
   image "ghcr.io/kubeflow/trainer/trainer-controller-manager:v$trainer" "$bin/trainer" /manager
   sed -i '/third-party\/jobset/d' "$dir/src/trainer/manifests/overlays/manager/kustomization.yaml" # it is here already
-  patient training-operator/manifests/overlays/standalone
-  patient jobset/config/default
-  patient trainer/manifests/overlays/manager
+  patient kubeflow training-operator/manifests/overlays/standalone
+  patient jobset-system jobset/config/default
+  patient kubeflow-system trainer/manifests/overlays/manager
   kubectl -n kubeflow wait --for=condition=Available deployment/training-operator --timeout=180s
   kubectl -n jobset-system wait --for=condition=Available deployment/jobset-controller-manager --timeout=180s
   kubectl -n kubeflow-system wait --for=condition=Available deployment/kubeflow-trainer-controller-manager --timeout=180s
