@@ -71,9 +71,9 @@ def measure(name: str, overrides: str, steps: int, folder: Path) -> list[object]
     none: list[float] = []
     with life, open_run(config=config, world=world, strategy=strategy, life=life) as (run, _):
         turns = Turns(run, steps)
-        turns.turn(lambda: save(run), run.checkpoints.flush)
+        turns.turn(lambda: save(run), run.running.flush)
         for _ in range(ROUNDS):
-            kit.append(turns.turn(lambda: save(run), run.checkpoints.flush))
+            kit.append(turns.turn(lambda: save(run), run.running.flush))
             plain.append(turns.turn(lambda: torch.save(strategy.state(), folder / "plain.pt"), lambda: None))
             none.append(turns.turn(lambda: None, lambda: None)[0])
         size = (folder / "plain.pt").stat().st_size / 1e6

@@ -74,7 +74,7 @@ def worker(line: list[str], *, loads: bool) -> None:
             with found.setdefault("save", Extra()):
                 with found.setdefault("blocked", Extra()):
                     save(run)
-                run.checkpoints.flush()
+                run.running.flush()
             with found.setdefault("model_pt", Extra()):
                 write_weights(folder.path / "model.pt", strategy.weights(), writes=world.is_first)
         ranks = world.gather(

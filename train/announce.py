@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from muster import attempts
-from muster.dist.place import asked_for
 from muster.errors import say
 from muster.job.folder import RunFolder
+from muster.job.records import record_start
 from muster.train.course import steps_asked_for
 from muster.train.evaluation import never_evaluated
 from muster.train.loop import Run
@@ -18,43 +17,27 @@ def announce(run: Run, folder: RunFolder, *, kinds: list[str]) -> None:
 
     kinds: processor kinds of the ranks (see `numerics.kind_of`); empty without `virtual_world_size`.
     """
-    before, world = folder.before, run.world
+    world = run.world
     if run.strategy.caveat and world.is_first:
         say(f"muster: {run.strategy.caveat}")
-    facts = {
-        "step": run.step,
-        "total_steps": run.total_steps,
-        "world_size": world.size,
-        "device": str(world.device.type),
-        "attempt": world.attempt,
-    }
     if run.course.plan.batch_size < run.config.batch_size:
         asked, there = run.config.batch_size, run.course.plan.size
-        run.meters.records.event(
+        run.records.event(
             "note", text=f"batch_size={asked} is more than the {there} training samples: a step takes all of them"
         )
     given = steps_asked_for(run.config, run.course.plan)
     if given < run.step:
-        run.meters.records.event(
+        run.records.event(
             "note", text=f"the config asks for {given} steps, but {run.step} are done: there is nothing left to train"
         )
-    meant = asked_for(world.place.local_world_size)
-    if meant and world.size < meant:
-        run.meters.records.event(
-            "note", text=f"trains with {world.size} of the {meant} requested ranks: the others have not joined"
-        )
     if run.course.data.test is None and (why := never_evaluated(run.config, run.course.data)):
-        run.meters.records.event("note", text=f"nothing is evaluated: {why}")
+        run.records.event("note", text=f"nothing is evaluated: {why}")
     for text in mixed_kinds(kinds, folder.saved.manifest.get("computes_on") if folder.saved else None):
-        run.meters.records.event("note", text=text)
-    if before.outcome not in ("none", attempts.DONE, attempts.PREEMPTED):
-        run.meters.records.event("restart", step=run.step, after=before.outcome, cause=before.error)
+        run.records.event("note", text=text)
+    known = {"total_steps": run.total_steps, "samples_per_epoch": len(run.course.data.train)}
+    record_start(run.records, folder, world, step=run.step, **known)
     if folder.saved is None:
-        run.meters.records.event(
-            "start", output_dir=str(folder.path), samples_per_epoch=len(run.course.data.train), **facts
-        )
         return
-    run.meters.records.event("resume", checkpoint=folder.saved.path, **facts)
     then, now = folder.saved.manifest.get("config", {}).get("micro_batch_size"), run.config.micro_batch_size
     if then != now and world.is_first:
         say(

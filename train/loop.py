@@ -15,9 +15,10 @@ from muster.batches.generators import kept_generators
 from muster.batches.loader import Batch
 from muster.dist.world import World
 from muster.errors import Diverged
-from muster.job.lifecycle import Ending, Peers
+from muster.job.lifecycle import Ending
+from muster.job.running import Running
+from muster.loggers.metrics import Metrics
 from muster.plan import Plan
-from muster.timing.clock import Clock, Times, gathered, spread
 from muster.train.config.keys import Config, NonFinite, Precision
 from muster.train.course import Course, Progress
 from muster.train.data.batches import micro_batches
@@ -25,29 +26,6 @@ from muster.train.evaluation import measure
 from muster.train.objectives.measure import Measures, is_better, value_of
 from muster.train.strategies.base import StepResult, Strategy
 from muster.train.window import Window
-
-
-class Saves(Protocol):
-    """Interface of checkpoints to the loop (checkpoint/manager.py)."""
-
-    def save(self, *, state: dict[str, Any], position: dict[str, Any]) -> None: ...
-    def flush(self) -> None: ...
-    def settle(self, seconds: float) -> None: ...
-    def note_best(self, best: dict[str, Any]) -> None: ...
-
-
-class Records(Protocol):
-    """Interface of metrics to the loop (loggers/metrics.py)."""
-
-    def begin(self) -> None: ...
-    def train(
-        self, *, step: int, epoch: int, loss: float, lr: float, grad_norm: float, samples: int, more: dict[str, float]
-    ) -> None: ...
-    def eval(self, *, step: int, epoch: int, seconds: float, values: dict[str, float]) -> None: ...
-    def event(self, event: str, **details: Any) -> None: ...
-    def timing(self, step: int, ranks: list[Times]) -> None: ...
-    def advance(self, step: int) -> None: ...
-    def close(self, step: int, rest: Times) -> None: ...
 
 
 class Hooks(Protocol):
@@ -64,31 +42,30 @@ class Hooks(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meters:
-    """What a run measures: records for the loggers, metrics of evaluations, times, and sums since the last log line."""
-
-    records: Records
-    measures: Measures
-    clock: Clock
-    window: Window
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
-    """One attempt at a run: its parts and its progress."""
+    """One attempt at a run: its parts and its progress.
+
+    running: heartbeat, records, checkpoints and the agreed stop. course: the data and the steps.
+    measures: metrics of evaluations. window: sums since the last log line.
+    """
 
     config: Config
-    peers: Peers
+    running: Running
     course: Course
     strategy: Strategy
     callbacks: Hooks
-    checkpoints: Saves
-    meters: Meters
+    measures: Measures
+    window: Window
 
     @property
     def world(self) -> World:
         """The ranks' group."""
-        return self.peers.world
+        return self.running.world
+
+    @property
+    def records(self) -> Metrics:
+        """The records for the loggers."""
+        return self.running.records
 
     @property
     def progress(self) -> Progress:
@@ -113,13 +90,13 @@ class Run:
     @property
     def is_preempted(self) -> bool:
         """True once the ranks have stopped between two phases of work, as they agreed to."""
-        return self.peers.agreement.is_reached
+        return self.running.peers.agreement.is_reached
 
     def stop(self, reason: str) -> None:
         """End training after this step, as if it were the last. Every rank must call it at the same step."""
         if not self.is_over:
             self.progress.stopped = reason
-            self.meters.records.event("stopped", step=self.step, reason=reason)
+            self.records.event("stopped", step=self.step, reason=reason)
 
 
 def train(run: Run) -> Ending:
@@ -137,18 +114,17 @@ def train(run: Run) -> Ending:
         Diverged: the loss, gradient or weights are not finite, and `on_nonfinite` or `max_skipped_steps` says to stop.
         StorageError: checkpoints cannot be written.
     """
-    course, meters = run.course, run.meters
+    course, running = run.course, run.running
     try_evaluation(run)
     run.callbacks.on_start(run)
-    meters.clock.begin()
-    meters.records.begin()
+    running.start()
     evaluate_if_due(run)
     for batches in steps(run):
         result = run.strategy.step(run.step, batches)
-        meters.window.add(result, samples=course.plan.count(run.step))
+        run.window.add(result, samples=course.plan.count(run.step))
         course.progress.step += 1
         count_skips(run, result)
-        meters.records.advance(run.step)
+        running.records.advance(run.step)
         run.callbacks.on_step_end(run)
         if run.step % run.config.log.every_steps == 0 or run.is_over:
             log(run, result)
@@ -158,14 +134,17 @@ def train(run: Run) -> Ending:
     if not run.is_preempted:
         save(run)
         evaluate(run)
-    return preempted(run) if run.is_preempted else done(run)
+    if run.is_preempted:  # perhaps during that evaluation
+        save(run)
+        return running.stopped()
+    return running.done()
 
 
 def steps(run: Run) -> Iterator[list[Batch]]:
     """Yield the micro-batches of each step that is left, until the run is over or the ranks have agreed to stop."""
     left = range(run.step, run.total_steps)
-    for batches in run.meters.clock.waiting([] if run.is_preempted else load(run, run.course.plan, left)):
-        if run.is_over or not run.peers.begin("step", run.step):
+    for batches in run.running.clock.waiting([] if run.is_preempted else load(run, run.course.plan, left)):
+        if run.is_over or not run.running.begin("step"):
             return
         yield batches
         if run.is_preempted:
@@ -193,13 +172,13 @@ def evaluate(run: Run) -> None:
     """Evaluate the test split, every sample exactly once at any world size. Collective: every rank must call it."""
     if run.course.data.test is None or run.config.eval.every_steps == "off" or run.progress.evaluated == run.step > 0:
         return
-    started, meters = time.perf_counter(), run.meters
-    with meters.clock.spending("evaluation"):
+    started = time.perf_counter()
+    with run.running.clock.spending("evaluation"):
         run.callbacks.on_eval_begin(run)
-        values = measure_test(run, begin=lambda: run.peers.begin("evaluation", run.step))
+        values = measure_test(run, begin=lambda: run.running.begin("evaluation"))
     if values is None:  # cut short: the next attempt repeats it
         return
-    meters.records.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=values)
+    run.records.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=values)
     run.progress.evaluated = run.step
     run.callbacks.on_eval_end(run, values)
     note_best(run, values)
@@ -217,10 +196,10 @@ def try_evaluation(run: Run) -> None:
     eager = torch.compiler.set_stance("force_eager") if run.config.compile else contextlib.nullcontext()
 
     def enter() -> bool:
-        run.peers.heartbeat.enter("evaluation", run.step)
+        run.running.peers.heartbeat.enter("evaluation", run.step)
         return True
 
-    with kept_generators(on_device=True), run.meters.measures.aside(), eager:
+    with kept_generators(on_device=True), run.measures.aside(), eager:
         values = measure_test(run, begin=enter, most=most) or {}
     if run.config.checkpoint.best:
         value_of(run.config.checkpoint.best, values, key="checkpoint.best")
@@ -229,7 +208,7 @@ def try_evaluation(run: Run) -> None:
 
 def measure_test(run: Run, *, begin: Callable[[], bool], most: int | None = None) -> dict[str, float] | None:
     """Return the means over the test split, as `muster.train.evaluation.measure` does. Collective: every rank must call it."""
-    test, measures = run.course.data.test, run.meters.measures
+    test, measures = run.course.data.test, run.measures
     return measure(run.config, test, run.strategy, run.world, measures, begin=begin, most=most)
 
 
@@ -257,25 +236,17 @@ def log(run: Run, result: StepResult) -> None:
 
     Collective: every rank must call it.
     """
-    meters = run.meters
-    own_loss = meters.window.own_loss()  # waits for the device
-    is_due = meters.clock.is_due(run.world.size)
-    times = spread(meters.clock.read(), rank=run.world.rank, size=run.world.size) if is_due else []
-    losses, *everybody = run.world.sum([own_loss, *times])
-    loss, more = meters.window.close(losses)
-    if not math.isfinite(loss) and run.config.on_nonfinite is NonFinite.stop:
-        raise diverged(run)
-    meters.records.train(
-        step=run.step,
-        epoch=epoch(run),
-        loss=loss,
-        lr=run.strategy.lr,
-        grad_norm=float(result.grad_norm),
-        samples=run.course.plan.samples_before(run.step),
-        more=more,
-    )
-    if is_due:
-        meters.records.timing(run.step, gathered(everybody))
+    own_loss = run.window.own_loss()  # waits for the device
+
+    def line(losses: list[float]) -> dict[str, Any]:
+        loss, more = run.window.close(losses[0])
+        if not math.isfinite(loss) and run.config.on_nonfinite is NonFinite.stop:
+            raise diverged(run)
+        samples = run.course.plan.samples_before(run.step)
+        known = {"epoch": epoch(run), "loss": loss, "lr": run.strategy.lr, "grad_norm": float(result.grad_norm)}
+        return {**known, "samples": samples, "more": more}
+
+    run.running.log([own_loss], line)
 
 
 def save(run: Run) -> None:
@@ -283,44 +254,27 @@ def save(run: Run) -> None:
 
     Raises Diverged instead of saving weights that are not finite.
     """
-    run.peers.heartbeat.enter("save", run.step)
+    progress = run.progress
+    position = {
+        "epoch": epoch(run),
+        "samples": run.course.plan.samples_before(run.step),
+        "evaluated": progress.evaluated,
+        "best": progress.best,
+        "stopped": progress.stopped,
+    }
+    run.running.save(lambda: state(run), position, check=lambda: check_weights(run))
+
+
+def check_weights(run: Run) -> None:
+    """Raise Diverged on all ranks if a weight is not finite. Collective: every rank must call it."""
     run.callbacks.on_checkpoint(run)
     if not run.strategy.is_finite():
         raise diverged(run)
-    position = {
-        "step": run.step,
-        "epoch": epoch(run),
-        "samples": run.course.plan.samples_before(run.step),
-        "evaluated": run.progress.evaluated,
-        "best": run.progress.best,
-        "stopped": run.progress.stopped,
-    }
-    with run.meters.clock.spending("checkpoint"):
-        state = {**run.strategy.state(), **run.callbacks.state(), **run.meters.window.state()}
-        run.checkpoints.save(state=state, position=position)
-    run.peers.heartbeat.enter("step", run.step)
 
 
-def flush(run: Run) -> None:
-    """Wait for the checkpoint that is being written. Raises StorageError if it failed."""
-    run.peers.heartbeat.enter("save", run.step)
-    with run.meters.clock.spending("checkpoint"):
-        run.checkpoints.flush()
-
-
-def preempted(run: Run) -> Ending:
-    """Save the step at which the ranks have stopped, and return the end of this attempt. Collective."""
-    save(run)
-    flush(run)
-    run.meters.records.event("preempted", step=run.step)
-    said = f"stopped at step {run.step} of {run.total_steps} and saved it: run the same command again to resume"
-    return Ending(run.step, run.total_steps, preempted=said)
-
-
-def done(run: Run) -> Ending:
-    """Wait for the last checkpoint, and return the end of the run. Raises StorageError."""
-    flush(run)
-    return Ending(run.step, run.total_steps)
+def state(run: Run) -> dict[str, Any]:
+    """Return the state for a checkpoint. Collective: every rank must call it."""
+    return {**run.strategy.state(), **run.callbacks.state(), **run.window.state()}
 
 
 def count_skips(run: Run, result: StepResult) -> None:
@@ -335,7 +289,7 @@ def count_skips(run: Run, result: StepResult) -> None:
     stop = run.config.on_nonfinite is NonFinite.stop and not scaled
     if stop or run.progress.skipped_in_a_row > run.config.max_skipped_steps:
         raise diverged(run)
-    run.meters.records.event("skipped", step=run.step, in_a_row=run.progress.skipped_in_a_row)
+    run.records.event("skipped", step=run.step, in_a_row=run.progress.skipped_in_a_row)
 
 
 def diverged(run: Run) -> Diverged:

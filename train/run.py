@@ -7,9 +7,7 @@ import gc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from muster.checkpoint.manager import Checkpoints
 from muster.checkpoint.weights import write_weights
 from muster.dist.place import Place
 from muster.dist.rendezvous.meeting import meet
@@ -17,9 +15,9 @@ from muster.dist.world import World, start
 from muster.errors import ConfigError, Diverged, MusterError, say
 from muster.faults.preemption import Preemption
 from muster.job.folder import RunFolder
-from muster.job.lifecycle import Ending, Lifecycle
+from muster.job.lifecycle import Lifecycle
 from muster.job.records import report
-from muster.loggers.metrics import Metrics
+from muster.job.running import Running, open_checkpoints
 from muster.timing.clock import Clock
 from muster.train.announce import announce
 from muster.train.callbacks.all import Callbacks
@@ -31,7 +29,7 @@ from muster.train.course import Course, plan_of, steps_asked_for
 from muster.train.data.load import load as load_data
 from muster.train.data.source import origin_of_samples
 from muster.train.evaluation import refuse_unevaluated
-from muster.train.loop import Meters, Run, train
+from muster.train.loop import Run, train
 from muster.train.models.initial import first_weights
 from muster.train.numerics import kinds_of, set_numerics
 from muster.train.objectives.build import build_measures
@@ -43,8 +41,6 @@ from muster.train.strategies.honours import check_honoured
 from muster.train.strategies.recipe import recipe
 from muster.train.strategies.step.eager import stay_eager
 from muster.train.window import Window
-
-SETTLE_S = 10.0
 
 
 def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
@@ -136,14 +132,23 @@ def open_run(*, config: Config, world: World, strategy: Strategy, life: Lifecycl
     course = Course(data=data, plan=plan, total_steps=max(total_steps, progress.step), progress=progress)
     records = open_records(config, world, course, is_finished=folder.is_done and course.is_over)
     facts = identity(config, data, course.total_steps, kinds) | {"averages": callbacks.averages}
+    options, keep = run_options(config), config.checkpoint.keep
+    running = Running(
+        peers=life.run(),
+        progress=progress,
+        total_steps=course.total_steps,
+        records=records,
+        checkpoints=open_checkpoints(options, folder=folder, world=world, records=records, keep=keep, facts=facts),
+        clock=Clock(strategy.waited_s),
+    )
     run = Run(
         config=config,
-        peers=life.run(),
+        running=running,
         course=course,
         strategy=strategy,
         callbacks=callbacks,
-        checkpoints=open_checkpoints(config, world, folder, records, facts=facts),
-        meters=Meters(records=records, measures=measures, clock=Clock(strategy.waited_s), window=window),
+        measures=measures,
+        window=window,
     )
     try:
         announce(run, folder, kinds=kinds)
@@ -152,23 +157,7 @@ def open_run(*, config: Config, world: World, strategy: Strategy, life: Lifecycl
         yield run, folder
     finally:
         callbacks.close()
-        records.close(run.step, run.meters.clock.rest())
-
-
-def open_checkpoints(
-    config: Config, world: World, folder: RunFolder, records: Metrics, *, facts: dict[str, Any]
-) -> Checkpoints:
-    """Return the checkpoints of the run in `folder`. facts: entries about the run in each manifest."""
-    return Checkpoints(
-        run_options(config).checkpoints,
-        folder=folder.path,
-        world=world,
-        keep=config.checkpoint.keep,
-        facts=facts,
-        newest_step=folder.saved.step if folder.saved else None,
-        may_commit=folder.may_commit,
-        on_commit=lambda said: records.event("checkpoint_failed" if "failed" in said else "checkpoint", **said),
-    )
+        running.close()
 
 
 def carry_out(run: Run, life: Lifecycle, folder: RunFolder) -> None:
@@ -177,13 +166,13 @@ def carry_out(run: Run, life: Lifecycle, folder: RunFolder) -> None:
     Raises MusterError, as `muster.train.loop.train` does.
     """
     if folder.is_done and run.is_over:
-        run.meters.records.event("done", step=run.step, note="finished already")
-        life.end(Ending(run.step, run.total_steps), report=False)
+        run.records.event("done", step=run.step, note="finished already")
+        life.end(run.running.ending(), report=False)
         return
     try:
         ending = train(run)
     except Diverged:  # raised on every rank at the same step, so all ranks' checkpoint writers are still alive
-        run.checkpoints.settle(SETTLE_S)
+        run.running.settle()
         raise
     except MusterError as error:
         if error.of_data and (where := origin_of_samples(run.config, run.course.data.train)):
@@ -199,7 +188,7 @@ def finish(run: Run, folder: RunFolder) -> None:
 
     Raises StorageError.
     """
-    run.peers.heartbeat.enter("finish", run.step)
+    run.running.peers.heartbeat.enter("finish", run.step)
     run.strategy.sync_parameters()
     run.callbacks.on_end(run)
     failure: MusterError | None
@@ -207,10 +196,10 @@ def finish(run: Run, folder: RunFolder) -> None:
     if run.world.is_first and not failure:
         try:
             if run.progress.best:  # may be from the last evaluation, which comes after the last save
-                run.checkpoints.note_best(run.progress.best)
-            run.meters.records.event("done", step=run.step, output_dir=str(folder.path))
+                run.running.checkpoints.note_best(run.progress.best)
+            run.records.event("done", step=run.step, output_dir=str(folder.path))
         except MusterError as error:
             failure = error
     run.world.together(failure)
     if run.config.log.report:
-        run.meters.records.close(run.step, run.meters.clock.rest())  # before the report, which has the last window
+        run.running.close()  # before the report, which has the last window

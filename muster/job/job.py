@@ -70,24 +70,25 @@ class Job(JobOptions):
     def _end(self, error: BaseException | None) -> BaseException | None:
         """Bring a run that is done or has stopped to its end; return any other error."""
         if isinstance(error, AgreedStop) and self._session:
-            self._session.end_stopped()
+            self._session.end_stopped(error)
             return None
         if isinstance(error, Diverged) and self._session:  # on all ranks at once: their checkpoint writers still live
             self._session.settle()
         if error is None:
             session = self._opened("the end of the `with` block")
-            session.end_stopped() if self._is_told(session) else session.end_done()
+            stop = self._stop_of(session)
+            session.end_stopped(stop) if stop else session.end_done()
         return error
 
     @staticmethod
-    def _is_told(session: Session) -> bool:
-        """Return True after the loop has left by itself because of `should_stop`; then save its last step."""
+    def _stop_of(session: Session) -> AgreedStop | None:
+        """Return the stop after which the loop has left by itself because of `should_stop`, and save its last step."""
         if not session.peers.agreement.is_reached:
-            return False
+            return None
         try:
             session.stop()
-        except AgreedStop:
-            return True
+        except AgreedStop as stop:
+            return stop
 
     # What the loop calls
 
@@ -240,7 +241,7 @@ class Job(JobOptions):
         if values is None:
             session.stop()
         seconds = time.perf_counter() - began
-        session.records.eval(step=self.steps_done, epoch=session.epoch, seconds=seconds, values=values)
+        session.running.records.eval(step=self.steps_done, epoch=session.epoch, seconds=seconds, values=values)
         session.peers.heartbeat.enter("step", self.steps_done)
         return values
 
@@ -342,7 +343,7 @@ class Job(JobOptions):
         portion = self._portion
         if portion.total % self.world_size and not self._is_weighed and not self._is_warned:
             self._is_warned = True
-            session.records.event(
+            session.running.records.event(
                 "note",
                 text=f"step {self.steps_done} has {portion.total} samples for {self.world_size} ranks: for the exact mean "
                 "gradient use (loss * job.weight).backward()",

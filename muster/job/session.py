@@ -13,7 +13,6 @@ from torch import Tensor
 from muster import attempts
 from muster.batches.generators import key_of, seed_generators
 from muster.checkpoint import manager
-from muster.checkpoint.manager import Checkpoints
 from muster.checkpoint.weights import write_weights
 from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted
 from muster.files import replace_file
@@ -22,18 +21,19 @@ from muster.job.feed import Feed
 from muster.job.lifecycle import Ending
 from muster.job.options import JobOptions, as_yaml, run_options_of
 from muster.job.records import loggers_of, open_records, record_start, report
+from muster.job.running import Running, open_checkpoints
 from muster.job.totals import Totals
 from muster.job.tracked import Tracked
-from muster.timing.clock import Clock, gathered, spread
-
-SETTLE_S = 10.0
+from muster.loggers.metrics import Metrics
+from muster.timing.clock import Clock
 
 
 class AgreedStop(SystemExit):
     """Leaves a loop whose ranks have stopped after the same step and saved it."""
 
-    def __init__(self) -> None:
+    def __init__(self, ending: Ending):
         super().__init__(Preempted.exit_code)
+        self.ending = ending
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Session:
             facts, known = feed.facts, {"samples_per_epoch": feed.samples_per_epoch or None}
             self._refuse_data(facts)
         self.world.on_first(partial(self._write_config, facts))
-        self.records = records = open_records(
+        records = open_records(
             self.folder.path,
             self.world,
             step=self.reached.step,
@@ -108,22 +108,26 @@ class Session:
             total_steps=self.total_steps,
             makers=loggers_of(self.options),
         )
-        self.entrance.life.on_end(self._close, failed=self._close)
+        self.running = running = self._run(records, facts)
+        self.entrance.life.on_end(running.close, failed=running.close)
         known = {name: value for name, value in known.items() if value}
         record_start(records, self.folder, self.world, step=self.reached.step, total_steps=self.total_steps, **known)
-        self.checkpoints = Checkpoints(
-            run_options_of(self.options).checkpoints,
-            folder=self.folder.path,
-            world=self.world,
-            keep=self.options.keep,
-            facts={"tracked": self.tracked.names, "batches": facts, "total_steps": self.total_steps},
-            newest_step=self.folder.saved.step if self.folder.saved else None,
-            may_commit=self.folder.may_commit,
-            on_commit=lambda said: records.event("checkpoint_failed" if "failed" in said else "checkpoint", **said),
-        )
         self.is_open = True
-        self.clock.begin()
-        records.begin()
+        running.start()
+
+    def _run(self, records: Metrics, facts: dict[str, Any]) -> Running:
+        saved = {"tracked": self.tracked.names, "batches": facts, "total_steps": self.total_steps}
+        options, keep = run_options_of(self.options), self.options.keep
+        return Running(
+            peers=self.peers,
+            progress=self.reached,
+            total_steps=self.total_steps,
+            records=records,
+            checkpoints=open_checkpoints(
+                options, folder=self.folder, world=self.world, records=records, keep=keep, facts=saved
+            ),
+            clock=self.clock,
+        )
 
     def advance(self, values: Mapping[str, Any], *, weight: int, samples: int) -> None:
         """Count a step, and log if it is time to. Collective: every rank must call it.
@@ -134,36 +138,25 @@ class Session:
         self.reached.samples += samples
         if weight:
             self.totals.add(values, weight=weight)
-        self.records.advance(self.reached.step)
+        self.running.records.advance(self.reached.step)
         if self.reached.step % self.options.log_every == 0 or self.is_over:
             self.log()
 
     def begin_step(self) -> None:
         """Begin the next step, unless the ranks have agreed to stop before it. Collective. Raises AgreedStop."""
-        if not self.peers.begin("step", self.reached.step):
+        if not self.running.begin("step"):
             self.stop()
 
     def log(self) -> None:
         """Write a `train` record of the steps since the last one. Waits for the device. Collective."""
-        means, is_due = self.totals.close(), self.clock.is_due(self.world.size)
-        if is_due:
-            times = spread(self.clock.read(), rank=self.world.rank, size=self.world.size)
-            everybody = gathered(self.world.sum(times))
+        means = self.totals.close()
         loss = means.pop("loss", None)
         if loss is not None and not math.isfinite(loss):
             raise self._diverged("the loss is")
-        self.records.train(
-            step=self.reached.step,
-            epoch=self.epoch,
-            loss=loss,
-            lr=means.pop("lr", self.tracked.lr),
-            grad_norm=means.pop("grad_norm", None),
-            samples=self.reached.samples,
-            more=means | self.noted,
-        )
-        self.noted = {}
-        if is_due:
-            self.records.timing(self.reached.step, everybody)
+        known = {"epoch": self.epoch, "loss": loss, "lr": means.pop("lr", self.tracked.lr)}
+        known |= {"grad_norm": means.pop("grad_norm", None), "samples": self.reached.samples}
+        noted, self.noted = self.noted, {}
+        self.running.log([], lambda _: {**known, "more": means | noted})
 
     def save_if_due(self) -> None:
         """Save at the interval, but not after the last step, which is saved at the end. Collective."""
@@ -172,49 +165,36 @@ class Session:
 
     def save(self) -> None:
         """Start to write a checkpoint of this step. Collective: every rank must call it. Raises Diverged, StorageError."""
-        self.peers.heartbeat.enter("save", self.reached.step)
-        if not self.tracked.is_finite():
-            raise self._diverged("a weight is")
-        position = {"step": self.reached.step, "epoch": self.epoch, "samples": self.reached.samples}
-        with self.clock.spending("checkpoint"):
-            self.checkpoints.save(state={**self.tracked.state(), **self.totals.state()}, position=position)
-        self.peers.heartbeat.enter("step", self.reached.step)
+        position = {"epoch": self.epoch, "samples": self.reached.samples}
+        self.running.save(lambda: {**self.tracked.state(), **self.totals.state()}, position, check=self._check)
 
     def stop(self) -> NoReturn:
         """Save the step at which all ranks have stopped. Collective: every rank must call it. Raises AgreedStop."""
-        self._save_and_wait()
-        self.records.event("preempted", step=self.reached.step)
-        raise AgreedStop
+        self.save()
+        raise AgreedStop(self.running.stopped())
 
-    def end_stopped(self) -> None:
+    def end_stopped(self, stop: AgreedStop) -> None:
         """Record the end of an attempt that has stopped. Collective: every rank must call it."""
-        of = f" of {self.total_steps}" if self.total_steps else ""
-        said = f"stopped at step {self.reached.step}{of} and saved it: run the same command again to resume"
-        self.entrance.life.end(Ending(self.reached.step, self.total_steps, preempted=said))
+        self.entrance.life.end(stop.ending)
 
     def end_done(self) -> None:
         """Save the last step and record that the run is done. Collective: every rank must call it."""
-        step, saved, total = self.reached.step, self.folder.saved, self.total_steps or self.reached.step
+        step, saved, running = self.reached.step, self.folder.saved, self.running
         if saved and step == saved.step and self.folder.before.outcome == attempts.DONE:
-            self.records.event("done", step=step, note="finished already")
-            return self.entrance.life.end(Ending(step, total), report=False)
-        self._save_and_wait()
+            running.records.event("done", step=step, note="finished already")
+            return self.entrance.life.end(running.ending(), report=False)
+        self.save()
+        ending = running.done()
         self.peers.heartbeat.enter("finish", step)
         self.world.together(self._write_model())
-        self.records.event("done", step=step, output_dir=str(self.folder.path))
-        self._close()  # before the report, which has the last window
-        self.entrance.life.end(Ending(step, total))
+        running.records.event("done", step=step, output_dir=str(self.folder.path))
+        running.close()  # before the report, which has the last window
+        self.entrance.life.end(ending)
 
     def settle(self) -> None:
         """Wait a while for the checkpoint that is being written, before the run ends for another reason."""
         if self.is_open:
-            self.checkpoints.settle(SETTLE_S)
-
-    def _save_and_wait(self) -> None:
-        self.save()
-        self.peers.heartbeat.enter("save", self.reached.step)
-        with self.clock.spending("checkpoint"):
-            self.checkpoints.flush()
+            self.running.settle()
 
     def _write_model(self) -> MusterError | None:
         """Write model.pt, if one of the modules is the model: it has this name, or there is only one."""
@@ -225,8 +205,9 @@ class Session:
         weights: dict[str, Tensor] = model.state_dict()
         return write_weights(self.folder.path / "model.pt", weights, writes=self.world.is_first)
 
-    def _close(self) -> None:
-        self.records.close(self.reached.step, self.clock.rest())
+    def _check(self) -> None:
+        if not self.tracked.is_finite():
+            raise self._diverged("a weight is")
 
     def _diverged(self, what: str) -> Diverged:
         return Diverged(
