@@ -1,7 +1,9 @@
 """The real loaders on small files in the real formats, and the keyed randomness."""
 
 import pickle
+import random
 import struct
+from functools import partial
 
 import numpy as np
 import pytest
@@ -208,16 +210,81 @@ def test_a_whole_batch_with_a_bad_sample_is_read_one_by_one():
 
 @pytest.mark.unit
 def test_indices_that_are_called_keys_are_no_keys():
-    """As in Hugging Face's Dataset: it is read one by one, as any is that gives a list of samples."""
+    """As in Hugging Face's Dataset."""
 
     class Foreign(torch.utils.data.TensorDataset):
         def __getitems__(self, keys):
-            raise AssertionError("samples of a batch would share what random transforms draw from")
+            assert isinstance(keys, list)
+            return [self[index] for index in keys]
 
     dataset = Foreign(torch.arange(20.0), torch.arange(20))
     micro = Plan(20, 4, seed=1).share(0, Share(0, 1))[0]
     inputs, targets, count = Fetch(dataset, seed=1).__getitems__(micro)
     assert targets.tolist() == micro.indices.tolist() and inputs.shape == (4,) and count == 4
+
+
+class Read(Pictured):
+    """Notes how it is read; draws from `draw` for the samples in `drawing`, each way that a data set may."""
+
+    def __init__(self, *, draw=lambda: 0.0, drawing=(), pads=False):
+        super().__init__()
+        self.draw, self.drawing, self.pads, self.ways = draw, drawing, pads, []
+
+    def __getitem__(self, index):
+        self.ways.append("one")
+        return torch.tensor([index + (float(self.draw()) if index in self.drawing else 0.0)]), index
+
+    def __getitems__(self, indices):
+        samples = [self[index] for index in indices]
+        self.ways = [*self.ways[: -len(indices)], "all"]
+        return [(values + self.pads * max(indices), label) for values, label in samples]
+
+
+@pytest.mark.unit
+def test_samples_are_read_together_and_not_seeded_while_nothing_draws(monkeypatch):
+    monkeypatch.setattr("muster.batches.fetch.seed_generators", lambda *_: pytest.fail("seeded"))
+    dataset = Read()
+    fetch = Fetch(dataset, seed=1)
+    for indices in ([3, 4, 5], [6, 7], [8]):
+        inputs, targets, _ = fetch.__getitems__(MicroBatch(0, np.array(indices), len(indices)))
+        assert inputs.flatten().tolist() == targets.tolist() == indices
+    assert dataset.ways == [*["one"] * 3, "all", "all", "all"]
+
+
+@pytest.mark.unit
+def test_samples_that_depend_on_their_company_are_read_alone():
+    dataset = Read(pads=True)
+    fetch = Fetch(dataset, seed=1)
+    for indices in ([3, 4, 5], [6, 7]):
+        assert fetch.__getitems__(MicroBatch(0, np.array(indices), 2))[0].flatten().tolist() == indices
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, partial(random.gauss, 0, 1), np.random.rand, np.random.randn, partial(torch.rand, 1), partial(torch.randn, 1)],
+    ids=["random", "gauss", "rand", "randn", "torch.rand", "torch.randn"],
+)  # fmt: skip
+@pytest.mark.parametrize("kept", [False, True], ids=["", "a normal number is kept"])
+@pytest.mark.unit
+def test_a_sample_that_draws_late_is_drawn_by_its_key_in_any_company(draw, kept):
+    """The first micro-batch draws nothing; sample 7 draws one number, perhaps the one that a generator has kept."""
+
+    def values(*micro_batches, keep):
+        random.seed(5)
+        np.random.seed(5)
+        if keep:
+            random.gauss(0, 1)
+            np.random.randn()
+        before = random.getstate(), repr(np.random.get_state()), torch.get_rng_state()
+        fetch = Fetch(Read(draw=draw, drawing=(7, 9)), seed=1)
+        got = [fetch.__getitems__(MicroBatch(0, np.array(indices), 1))[0] for indices in micro_batches]
+        after = random.getstate(), repr(np.random.get_state()), torch.get_rng_state()
+        assert before[:2] == after[:2] and torch.equal(before[2], after[2])
+        return torch.cat(got).flatten().tolist()
+
+    whole = values([1, 2], [3, 7], [4, 9], keep=kept)
+    assert whole == [*values([1], [2], [3], [7, 4], keep=False), *values([9], keep=True)]
+    assert whole[3] != 7 and whole[5] != 9 and whole[3] - 7 != whole[5] - 9
 
 
 @pytest.mark.unit

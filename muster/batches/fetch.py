@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
+from muster.batches.drawn import Watch
 from muster.batches.generators import kept_generators, seed_generators
 from muster.batches.split import split
 from muster.batches.stream import Stream
@@ -44,6 +46,8 @@ class Fetch(Dataset[Any]):
         self.whole = takes_keys(dataset)
         self.bad: set[int] = set()
         self._epoch = 0
+        self._reads_together = False if self.whole else None
+        self._draws = isinstance(dataset, Stream) or (self.whole and not self._is_read_whole)
 
     @property
     def is_keyed(self) -> bool:
@@ -56,32 +60,77 @@ class Fetch(Dataset[Any]):
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[Any, Any, int]:
         """Return (inputs, targets, count) of one micro-batch. Raises DataError."""
-        self._epoch = micro_batch.epoch
-        keys = sample_keys(seed=self.seed, epoch=micro_batch.epoch, indices=micro_batch.indices)
+        self._epoch, indices = micro_batch.epoch, micro_batch.indices
         if self.is_keyed:
-            batch = self.dataset.__getitems__(micro_batch.indices.tolist(), keys)
-            inputs, targets = split(batch, self.adapter, source=self.dataset)
-            return inputs, targets, micro_batch.count
-        with kept_generators():
-            inputs, targets = self._drawn(micro_batch.indices, keys)
+            inputs, targets = self._split(self._whole(indices))
+        else:
+            inputs, targets = self._undrawn(indices) or self._drawn(indices)
         return inputs, targets, micro_batch.count
 
-    def _drawn(self, indices: Indices, keys: Keys) -> tuple[Any, Any]:
+    def _keys(self, indices: Indices) -> Keys:
+        return sample_keys(seed=self.seed, epoch=self._epoch, indices=indices)
+
+    def _whole(self, indices: Indices) -> Any:
+        return self.dataset.__getitems__(indices.tolist(), self._keys(indices))
+
+    def _split(self, batch: Any) -> tuple[Any, Any]:
+        return split(batch, self.adapter, source=self.dataset, collate=self.collate)
+
+    def _undrawn(self, indices: Indices) -> tuple[Any, Any] | None:
+        """Return (inputs, targets) if they are made without random numbers, which need not be seeded then; else None.
+
+        Seeding for each sample takes longer than reading it. Once something has drawn, the samples are always seeded.
+        An error is left to the reading of single samples, which says of which one it is.
+        """
+        if self._draws:
+            return None
+        watch = Watch()
+        try:
+            made = self._split(self._whole(indices) if self._is_read_whole else self._together(indices.tolist()))
+        except Exception:
+            made = None
+        if not watch.has_drawn():
+            return made
+        watch.restore()
+        self._draws = True
+        return None
+
+    def _together(self, indices: list[int]) -> Any:
+        samples = self._samples(indices)
+        if not self.collate and any(sample is None for sample in samples):
+            raise DataError("a sample is None")
+        return (self.collate or default_collate)(samples)
+
+    def _samples(self, indices: list[int]) -> list[Any]:
+        """Return the samples, by `__getitems__` if the data set has it and it has once given what `__getitem__` gives.
+
+        It need not: a transform of a batch may pad it, so that a sample would depend on the others of its micro-batch.
+        """
+        if self._reads_together:
+            return list(self.dataset.__getitems__(indices))
+        samples = [self.dataset[index] for index in indices]
+        if self._reads_together is None:
+            self._reads_together = hasattr(self.dataset, "__getitems__") and same(self.dataset, indices, samples)
+        return samples
+
+    def _drawn(self, indices: Indices) -> tuple[Any, Any]:
         """Return (inputs, targets) whose randomness, also in a user's functions, depends on the samples' keys.
 
         Functions of a whole batch are seeded with the key of its first sample.
         """
+        keys = self._keys(indices)
         own = int(mix(keys[:1])[0])
-        if self._is_read_whole:
-            batch = self.dataset.__getitems__(indices.tolist(), keys)
-        else:
-            samples = [self._sample(index, key) for index, key in zip(indices.tolist(), keys.tolist(), strict=True)]
-            if self.collate:
+        with kept_generators():
+            if self._is_read_whole:
+                batch = self._whole(indices)
+            else:
+                samples = [self._sample(index, key) for index, key in zip(indices.tolist(), keys.tolist(), strict=True)]
+                if self.collate:
+                    seed_generators(own)
+                batch = self._collated(samples)
+            if self.adapter:
                 seed_generators(own)
-            batch = self._collated(samples)
-        if self.adapter:
-            seed_generators(own)
-        return split(batch, self.adapter, source=self.dataset, collate=self.collate)
+            return self._split(batch)
 
     def _collated(self, samples: list[Any]) -> Any:
         try:
@@ -146,6 +195,24 @@ class Fetch(Dataset[Any]):
             ) from error
 
 
+def same(dataset: Any, indices: list[int], samples: list[Any]) -> bool:
+    """Return True if `dataset.__getitems__` gives these samples for `indices`, as a list."""
+    try:
+        together = dataset.__getitems__(indices)
+        (ours, kind), (theirs, other) = pytree.tree_flatten(samples), pytree.tree_flatten(together)
+        return isinstance(together, list) and kind == other and all(map(_equal, ours, theirs))
+    except Exception:
+        return False
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+
+
 def unsplit(batch: Any) -> tuple[Any, None]:
     """Return (batch, None): the adapter of a loop that splits its batches itself."""
     return batch, None
@@ -163,8 +230,8 @@ def remedy(dataset: Any, sample: Any) -> str:
 def takes_keys(dataset: Any) -> bool:
     """Return True if `dataset.__getitems__(indices, keys)` returns a whole micro-batch from the samples' own keys.
 
-    A method without `keys` (as in torch's Subset) may draw random numbers for the batch, so its samples are read one by
-    one. So are those of Hugging Face's Dataset, whose `keys` are the indices.
+    A method without `keys` (as in torch's Subset) may draw random numbers for the batch: then its samples are read one by
+    one. The `keys` of Hugging Face's Dataset are the indices.
     """
     method = getattr(dataset, "__getitems__", None)
     return method is not None and "keys" in [*inspect.signature(method).parameters][1:]

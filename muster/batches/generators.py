@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from muster.batches.drawn import forget
+
 
 @contextlib.contextmanager
 def kept_generators(*, on_device: bool = False) -> Iterator[None]:
@@ -24,6 +26,7 @@ def kept_generators(*, on_device: bool = False) -> Iterator[None]:
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
+        forget()
         torch.set_rng_state(before[2])
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)

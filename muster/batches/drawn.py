@@ -1,0 +1,94 @@
+"""Whether code has drawn from the process's global random number generators, found out in some microseconds.
+
+A comparison of `random.getstate()` and `np.random.get_state()` costs as much as reading a small batch, because both make
+new objects of 624 words. The words themselves are compared here, where they lie in memory: NumPy documents the address
+(`BitGenerator.ctypes.state_address`); that of Python's generator is tried once against `getstate()`, and not used if it
+differs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+WORDS = 624
+BYTES = 4 * (WORDS + 1)
+"""Size of a Mersenne Twister: its words, and the position of the next one (before them in Python, after them in NumPy)."""
+
+
+class Watch:
+    """The states of the generators of Python, NumPy and torch when it was created."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy, self._torch = _python(), _numpy(), torch.default_generator.get_state()
+
+    def has_drawn(self) -> bool:
+        """Return True if one of the states has changed since: something has drawn, or seeded."""
+        return (
+            not torch.equal(torch.default_generator.get_state(), self._torch)
+            or _python() != self._python
+            or _numpy() != self._numpy
+        )
+
+    def restore(self) -> None:
+        """Bring the generators back into these states."""
+        words, gauss = self._python
+        numbers = np.frombuffer(words, np.uint32).tolist() if isinstance(words, bytes) else None
+        random.setstate((random.Random.VERSION, (*numbers[1:], numbers[0]), gauss) if numbers else words)
+        kind, content, *cached = self._numpy
+        whole = np.frombuffer(content, np.uint32)
+        np.random.set_state((kind, whole[:WORDS], int(whole[WORDS]), *cached))
+        torch.default_generator.set_state(self._torch)
+        forget()
+
+
+def forget() -> None:
+    """Take notice that the state of NumPy's generator was set."""
+    global _seen
+    _seen = b"", True
+
+
+def _address_of_python() -> int | None:
+    """Return the address of the position and words of `random`'s generator; None if it is not where it is expected."""
+    generator = random.getstate.__self__  # type: ignore[attr-defined]
+    if type(generator).__basicsize__ < object.__basicsize__ + BYTES:
+        return None
+    address = id(generator) + object.__basicsize__
+    *words, position = generator.getstate()[1]
+    return (
+        address if np.frombuffer(ctypes.string_at(address, BYTES), np.uint32).tolist() == [position, *words] else None
+    )
+
+
+_of_python = _address_of_python()
+_seen: tuple[bytes, bool] = (b"", True)
+"""The last words of NumPy's generator, and True if it might then have kept the second of two normal numbers."""
+
+
+def _python() -> tuple[Any, Any]:
+    """Return (words, the second of two normal numbers, if one is kept)."""
+    if _of_python is None:
+        return random.getstate(), None
+    return ctypes.string_at(_of_python, BYTES), random.getstate.__self__.gauss_next  # type: ignore[attr-defined]
+
+
+def _numpy() -> tuple[Any, ...]:
+    """Return (kind, words and position, is a normal number kept, which).
+
+    A kept number may be used up without a change of the words. One is kept only after a draw, which changes them: while
+    they are unchanged since none was kept, none is, unless the state was set (`forget`).
+    """
+    global _seen
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if type(generator) is np.random.MT19937:
+        words = ctypes.string_at(generator.ctypes.state_address, BYTES)
+        if _seen == (words, False):
+            return "MT19937", words, 0, 0.0
+        kind, _, _, is_kept, kept = np.random.get_state()
+        _seen = words, bool(is_kept)
+        return kind, words, is_kept, kept
+    return "other", repr(np.random.get_state(legacy=False)), 0, 0.0
