@@ -126,7 +126,7 @@ def test_the_readme_example_runs_as_printed(tmp_path):
     env = {**environment(), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*torchrun, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "runs" / "run" / "model.pt").exists()
+    assert (tmp_path / "runs" / "points" / "model.pt").exists()
 
 
 @pytest.mark.parametrize("experiment", [path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")])
@@ -161,9 +161,9 @@ def test_differences_name_what_matters():
 
 
 @pytest.mark.unit
-def test_the_readme_says_each_key_as_the_code_has_it():
-    """`python -m train.config` prints the table."""
-    assert markdown() in (ROOT / "README.md").read_text()
+def test_the_docs_say_each_key_as_the_code_has_it():
+    """`muster config` prints the table."""
+    assert markdown() in (ROOT / "docs/keys.md").read_text()
 
 
 def test_another_target_takes_only_what_was_given_for_it(tmp_path):

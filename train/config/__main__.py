@@ -1,4 +1,4 @@
-"""`muster config`: print the README's table of keys."""
+"""`muster config`: print the table in docs/keys.md of keys."""
 
 import signal
 

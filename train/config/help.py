@@ -1,4 +1,4 @@
-"""Generate the description of keys in `--help` and the README from the keys themselves."""
+"""Generate the description of keys in `--help` and docs/keys.md from the keys themselves."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _exit_codes() -> str:
 
 
 def markdown() -> str:
-    """Return the README's table of keys and choices."""
+    """Return the table in docs/keys.md of keys and choices."""
     chosen = {group: _default_option(group) for group in GROUPS}
     rows = [
         f"| `{group}` | `{chosen[group]}` | {', '.join(f'`{o}`' for o in options(group) if o != chosen[group])} |"

@@ -1,6 +1,6 @@
 """The kit's own keys: name, type, default, limits, freedom and meaning of each, in one place.
 
-Hydra composes and type-checks them. `--help` and the README's table are generated from them (`muster config`).
+Hydra composes and type-checks them. `--help` and the table in docs/keys.md are generated from them (`muster config`).
 The parameters of a part (data, model, ...) are those of its constructor; their values are in its YAML under conf/.
 """
 
