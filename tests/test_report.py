@@ -173,7 +173,11 @@ def test_the_page_of_a_run_at_its_every_end(tmp_path):
     failed = run(
         folder, *line, "optimizer.lr=1e30", "checkpoint.accept_changes=true", ranks=2, ok=False, env={"LATE_S": "0"}
     )
-    assert failed.code != 0 and failed.outcome["error"][:60] in Seen(folder / "report.html").text
+    text = Seen(folder / "report.html").text
+    assert failed.code != 0 and failed.outcome["error"][:60] in text
+    assert f"on {failed.outcome['failed_host']} after step" in text and "resumes the run from the checkpoint of step" in text
+    watched = tool("--watch", "--once", folder, cwd=tmp_path, columns=200).stdout
+    assert "diverged" in watched and failed.outcome["error"][:60] in watched
     shutil.rmtree(folder / "checkpoints" / sorted(p.name for p in (folder / "checkpoints").glob("step-*"))[-1])
     (folder / "outcome.json").unlink()
     run(folder, *line, "checkpoint.accept_changes=true", ranks=3, env={"LATE_S": "0"})
@@ -203,6 +207,7 @@ def test_the_page_waits_for_the_cause_that_another_rank_is_slow_to_write(tmp_pat
     assert failed.code != 0 and "the user's own mistake" in failed.outcome["error"], failed.out
     page = Seen(tmp_path / "run/report.html")
     assert "the user's own mistake" in page.text and "running" not in page.text
+    assert "Traceback" in page.text and "models.py" in page.text
 
 
 def test_no_text_of_a_run_ends_the_script(tmp_path):

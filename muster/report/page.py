@@ -16,7 +16,7 @@ import yaml
 from muster.checkpoint.records import read_best
 from muster.files import replace_file
 from muster.loggers.console import several
-from muster.report import figures
+from muster.report import failure, figures
 from muster.report.figures import Figure, duration
 from muster.report.history import History, differing
 
@@ -74,7 +74,6 @@ class Page:
 
 def one(history: History, page: Page) -> list[str]:
     """Return the body of a page about one run."""
-    said = history.outcome.get("error") or ""
     facts = {
         "steps": f"{history.step:,}" + (f" of {history.total_steps:,}" if history.total_steps else ""),
         "duration": duration(history.seconds),
@@ -95,9 +94,9 @@ def one(history: History, page: Page) -> list[str]:
         else "none"
     )
     return [
-        f'<h1>{escape(history.name)} <span class="state {escape(history.state)}">{escape(history.state.replace("_", " "))}</span></h1>',
+        f'<h1>{escape(history.name)} <span class="state {_class(history)}">{escape(history.state.replace("_", " "))}</span></h1>',
         f'<p class="dim">{escape(_when(history))}</p>',
-        f'<p class="cause">{escape(said)}</p>' if said else "",
+        *failure.shown(history),
         _facts(facts),
         '<h2>Curves <button id="over">over time</button></h2>',
         page.plots(figures.curves([history])),
@@ -127,6 +126,10 @@ def one(history: History, page: Page) -> list[str]:
         "</details><details><summary>Configuration</summary>",
         f"<pre>{escape(yaml.safe_dump(history.config, sort_keys=False))}</pre></details>",
     ]
+
+
+def _class(history: History) -> str:
+    return "bad" if failure.has_failed(history) else escape(history.state)
 
 
 def compared(histories: Sequence[History], page: Page) -> list[str]:

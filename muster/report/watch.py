@@ -18,6 +18,7 @@ from muster.faults import output
 from muster.loggers.console import describe, several
 from muster.loggers.jsonl import NAME
 from muster.origin import located
+from muster.report.failure import has_failed, where
 from muster.report.figures import duration
 from muster.report.history import History
 from muster.timing import record as timing
@@ -27,7 +28,7 @@ LEVELS = "▁▂▃▄▅▆▇█"
 SILENT_S = 60.0
 SPEEDS = 20
 """Number of timing windows over which speed is averaged."""
-STYLES = {"done": "green", "running": "blue", "preempted": "yellow", "failed": "red", "rank_lost": "red"}
+STYLES = {"done": "green", "running": "blue", "preempted": "yellow", "none": ""}
 
 
 def watch(folders: Sequence[Path], *, once: bool = False) -> int:
@@ -68,7 +69,7 @@ def shown(folder: Path, width: int, *, now: float | None = None) -> Group:
     told = history.events[-1] if history.events else None
     if told:
         ago = f"{duration(max(0.0, now - told['time']))} ago: " if "time" in told else ""
-        said = history.outcome.get("error") if history.state in ("failed", "rank_lost") else None
+        said = f"{where(history)}: {history.outcome.get('error')}" if has_failed(history) else None
         line = Text(f"  {ago}{describe(told, 0)}", style="dim", no_wrap=True, overflow="ellipsis")
         lines.append(Text(f"  {said}", style="red", no_wrap=True, overflow="ellipsis") if said else line)
     return Group(*lines)
@@ -81,7 +82,7 @@ def _how_far(history: History, now: float) -> Table:
         table.add_column(ratio=ratio, no_wrap=True)
     table.add_row(
         Text(history.name, style="bold"),
-        Text(history.state.replace("_", " "), style=STYLES.get(history.state, "")),
+        Text(history.state.replace("_", " "), style=STYLES.get(history.state, "red")),
         f"step {history.step}/{total or '?'}",
         ProgressBar(total=total or None, completed=history.step),
         _left(history, now),

@@ -1,0 +1,38 @@
+"""What a failed run's page and live view say about the failure."""
+
+from __future__ import annotations
+
+from html import escape
+
+from muster import attempts
+from muster.report.history import History
+
+FINE = {attempts.DONE, attempts.PREEMPTED, attempts.RUNNING, "none"}
+
+
+def has_failed(history: History) -> bool:
+    """Return True if the last attempt ended in an error."""
+    return history.state not in FINE
+
+
+def where(history: History) -> str:
+    """Return on which rank and host, and after which step, the last attempt failed."""
+    outcome, step = history.outcome, history.outcome.get("step")
+    rank, host = outcome.get("rank"), outcome.get("failed_host")
+    said = [f"rank {rank}" if rank is not None else "", f"on {host}" if host else ""]
+    return " ".join(part for part in (*said, "before the first step" if step is None else f"after step {step}") if part)
+
+
+def shown(history: History) -> list[str]:
+    """Return the HTML of the failure: the first cause, where it happened, what resumes the run, and the traceback."""
+    if not has_failed(history):
+        return []
+    saves = history.of_event("checkpoint")
+    point = f"from the checkpoint of step {saves[-1]['step']}" if saves else "from the beginning: there is no checkpoint"
+    trace = history.outcome.get("traceback")
+    return [
+        f'<p class="cause">{escape(str(history.outcome.get("error") or "no cause is recorded"))}</p>',
+        f"<p>{escape(where(history))}, exit code {escape(str(history.outcome.get('exit_code', '?')))}. "
+        f"The same command resumes the run {escape(point)}.</p>",
+        f"<details><summary>Traceback</summary><pre>{escape(str(trace))}</pre></details>" if trace else "",
+    ]
