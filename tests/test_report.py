@@ -175,7 +175,10 @@ def test_the_page_of_a_run_at_its_every_end(tmp_path):
     )
     text = Seen(folder / "report.html").text
     assert failed.code != 0 and failed.outcome["error"][:60] in text
-    assert f"on {failed.outcome['failed_host']} after step" in text and "resumes the run from the checkpoint of step" in text
+    assert (
+        f"on {failed.outcome['failed_host']} after step" in text
+        and "resumes the run from the checkpoint of step" in text
+    )
     watched = tool("--watch", "--once", folder, cwd=tmp_path, columns=200).stdout
     assert "diverged" in watched and failed.outcome["error"][:60] in watched
     shutil.rmtree(folder / "checkpoints" / sorted(p.name for p in (folder / "checkpoints").glob("step-*"))[-1])

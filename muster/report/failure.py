@@ -28,7 +28,9 @@ def shown(history: History) -> list[str]:
     if not has_failed(history):
         return []
     saves = history.of_event("checkpoint")
-    point = f"from the checkpoint of step {saves[-1]['step']}" if saves else "from the beginning: there is no checkpoint"
+    point = (
+        f"from the checkpoint of step {saves[-1]['step']}" if saves else "from the beginning: there is no checkpoint"
+    )
     trace = history.outcome.get("traceback")
     return [
         f'<p class="cause">{escape(str(history.outcome.get("error") or "no cause is recorded"))}</p>',

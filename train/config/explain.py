@@ -17,6 +17,7 @@ from muster.errors import ConfigError, nearest, one_line
 from muster.origin import located
 from muster.train.config.command_line import divided, readable
 from muster.train.config.differences import to_dict
+from muster.train.config.foreign import said_elsewhere
 from muster.train.config.keys import GROUPS, SEVERAL, Config, keys
 from muster.train.config.options import options, values
 from muster.train.config.parts import TARGET
@@ -126,6 +127,8 @@ def _of_choice(error: Exception, overrides: Sequence[str]) -> str | None:
 
 def unknown_key(key: str) -> ConfigError:
     """Return the ConfigError for an unknown key, with the nearest valid names."""
+    if elsewhere := said_elsewhere(key):
+        return ConfigError(f"unknown key {key}: {elsewhere}")
     parent, _, last = key.rpartition(".")
     if parent.partition(".")[0] in ("own", *SEVERAL):
         return ConfigError(f"{key} does not exist yet: write +{key}=...")
@@ -133,8 +136,8 @@ def unknown_key(key: str) -> ConfigError:
     own = f"; for a parameter of your own class write +{key}=..." if parent in GROUPS else ""
     if theirs := [f"{parent}={each}" for each in options(parent) if last in values(parent, each)] if own else []:
         return ConfigError(f"{key} is a key of {' or '.join(theirs)}, not of the {parent} chosen{own}")
-    if elsewhere := [known for known in all_keys() if known.endswith(f".{last}")]:
-        return ConfigError(f"unknown key {key}; did you mean {' or '.join(elsewhere[:3])}?")
+    if named_alike := [known for known in all_keys() if known.endswith(f".{last}")]:
+        return ConfigError(f"unknown key {key}; did you mean {' or '.join(named_alike[:3])}?")
     if names is None:
         return ConfigError(f"unknown key {key}; {nearest(key.split('.')[0], known_keys('') or [])}")
     return ConfigError(f"unknown key {key}; {nearest(last, names)}{own}")
