@@ -5,11 +5,13 @@ Both continue in the middle of an epoch from the number of steps done alone.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -19,6 +21,9 @@ from muster.batches.loader import LoaderConfig, batches, to
 from muster.batches.stream import Stream
 from muster.errors import ConfigError
 from muster.plan import Plan
+
+PARTS = ("sampler", "batch_sampler", "dataset", "data_source")
+"""Attributes in which loaders, samplers and data sets hold others."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,9 @@ class PlannedFeed:
 class LoadedFeed:
     """Batches of a DataLoader, exact after a resume with as many ranks as before.
 
-    The generators that its samplers and workers draw their seeds from are seeded for each epoch, and batches of the
-    epoch that were trained on before are read again and dropped. `set_epoch` of the loader or its sampler is called.
+    The generators that it draws from are seeded for each epoch: the global ones, and those that the loader, its samplers
+    and its data sets hold. Batches of the epoch that were trained on before are read again and dropped. `set_epoch` of
+    any of them is called, and persistent workers start again.
     """
 
     def __init__(self, loader: Any, *, total_steps: int, device: torch.device, seed: int):
@@ -100,12 +106,12 @@ class LoadedFeed:
 
     def _epoch(self, epoch: int, done: int) -> Iterable[Any]:
         key = key_of(self.seed, "epoch", epoch)
-        known: list[Any] = [self.loader, *(getattr(self.loader, name, None) for name in ("sampler", "batch_sampler"))]
-        for each in known:
+        for each in _parts(self.loader):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
-            if isinstance(own := getattr(each, "generator", None), torch.Generator):
-                own.manual_seed(key)
+            _seed_own(each, key)
+        if getattr(self.loader, "persistent_workers", False):
+            self.loader._iterator = None  # workers of an earlier epoch have generators that a resume cannot restore
         with kept_generators():
             seed_generators(key)
             items = iter(self.loader)
@@ -114,6 +120,26 @@ class LoadedFeed:
         if len(skipped) < done:
             raise ConfigError(f"the loader ends after {len(skipped)} batches, and its length is {self.steps_per_epoch}")
         return chain(first, items)
+
+
+def _parts(loader: Any) -> Iterator[Any]:
+    """Yield a loader, its samplers and data sets, and those inside them (a BatchSampler's sampler, a Subset's data)."""
+    found: list[Any] = [loader]
+    for each in found:
+        inner = (getattr(each, name, None) for name in PARTS)
+        found += [part for part in inner if part is not None and all(part is not other for other in found)]
+    yield from found
+
+
+def _seed_own(part: Any, key: int) -> None:
+    """Seed the generators that a loader, sampler or data set holds itself."""
+    for own in getattr(part, "__dict__", {}).values():
+        if isinstance(own, torch.Generator):
+            own.manual_seed(key)
+        elif isinstance(own, np.random.Generator):
+            own.bit_generator.state = type(own.bit_generator)(key).state
+        elif isinstance(own, random.Random | np.random.RandomState):
+            own.seed(key % 2**32)
 
 
 def feed(
