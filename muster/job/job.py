@@ -186,7 +186,8 @@ class Job(JobOptions):
         self._is_owed, portion = False, self._portion
         self._note_weight(session)
         known = {name: value for name, value in {"loss": loss, **values}.items() if value is not None}
-        weight = samples or (portion.count if portion.total else 1)
+        known_count = portion.count if portion.total else 1
+        weight = known_count if samples is None else samples
         session.advance(known, weight=weight, samples=portion.total or (samples or 0) * self.world_size)
         if not session.feed:
             session.save_if_due()
@@ -199,7 +200,9 @@ class Job(JobOptions):
             Diverged: a weight is not finite.
             StorageError: three checkpoints in a row could not be written.
         """
-        self._opened("save()").save()
+        session = self._opened("save()")
+        session.tracked.between.refuse("save()")
+        session.save()
 
     def log(self, **values: float) -> None:
         """Add numbers to the next `train` record. Those of rank 0 are written."""
@@ -227,6 +230,7 @@ class Job(JobOptions):
             collate_fn: as for `batches`.
         """
         session, began = self._opened("evaluate()"), time.perf_counter()
+        session.tracked.between.refuse("evaluate()")
         with session.clock.spending("evaluation"):
             values = evaluate(
                 dataset,
@@ -256,6 +260,7 @@ class Job(JobOptions):
         rank must read it at the same point.
         """
         session = self._opened("should_stop")
+        session.tracked.between.refuse("should_stop")
         return not session.peers.begin("step", self.steps_done)
 
     # What the loop can see
@@ -327,7 +332,8 @@ class Job(JobOptions):
         return LoaderConfig(share, self.device, self.seed, num_workers, collate=collate_fn, adapter=unsplit)
 
     def _portions(self, session: Session, made: Feed) -> Iterator[Any]:
-        for portion in session.clock.waiting(made.portions(session.reached.step)):
+        begin = made.total_steps if session.is_left else session.reached.step
+        for portion in session.clock.waiting(made.portions(begin)):
             session.begin_step()
             self._portion, self._is_owed, self._is_weighed = portion, True, False
             yield portion.batch

@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from muster import attempts
-from muster.batches.generators import key_of, seed_generators
+from muster.batches.fingerprint import DRAWN
+from muster.batches.generators import drawn_from, key_of, seed_generators, state_of_generators
 from muster.checkpoint import manager
 from muster.checkpoint.manager import Checkpoints
 from muster.checkpoint.weights import write_weights
@@ -22,11 +23,21 @@ from muster.job.feed import Feed
 from muster.job.lifecycle import Ending
 from muster.job.options import JobOptions, as_yaml, run_options_of
 from muster.job.records import loggers_of, open_records, record_start, report
+from muster.job.replicas import TOLERANCE, check_replicas
 from muster.job.totals import Totals
 from muster.job.tracked import Tracked
 from muster.timing.clock import Clock, gathered, spread
 
 SETTLE_S = 10.0
+BUILD_ALIKE = (
+    "build modules in the `with` block, where all ranks have the same seed, or wrap them in DistributedDataParallel "
+    "before track()"
+)
+OWN_DRAWS = (
+    "the data set draws from a generator of its own: a resume draws other numbers, as does each rank; draw from the "
+    "global generators of torch, NumPy or Python, which are seeded for each sample"
+)
+TRAIN_ALIKE = "wrap the model in DistributedDataParallel, or average gradients over the ranks before optimizer.step()"
 
 
 class AgreedStop(SystemExit):
@@ -68,6 +79,9 @@ class Session:
         if saved:
             self._refuse("tracked", tracked.names, "track the same names")
             manager.restore(saved, tracked, self.totals)
+        else:
+            check_replicas(tracked.modules, self.world, tolerance=0.0, remedy=BUILD_ALIKE)
+        self._generators = state_of_generators()
         writes = partial(report, self.folder.path) if self.world.is_first else None
         entrance.life.restored(self.reached, report=writes)
         self.peers = entrance.life.run()
@@ -81,6 +95,12 @@ class Session:
     def is_over(self) -> bool:
         """True if all steps are done; False if their number is unknown."""
         return self.feed is not None and self.reached.step >= self.feed.total_steps
+
+    @property
+    def is_left(self) -> bool:
+        """True if the loop has left these batches before their end, in an earlier attempt that is done."""
+        before, here = self.folder.before, (self.reached.step, self.total_steps)
+        return before.outcome == attempts.DONE and (before.step, before.total_steps) == here
 
     @property
     def epoch(self) -> int:
@@ -97,6 +117,7 @@ class Session:
         """
         self.feed, facts, known = feed, dict[str, Any](), dict[str, Any]()
         if feed:
+            self._refuse_draws()
             facts, known = feed.facts, {"samples_per_epoch": feed.samples_per_epoch or None}
             self._refuse_data(facts)
         self.world.on_first(partial(self._write_config, facts))
@@ -111,6 +132,8 @@ class Session:
         self.entrance.life.on_end(self._close, failed=self._close)
         known = {name: value for name, value in known.items() if value}
         record_start(records, self.folder, self.world, step=self.reached.step, total_steps=self.total_steps, **known)
+        if str(facts.get("fingerprint")).endswith(DRAWN):
+            records.event("note", text=OWN_DRAWS)
         self.checkpoints = Checkpoints(
             run_options_of(self.options).checkpoints,
             folder=self.folder.path,
@@ -130,6 +153,7 @@ class Session:
 
         values: means over this rank's samples. weight: the number of samples that they are over; samples: of all ranks.
         """
+        self.tracked.between.count()
         self.reached.step += 1
         self.reached.samples += samples
         if weight:
@@ -175,6 +199,7 @@ class Session:
         self.peers.heartbeat.enter("save", self.reached.step)
         if not self.tracked.is_finite():
             raise self._diverged("a weight is")
+        check_replicas(self.tracked.modules, self.world, tolerance=TOLERANCE, remedy=TRAIN_ALIKE)
         position = {"step": self.reached.step, "epoch": self.epoch, "samples": self.reached.samples}
         with self.clock.spending("checkpoint"):
             self.checkpoints.save(state={**self.tracked.state(), **self.totals.state()}, position=position)
@@ -245,6 +270,14 @@ class Session:
         for name, value in facts.items():
             remedy = "restore the data" if name == "fingerprint" else f"give batches() the {name} of before"
             self._refuse(name, value, remedy, within="batches")
+
+    def _refuse_draws(self) -> None:
+        """Raise if the script has drawn random numbers since `track`, which a resumed attempt would draw otherwise."""
+        failure = ConfigError(
+            "random numbers were drawn between track() and batches(), where a resume draws others: draw them before "
+            "track(), or from a generator of their own"
+        )
+        self.world.together(failure if drawn_from(self._generators) else None)
 
     def _refuse(self, name: str, value: Any, remedy: str, *, within: str | None = None) -> None:
         """Raise unless the checkpoint has this value, or none."""
