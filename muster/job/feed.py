@@ -161,19 +161,19 @@ def feed(
     """
     if (epochs is None) == (max_steps is None):
         raise ConfigError(f"batches(epochs={epochs}, max_steps={max_steps}): give one of the two")
-    _at_least_one(epochs=epochs, max_steps=max_steps, batch_size=batch_size)
+    at_least_one("batches", epochs=epochs, max_steps=max_steps, batch_size=batch_size)
     if _is_loader(source):
         if batch_size is not None:
             raise ConfigError(
                 f"batches(loader, batch_size={batch_size}): a DataLoader has its own batch size; leave batch_size out"
             )
-        total = max_steps or (epochs or 0) * _length(source)
+        total = max_steps or (epochs or 0) * len(with_length(source, "batches"))
         return LoadedFeed(source, total_steps=total, device=loader.device, seed=loader.seed)
     if batch_size is None:
         raise ConfigError("batches(dataset) needs batch_size=..., the samples per optimizer step over all ranks")
-    dataset = Stream(source) if isinstance(source, IterableDataset) else source
+    dataset = with_length(source, "batches")
     plan = Plan(
-        _length(dataset),
+        len(dataset),
         min(batch_size, len(dataset)),
         loader.seed,
         shuffle=shuffle and dataset is source,
@@ -190,13 +190,19 @@ def _is_loader(source: Any) -> bool:
     return not isinstance(source, IterableDataset) and not hasattr(source, "__getitem__")
 
 
-def _at_least_one(**given: int | None) -> None:
+def at_least_one(what: str, **given: int | None) -> None:
+    """Raise ConfigError for an argument of `what` that is neither None nor a whole number of at least 1."""
     for name, value in given.items():
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"batches({name}={value}): give a whole number of at least 1")
+            raise ConfigError(f"{what}({name}={value}): give a whole number of at least 1")
 
 
-def _length(source: Any) -> int:
-    if not isinstance(source, Sized) or not len(source):
-        raise ConfigError(f"batches({type(source).__name__}) has no length, or no samples: give it __len__")
-    return len(source)
+def with_length(source: Any, what: str) -> Any:
+    """Return a data set that `batches` reads: `source`, or a `Stream` of it. Raises ConfigError for one without samples.
+
+    what: the method that it is given to, for the message.
+    """
+    dataset = Stream(source) if isinstance(source, IterableDataset) else source
+    if not isinstance(dataset, Sized) or not len(dataset):
+        raise ConfigError(f"{what}({type(source).__name__}) has no length, or no samples: give it __len__")
+    return dataset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from muster.errors import ConfigError, Diverged, MusterError
 from muster.job.entrance import Entrance
 from muster.job.evaluation import evaluate
 from muster.job.feed import Feed, Portion, feed
+from muster.job.lifecycle import State
 from muster.job.options import JobOptions
 from muster.job.session import AgreedStop, Session
+from muster.job.totals import check_names, number_of
 from muster.job.tracked import Tracked
 from muster.plan import Share
 
@@ -48,7 +51,7 @@ class Job(JobOptions):
     """
 
     def __post_init__(self) -> None:
-        self._entrance = Entrance(self)
+        self._entrance, self._process = Entrance(self), os.getpid()
         self._session: Session | None = None
         self._portion = Portion(None)
         self._is_owed = self._is_weighed = self._is_warned = False
@@ -61,6 +64,8 @@ class Job(JobOptions):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child leaves: the run is its parent's
         try:
             error = self._end(error)
         except BaseException as late:
@@ -74,9 +79,10 @@ class Job(JobOptions):
             return None
         if isinstance(error, Diverged) and self._session:  # on all ranks at once: their checkpoint writers still live
             self._session.settle()
-        if error is None:
+        if error is None or _is_done(error):
             session = self._opened("the end of the `with` block")
             session.end_stopped() if self._is_told(session) else session.end_done()
+            return None
         return error
 
     @staticmethod
@@ -185,6 +191,7 @@ class Job(JobOptions):
             raise ConfigError("step() was called without a new batch: call it once for each batch of batches()")
         self._is_owed, portion = False, self._portion
         self._note_weight(session)
+        check_names(values, "step()")
         known = {name: value for name, value in {"loss": loss, **values}.items() if value is not None}
         known_count = portion.count if portion.total else 1
         weight = known_count if samples is None else samples
@@ -204,9 +211,16 @@ class Job(JobOptions):
         session.tracked.between.refuse("save()")
         session.save()
 
-    def log(self, **values: float) -> None:
-        """Add numbers to the next `train` record. Those of rank 0 are written."""
-        self._tracked("log()").noted |= {name: float(value) for name, value in values.items()}
+    def log(self, **values: float | Tensor) -> None:
+        """Add numbers to the next `train` record. Those of rank 0 are written.
+
+        Raises:
+            ConfigError: a value is not a number or a tensor of one element, or records use its name themselves.
+        """
+        session = self._tracked("log()")
+        check_names(values, "log()")
+        for name, value in values.items():
+            session.noted[name] = float(number_of(value, what=f"log({name}=...)", meaning="of this rank"))
 
     def evaluate(
         self,
@@ -249,8 +263,13 @@ class Job(JobOptions):
         return values
 
     def sum(self, value: float | Tensor) -> float:
-        """Return the sum of `value` over all ranks, in float64. Collective: every rank must call it."""
-        return self._entrance.world.sum([float(value)])[0]
+        """Return the sum of `value` over all ranks, in float64. Collective: every rank must call it.
+
+        Raises:
+            ConfigError: `value` is not a number or a tensor of one element.
+        """
+        own = float(number_of(value, what="sum(...)", meaning="this rank's summand"))
+        return self._entrance.world.sum([own])[0]
 
     @property
     def should_stop(self) -> bool:
@@ -323,6 +342,8 @@ class Job(JobOptions):
 
     def _opened(self, what: str) -> Session:
         session = self._tracked(what)
+        if self._entrance.life.state == State.ended:
+            raise ConfigError(f"{what} came after the end of the `with` block: call it there")
         if not session.is_open:
             session.open(None)
         return session
@@ -353,3 +374,8 @@ class Job(JobOptions):
                 text=f"step {self.steps_done} has {portion.total} samples for {self.world_size} ranks: for the exact mean "
                 "gradient use (loss * job.weight).backward()",
             )
+
+
+def _is_done(error: BaseException) -> bool:
+    """Return True for `sys.exit()` and `sys.exit(0)`, by which a script says that it is done."""
+    return isinstance(error, SystemExit) and not error.code

@@ -173,6 +173,7 @@ class Session:
         if is_due:
             times = spread(self.clock.read(), rank=self.world.rank, size=self.world.size)
             everybody = gathered(self.world.sum(times))
+        means = {**self.noted, **means}
         loss = means.pop("loss", None)
         if loss is not None and not math.isfinite(loss):
             raise self._diverged("the loss is")
@@ -183,7 +184,7 @@ class Session:
             lr=means.pop("lr", self.tracked.lr),
             grad_norm=means.pop("grad_norm", None),
             samples=self.reached.samples,
-            more=means | self.noted,
+            more=means,
         )
         self.noted = {}
         if is_due:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -240,6 +241,10 @@ def _refuse(name: str, thing: Any) -> None:
         raise ConfigError(
             f"track({name}=...) is of type {type(thing).__name__}, which has no state_dict() and load_state_dict(): "
             "give a module, an optimizer, or another object with both"
+        )
+    if isinstance(thing, nn.Module) and any(map(is_lazy, [*thing.parameters(), *thing.buffers()])):
+        raise ConfigError(
+            f"track({name}=...) has parameters without a shape yet: put one batch through it before track()"
         )
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is not None and isinstance(thing, zero.ZeroRedundancyOptimizer):
