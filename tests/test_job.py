@@ -395,6 +395,14 @@ def test_a_loop_that_is_left_early_is_done_and_not_trained_further(place):
     assert again.events("done")[-1]["note"] == "finished already"
 
 
+@pytest.mark.parametrize("leave", ["break", "raise SystemExit"])
+def test_a_rank_that_leaves_a_loop_alone_is_noticed_within_the_timeout(place, leave):
+    body = f"{LOOP}job.step(loss=1.0)\n        if job.steps_done == 4 + rank: {leave}"
+    result = wrong(place("alone"), body.replace("epochs=2", "epochs=9"), ranks=2)
+    assert result.outcome["outcome"] in ("rank_lost", "config_error"), result.out
+    assert len([line for line in result.said if "waiting for" not in line]) == 1 and result.seconds < 30, result.out
+
+
 @pytest.mark.parametrize("leaves, code, outcome", [("()", 0, "done"), ("(0)", 0, "done"), ("(9)", 9, "failed")])
 def test_sys_exit_keeps_its_code(place, leaves, code, outcome):
     result = wrong(place("exits"), f"{LOOP}job.step()\n        if job.steps_done == 3: raise SystemExit{leaves}")

@@ -33,6 +33,7 @@ BUILD_ALIKE = (
     "build modules in the `with` block, where all ranks have the same seed, or wrap them in DistributedDataParallel "
     "before track()"
 )
+LEAVE_ALIKE = "all ranks must leave the loop after the same step"
 OWN_DRAWS = (
     "the data set draws from a generator of its own: a resume draws other numbers, as does each rank; draw from the "
     "global generators of torch, NumPy or Python, which are seeded for each sample"
@@ -197,10 +198,10 @@ class Session:
 
     def save(self) -> None:
         """Start to write a checkpoint of this step. Collective: every rank must call it. Raises Diverged, StorageError."""
-        self.peers.heartbeat.enter("save", self.reached.step)
         if not self.tracked.is_finite():
             raise self._diverged("a weight is")
         check_replicas(self.tracked.modules, self.world, tolerance=TOLERANCE, remedy=TRAIN_ALIKE)
+        self.peers.heartbeat.enter("save", self.reached.step)  # may take long: first know that all ranks save
         position = {"step": self.reached.step, "epoch": self.epoch, "samples": self.reached.samples}
         with self.clock.spending("checkpoint"):
             self.checkpoints.save(state={**self.tracked.state(), **self.totals.state()}, position=position)
@@ -221,6 +222,8 @@ class Session:
     def end_done(self) -> None:
         """Save the last step and record that the run is done. Collective: every rank must call it."""
         step, saved, total = self.reached.step, self.folder.saved, self.total_steps or self.reached.step
+        self.peers.heartbeat.enter("step", step)  # not a save, which may take long: other ranks may still train
+        self.world.same("the loop has ended after step", str(step), remedy=LEAVE_ALIKE, error=ConfigError)
         if saved and step == saved.step and self.folder.before.outcome == attempts.DONE:
             self.records.event("done", step=step, note="finished already")
             return self.entrance.life.end(Ending(step, total), report=False)
