@@ -42,7 +42,7 @@ def test_no_name_of_the_kits_own_example_is_left(place, loop):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("name", ["", "My_Job", "-job", "9", "x" * 41])
+@pytest.mark.parametrize("name", ["", "My_Job", "-job", "9", "x" * 41, "on", "null"])
 def test_a_name_that_kubernetes_refuses_is_refused(tmp_path, name):
     with pytest.raises(ConfigError, match="give --name"):
         project(tmp_path, name=name or None, image=None, loop=False) if name else project(
@@ -65,6 +65,18 @@ def test_files_that_are_there_are_left_and_their_difference_is_shown(place):
     init(place, "slurm")
     checked = init(place, "slurm", "--check")
     assert checked.returncode == 0 and not checked.stdout, checked.stdout
+
+
+def test_what_stands_in_the_place_of_a_file_is_told_in_one_line(place):
+    (place / "slurm").write_text("")
+    (place / "mine.py").write_bytes(b"\xff")  # no text at all: still shown as different, and left
+    result = init(place, "slurm")
+    assert result.returncode == 5 and "left as is mine.py" in result.stdout
+    assert result.stderr.count("\n") == 1 and "cannot write" in result.stderr and "slurm" in result.stderr
+    (place / "mine.py").unlink()
+    (place / "mine.py").mkdir()
+    result = init(place, "slurm")
+    assert result.returncode == 5 and result.stderr.count("\n") == 1 and "cannot read" in result.stderr
 
 
 def test_mistakes_are_one_line(place):

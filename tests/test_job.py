@@ -278,6 +278,18 @@ LOOP = (
         ("job.track(model=model); job.batches(data, batch_size=8)", "give one of the two"),
         ("job.track(model=model); job.batches(data, batch_size=0, epochs=1)", "at least 1"),
         ("job.track(model=model); job.batches([], batch_size=8, epochs=1)", "no samples"),
+        ("job.track(model=model); job.evaluate([], lambda batch: {})", "no samples"),
+        (
+            "job.track(model=model); torch.rand(1); job.batches(data, batch_size=8, epochs=1)",
+            "draw them before track()",
+        ),
+        ("job.track(model=nn.LazyLinear(2))", "without a shape yet"),
+        ("job.track(model=model); job.sum(torch.ones(2))", "sum(...) is a Tensor [2]"),
+        ("job.track(model=model); job.log(text='one')", "log(text=...) is a str"),
+        (f"{LOOP}job.step(epoch=1.0)", "has the name epoch"),
+        (f"{LOOP}optimizer.step(); job.save()", "save() came after optimizer.step() and before job.step()"),
+        (f"{LOOP}optimizer.step(); job.evaluate(data, dict)", "evaluate() came after optimizer.step()"),
+        (f"{LOOP}optimizer.step(); job.should_stop", "should_stop came after optimizer.step()"),
     ],
 )
 def test_misuse_is_one_line(place, body, says):
@@ -294,6 +306,14 @@ def test_misuse_is_one_line(place, body, says):
         ("job.track(model=3 if rank else model)", "track(model=...) is of type int"),
         ("job.track(model=model); job.batches(data, batch_size=4 + rank, epochs=1)", "batch_size=5"),
         (f"{LOOP}None if rank else job.step()", "no step() came for batch 0"),
+        (
+            "nn.init.constant_(model.weight, rank + 1); job.track(model=model)",
+            "model/weight differs from rank 0's: build",
+        ),
+        (
+            f"{LOOP}model(x * (1 - 2 * rank)).sum().backward(); optimizer.step(); optimizer.zero_grad(); job.step()",
+            "model/weight differs from rank 0's: wrap the model in DistributedDataParallel",
+        ),
     ],
 )
 def test_ranks_that_do_not_do_the_same_are_told_in_one_line(place, body, says):
@@ -364,6 +384,60 @@ def test_a_loss_that_is_not_finite_ends_the_run(place):
     assert result.outcome["exit_code"] == 6 and "the loss is not finite at step 6" in result.said[0], result.out
 
 
+# How a script may leave a loop
+
+
+def test_a_loop_that_is_left_early_is_done_and_not_trained_further(place):
+    folder, body = place("left"), f"{LOOP}job.step()\n        if job.steps_done == 3: break\n    print(job.steps_done)"
+    assert wrong(folder, body).outcome["outcome"] == "done"
+    again = wrong(folder, body)
+    assert again.code == 0 and "\n3\n" in again.out, again.out
+    assert again.events("done")[-1]["note"] == "finished already"
+
+
+@pytest.mark.parametrize("leave", ["break", "raise SystemExit"])
+def test_a_rank_that_leaves_a_loop_alone_is_noticed_within_the_timeout(place, leave):
+    body = f"{LOOP}job.step(loss=1.0)\n        if job.steps_done == 4 + rank: {leave}"
+    result = wrong(place("alone"), body.replace("epochs=2", "epochs=9"), ranks=2)
+    assert result.outcome["outcome"] in ("rank_lost", "config_error"), result.out
+    assert len([line for line in result.said if "waiting for" not in line]) == 1 and result.seconds < 30, result.out
+
+
+@pytest.mark.parametrize("leaves, code, outcome", [("()", 0, "done"), ("(0)", 0, "done"), ("(9)", 9, "failed")])
+def test_sys_exit_keeps_its_code(place, leaves, code, outcome):
+    result = wrong(place("exits"), f"{LOOP}job.step()\n        if job.steps_done == 3: raise SystemExit{leaves}")
+    assert (result.code, result.outcome["outcome"], result.outcome["step"]) == (code, outcome, 3), result.out
+
+
+def test_a_forked_child_leaves_the_run_to_its_parent(place):
+    fork = "job.step()\n        if not os.fork(): raise SystemExit\n        os.wait()"
+    result = wrong(place("forks"), f"{LOOP}{fork}", ranks=2)
+    assert result.code == 0 and result.outcome["outcome"] == "done", result.out
+
+
+@pytest.mark.parametrize("body", [f"{LOOP}job.step()", f"{LOOP}job.step(loss=1 / (3 - job.steps_done))"])
+def test_a_job_in_a_thread_ends_as_in_the_main_thread(place, body):
+    folder = place("thread")
+    lines = "".join(f"    {line}\n" for line in f"{WITH}{body}".splitlines())
+    run_in_thread = "import threading\nthread = threading.Thread(target=main); thread.start(); thread.join()\n"
+    (folder / "wrong.py").write_text(f"{START}def main():\n{lines}{run_in_thread}")
+    result = run(folder, script="wrong", code=None)
+    failed = "1 /" in body
+    assert result.outcome["outcome"] == ("failed" if failed else "done"), result.out
+    assert len(result.said) == failed and "main thread" not in result.out
+    assert not list(result.folder.glob(".*"))
+
+
+def test_a_job_serves_one_with_block(place):
+    body = "job.track(model=model)\n    job.step()\n"
+    again = "for misuse in (job.step, job.__enter__, muster.Job('other').sum):\n    try: misuse()\n    except Exception as error: print(error)"
+    result = wrong(
+        place("again"), f"{body}{again}".replace("muster.Job('other').sum", "lambda: muster.Job('other').rank")
+    )
+    assert "step() came after the end of the `with` block" in result.out
+    assert "has been used" in result.out and "is not entered" in result.out
+
+
 # What else a loop can ask
 
 
@@ -396,6 +470,17 @@ def test_a_loop_of_ones_own_can_ask_whether_to_stop(place):
     assert result.outcome["exit_code"] == 75, result.out
     line = result.lines("train")[3]
     assert (line["loss"], line["noted"], line["samples"]) == (2.0, 3.0, 32)
+
+
+def test_values_are_recorded_by_whatever_name_they_have(place):
+    body = (
+        "job.track(model=model)\n"
+        "    job.log(lr=torch.tensor(0.5))\n"
+        "    job.step(loss=1.0, samples=0, **{'train/weight': 2.0})"
+    )
+    line = wrong(place("names"), body).lines("train")[0]
+    assert (line["loss"], line["lr"], line.get("train/weight")) == (None, 0.5, None)
+    assert wrong(place("named"), body.replace("samples=0, ", "")).lines("train")[0]["train/weight"] == 2.0
 
 
 def test_a_function_launched_from_a_script_is_a_job_too(place, tmp_path):

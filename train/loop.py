@@ -196,7 +196,7 @@ def try_evaluation(run: Run) -> None:
     eager = torch.compiler.set_stance("force_eager") if run.config.compile else contextlib.nullcontext()
 
     def enter() -> bool:
-        run.running.peers.heartbeat.enter("evaluation", run.step)
+        run.running.enter("evaluation")
         return True
 
     with kept_generators(on_device=True), run.measures.aside(), eager:
@@ -254,7 +254,11 @@ def save(run: Run) -> None:
 
     Raises Diverged instead of saving weights that are not finite.
     """
-    progress = run.progress
+    running, progress = run.running, run.progress
+    running.enter("save")
+    run.callbacks.on_checkpoint(run)
+    if not run.strategy.is_finite():
+        raise diverged(run)
     position = {
         "epoch": epoch(run),
         "samples": run.course.plan.samples_before(run.step),
@@ -262,19 +266,7 @@ def save(run: Run) -> None:
         "best": progress.best,
         "stopped": progress.stopped,
     }
-    run.running.save(lambda: state(run), position, check=lambda: check_weights(run))
-
-
-def check_weights(run: Run) -> None:
-    """Raise Diverged on all ranks if a weight is not finite. Collective: every rank must call it."""
-    run.callbacks.on_checkpoint(run)
-    if not run.strategy.is_finite():
-        raise diverged(run)
-
-
-def state(run: Run) -> dict[str, Any]:
-    """Return the state for a checkpoint. Collective: every rank must call it."""
-    return {**run.strategy.state(), **run.callbacks.state(), **run.window.state()}
+    running.save(lambda: {**run.strategy.state(), **run.callbacks.state(), **run.window.state()}, position)
 
 
 def count_skips(run: Run, result: StepResult) -> None:

@@ -188,7 +188,7 @@ def finish(run: Run, folder: RunFolder) -> None:
 
     Raises StorageError.
     """
-    run.running.peers.heartbeat.enter("finish", run.step)
+    run.running.enter("finish")
     run.strategy.sync_parameters()
     run.callbacks.on_end(run)
     failure: MusterError | None

@@ -12,16 +12,22 @@ from torch.utils import _pytree as pytree
 from muster.batches.generators import kept_generators, seed_generators
 
 LOOKED_AT = 8
+DRAWN = "drawn"
+"""In place of a hash if a sample differs from itself, because its transforms draw from a generator of their own."""
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return the dataset's own `fingerprint()`, or its length and a hash of a few of its samples."""
+    """Return the dataset's own `fingerprint()`, or its length and a hash of a few of its samples.
+
+    The global generators are unchanged.
+    """
     if hasattr(dataset, "fingerprint"):
         return str(dataset.fingerprint())
     count = len(dataset)
-    chosen = [position * (count - 1) // (LOOKED_AT - 1) for position in range(LOOKED_AT)]
+    chosen = [*dict.fromkeys(position * (count - 1) // (LOOKED_AT - 1) for position in range(LOOKED_AT))]
     with kept_generators():
-        return f"{count}:{hash_of(_look(dataset, index) for index in dict.fromkeys(chosen))}"
+        first, second = ([_look(dataset, index) for index in chosen] for _ in range(2))
+    return f"{count}:{hash_of(first) if first == second else DRAWN}"
 
 
 def _look(dataset: Any, index: int) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,24 @@ def seed_generators(key: int, *, on_device: bool = False) -> None:
     torch.default_generator.manual_seed(key)
     if on_device and _uses_cuda():
         torch.cuda.manual_seed(key)
+
+
+def drawn_from(before: Mapping[str, str]) -> bool:
+    """Return True if a global generator has drawn since `state_of_generators` returned `before`."""
+    now = state_of_generators()
+    return any(now.get(name, state) != state for name, state in before.items())
+
+
+def state_of_generators() -> dict[str, str]:
+    """Return a digest of the state of each global generator, and of the current CUDA device's if it is in use."""
+    _, words, *rest = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [np.asarray(words).tolist(), rest],
+        "torch": torch.get_rng_state().tolist(),
+        **({"cuda": torch.cuda.get_rng_state().tolist()} if _uses_cuda() else {}),
+    }
+    return {name: hashlib.sha256(repr(state).encode()).hexdigest() for name, state in states.items()}
 
 
 def key_of(*words: object) -> int:

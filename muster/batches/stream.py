@@ -11,7 +11,8 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from muster.batches.fingerprint import LOOKED_AT, hash_of, look
+from muster.batches.fingerprint import DRAWN, LOOKED_AT, hash_of, look
+from muster.batches.generators import kept_generators, seed_generators
 from muster.errors import ConfigError, DataError
 
 
@@ -87,15 +88,18 @@ class Stream:
         self._samples = iter(self.dataset)
 
     def first(self, number: int = 1) -> list[Any]:
-        """Return the first samples, read from a copy: the stream's position does not change."""
-        samples = iter(copy.deepcopy(self.dataset))
-        return [sample for sample, _ in zip(samples, range(number), strict=False)]
+        """Return the first samples, read from a copy: the stream and the global generators do not change."""
+        with kept_generators():
+            seed_generators(0)
+            samples = iter(copy.deepcopy(self.dataset))
+            return [sample for sample, _ in zip(samples, range(number), strict=False)]
 
     def fingerprint(self) -> str:
         """Return the dataset's own `fingerprint()`, or its length and a hash of its first samples."""
         if hasattr(self.dataset, "fingerprint"):
             return str(self.dataset.fingerprint())
-        return f"{len(self)}:{hash_of(look(sample) for sample in self.first(LOOKED_AT))}"
+        once, again = ([look(sample) for sample in self.first(LOOKED_AT)] for _ in range(2))
+        return f"{len(self)}:{hash_of(once) if once == again else DRAWN}"
 
     def _begin(self, epoch: int) -> None:
         if self._fresh is not None:

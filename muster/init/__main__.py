@@ -51,7 +51,6 @@ def write(folder: Path, wanted: Mapping[str, str]) -> int:
     """Write the files that are missing, show how the others differ, and return 0. Raises StorageError."""
     for name, text in wanted.items():
         path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         if created(path, text):
             say(f"wrote      {name}", sys.stdout)
         elif difference := compared(path, text):
@@ -63,8 +62,11 @@ def write(folder: Path, wanted: Mapping[str, str]) -> int:
 def created(path: Path, text: str) -> bool:
     """Create a file; return False if there is one. Raises StorageError."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         create_file(path, text.encode())
-    except FileExistsError:
+    except FileExistsError as error:
+        if not path.parent.is_dir():
+            raise storage_error("write", error) from error
         return False
     except OSError as error:
         raise storage_error("write", error) from error
@@ -82,9 +84,17 @@ def check(folder: Path, wanted: Mapping[str, str]) -> int:
 
 
 def compared(path: Path, text: str) -> str:
-    """Return the unified difference from the file at `path` to the kit's `text`; empty if they are equal."""
+    """Return the unified difference from the file at `path` to the kit's `text`; empty if they are equal.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    try:
+        there = path.read_text(errors="replace")
+    except OSError as error:
+        raise storage_error("read", error) from error
     lines = difflib.unified_diff(
-        path.read_text().splitlines(),
+        there.splitlines(),
         text.splitlines(),
         f"{path.name} (yours)",
         f"{path.name} (the kit's)",

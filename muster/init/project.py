@@ -47,6 +47,10 @@ ROWS = {
 }
 
 
+NOT_TEXT = ("y", "yes", "n", "no", "on", "off", "true", "false", "null")
+"""Words that YAML reads as something else than text."""
+
+
 @dataclass(frozen=True)
 class Project:
     """A user's project.
@@ -62,7 +66,7 @@ class Project:
     example: str
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name):
+        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name) or self.name in NOT_TEXT:
             raise ConfigError(
                 f"name={self.name!r} cannot name a job in Kubernetes: give --name with lower-case letters, digits and hyphens, such as --name=my-job"
             )

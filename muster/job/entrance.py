@@ -18,7 +18,7 @@ from muster.faults import agent, output
 from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import Preemption
 from muster.job.folder import RunFolder
-from muster.job.lifecycle import Lifecycle
+from muster.job.lifecycle import Lifecycle, State
 from muster.job.options import JobOptions, check_options, group_options_of, run_options_of
 from muster.process import STOP_SIGNALS, ignore
 
@@ -32,10 +32,17 @@ class Entrance:
     def __init__(self, options: JobOptions):
         self.options, self.preemption = options, Preemption()
         self.life = Lifecycle(Path(options.folder), self.preemption, max_idle_attempts=options.max_idle_attempts)
-        self.world: World
         self.folder: RunFolder
+        self._world: World | None = None
         self._heartbeat: Heartbeat | None = None
         self._before: dict[int, Any] = {}
+
+    @property
+    def world(self) -> World:
+        """The ranks. Raises ConfigError before `enter`."""
+        if self._world is None:
+            raise ConfigError(f"Job({str(self.options.folder)!r}) is not entered: use it in a `with` block")
+        return self._world
 
     def enter(self) -> None:
         """Form the group and claim the folder. Collective: every rank must call it.
@@ -44,6 +51,8 @@ class Entrance:
             ConfigError: a job is open in this process.
             SystemExit: the attempt has ended already; its error is reported.
         """
+        if self.life.state != State.started:
+            raise ConfigError(f"this Job({str(self.options.folder)!r}) has been used: create one for each `with` block")
         if _entered:
             raise ConfigError(
                 f"Job({str(self.options.folder)!r}): {_entered[0].options.folder} is open in this process: leave its "
@@ -53,7 +62,7 @@ class Entrance:
         self._install()
         try:
             check_options(self.options)
-            self.world = self._start()
+            self._world = self._start()
             self._heartbeat = self.life.meet(self.world, timeout_s=self.options.timeout_s)
             self._group_alone()
             self.folder = self.life.claim(run_options_of(self.options), refusal=lambda saved: None)
@@ -70,7 +79,7 @@ class Entrance:
             self._ignore_signals()
             raise SystemExit(self.life.exit_code) from error
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: set by something else than Python
 
     def _start(self) -> World:
         options = group_options_of(self.options)
@@ -90,8 +99,9 @@ class Entrance:
         output.endure()
         agent.die_with_it()
         with contextlib.suppress(ValueError):  # not in the main thread: a stop comes from another rank then
-            self._before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+            before: dict[int, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
             self.preemption.install()
+            self._before = before
 
     def _ignore_signals(self) -> None:
         """A launcher's signal during interpreter teardown would hide the exit code."""

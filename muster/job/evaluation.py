@@ -13,6 +13,8 @@ from muster.batches.generators import kept_generators, key_of, seed_generators
 from muster.batches.loader import LoaderConfig, batches
 from muster.dist.world import World
 from muster.errors import ConfigError
+from muster.job.feed import at_least_one, with_length
+from muster.job.totals import check_names
 from muster.origin import described
 from muster.plan import Plan
 
@@ -35,8 +37,10 @@ def evaluate(
     sums; False means to stop there.
 
     Raises:
-        ConfigError: `measure` returns something else than tensors [B] by name.
+        ConfigError: `measure` returns something else than tensors [B] by name, or `dataset` has no samples.
     """
+    at_least_one("evaluate", batch_size=batch_size)
+    dataset = with_length(dataset, "evaluate")
     plan = Plan(len(dataset), min(batch_size, len(dataset)), shuffle=False)
     totals = dict[str, Any]()
     with torch.no_grad(), kept_generators(on_device=True), evaluating(modules):
@@ -72,6 +76,7 @@ def _checked(found: Any, *, size: int) -> Mapping[str, Tensor]:
         raise ConfigError(
             f"the function of evaluate() returns {described(found)}: return a dict of tensors, one value per sample"
         )
+    check_names(found, "the function of evaluate()")
     for name, values in found.items():
         if not isinstance(values, Tensor) or values.shape != (size,):
             raise ConfigError(

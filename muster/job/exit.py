@@ -69,7 +69,7 @@ class Exit:
         agent.tell(in_words(error))
         if lost or isinstance(error, RankLost):
             agent.end_if_stuck()
-        code = error.exit_code if isinstance(error, MusterError) else 1
+        code = error.exit_code if isinstance(error, MusterError) else _own_code(error)
         if self.world is None:
             return self._alone(error, code)
         if self.heartbeat:
@@ -227,6 +227,11 @@ class Exit:
         self.folder.mkdir(parents=True, exist_ok=True)
         is_held = newest_claim(self.folder)[1].get("attempt", attempt) != attempt
         return attempts.refuse(self.folder, Attempt.of({**record, "attempt": attempt}), beside=is_held)
+
+
+def _own_code(error: BaseException) -> int:
+    """Return the exit code that a script has chosen by `sys.exit`; 1 for any other error."""
+    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 
 def _digest(text: str) -> str:

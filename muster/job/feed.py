@@ -5,11 +5,13 @@ Both continue in the middle of an epoch from the number of steps done alone.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -19,6 +21,9 @@ from muster.batches.loader import LoaderConfig, batches, to
 from muster.batches.stream import Stream
 from muster.errors import ConfigError
 from muster.plan import Plan
+
+PARTS = ("sampler", "batch_sampler", "dataset", "data_source")
+"""Attributes in which loaders, samplers and data sets hold others."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,9 @@ class PlannedFeed:
 class LoadedFeed:
     """Batches of a DataLoader, exact after a resume with as many ranks as before.
 
-    The generators that its samplers and workers draw their seeds from are seeded for each epoch, and batches of the
-    epoch that were trained on before are read again and dropped. `set_epoch` of the loader or its sampler is called.
+    The generators that it draws from are seeded for each epoch: the global ones, and those that the loader, its samplers
+    and its data sets hold. Batches of the epoch that were trained on before are read again and dropped. `set_epoch` of
+    any of them is called, and persistent workers start again.
     """
 
     def __init__(self, loader: Any, *, total_steps: int, device: torch.device, seed: int):
@@ -100,12 +106,12 @@ class LoadedFeed:
 
     def _epoch(self, epoch: int, done: int) -> Iterable[Any]:
         key = key_of(self.seed, "epoch", epoch)
-        known: list[Any] = [self.loader, *(getattr(self.loader, name, None) for name in ("sampler", "batch_sampler"))]
-        for each in known:
+        for each in _parts(self.loader):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
-            if isinstance(own := getattr(each, "generator", None), torch.Generator):
-                own.manual_seed(key)
+            _seed_own(each, key)
+        if getattr(self.loader, "persistent_workers", False):
+            self.loader._iterator = None  # workers of an earlier epoch have generators that a resume cannot restore
         with kept_generators():
             seed_generators(key)
             items = iter(self.loader)
@@ -114,6 +120,26 @@ class LoadedFeed:
         if len(skipped) < done:
             raise ConfigError(f"the loader ends after {len(skipped)} batches, and its length is {self.steps_per_epoch}")
         return chain(first, items)
+
+
+def _parts(loader: Any) -> Iterator[Any]:
+    """Yield a loader, its samplers and data sets, and those inside them (a BatchSampler's sampler, a Subset's data)."""
+    found: list[Any] = [loader]
+    for each in found:
+        inner = (getattr(each, name, None) for name in PARTS)
+        found += [part for part in inner if part is not None and all(part is not other for other in found)]
+    yield from found
+
+
+def _seed_own(part: Any, key: int) -> None:
+    """Seed the generators that a loader, sampler or data set holds itself."""
+    for own in getattr(part, "__dict__", {}).values():
+        if isinstance(own, torch.Generator):
+            own.manual_seed(key)
+        elif isinstance(own, np.random.Generator):
+            own.bit_generator.state = type(own.bit_generator)(key).state
+        elif isinstance(own, random.Random | np.random.RandomState):
+            own.seed(key % 2**32)
 
 
 def feed(
@@ -135,19 +161,19 @@ def feed(
     """
     if (epochs is None) == (max_steps is None):
         raise ConfigError(f"batches(epochs={epochs}, max_steps={max_steps}): give one of the two")
-    _at_least_one(epochs=epochs, max_steps=max_steps, batch_size=batch_size)
+    at_least_one("batches", epochs=epochs, max_steps=max_steps, batch_size=batch_size)
     if _is_loader(source):
         if batch_size is not None:
             raise ConfigError(
                 f"batches(loader, batch_size={batch_size}): a DataLoader has its own batch size; leave batch_size out"
             )
-        total = max_steps or (epochs or 0) * _length(source)
+        total = max_steps or (epochs or 0) * len(with_length(source, "batches"))
         return LoadedFeed(source, total_steps=total, device=loader.device, seed=loader.seed)
     if batch_size is None:
         raise ConfigError("batches(dataset) needs batch_size=..., the samples per optimizer step over all ranks")
-    dataset = Stream(source) if isinstance(source, IterableDataset) else source
+    dataset = with_length(source, "batches")
     plan = Plan(
-        _length(dataset),
+        len(dataset),
         min(batch_size, len(dataset)),
         loader.seed,
         shuffle=shuffle and dataset is source,
@@ -164,13 +190,19 @@ def _is_loader(source: Any) -> bool:
     return not isinstance(source, IterableDataset) and not hasattr(source, "__getitem__")
 
 
-def _at_least_one(**given: int | None) -> None:
+def at_least_one(what: str, **given: int | None) -> None:
+    """Raise ConfigError for an argument of `what` that is neither None nor a whole number of at least 1."""
     for name, value in given.items():
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"batches({name}={value}): give a whole number of at least 1")
+            raise ConfigError(f"{what}({name}={value}): give a whole number of at least 1")
 
 
-def _length(source: Any) -> int:
-    if not isinstance(source, Sized) or not len(source):
-        raise ConfigError(f"batches({type(source).__name__}) has no length, or no samples: give it __len__")
-    return len(source)
+def with_length(source: Any, what: str) -> Any:
+    """Return a data set that `batches` reads: `source`, or a `Stream` of it. Raises ConfigError for one without samples.
+
+    what: the method that it is given to, for the message.
+    """
+    dataset = Stream(source) if isinstance(source, IterableDataset) else source
+    if not isinstance(dataset, Sized) or not len(dataset):
+        raise ConfigError(f"{what}({type(source).__name__}) has no length, or no samples: give it __len__")
+    return dataset

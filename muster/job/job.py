@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from muster.errors import ConfigError, Diverged, MusterError
 from muster.job.entrance import Entrance
 from muster.job.evaluation import evaluate
 from muster.job.feed import Feed, Portion, feed
+from muster.job.lifecycle import State
 from muster.job.options import JobOptions
 from muster.job.session import AgreedStop, Session
+from muster.job.totals import check_names, number_of
 from muster.job.tracked import Tracked
 from muster.plan import Share
 
@@ -48,7 +51,7 @@ class Job(JobOptions):
     """
 
     def __post_init__(self) -> None:
-        self._entrance = Entrance(self)
+        self._entrance, self._process = Entrance(self), os.getpid()
         self._session: Session | None = None
         self._portion = Portion(None)
         self._is_owed = self._is_weighed = self._is_warned = False
@@ -61,6 +64,8 @@ class Job(JobOptions):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child leaves: the run is its parent's
         try:
             error = self._end(error)
         except BaseException as late:
@@ -74,10 +79,11 @@ class Job(JobOptions):
             return None
         if isinstance(error, Diverged) and self._session:  # on all ranks at once: their checkpoint writers still live
             self._session.settle()
-        if error is None:
+        if error is None or _is_done(error):
             session = self._opened("the end of the `with` block")
             stop = self._stop_of(session)
             session.end_stopped(stop) if stop else session.end_done()
+            return None
         return error
 
     @staticmethod
@@ -186,8 +192,10 @@ class Job(JobOptions):
             raise ConfigError("step() was called without a new batch: call it once for each batch of batches()")
         self._is_owed, portion = False, self._portion
         self._note_weight(session)
+        check_names(values, "step()")
         known = {name: value for name, value in {"loss": loss, **values}.items() if value is not None}
-        weight = samples or (portion.count if portion.total else 1)
+        known_count = portion.count if portion.total else 1
+        weight = known_count if samples is None else samples
         session.advance(known, weight=weight, samples=portion.total or (samples or 0) * self.world_size)
         if not session.feed:
             session.save_if_due()
@@ -200,11 +208,20 @@ class Job(JobOptions):
             Diverged: a weight is not finite.
             StorageError: three checkpoints in a row could not be written.
         """
-        self._opened("save()").save()
+        session = self._opened("save()")
+        session.tracked.between.refuse("save()")
+        session.save()
 
-    def log(self, **values: float) -> None:
-        """Add numbers to the next `train` record. Those of rank 0 are written."""
-        self._tracked("log()").noted |= {name: float(value) for name, value in values.items()}
+    def log(self, **values: float | Tensor) -> None:
+        """Add numbers to the next `train` record. Those of rank 0 are written.
+
+        Raises:
+            ConfigError: a value is not a number or a tensor of one element, or records use its name themselves.
+        """
+        session = self._tracked("log()")
+        check_names(values, "log()")
+        for name, value in values.items():
+            session.noted[name] = float(number_of(value, what=f"log({name}=...)", meaning="of this rank"))
 
     def evaluate(
         self,
@@ -228,6 +245,7 @@ class Job(JobOptions):
             collate_fn: as for `batches`.
         """
         session, began = self._opened("evaluate()"), time.perf_counter()
+        session.tracked.between.refuse("evaluate()")
         with session.clock.spending("evaluation"):
             values = evaluate(
                 dataset,
@@ -246,8 +264,13 @@ class Job(JobOptions):
         return values
 
     def sum(self, value: float | Tensor) -> float:
-        """Return the sum of `value` over all ranks, in float64. Collective: every rank must call it."""
-        return self._entrance.world.sum([float(value)])[0]
+        """Return the sum of `value` over all ranks, in float64. Collective: every rank must call it.
+
+        Raises:
+            ConfigError: `value` is not a number or a tensor of one element.
+        """
+        own = float(number_of(value, what="sum(...)", meaning="this rank's summand"))
+        return self._entrance.world.sum([own])[0]
 
     @property
     def should_stop(self) -> bool:
@@ -257,6 +280,7 @@ class Job(JobOptions):
         rank must read it at the same point.
         """
         session = self._opened("should_stop")
+        session.tracked.between.refuse("should_stop")
         return not session.peers.begin("step", self.steps_done)
 
     # What the loop can see
@@ -319,6 +343,8 @@ class Job(JobOptions):
 
     def _opened(self, what: str) -> Session:
         session = self._tracked(what)
+        if self._entrance.life.state == State.ended:
+            raise ConfigError(f"{what} came after the end of the `with` block: call it there")
         if not session.is_open:
             session.open(None)
         return session
@@ -328,7 +354,8 @@ class Job(JobOptions):
         return LoaderConfig(share, self.device, self.seed, num_workers, collate=collate_fn, adapter=unsplit)
 
     def _portions(self, session: Session, made: Feed) -> Iterator[Any]:
-        for portion in session.clock.waiting(made.portions(session.reached.step)):
+        begin = made.total_steps if session.is_left else session.reached.step
+        for portion in session.clock.waiting(made.portions(begin)):
             session.begin_step()
             self._portion, self._is_owed, self._is_weighed = portion, True, False
             yield portion.batch
@@ -348,3 +375,8 @@ class Job(JobOptions):
                 text=f"step {self.steps_done} has {portion.total} samples for {self.world_size} ranks: for the exact mean "
                 "gradient use (loss * job.weight).backward()",
             )
+
+
+def _is_done(error: BaseException) -> bool:
+    """Return True for `sys.exit()` and `sys.exit(0)`, by which a script says that it is done."""
+    return isinstance(error, SystemExit) and not error.code

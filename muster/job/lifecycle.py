@@ -311,6 +311,9 @@ class Lifecycle:
 @contextlib.contextmanager
 def without_sigchld() -> Iterator[None]:
     """Suspend torch's SIGCHLD handler: when a loader worker dies, it raises in the middle of any line."""
+    if threading.current_thread() is not threading.main_thread():  # signal handlers run in the main thread alone
+        yield
+        return
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield

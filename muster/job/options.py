@@ -15,7 +15,10 @@ from muster.errors import ConfigError
 from muster.job.folder import RunOptions
 from muster.loggers.base import Logger
 
-ABOVE_ZERO = ("save_every", "keep", "log_every", "timeout_s", "start_timeout_s")
+COUNTS = ("save_every", "keep", "log_every", "seed", "max_idle_attempts")
+SECONDS = ("timeout_s", "start_timeout_s")
+NOT_NEGATIVE = {"seed": 0, "max_idle_attempts": 0}
+TOO_LARGE = 2**63
 DEVICES = ("auto", "cpu", "cuda")
 NOT_PLAIN = ("loggers", "own")
 """Fields whose values need not be plain, nor equal on all ranks."""
@@ -65,9 +68,15 @@ class JobOptions:
 
 def check_options(options: JobOptions) -> None:
     """Raise ConfigError for a value out of range."""
-    for name in ABOVE_ZERO:
-        if not isinstance(value := getattr(options, name), int | float) or value <= 0:
-            raise ConfigError(f"Job({name}={value!r}): give a number above 0")
+    for name in (*COUNTS, *SECONDS):
+        kind, of = (int, "whole number") if name in COUNTS else (int | float, "number")
+        value, least = getattr(options, name), NOT_NEGATIVE.get(name, 1e-9)
+        if not isinstance(value, kind) or isinstance(value, bool) or not least <= value < TOO_LARGE:
+            raise ConfigError(f"Job({name}={value!r}): give a {of} {'of at least 0' if least == 0 else 'above 0'}")
+    if not isinstance(options.resume, str):
+        raise ConfigError(f"Job(resume={options.resume!r}): give auto, never, a path or a URL")
+    if not isinstance(options.own, Mapping):
+        raise ConfigError(f"Job(own={options.own!r}): give a dict of values, such as vars(args)")
     if options.device_type not in DEVICES:
         raise ConfigError(f"Job(device_type={options.device_type!r}): valid: {', '.join(DEVICES)}")
 

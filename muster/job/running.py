@@ -68,26 +68,26 @@ class Running:
         if is_due:
             self.records.timing(self.step, gathered(sums[len(own) :]))
 
-    def save(self, state: Callable[[], dict[str, Any]], position: dict[str, Any], *, check: Callable[[], None]) -> None:
+    def enter(self, phase: str) -> None:
+        """Tell the other ranks' heartbeats that this rank is in `phase` now: some phases may take long."""
+        self.peers.heartbeat.enter(phase, self.step)
+
+    def save(self, state: Callable[[], dict[str, Any]], position: dict[str, Any]) -> None:
         """Start to write a checkpoint of this step. Collective: every rank must call it.
 
-        Args:
-            state: returns the state to save.
-            position: entries of the manifest about the progress.
-            check: raises, on all ranks, if the state must not be saved; waits for the device.
+        state: returns the state to save. position: entries of the manifest about the progress.
 
         Raises:
             StorageError: three checkpoints in a row could not be written.
         """
-        self.peers.heartbeat.enter("save", self.step)
-        check()
+        self.enter("save")
         with self.clock.spending("checkpoint"):
             self.checkpoints.save(state=state(), position={"step": self.step, **position})
-        self.peers.heartbeat.enter("step", self.step)
+        self.enter("step")
 
     def flush(self) -> None:
         """Wait for the checkpoint that is being written. Raises StorageError if it failed."""
-        self.peers.heartbeat.enter("save", self.step)
+        self.enter("save")
         with self.clock.spending("checkpoint"):
             self.checkpoints.flush()
 

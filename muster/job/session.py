@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from muster import attempts
-from muster.batches.generators import key_of, seed_generators
+from muster.batches.fingerprint import DRAWN
+from muster.batches.generators import drawn_from, key_of, seed_generators, state_of_generators
 from muster.checkpoint import manager
 from muster.checkpoint.weights import write_weights
 from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted
@@ -21,11 +22,23 @@ from muster.job.feed import Feed
 from muster.job.lifecycle import Ending
 from muster.job.options import JobOptions, as_yaml, run_options_of
 from muster.job.records import loggers_of, open_records, record_start, report
+from muster.job.replicas import TOLERANCE, check_replicas
 from muster.job.running import Running, open_checkpoints
 from muster.job.totals import Totals
 from muster.job.tracked import Tracked
 from muster.loggers.metrics import Metrics
 from muster.timing.clock import Clock
+
+BUILD_ALIKE = (
+    "build modules in the `with` block, where all ranks have the same seed, or wrap them in DistributedDataParallel "
+    "before track()"
+)
+LEAVE_ALIKE = "all ranks must leave the loop after the same step"
+OWN_DRAWS = (
+    "the data set draws from a generator of its own: a resume draws other numbers, as does each rank; draw from the "
+    "global generators of torch, NumPy or Python, which are seeded for each sample"
+)
+TRAIN_ALIKE = "wrap the model in DistributedDataParallel, or average gradients over the ranks before optimizer.step()"
 
 
 class AgreedStop(SystemExit):
@@ -68,6 +81,9 @@ class Session:
         if saved:
             self._refuse("tracked", tracked.names, "track the same names")
             manager.restore(saved, tracked, self.totals)
+        else:
+            check_replicas(tracked.modules, self.world, tolerance=0.0, remedy=BUILD_ALIKE)
+        self._generators = state_of_generators()
         writes = partial(report, self.folder.path) if self.world.is_first else None
         entrance.life.restored(self.reached, report=writes)
         self.peers = entrance.life.run()
@@ -81,6 +97,12 @@ class Session:
     def is_over(self) -> bool:
         """True if all steps are done; False if their number is unknown."""
         return self.feed is not None and self.reached.step >= self.feed.total_steps
+
+    @property
+    def is_left(self) -> bool:
+        """True if the loop has left these batches before their end, in an earlier attempt that is done."""
+        before, here = self.folder.before, (self.reached.step, self.total_steps)
+        return before.outcome == attempts.DONE and (before.step, before.total_steps) == here
 
     @property
     def epoch(self) -> int:
@@ -97,6 +119,7 @@ class Session:
         """
         self.feed, facts, known = feed, dict[str, Any](), dict[str, Any]()
         if feed:
+            self._refuse_draws()
             facts, known = feed.facts, {"samples_per_epoch": feed.samples_per_epoch or None}
             self._refuse_data(facts)
         self.world.on_first(partial(self._write_config, facts))
@@ -112,6 +135,8 @@ class Session:
         self.entrance.life.on_end(running.close, failed=running.close)
         known = {name: value for name, value in known.items() if value}
         record_start(records, self.folder, self.world, step=self.reached.step, total_steps=self.total_steps, **known)
+        if str(facts.get("fingerprint")).endswith(DRAWN):
+            records.event("note", text=OWN_DRAWS)
         self.is_open = True
         running.start()
 
@@ -134,6 +159,7 @@ class Session:
 
         values: means over this rank's samples. weight: the number of samples that they are over; samples: of all ranks.
         """
+        self.tracked.between.count()
         self.reached.step += 1
         self.reached.samples += samples
         if weight:
@@ -149,14 +175,13 @@ class Session:
 
     def log(self) -> None:
         """Write a `train` record of the steps since the last one. Waits for the device. Collective."""
-        means = self.totals.close()
+        means, self.noted = self.noted | self.totals.close(), {}
         loss = means.pop("loss", None)
         if loss is not None and not math.isfinite(loss):
             raise self._diverged("the loss is")
         known = {"epoch": self.epoch, "loss": loss, "lr": means.pop("lr", self.tracked.lr)}
         known |= {"grad_norm": means.pop("grad_norm", None), "samples": self.reached.samples}
-        noted, self.noted = self.noted, {}
-        self.running.log([], lambda _: {**known, "more": means | noted})
+        self.running.log([], lambda _: {**known, "more": means})
 
     def save_if_due(self) -> None:
         """Save at the interval, but not after the last step, which is saved at the end. Collective."""
@@ -165,8 +190,11 @@ class Session:
 
     def save(self) -> None:
         """Start to write a checkpoint of this step. Collective: every rank must call it. Raises Diverged, StorageError."""
+        if not self.tracked.is_finite():
+            raise self._diverged("a weight is")
+        check_replicas(self.tracked.modules, self.world, tolerance=TOLERANCE, remedy=TRAIN_ALIKE)
         position = {"epoch": self.epoch, "samples": self.reached.samples}
-        self.running.save(lambda: {**self.tracked.state(), **self.totals.state()}, position, check=self._check)
+        self.running.save(lambda: {**self.tracked.state(), **self.totals.state()}, position)
 
     def stop(self) -> NoReturn:
         """Save the step at which all ranks have stopped. Collective: every rank must call it. Raises AgreedStop."""
@@ -180,6 +208,8 @@ class Session:
     def end_done(self) -> None:
         """Save the last step and record that the run is done. Collective: every rank must call it."""
         step, saved, running = self.reached.step, self.folder.saved, self.running
+        self.peers.heartbeat.enter("step", step)  # not a save, which may take long: other ranks may still train
+        self.world.same("the loop has ended after step", str(step), remedy=LEAVE_ALIKE, error=ConfigError)
         if saved and step == saved.step and self.folder.before.outcome == attempts.DONE:
             running.records.event("done", step=step, note="finished already")
             return self.entrance.life.end(running.ending(), report=False)
@@ -205,10 +235,6 @@ class Session:
         weights: dict[str, Tensor] = model.state_dict()
         return write_weights(self.folder.path / "model.pt", weights, writes=self.world.is_first)
 
-    def _check(self) -> None:
-        if not self.tracked.is_finite():
-            raise self._diverged("a weight is")
-
     def _diverged(self, what: str) -> Diverged:
         return Diverged(
             f"{what} not finite at step {self.reached.step}: lower the learning rate, or clip the gradients"
@@ -226,6 +252,14 @@ class Session:
         for name, value in facts.items():
             remedy = "restore the data" if name == "fingerprint" else f"give batches() the {name} of before"
             self._refuse(name, value, remedy, within="batches")
+
+    def _refuse_draws(self) -> None:
+        """Raise if the script has drawn random numbers since `track`, which a resumed attempt would draw otherwise."""
+        failure = ConfigError(
+            "random numbers were drawn between track() and batches(), where a resume draws others: draw them before "
+            "track(), or from a generator of their own"
+        )
+        self.world.together(failure if drawn_from(self._generators) else None)
 
     def _refuse(self, name: str, value: Any, remedy: str, *, within: str | None = None) -> None:
         """Raise unless the checkpoint has this value, or none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +13,10 @@ from muster.errors import ConfigError
 from muster.origin import described
 
 NAME = "loop/totals"
-WEIGHT = "/weight"
+WEIGHT = "\0weight"
 """Suffix of the sum of the weights of a value, which a name of a value cannot end with."""
+OF_RECORDS = ("kind", "step", "epoch", "samples", "samples_per_s", "time")
+"""Names that records have for other entries."""
 
 
 class Totals:
@@ -31,7 +33,7 @@ class Totals:
             ConfigError: a value is neither.
         """
         for name, value in values.items():
-            mean = _number(name, value)
+            mean = number_of(value, what=f"step({name}=...)", meaning="the mean over this rank's samples")
             for key, more in ((name, mean * weight), (f"{name}{WEIGHT}", weight)):
                 self._sums[key] = self._sums[key] + more if key in self._sums else more
 
@@ -40,7 +42,7 @@ class Totals:
         own, self._sums = self._plain(), {}
         sums = self._world.sum_named(own)
         names = [name for name in sums if not name.endswith(WEIGHT)]
-        return {name: sums[name] / sums[f"{name}{WEIGHT}"] for name in names if sums[f"{name}{WEIGHT}"]}
+        return {name: sums[name] / sums[f"{name}{WEIGHT}"] for name in names if sums.get(f"{name}{WEIGHT}")}
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint. Collective: every rank must call it."""
@@ -61,12 +63,23 @@ class Totals:
         return {name: float(value) for name, value in self._sums.items()}
 
 
-def _number(name: str, value: Any) -> Any:
-    """Return a value in float64, in which a product with a number of samples is exact."""
+def check_names(names: Iterable[str], what: str) -> None:
+    """Raise ConfigError for a name that records use themselves."""
+    for name in names:
+        if name in OF_RECORDS:
+            raise ConfigError(f"{what} has the name {name}, which records use themselves: choose another")
+
+
+def number_of(value: Any, *, what: str, meaning: str) -> Any:
+    """Return a number, or a tensor of one element, in float64, in which a product with a number of samples is exact.
+
+    what, meaning: of the value, for the message.
+
+    Raises:
+        ConfigError: `value` is neither.
+    """
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().double().reshape(())
     if isinstance(value, int | float):
         return float(value)
-    raise ConfigError(
-        f"step({name}=...) is {described(value)}: give a number or a tensor of one element, the mean over this rank's samples"
-    )
+    raise ConfigError(f"{what} is {described(value)}: give a number or a tensor of one element, {meaning}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -23,9 +24,12 @@ from muster.checkpoint.trained import SavedTensor, own_prefix
 from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.errors import ConfigError
+from muster.job.between import Between
+from muster.job.replicas import kept_buffers, names_of_buffers
 
 GROUPS = "groups"
-RESERVED = ("loop", "callbacks")
+GRADIENTS = "gradients"
+RESERVED = ("loop", "callbacks", GRADIENTS)
 """Names that checkpoints have for other entries."""
 
 
@@ -50,6 +54,7 @@ class Tracked:
         self._names = dict(self._named_parameters())
         for name, optimizer in self.optimizers.items():
             self._refuse_unnamed(name, optimizer)
+        self.between = Between(self.optimizers, self._names)
         for name, value in self._of_modules().items():
             if not isinstance(value, Tensor):
                 _check_plain(name, value)
@@ -80,9 +85,10 @@ class Tracked:
     def state(self) -> dict[str, Any]:
         """Return the flat state for a checkpoint. Collective: every rank must call it."""
         found = self._of_modules()
+        buffers = {name: found.pop(name) for name in self._buffers()}
         for name, optimizer in self.optimizers.items():
             found |= self._of_optimizer(name, optimizer)
-        return found | self._of_others()
+        return found | kept_buffers(buffers, self.world) | self._of_others()
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Return the tensors to read the `saved` ones into, in this rank's layout.
@@ -99,7 +105,9 @@ class Tracked:
             if tensor.shape != there[name].size:
                 both = f"{list(there[name].size)} in the checkpoint and {list(tensor.shape)} here"
                 raise ConfigError(f"the checkpoint does not fit: {name} is {both}; track the same model")
-        return here | dict(self._optimizer_targets(saved))
+        own = {f"{own_prefix(self.world.rank)}{name}": torch.empty_like(here[name]) for name in self._buffers()}
+        kept = {name: tensor for name, tensor in own.items() if name in saved}
+        return here | kept | dict(self._optimizer_targets(saved))
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a saved state: the filled `targets` and plain values.
@@ -107,21 +115,26 @@ class Tracked:
         Raises:
             ConfigError: the state does not fit, or is of each rank and was saved at another world size.
         """
+        own = below(state, own_prefix(self.world.rank).removesuffix("/"))
         try:
             for name, module in self.modules.items():
-                module.load_state_dict(below(state, name))
+                module.load_state_dict({**below(state, name), **below(own, name)})
             for name, optimizer in self.optimizers.items():
                 self._load_optimizer(name, optimizer, below(state, name))
         except (RuntimeError, ValueError, KeyError) as error:
             raise ConfigError(f"the checkpoint does not fit what is tracked: {error}") from error
         for name, other in self.others.items():
-            own = f"{own_prefix(self.world.rank)}{name}"
-            if own not in state and name not in state:
-                raise ConfigError(
-                    f"{name} had another state on each rank, and the checkpoint was saved at another world size: "
-                    "resume with as many ranks as before, or take samples from job.batches(dataset, ...)"
-                )
-            other.load_state_dict(state[own] if own in state else state[name])
+            other.load_state_dict(self._of_this_rank(name, state))
+        self.between.restore(self._of_this_rank(GRADIENTS, state))
+
+    def _of_this_rank(self, name: str, state: Mapping[str, Any]) -> Any:
+        own = f"{own_prefix(self.world.rank)}{name}"
+        if own not in state and name not in state:
+            raise ConfigError(
+                f"{name} had another state on each rank, and the checkpoint was saved at another world size: "
+                "resume with as many ranks as before, or take samples from job.batches(dataset, ...)"
+            )
+        return state[own] if own in state else state[name]
 
     def _named_parameters(self) -> Iterator[tuple[Tensor, str]]:
         for name, module in self.modules.items():
@@ -144,6 +157,11 @@ class Tracked:
             for inner, value in module.state_dict().items()
         }
 
+    def _buffers(self) -> list[str]:
+        """Return the names of the replicated buffers that the modules save, in order."""
+        known = names_of_buffers(self.modules)
+        return [name for name, value in self._of_modules().items() if name in known and isinstance(value, Tensor)]
+
     def _of_optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
         """Return `name/PARAMETER/KEY` for the optimizer's state, and its groups' options with parameter names."""
         if strange := next((key for key in optimizer.state if key not in self._names), None):
@@ -164,7 +182,8 @@ class Tracked:
     def _of_others(self) -> dict[str, Any]:
         """Return the state of the other objects, by rank where it differs. Collective: every rank must call it."""
         values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
-        digests = self.world.gather([_digest(value) for value in values.values()]) if values else []
+        values[GRADIENTS] = host_copy(self.between.gradients())
+        digests = self.world.gather([_digest(value) for value in values.values()])
         kept = {}
         for number, (name, value) in enumerate(values.items()):
             is_shared = len({theirs[number] for theirs in digests}) == 1
@@ -222,6 +241,10 @@ def _refuse(name: str, thing: Any) -> None:
         raise ConfigError(
             f"track({name}=...) is of type {type(thing).__name__}, which has no state_dict() and load_state_dict(): "
             "give a module, an optimizer, or another object with both"
+        )
+    if isinstance(thing, nn.Module) and any(map(is_lazy, [*thing.parameters(), *thing.buffers()])):
+        raise ConfigError(
+            f"track({name}=...) has parameters without a shape yet: put one batch through it before track()"
         )
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is not None and isinstance(thing, zero.ZeroRedundancyOptimizer):

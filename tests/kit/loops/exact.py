@@ -1,0 +1,190 @@
+"""Loops that a resume could get wrong: `python exact.py` runs each to its end, and again from the middle of the first run.
+
+Each rank prints a JSON line for each of both: the loop's name and digests of all that it trains.
+"""
+
+import hashlib
+import json
+import random
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler, swa_utils
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+
+import muster
+
+SIZE, MIDDLE = 40, 14  # ten steps an epoch
+
+
+class Pairs(Dataset):
+    """Sample i is (x, y), with noise from `draw`."""
+
+    def __init__(self, draw=lambda: torch.rand(4), own=None):
+        self.draw, self.own = draw, own
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        noise = torch.tensor(self.own.random(4)).float() if self.own else self.draw()
+        return x + noise, int(x.sum() > 0)
+
+
+class Stream(IterableDataset):
+    """The same as a stream, which shuffles with the global generator."""
+
+    def __len__(self):
+        return SIZE
+
+    def __iter__(self):
+        return (Pairs()[index] for index in torch.randperm(SIZE).tolist())
+
+
+class OwnOrder(torch.utils.data.Sampler):
+    """A sampler with a generator of its own."""
+
+    def __init__(self):
+        self.random = random.Random(1)
+
+    def __len__(self):
+        return SIZE
+
+    def __iter__(self):
+        return iter(self.random.sample(range(SIZE), SIZE))
+
+
+class Assigned(nn.Module):
+    """A model that replaces its buffer, and whose second branch begins to train late."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = net(), nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls, self.mean = self.calls + 1, 0.9 * self.mean + 0.1 * x.mean(0).detach()
+        return self.one(x - self.mean) + (self.two(x) if self.calls > 12 else 0)
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2))
+
+
+def train(job, feed, *, model=None, every=1, make=lambda model: torch.optim.AdamW(model.parameters(), 1e-2), **ddp):
+    model = DistributedDataParallel(model or net(), **ddp)
+    optimizer = make(model)
+    schedule = lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5), lr_scheduler.StepLR(optimizer, 4)], [5]
+    )
+    ema = swa_utils.AveragedModel(model.module, use_buffers=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    job.track(model=model, optimizer=optimizer, schedule=schedule, ema=ema, scaler=scaler)
+    for x, y in feed(job):
+        loss = cross_entropy(model(x), y)
+        scaler.scale(loss * job.weight / every).backward()
+        if (job.steps_done + 1) % every == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            schedule.step()
+        job.step(loss=loss)
+        ema.update_parameters(model.module)
+    return {"model": model, "ema": ema, "optimizer": optimizer, "schedule": schedule}
+
+
+def closures(job):
+    """LBFGS, whose state is lists of tensors, steps with a closure."""
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, tolerance_grad=0, tolerance_change=0)
+    job.track(model=model, optimizer=optimizer)
+    for x, y in planned(job):
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        job.step(loss=optimizer.step(closure))
+    return {"model": model, "optimizer": optimizer}
+
+
+def planned(job, data=None, **options):
+    return job.batches(data or Pairs(), batch_size=4, epochs=3, **options)
+
+
+def loaded(make):
+    """A loop over a DataLoader: `make` gets the data and this rank's place."""
+    return lambda job: train(job, lambda job: job.batches(make(Pairs(), job), epochs=3))
+
+
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+LOOPS = {
+    "batch_norm": lambda job: train(job, planned),
+    "buffers_that_differ": lambda job: train(job, planned, broadcast_buffers=False),
+    "buffers_that_are_assigned": lambda job: train(job, planned, model=Assigned(), find_unused_parameters=True),
+    "accumulation_over_steps": lambda job: train(job, planned, every=4),
+    "closures": closures,
+    "a_stream_that_shuffles": lambda job: train(job, lambda job: planned(job, Stream())),
+    "a_sampler_in_a_sampler": loaded(
+        lambda data, job: DataLoader(
+            data, batch_sampler=BatchSampler(RandomSampler(data, generator=generator()), 4, True)
+        )
+    ),
+    "set_epoch_in_a_sampler": loaded(
+        lambda data, job: DataLoader(
+            data, batch_sampler=BatchSampler(DistributedSampler(data, job.world_size, job.rank), 2, True)
+        )
+    ),
+    "a_sampler_with_its_own_generator": loaded(lambda data, job: DataLoader(data, 4, sampler=OwnOrder())),
+    "data_with_its_own_generator": loaded(
+        lambda data, job: DataLoader(Pairs(own=np.random.default_rng(3)), 4, shuffle=True)
+    ),
+    "workers_that_persist": loaded(
+        lambda data, job: DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
+    ),
+}
+
+
+def leaves(state):
+    """Yield the tensors and values of a state in an order that does not depend on insertion."""
+    if isinstance(state, dict):
+        for key in sorted(state, key=str):
+            yield from leaves(state[key])
+    elif isinstance(state, list | tuple):
+        for item in state:
+            yield from leaves(item)
+    else:
+        yield state.detach().numpy().tobytes() if isinstance(state, torch.Tensor) else state
+
+
+def digest(thing):
+    return hashlib.sha256(repr([*leaves(thing.state_dict())]).encode()).hexdigest()[:12]
+
+
+def main(names):
+    dist.init_process_group("gloo")  # for all jobs
+    for name in names or LOOPS:
+        for folder, resume in ((name, "auto"), (f"{name}-resumed", f"{name}/checkpoints/step-{MIDDLE:08d}")):
+            options = {"save_every": 7, "keep": 9, "tensorboard": False, "timeout_s": 30}
+            with muster.Job(folder, resume=resume, **options) as job:
+                trained = LOOPS[name](job)
+                rank = job.rank
+            digests = {each: digest(thing) for each, thing in trained.items()}
+            print(json.dumps({"loop": name, "rank": rank, "resumed": resume != "auto", **digests}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    dist.destroy_process_group()

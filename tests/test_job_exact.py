@@ -1,0 +1,32 @@
+"""A loop of a user's own resumes to the same bits: what it trains, in the middle of which epoch, from whichever loader."""
+
+import json
+import shutil
+import sys
+
+import pytest
+from kit import warm
+from kit.job import ROOT, by_hand, environment
+
+sys.path.append(str(ROOT / "tests/kit/loops"))
+from exact import LOOPS
+
+
+@pytest.fixture(scope="module")
+def digests(tmp_path_factory):
+    """(loop, rank) -> digests of the whole run and of the one that was resumed, all from one launch of two ranks."""
+    folder = tmp_path_factory.mktemp("exact")
+    shutil.copy(ROOT / "tests/kit/loops/exact.py", folder)
+    code, out = warm.run([], [environment(**each) for each in by_hand(2)], cwd=folder, timeout_s=240, module="exact")
+    assert code == 0, out
+    found = {}
+    for line in filter(lambda line: line.startswith('{"loop"'), out.splitlines()):
+        said = json.loads(line)
+        found.setdefault((said.pop("loop"), said.pop("rank")), {})[said.pop("resumed")] = said
+    return found
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_resumes_to_the_same_bits(digests, loop):
+    for rank in range(2):
+        assert digests[loop, rank][True] == digests[loop, rank][False]
