@@ -39,7 +39,7 @@ ONNX_BYTES = 2**31
 class Traced:
     """A model and its program, traced for any number of samples.
 
-    form: the form of a batch's inputs.
+    form: the form of the inputs that the program takes.
     """
 
     model: nn.Module
@@ -60,10 +60,10 @@ def trace(model: nn.Module, form: Form) -> Traced:
             program = torch.export.export(model, *given, dynamic_shapes=kwargs_shapes or args_shapes)
     except Exception as error:
         raise ConfigError(
-            f"torch.export cannot trace {type(model).__name__} for any number of samples: {one_line(error)[:300]}; change "
+            f"torch.export cannot trace {type(model).__name__} for any number of samples: {one_line(error)[:200]}; change "
             "its forward, or save its state dict alone"
         ) from error
-    return Traced(model, form, program)
+    return Traced(model, {name: form[name] for name in given[1]} or form, program)
 
 
 def arguments(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -117,7 +117,7 @@ def write_onnx(traced: Traced, path: Path) -> None:
             converted: Any = torch.onnx.export(traced.program, verbose=False)
     except Exception as error:
         raise ConfigError(
-            f"torch.onnx cannot convert {type(traced.model).__name__}: {one_line(error)[:300]}; export it as .pt2"
+            f"torch.onnx cannot convert {type(traced.model).__name__}: {one_line(error)[:200]}; export it as .pt2"
         ) from error
 
     def write(draft: Path) -> None:
@@ -199,11 +199,12 @@ def export(source: Source, outputs: list[Path]) -> None:
     form = record.inputs or from_data(source.run).inputs
     if form is None:
         raise ConfigError(f"the inputs of {record.model.target} are not tensors alone, and cannot be traced")
+    name = f"model-{source.saved.step:08d}" if source.saved else "model"
     traced = trace(filled(record.build(), source), form)
     for path in outputs:
         _write(traced, path)
     if not outputs:
-        _write_beside(traced, source)
+        _write_both(traced, source.run / name)
 
 
 def refuse(path: Path) -> None:
@@ -214,13 +215,13 @@ def refuse(path: Path) -> None:
         raise ConfigError(f"--output {path}: {why}")
 
 
-def _write_beside(traced: Traced, source: Source) -> None:
-    name = f"model-{source.saved.step:08d}" if source.saved else "model"
-    _write(traced, source.run / f"{name}.pt2")
+def _write_both(traced: Traced, path: Path) -> None:
+    """Write `path`.pt2, and `path`.onnx if ONNX is available and can express the model."""
+    _write(traced, path.with_name(f"{path.name}.pt2"))
     try:
         if why := why_no_onnx():
             raise ConfigError(why)
-        _write(traced, source.run / f"{name}.onnx")
+        _write(traced, path.with_name(f"{path.name}.onnx"))
     except ConfigError as error:
         say(f"muster: no ONNX file: {error}")
 

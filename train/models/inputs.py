@@ -33,7 +33,7 @@ def form_of(inputs: Any, *, size: int) -> Form:
 
 
 def example(form: Form, *, size: int) -> Any:
-    """Return random inputs of this form for `size` samples, as tensors on the CPU, and tuples in place of lists."""
+    """Return inputs of this form for `size` random samples, as tensors on the CPU, and tuples in place of lists."""
     if isinstance(form, list):
         return tuple(example(each, size=size) for each in form)
     if not is_tensors(form):
@@ -42,6 +42,8 @@ def example(form: Form, *, size: int) -> Any:
     low, high = form.get("low", 0), form.get("high", 1)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.rand(shape, dtype=dtype) * (high - low) + low
+    if high <= 1:  # a mask: random values might hide all of a sample
+        return torch.full(shape, high, dtype=dtype)
     return torch.randint(int(low), int(high) + 1, shape).to(dtype)
 
 
