@@ -95,7 +95,9 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="muster evaluate", description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("--checkpoint", help="a step, newest or best (default: model.pt, else the newest checkpoint)")
+    parser.add_argument(
+        "--checkpoint", help="a step, newest or best (default: model.pt if the run is done, else newest)"
+    )
     parser.add_argument("--split", choices=["test", "train"], default="test")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     given, overrides = parser.parse_known_args()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import math
@@ -22,7 +21,7 @@ from muster.errors import ConfigError, MusterError, one_line, say
 from muster.faults import output
 from muster.files import replace_file
 from muster.job.exit import tell
-from muster.train.load import filled, from_data, open_source, record_of
+from muster.train.load import filled, from_data, open_source, parser_of, record_of
 from muster.train.models.inputs import Form, described, example
 from muster.train.saved_weights import Source
 from muster.train.strategies.step.call import Call
@@ -233,11 +232,7 @@ def _write(traced: Traced, path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return its exit code."""
-    parser = argparse.ArgumentParser(prog="muster export", description=__doc__)
-    parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument(
-        "--checkpoint", help="a step, newest or best (default: model.pt if the run is done, else newest)"
-    )
+    parser = parser_of("export", said=__doc__)
     parser.add_argument(
         "--output",
         type=Path,
@@ -247,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     try:
-        export(open_source(given.run, given.checkpoint), given.output)
+        export(open_source(given.run, given.checkpoint, storage=given.storage), given.output)
     except MusterError as error:
         tell(error)
         return error.exit_code

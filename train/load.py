@@ -182,16 +182,22 @@ def call_of(source: Source, checkpoint: str | None) -> str:
     return f"model = muster.load({', '.join(words)})"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return its exit code."""
-    parser = argparse.ArgumentParser(prog="muster load", description=__doc__)
+def parser_of(tool: str, *, said: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a tool whose arguments name the weights of a run."""
+    parser = argparse.ArgumentParser(prog=f"muster {tool}", description=said)
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument(
         "--checkpoint", help="a step, newest or best (default: model.pt if the run is done, else newest)"
     )
-    given = parser.parse_args(arguments)
+    parser.add_argument("--storage", help="where the checkpoints are, if config.yaml leaves out a secret of the URL")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return its exit code."""
+    given = parser_of("load", said=__doc__).parse_args(arguments)
     try:
-        source = open_source(given.run, given.checkpoint)
+        source = open_source(given.run, given.checkpoint, storage=given.storage)
         lines = [*summary(source), "", "import muster", call_of(source, given.checkpoint)]
     except MusterError as error:
         tell(error)
