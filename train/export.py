@@ -21,6 +21,7 @@ from muster.errors import ConfigError, MusterError, one_line, say
 from muster.faults import output
 from muster.files import replace_file
 from muster.job.exit import tell
+from muster.origin import located
 from muster.train.load import filled, from_data, open_source, parser_of, record_of
 from muster.train.models.inputs import Form, described, example
 from muster.train.saved_weights import Source
@@ -144,9 +145,11 @@ def compare(traced: Traced, other: Callable[..., Any], path: Path) -> None:
     """Raise ConfigError unless `other` gives the outputs of the model."""
     for size in CHECKED:
         args, kwargs = traced.arguments(size)
-        with torch.no_grad():
-            ours = _outputs(traced.model(*args, **kwargs))
-            theirs = _outputs(other(*args, **kwargs))
+        try:
+            with torch.no_grad():
+                ours, theirs = (_outputs(call(*args, **kwargs)) for call in (traced.model, other))
+        except Exception as error:
+            raise ConfigError(f"{path} is not written: it fails for {size} random samples: {located(error)}") from error
         if [each.shape for each in ours] != [each.shape for each in theirs]:
             raise _differs(path, f"of shapes {[list(each.shape) for each in theirs]}", size)
         for one, two in zip(ours, theirs, strict=True):

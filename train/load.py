@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -76,7 +76,8 @@ def filled(modules: Any, source: Source, *, device: Any = None) -> Any:
         for name, module in modules.items():
             source.fill_module(_whole(module), name)
     else:
-        source.fill(_whole(modules), alone(CPU))
+        whole = _whole(modules)
+        source.fill(whole, alone(next((each.device for each in whole.parameters()), CPU)))
     for module in modules.values() if isinstance(modules, Mapping) else [modules]:
         module.eval()
         if device is not None:
@@ -152,17 +153,14 @@ def summary(source: Source) -> list[str]:
 
 def _of_trainer(source: Source) -> list[str]:
     record = record_of(source.run)
-    parameters = [*record.build().parameters()]
-    lines = [f"model       {record}", f"parameters  {_number(parameters)}"]
+    parameters = [*filled(record.build(), source).parameters()]
+    number = f"{sum(each.numel() for each in parameters):,} in {len(parameters)} tensors"
+    lines = [f"model       {record}", f"parameters  {number}"]
     return [*lines, f"inputs      {described(record.inputs)}"] if record.inputs else lines
 
 
 def _of_job(source: Source) -> list[str]:
     return [f"modules     {', '.join(source.modules())}, built by the script of the run (muster.Job)"]
-
-
-def _number(parameters: Sequence[torch.Tensor]) -> str:
-    return f"{sum(each.numel() for each in parameters):,} in {len(parameters)} tensors"
 
 
 def _values(line: Mapping[str, Any]) -> list[str]:
