@@ -6,6 +6,7 @@ trainer, the runtime's first user; `muster [overrides]` runs it.
 Public names:
     Job: exact resume, one writer, preemption and records for a training loop of one's own.
     launch: start processes on this machine from a script or a notebook, without a launcher.
+    load: a run's model with its weights, in a script or a notebook.
     callbacks: hooks beside the trainer's loop; `callbacks.Callback` is the base class.
 """
 
@@ -18,11 +19,17 @@ if TYPE_CHECKING:
     from muster.job.job import Job as Job
     from muster.launcher.spawn import launch as launch
     from muster.train import callbacks as callbacks
+    from muster.train.load import load as load
 
-PUBLIC = {"Job": "muster.job.job:Job", "callbacks": "muster.train.callbacks", "launch": "muster.launcher.spawn:launch"}
+PUBLIC = {
+    "Job": "muster.job.job:Job",
+    "callbacks": "muster.train.callbacks",
+    "launch": "muster.launcher.spawn:launch",
+    "load": "muster.train.load:load",
+}
 """The public names. Each is imported on first use, because most processes need none of them."""
 
-__all__ = ["Job", "callbacks", "launch"]
+__all__ = ["Job", "callbacks", "launch", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,8 @@ TOOLS = {
     "init": "muster.init",
     "launch": "muster.launcher",
     "evaluate": "muster.train.evaluate",
+    "load": "muster.train.load",
+    "export": "muster.train.export",
     "doctor": "muster.train.doctor",
     "report": "muster.report",
     "collectives": "muster.collectives",

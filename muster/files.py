@@ -41,9 +41,10 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
         os.replace(draft, path)
         sync_folder(path.parent)
     except OSError as error:
+        raise storage_error(f"write {path}:", error) from error
+    finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
-        raise storage_error(f"write {path}:", error) from error
 
 
 def create_file(path: Path, data: bytes) -> None:

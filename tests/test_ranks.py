@@ -219,6 +219,7 @@ def test_any_working_folder_and_one_run_folder(tmp_path):
     left = {path.name for path in result.folder.iterdir()}
     assert left == {
         "config.yaml",
+        "model.json",
         "metrics.jsonl",
         "timing.jsonl",
         "outcome.json",

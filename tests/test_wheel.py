@@ -88,6 +88,8 @@ def test_a_wheel_works_where_a_project_has_files_of_the_same_names(wheels, sourc
     two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "muster")
     assert "world_size=2" in muster(*two, "output_dir=run", "max_steps=4", "checkpoint.accept_changes=true")
     assert "accuracy" in muster("-m", "muster", "evaluate", "run")
+    assert 'model = muster.load("run")' in muster("-m", "muster", "load", "run")
+    assert "x.pt2: inputs float32 [B, 1, 8, 8]" in muster("-m", "muster", "export", "run", "--output", "x.pt2")
     assert str(project / "run") in muster("-m", "muster", "launch", "check", "output_dir=run", "max_steps=4")
     assert "report.html" in muster("-m", "muster", "report", "run")
     call = "import muster; print(muster.launch(len, 'four', nproc=2), muster.callbacks.Callback.__name__)"

@@ -31,6 +31,7 @@ from muster.train.data.source import origin_of_samples
 from muster.train.evaluation import refuse_unevaluated
 from muster.train.loop import Run, train
 from muster.train.models.initial import first_weights
+from muster.train.models.record import note_model
 from muster.train.numerics import kinds_of, set_numerics
 from muster.train.objectives.build import build_measures
 from muster.train.outputs import open_records
@@ -128,6 +129,7 @@ def open_run(*, config: Config, world: World, strategy: Strategy, life: Lifecycl
     callbacks.on_build(strategy)
     window = Window(world, slices=config.virtual_world_size, measures=config.log.train_metrics)
     progress = restore(config, world, folder, strategy, callbacks, window)
+    world.on_first(partial(note_model, folder.path, config, data))
     life.restored(progress, report=partial(report, folder.path) if world.is_first and config.log.report else None)
     course = Course(data=data, plan=plan, total_steps=max(total_steps, progress.step), progress=progress)
     records = open_records(config, world, course, is_finished=folder.is_done and course.is_over)

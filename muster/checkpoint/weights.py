@@ -192,10 +192,13 @@ def read_weights(source: str) -> dict[str, Any]:
     return weights
 
 
-def read_evaluated(saved: Saved) -> Evaluated:
-    """Read the tensors that the run evaluated with at this checkpoint; verify each file. Raises StorageError."""
+def read_evaluated(saved: Saved, *, module: str = "model") -> Evaluated:
+    """Read the tensors that the run evaluated with at this checkpoint; verify each file. Raises StorageError.
+
+    module: the name that a job tracks the module by; the trainer's only module is `model`.
+    """
     try:
-        return _evaluated(saved)
+        return _evaluated(saved, f"{module}/")
     except MusterError:
         raise
     except Exception as error:
@@ -237,9 +240,18 @@ def _saved_in(path: Path) -> Saved:
     return Saved(storage, storage.manifest(steps[0]))
 
 
-def _evaluated(saved: Saved) -> Evaluated:
-    index, averages = saved.index(), Manifest.model_validate(saved.manifest).averages
-    wanted = (MODEL, BESIDE, *averages)
+def modules_of(saved: Saved) -> list[str]:
+    """Return the names of the modules in a checkpoint, sorted. Raises StorageError."""
+    index = saved.index()
+    roots = {name.partition("/")[0] for name in index["tensors"]}
+    tracked = saved.manifest.get("tracked", ["model"])  # only a job says it
+    return [name for name in sorted(tracked) if name in roots and f"{name}/groups" not in index["values"]]
+
+
+def _evaluated(saved: Saved, module: str) -> Evaluated:
+    index = saved.index()
+    averages = Manifest.model_validate(saved.manifest).averages if module == MODEL else []
+    wanted = (module, BESIDE, *averages)
     names = [name for name in (*index["tensors"], *index["values"]) if name.startswith(wanted)]
     tensors = {name: index["tensors"][name] for name in names if name in index["tensors"]}
     files = {piece["file"] for entry in tensors.values() for piece in entry["pieces"]}
@@ -247,7 +259,7 @@ def _evaluated(saved: Saved) -> Evaluated:
         saved.compare(file)
     into = {name: torch.empty(facts.size, dtype=facts.dtype) for name, facts in saved_tensors(index, names).items()}
     values = into | read(index, names, into, saved.open)
-    weights = _under(MODEL, values)
+    weights = _under(module, values)
     for prefix in averages:
         average = {name: value for name, value in _under(prefix, values).items() if name in weights}
         weights = {**{name: value for name, value in weights.items() if name not in average}, **average}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -235,6 +236,12 @@ def start(options: GroupOptions, place: Place, *, stopping: Callable[[], bool] =
         form_group(options, place, board, backend=backend, device=device)
     world = World(place, device, met.attempt, board, met.agents, met.shared)
     return replace(world, memory=share_memory(world)) if options.shared_memory else world
+
+
+def alone(device: torch.device) -> World:
+    """Return a world of this process only, for work outside of an attempt; no process group is formed."""
+    attempt = uuid.uuid4().hex
+    return World(Place(), device, attempt, Board(dist.HashStore(), attempt=attempt, rank=0, size=1), [])
 
 
 def form_group(options: GroupOptions, place: Place, board: Board, *, backend: str, device: torch.device) -> None:

@@ -32,6 +32,7 @@ OF_A_RUN = (
     "metrics.jsonl",
     "timing.jsonl",
     "config.yaml",
+    "model.json",
     "outcome.json",
     "model.pt",
     "tensorboard",

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
+from muster.batches.fetch import Fetch
+from muster.batches.generators import kept_generators
 from muster.batches.loader import Batch, LoaderConfig, batches
-from muster.plan import Plan, Share
+from muster.batches.stream import Stream
+from muster.plan import MicroBatch, Plan, Share
 from muster.train.config.keys import BadSample, Config
 from muster.train.config.parts import callable_of
 
@@ -43,3 +47,16 @@ def micro_batches(
     if shard is None:
         return iter([] for _ in steps)
     return batches(dataset, plan, steps, loader_config(config, shard=shard, device=device, train=train))
+
+
+def first_inputs(config: Config, dataset: Any, *, size: int) -> Any:
+    """Return the model's inputs for the first `size` samples of `dataset`, as evaluation batches have them, on the CPU.
+
+    The global generators and a stream's position do not change. Raises DataError, and what a user's code raises.
+    """
+    how = loader_config(config, shard=(0, 1), device=torch.device("cpu"), train=False)
+    with kept_generators():
+        samples = dataset.first(size) if isinstance(dataset, Stream) else dataset
+        fetch = Fetch(samples, seed=config.seed, collate=how.collate, adapter=how.adapter)
+        indices = np.arange(min(size, len(samples)))
+        return fetch.__getitems__(MicroBatch(0, indices, len(indices)))[0]

@@ -12,9 +12,10 @@ from torch import nn
 from muster.dist.world import World
 from muster.plan import Plan
 from muster.train.config.keys import Config
-from muster.train.config.parts import build, locate, signature
+from muster.train.config.parts import build
 from muster.train.data.load import Data
 from muster.train.models.prepare import prepared
+from muster.train.models.record import filled_in
 from muster.train.objectives.build import build_objective
 from muster.train.objectives.measure import Measures
 from muster.train.optim.build import Named, build_optimizer, grouped_options
@@ -37,10 +38,6 @@ def recipe(
 
     weights: the model's first weights, of which names that match `init_ignore` are left out.
     """
-    wanted = signature(locate(config.model))
-    offered: dict[str, Any] = {"num_classes": data.num_classes} if data.num_classes else {}
-    if "input_shape" in wanted:  # reading `data.input_shape` may load a sample
-        offered["input_shape"] = data.input_shape
     schedule = build_schedule(
         config.scheduler,
         lr=config.optimizer.values.get("lr"),
@@ -58,7 +55,7 @@ def recipe(
     return Recipe(
         build_model=partial(
             prepared,
-            partial(build, config.model, **offered),
+            partial(build, config.model, **filled_in(config.model, data)),
             weights=weights,
             ignore=config.init_ignore,
             freeze=config.freeze,

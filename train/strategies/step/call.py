@@ -33,7 +33,7 @@ class Call:
 
     def __call__(self, forward: Callable[..., Any], inputs: Any) -> Any:
         """Return the output of `forward` for `inputs`. Raises ConfigError if the model does not accept them."""
-        args, kwargs = self._arguments(inputs)
+        args, kwargs = self.arguments(inputs)
         try:
             return forward(*args, **kwargs)
         except MusterError:
@@ -43,12 +43,17 @@ class Call:
                 raise refused from error
             raise
 
-    def _arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (positional, keyword) arguments for `inputs`. Raises ConfigError if a name does not fit."""
         if isinstance(inputs, Mapping) and (self._any_name or self._names & inputs.keys()):
             return (), self._by_name(inputs)
         if isinstance(inputs, (tuple, list)) and len(self._needed) > 1 and len(inputs) <= self._most:
             return tuple(inputs), {}
         return (inputs,), {}
+
+    def needs(self, name: str) -> bool:
+        """Return True if `forward` has the parameter `name` without a default."""
+        return name in self._needed
 
     def _by_name(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         unknown = [] if self._any_name else [name for name in inputs if name not in self._names and name not in TARGETS]
