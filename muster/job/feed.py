@@ -23,11 +23,16 @@ from muster.plan import Plan
 
 @dataclass(frozen=True)
 class Portion:
-    """One rank's batch of a step: `count` of the step's `total` samples; 0 of 0 if a loader does not say how many."""
+    """One rank's micro-batch of a step: `count` of the step's `total` samples; 0 of 0 if a loader does not say how many.
+
+    begins, ends: whether it is the first and the last one of the step on this rank.
+    """
 
     batch: Any
     count: int = 0
     total: int = 0
+    begins: bool = True
+    ends: bool = True
 
 
 class Feed(Protocol):
@@ -68,9 +73,11 @@ class PlannedFeed:
         return self.plan.samples_before(step)
 
     def portions(self, step: int) -> Iterator[Portion]:
-        """Yield this rank's batches from `step` to the end."""
-        for (batch,) in batches(self.dataset, self.plan, range(step, self.total_steps), self.loader):
-            yield Portion(batch.inputs, batch.count, batch.total)
+        """Yield this rank's micro-batches from `step` to the end."""
+        for micro_batches in batches(self.dataset, self.plan, range(step, self.total_steps), self.loader):
+            last = len(micro_batches) - 1
+            for number, each in enumerate(micro_batches):
+                yield Portion(each.inputs, each.count, each.total, begins=number == 0, ends=number == last)
 
 
 class LoadedFeed:
@@ -100,8 +107,7 @@ class LoadedFeed:
 
     def _epoch(self, epoch: int, done: int) -> Iterable[Any]:
         key = key_of(self.seed, "epoch", epoch)
-        known: list[Any] = [self.loader, *(getattr(self.loader, name, None) for name in ("sampler", "batch_sampler"))]
-        for each in known:
+        for each in parts_of(self.loader):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
             if isinstance(own := getattr(each, "generator", None), torch.Generator):
@@ -114,6 +120,17 @@ class LoadedFeed:
         if len(skipped) < done:
             raise ConfigError(f"the loader ends after {len(skipped)} batches, and its length is {self.steps_per_epoch}")
         return chain(first, items)
+
+
+def parts_of(loader: Any) -> list[Any]:
+    """Return a loader and its samplers, each once. Accelerate's batch sampler, for example, holds the user's."""
+    found, left = list[Any](), [loader]
+    while left:
+        each = left.pop()
+        if each is not None and all(each is not other for other in found):
+            found.append(each)
+            left += [getattr(each, name, None) for name in ("sampler", "batch_sampler")]
+    return found
 
 
 def feed(
@@ -135,11 +152,12 @@ def feed(
     """
     if (epochs is None) == (max_steps is None):
         raise ConfigError(f"batches(epochs={epochs}, max_steps={max_steps}): give one of the two")
-    _at_least_one(epochs=epochs, max_steps=max_steps, batch_size=batch_size)
+    sizes = {"batch_size": batch_size, "micro_batch_size": loader.share.micro_batch_size}
+    _at_least_one(epochs=epochs, max_steps=max_steps, **sizes)
     if _is_loader(source):
-        if batch_size is not None:
+        if given := [name for name, size in sizes.items() if size is not None]:
             raise ConfigError(
-                f"batches(loader, batch_size={batch_size}): a DataLoader has its own batch size; leave batch_size out"
+                f"batches(loader, {given[0]}={sizes[given[0]]}): a DataLoader has its own batch size; leave {given[0]} out"
             )
         total = max_steps or (epochs or 0) * _length(source)
         return LoadedFeed(source, total_steps=total, device=loader.device, seed=loader.seed)

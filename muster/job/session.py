@@ -125,15 +125,15 @@ class Session:
         self.clock.begin()
         records.begin()
 
-    def advance(self, values: Mapping[str, Any], *, weight: int, samples: int) -> None:
-        """Count a step, and log if it is time to. Collective: every rank must call it.
-
-        values: means over this rank's samples. weight: the number of samples that they are over; samples: of all ranks.
-        """
-        self.reached.step += 1
-        self.reached.samples += samples
+    def note(self, values: Mapping[str, Any], *, weight: int) -> None:
+        """Add means over `weight` samples of this rank to those of the next record."""
         if weight:
             self.totals.add(values, weight=weight)
+
+    def advance(self, *, samples: int) -> None:
+        """Count a step of `samples` samples of all ranks, and log if it is time to. Collective: every rank must call it."""
+        self.reached.step += 1
+        self.reached.samples += samples
         self.records.advance(self.reached.step)
         if self.reached.step % self.options.log_every == 0 or self.is_over:
             self.log()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from muster.checkpoint.trained import SavedTensor, own_prefix
+from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.origin import described
@@ -64,7 +65,8 @@ class Totals:
 def _number(name: str, value: Any) -> Any:
     """Return a value in float64, in which a product with a number of samples is exact."""
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().double().reshape(())
+        own: Tensor = value.full_tensor() if in_pieces(value) else value  # a DTensor may be a part of a sum
+        return own.detach().double().reshape(())
     if isinstance(value, int | float):
         return float(value)
     raise ConfigError(
