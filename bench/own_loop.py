@@ -93,9 +93,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.own_loop", description=__doc__)
     names = [workload.name[:2] for workload in WORKLOADS]
     parser.add_argument("workloads", nargs="*", default=names, choices=[*names, names], help="default: all")
+    parser.add_argument("--nproc", type=int, nargs="+", default=[1, 2], help="numbers of processes (default: 1 2)")
     given = parser.parse_args()
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
-    for processes in (1, 2):
+    for processes in given.nproc:
         for row in rows_of(processes, given.workloads, module="bench.own_loop"):
             print("|", " | ".join(map(str, row)), "|", flush=True)
             if row[-1] > NOISY:

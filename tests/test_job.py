@@ -190,7 +190,7 @@ with muster.Job("run", save_every=5, log_every=1, tensorboard=False) as job:
     if sys.argv[1] == "fully_shard":
         fully_shard(model)
     else:
-        model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=sys.argv[1] == "broadcast")
+        model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     job.track(model=model, optimizer=optimizer)
     for _, x, y in job.batches(ddp.Numbered(), batch_size=20, epochs=3):
@@ -205,7 +205,7 @@ with muster.Job("run", save_every=5, log_every=1, tensorboard=False) as job:
 """
 
 
-@pytest.mark.parametrize("how", ["broadcast", "own", "fully_shard"])
+@pytest.mark.parametrize("how", ["own", "fully_shard"])
 def test_batch_norm_statistics_resume_exactly_on_every_rank(place, how):
     whole, cut = place("whole"), place("cut")
     for folder in (whole, cut):
@@ -274,12 +274,12 @@ def test_a_sampler_is_shuffled_anew_each_epoch_also_inside_a_batch_sampler(neste
     loader = torch.utils.data.DataLoader(data, **how)
 
     def samples(step):
-        loaded = LoadedFeed(loader, total_steps=6, device=torch.device("cpu"), seed=0)
+        loaded = LoadedFeed(loader, total_steps=12, device=torch.device("cpu"), seed=0)
         return [portion.batch.tolist() for portion in loaded.portions(step)]
 
     whole = samples(0)
-    assert {*chain(*whole[:3])} == {*chain(*whole[3:])} and whole[:3] != whole[3:]
-    assert samples(4) == whole[4:]
+    assert {*chain(*whole[:6])} == {*chain(*whole[6:])} and whole[:6] != whole[6:]
+    assert samples(8) == whole[8:]
 
 
 ACCELERATED = """
