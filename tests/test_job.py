@@ -469,7 +469,7 @@ def test_a_model_that_each_rank_trains_by_itself_is_refused_at_the_first_save(pl
     """Nothing else would tell: the loop has forgotten DistributedDataParallel, and a checkpoint would mix the models."""
     body = f"{LOOP}loss = (model(x) * rank).sum(); loss.backward(); optimizer.step(); optimizer.zero_grad(); job.step(loss=loss)"
     result = wrong(place("wrong"), body, ranks=2)
-    assert len(result.said) == 1 and "wrap the module in DistributedDataParallel" in result.said[0], result.out
+    assert len(result.said) == 1 and "wrap it in DistributedDataParallel" in result.said[0], result.out
     assert result.outcome["exit_code"] == 2 and not list((result.folder / "checkpoints").glob("step-*"))
 
 

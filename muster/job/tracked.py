@@ -24,6 +24,7 @@ from muster.checkpoint.trained import SavedTensor, own_prefix
 from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.errors import ConfigError
+from muster.job.replicas import Replicas
 
 GROUPS = "groups"
 RESERVED = ("loop", "callbacks")
@@ -49,7 +50,7 @@ class Tracked:
         self.optimizers = {name: thing for name, thing in things.items() if isinstance(thing, Optimizer)}
         self.others = {name: things[name] for name in things.keys() - self.modules.keys() - self.optimizers.keys()}
         self._names = dict(self._named_parameters())
-        self._is_compared = world.size == 1
+        self._replicas = Replicas(self.modules, world)
         for name, optimizer in self.optimizers.items():
             self._refuse_unnamed(name, optimizer)
         for name, value in self._of_modules().items():
@@ -86,8 +87,8 @@ class Tracked:
             ConfigError: a parameter that is not sharded differs between ranks.
         """
         found = self._of_modules()
-        self._refuse_unequal(found)
-        found = self._by_rank(found)
+        self._replicas.refuse_unequal(found)
+        found = self._replicas.by_rank(found)
         for name, optimizer in self.optimizers.items():
             found |= self._of_optimizer(name, optimizer)
         return found | self._of_others()
@@ -107,8 +108,7 @@ class Tracked:
             if tensor.shape != there[name].size:
                 both = f"{list(there[name].size)} in the checkpoint and {list(tensor.shape)} here"
                 raise ConfigError(f"the checkpoint does not fit: {name} is {both}; track the same model")
-        own = {name: torch.empty_like(each) for name, each in self._own(here).items() if self._is_of_each(name, saved)}
-        return here | own | dict(self._optimizer_targets(saved))
+        return here | self._replicas.targets(here, saved) | dict(self._optimizer_targets(saved))
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a saved state: the filled `targets` and plain values.
@@ -118,7 +118,7 @@ class Tracked:
         """
         try:
             for name, module in self.modules.items():
-                module.load_state_dict(below(state, name) | below(state, f"{own_prefix(self.world.rank)}{name}"))
+                module.load_state_dict(below(state, name) | below(state, self._replicas.own(name)))
             for name, optimizer in self.optimizers.items():
                 self._load_optimizer(name, optimizer, below(state, name))
         except (RuntimeError, ValueError, KeyError) as error:
@@ -152,55 +152,6 @@ class Tracked:
             for name, module in self.modules.items()
             for inner, value in module.state_dict().items()
         }
-
-    def _refuse_unequal(self, modules: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a replicated parameter differs between ranks, at the first save. Collective."""
-        if self._is_compared:
-            return
-        self._is_compared = True
-        replicated = {name: each for name, each in modules.items() if isinstance(each, Tensor) and not in_pieces(each)}
-        names = sorted(replicated.keys() - self._buffers(modules).keys())
-        sums = self.world.gather(_checksums([replicated[name] for name in names]))
-        unequal = [name for name, *theirs in zip(names, *sums, strict=True) if len({*theirs}) > 1]
-        if unequal:
-            raise ConfigError(
-                f"{unequal[0]} differs between ranks ({len(unequal)} of {len(names)} parameters do), so each rank trains a "
-                "model of its own: wrap the module in DistributedDataParallel, or shard it with fully_shard"
-            )
-
-    def _buffers(self, modules: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors of the modules' state that are no parameters, and whole on each rank."""
-        parameters = {
-            f"{name}/{inner}"
-            for name, module in self.modules.items()
-            for inner, _ in module.named_parameters(remove_duplicate=False)
-        }
-        return {
-            name: value
-            for name, value in modules.items()
-            if name not in parameters and isinstance(value, Tensor) and not in_pieces(value)
-        }
-
-    def _by_rank(self, modules: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of the modules; where buffers differ, with each rank's own, and rank 0's in common. Collective."""
-        buffers = self._buffers(modules)
-        if self.world.size == 1 or not buffers or len({*self.world.gather(_digest(buffers))}) == 1:
-            return modules
-        shared = modules if self.world.is_first else {name: modules[name] for name in modules.keys() - buffers.keys()}
-        return shared | self._own(buffers)
-
-    def _own(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries by their names as this rank's own."""
-        return {f"{own_prefix(self.world.rank)}{name}": value for name, value in entries.items()}
-
-    def _is_of_each(self, own: str, saved: Mapping[str, SavedTensor]) -> bool:
-        """Return True if the checkpoint has this entry of this rank, and was written by as many ranks."""
-        name = own.partition("/")[2]
-        return (
-            own in saved
-            and f"{own_prefix(self.world.size - 1)}{name}" in saved
-            and f"{own_prefix(self.world.size)}{name}" not in saved
-        )
 
     def _of_optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
         """Return `name/PARAMETER/KEY` for the optimizer's state, and its groups' options with parameter names."""
@@ -309,14 +260,6 @@ def _shape(value: Any) -> list[int] | None:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if in_pieces(tensor) else tensor
-
-
-def _checksums(tensors: list[Tensor]) -> list[int]:
-    """Return a number of each tensor that changes with its bits, whatever the order of summation."""
-    words = {1: torch.uint8, 2: torch.int16}
-    flat = [each.detach().contiguous().reshape(-1) for each in tensors]
-    sums = [each.view(words.get(each.element_size(), torch.int32)).sum(dtype=torch.int64) for each in flat]
-    return torch.stack(sums).tolist() if sums else []
 
 
 def _digest(state: Any) -> str:
