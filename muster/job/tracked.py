@@ -24,7 +24,7 @@ from muster.checkpoint.trained import SavedTensor, own_prefix
 from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.errors import ConfigError
-from muster.job.replicas import Replicas
+from muster.job.copies import Copies
 
 GROUPS = "groups"
 RESERVED = ("loop", "callbacks")
@@ -50,7 +50,7 @@ class Tracked:
         self.optimizers = {name: thing for name, thing in things.items() if isinstance(thing, Optimizer)}
         self.others = {name: things[name] for name in things.keys() - self.modules.keys() - self.optimizers.keys()}
         self._names = dict(self._named_parameters())
-        self._replicas = Replicas(self.modules, world)
+        self._copies = Copies(self.modules, world)
         for name, optimizer in self.optimizers.items():
             self._refuse_unnamed(name, optimizer)
         for name, value in self._of_modules().items():
@@ -87,8 +87,8 @@ class Tracked:
             ConfigError: a parameter that is not sharded differs between ranks.
         """
         found = self._of_modules()
-        self._replicas.refuse_unequal(found)
-        found = self._replicas.by_rank(found)
+        self._copies.refuse_unequal(found)
+        found = self._copies.by_rank(found)
         for name, optimizer in self.optimizers.items():
             found |= self._of_optimizer(name, optimizer)
         return found | self._of_others()
@@ -108,7 +108,7 @@ class Tracked:
             if tensor.shape != there[name].size:
                 both = f"{list(there[name].size)} in the checkpoint and {list(tensor.shape)} here"
                 raise ConfigError(f"the checkpoint does not fit: {name} is {both}; track the same model")
-        return here | self._replicas.targets(here, saved) | dict(self._optimizer_targets(saved))
+        return here | self._copies.targets(here, saved) | dict(self._optimizer_targets(saved))
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a saved state: the filled `targets` and plain values.
@@ -118,7 +118,7 @@ class Tracked:
         """
         try:
             for name, module in self.modules.items():
-                module.load_state_dict(below(state, name) | below(state, self._replicas.own(name)))
+                module.load_state_dict(below(state, name) | below(state, self._copies.own(name)))
             for name, optimizer in self.optimizers.items():
                 self._load_optimizer(name, optimizer, below(state, name))
         except (RuntimeError, ValueError, KeyError) as error:

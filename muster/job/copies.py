@@ -1,4 +1,4 @@
-"""The parts of replicated modules on several ranks: parameters, which must be equal, and buffers, which may differ.
+"""The copies of replicated modules on several ranks: parameters, which must be equal, and buffers, which may differ.
 
 Batch-norm statistics are an example of buffers: each rank's depend on its own samples, so an exact resume needs them all.
 """
@@ -17,8 +17,8 @@ from muster.dist.world import World
 from muster.errors import ConfigError
 
 
-class Replicas:
-    """What `modules`, by their tracked names, hold whole on each rank. `entries` are those of their state dicts.
+class Copies:
+    """The copies of `modules` on all ranks. `entries` are those of the state dicts, by their tracked names.
 
     Args:
         modules: name -> module; its entries are named `name/ENTRY`.
