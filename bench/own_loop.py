@@ -4,7 +4,8 @@
 `bench.loop`. Both loops train the same model with DDP and SGD on tensors in memory. The loop by hand is that of PyTorch's
 DDP tutorial and keeps nothing. The loop with Job logs every 10 steps, also to TensorBoard, and saves a checkpoint every
 100 steps; it takes its samples from `job.batches(dataset)`, or from the loader of the loop by hand. The two alternate in
-the same processes, so that other load slows both; the result is the median of the ratios of each turn.
+the same processes, so that other load slows both; the result is the median of the ratios of each turn. The ratio of the
+processor time of a step says more on a busy machine: it counts no waiting, neither for the other rank nor for a processor.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from bench.loop import NOISY, ROUNDS, WORKLOADS, Ready, Workload, by_hand, loade
 from muster.train.config.compose import compose
 from muster.train.config.parts import build
 
-COLUMNS = ("workload", "processes", "batches", "with Job, steps/s", "by hand", "with Job / by hand", "spread by hand")
+COLUMNS = (
+    "workload",
+    "processes",
+    "batches",
+    "with Job, steps/s",
+    "by hand",
+    "with Job / by hand",
+    "processor time, with Job / by hand",
+    "spread by hand",
+)
 SOURCES = ("the job's", "the loader's")
 
 
@@ -52,12 +62,12 @@ def with_job(
         yield
 
 
-def turn(loop: Iterator[None], steps: int) -> float:
-    """Return the steps/s of a loop's next `steps` steps."""
-    began = time.perf_counter()
+def turn(loop: Iterator[None], steps: int) -> tuple[float, float]:
+    """Return the steps/s of a loop's next `steps` steps, and their seconds of processor time, of all threads."""
+    began, worked = time.perf_counter(), time.process_time()
     for _ in range(steps):
         next(loop)
-    return steps / (time.perf_counter() - began)
+    return steps / (time.perf_counter() - began), time.process_time() - worked
 
 
 def measure(workload: Workload, source: str, folder: str) -> tuple[bool, list[object]]:
@@ -73,11 +83,17 @@ def measure(workload: Workload, source: str, folder: str) -> tuple[bool, list[ob
         turns = [[turn(loop, of_a_turn) for loop in loops] for _ in range(ROUNDS + 1)][1:]  # the first warms up
         next(loops[0], None)
         ranks, is_first = job.world_size, job.is_first
-    ours, theirs = (list(column) for column in zip(*turns, strict=True))
-    ratio = statistics.median(one / other for one, other in turns)
-    spread = (max(theirs) - min(theirs)) / statistics.median(theirs)
-    speeds = [round(statistics.median(column), 1) for column in (ours, theirs)]
-    return is_first, [workload.name, ranks, source, *speeds, round(ratio, 3), round(spread, 2)]
+    return is_first, [workload.name, ranks, source, *compared(turns)]
+
+
+def compared(turns: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+    """Return the last five columns, from the (steps/s, processor time) of both loops in each turn."""
+    with_it, by_itself = ([each[side][0] for each in turns] for side in (0, 1))
+    ratio = statistics.median(one / other for (one, _), (other, _) in turns)
+    work = statistics.median(one / other for (_, one), (_, other) in turns)
+    speeds = [statistics.median(with_it), statistics.median(by_itself)]
+    spread = (max(by_itself) - min(by_itself)) / speeds[1]
+    return [*(round(each, 1) for each in speeds), round(ratio, 3), round(work, 3), round(spread, 2)]
 
 
 def worker(chosen: Sequence[str]) -> None:
