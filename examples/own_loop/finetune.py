@@ -41,6 +41,11 @@ def classifier():
     )
 
 
+def scores(model, batch):
+    """The accuracy of each sample, [B]."""
+    return {"accuracy": (model(**batch).logits.argmax(1) == batch["labels"]).float()}
+
+
 def main(job, accelerator, steps):
     samples = [(line, label) for label, module in enumerate(MODULES) for line in lines(module)]
     train, test = ([each for number, each in enumerate(samples) if (number % 10 == 0) == held] for held in (0, 1))
@@ -60,8 +65,7 @@ def main(job, accelerator, steps):
             optimizer.zero_grad()
         job.step(loss=loss)
         if job.ends_epoch:
-            right = lambda batch: {"accuracy": (model(**batch).logits.argmax(1) == batch["labels"]).float()}  # noqa: E731
-            job.evaluate(test, right, collate_fn=collate)
+            job.evaluate(test, lambda batch: scores(model, batch), collate_fn=collate)
     return accelerator.unwrap_model(model)
 
 
