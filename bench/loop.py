@@ -104,9 +104,7 @@ def by_hand(model: nn.Module, dataset: Ready, batch: int) -> Iterator[None]:
     wrapped = DistributedDataParallel(model) if world_size > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     sampler = DistributedSampler(dataset, world_size, dist.get_rank() if world_size > 1 else 0)
-    loader = DataLoader(
-        dataset, batch_sampler=BatchSampler(sampler, batch, drop_last=True), collate_fn=lambda all_: all_
-    )
+    loader = loader_of(dataset, sampler, batch)
     for epoch in range(10**6):
         sampler.set_epoch(epoch)
         for step, (inputs, labels) in enumerate(loader):
@@ -117,6 +115,11 @@ def by_hand(model: nn.Module, dataset: Ready, batch: int) -> Iterator[None]:
             if step % 10 == 0:
                 loss.item()
             yield
+
+
+def loader_of(dataset: Ready, sampler: DistributedSampler[Any], batch: int) -> DataLoader[Any]:
+    """Return a loader that reads whole batches of the sampler's samples."""
+    return DataLoader(dataset, batch_sampler=BatchSampler(sampler, batch, drop_last=True), collate_fn=lambda all_: all_)
 
 
 def bare(model: nn.Module, dataset: Ready, batch: int) -> Iterator[None]:
@@ -231,14 +234,14 @@ def main() -> None:
     draw(columns(), rows, RESULTS / "loop.png")
 
 
-def rows_of(processes: int, chosen: Sequence[str]) -> Iterator[list[Any]]:
-    """Yield the rows of the workloads, each measured by new ranks."""
+def rows_of(processes: int, chosen: Sequence[str], *, module: str = "bench.loop") -> Iterator[list[Any]]:
+    """Yield the rows that the first rank of `module` prints, run by new ranks as `MODULE worker WORKLOADS`."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join(filter(None, (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH"))))
         env = {**os.environ, "BENCH_DIR": folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         with subprocess.Popen(
-            [*line, "-m", "bench.loop", "worker", *chosen],
+            [*line, "-m", module, "worker", *chosen],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -19,6 +19,12 @@ def test_the_loop_beside_others_on_the_same_data(tmp_path):
     assert (tmp_path / "loop.png").stat().st_size > 1000
 
 
+def test_a_loop_with_a_job_beside_the_same_loop_without():
+    rows = bench("bench.own_loop", "W1", "--nproc=2", ROUNDS="1", STEPS="2").splitlines()[2:]
+    assert [row.split("|")[3].strip() for row in rows] == ["the job's", "the loader's"], rows
+    assert all(float(row.split("|")[6]) > 0 for row in rows), rows
+
+
 def test_a_checkpoint_beside_torch_save():
     out = bench("bench.checkpoint", "mlp, 1 MB", ROUNDS="1")
     assert float(out.splitlines()[-1].split("|")[3]) > 0, out

@@ -5,12 +5,15 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import chain
 
 import pytest
 import torch
 from kit import warm
-from kit.job import ROOT, Result, environment, finish, reached, wait_for
+from kit.job import ROOT, Result, environment, finish, free_port, reached, wait_for
 from kit.ledger import assert_exact
+
+from muster.job.feed import LoadedFeed
 
 STEPS = 27  # three epochs of 100 samples in batches of 12: nine steps each, the last one with four samples
 
@@ -174,6 +177,46 @@ def test_a_full_disk_is_tolerated_until_it_has_room_again(place):
     assert [line["step"] for line in kept.events("checkpoint")] == [5, 20, 25, 27]
 
 
+# State that differs by rank
+
+NORMED = """
+import sys
+import ddp, torch, muster
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+with muster.Job("run", save_every=5, log_every=1, tensorboard=False) as job:
+    model = nn.Sequential(nn.Linear(8, 15), nn.BatchNorm1d(15), nn.ReLU(), nn.Linear(15, 2))
+    if sys.argv[1] == "fully_shard":
+        fully_shard(model)
+    else:
+        model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.track(model=model, optimizer=optimizer)
+    for _, x, y in job.batches(ddp.Numbered(), batch_size=20, epochs=3):
+        ddp.disturb(job.steps_done, job.rank)
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        job.step(loss=loss)
+        if job.ends_epoch:
+            job.evaluate(ddp.Numbered(), lambda batch: {"right": (model(batch[1]).argmax(1) == batch[2]).float()})
+"""
+
+
+@pytest.mark.parametrize("how", ["own", "fully_shard"])
+def test_batch_norm_statistics_resume_exactly_on_every_rank(place, how):
+    whole, cut = place("whole"), place("cut")
+    for folder in (whole, cut):
+        (folder / "normed.py").write_text(NORMED)
+    first = run(whole, how, script="normed", to=None, ranks=2)
+    killed = run(cut, how, script="normed", to=None, ranks=2, KILL_AT="8:1", restarts=1)
+    assert [line["step"] for line in killed.events("resume")] == [5]
+    assert first.losses == killed.losses and first.sha256 == killed.sha256
+    assert [line["right"] for line in first.lines("eval")] == [line["right"] for line in killed.lines("eval")]
+
+
 # Groups that are there already, and loops that own their batches
 
 OWN_LOOP = """
@@ -219,6 +262,72 @@ def test_a_dataloader_of_ones_own_resumes_in_the_middle_of_an_epoch(place, ranks
     assert second.events("resume")[-1]["step"] == 8
     assert_equal_weights(first, second)
     assert [line["first"] for line in first.lines("train")] == [line["first"] for line in second.lines("train")]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_sampler_is_shuffled_anew_each_epoch_also_inside_a_batch_sampler(nested):
+    data = list(range(12))
+    sampler = torch.utils.data.DistributedSampler(data, 1, 0, seed=1)
+    batches = torch.utils.data.BatchSampler(sampler, 2, drop_last=False)
+    how = {"batch_sampler": batches} if nested else {"batch_size": 2, "sampler": sampler}
+    loader = torch.utils.data.DataLoader(data, **how)
+
+    def samples(step):
+        loaded = LoadedFeed(loader, total_steps=12, device=torch.device("cpu"), seed=0)
+        return [portion.batch.tolist() for portion in loaded.portions(step)]
+
+    whole = samples(0)
+    assert {*chain(*whole[:6])} == {*chain(*whole[6:])} and whole[:6] != whole[6:]
+    assert samples(8) == whole[8:]
+
+
+ACCELERATED = """
+import ddp, torch, muster
+from accelerate import Accelerator
+from torch import nn
+
+accelerator = Accelerator(cpu=True)
+data = torch.utils.data.TensorDataset(torch.arange(40.0).reshape(40, 1), torch.arange(40.0).reshape(40, 1) / 40)
+with muster.Job("run", save_every=4, log_every=1, tensorboard=False) as job:
+    model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
+    loader = torch.utils.data.DataLoader(data, batch_size=5, shuffle=True)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    job.track(model=model, optimizer=optimizer, schedule=schedule)
+    for x, y in job.batches(loader, epochs=3):
+        loss = nn.functional.mse_loss(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        ddp.disturb(job.steps_done, job.rank)
+        job.step(loss=loss, first=x[0, 0])
+accelerator.end_training()
+print("accelerate goes on", flush=True)
+"""
+
+
+def test_what_accelerate_has_prepared_resumes_in_the_middle_of_an_epoch_also_by_its_launcher(place):
+    pytest.importorskip("accelerate")
+    whole, cut = place("whole"), place("cut")
+    for folder in (whole, cut):
+        (folder / "own.py").write_text(ACCELERATED)
+    first = run(whole, script="own", to=None, ranks=2)
+    run(cut, script="own", to=None, ranks=2, KILL_AT="7:0", SAVED="4", code=None)
+    line = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", f"--main_process_port={free_port()}"]
+    env = environment(ACCELERATE_USE_CPU="true")
+    launched = subprocess.Popen(
+        [sys.executable, "-m", *line, "own.py"], env=env, cwd=cut, text=True, stdout=-1, stderr=-2
+    )
+    second = finish(launched, cut / "run")
+    assert second.code == 0 and second.out.count("accelerate goes on") == 2, second.out
+    assert [line["step"] for line in second.events("resume")] == [4]
+    assert lines_of(first) == lines_of(second)
+    assert first.sha256 == second.sha256
+    firsts = [line["first"] for line in first.lines("train")]
+    assert firsts[:4] != firsts[4:8] != firsts[8:]
 
 
 def test_a_group_that_exists_is_used_and_left_alone(place):
@@ -290,6 +399,11 @@ LOOP = (
         (f"{LOOP}optimizer.step(); job.save()", "save() came after optimizer.step() and before job.step()"),
         (f"{LOOP}optimizer.step(); job.evaluate(data, dict)", "evaluate() came after optimizer.step()"),
         (f"{LOOP}optimizer.step(); job.should_stop", "should_stop came after optimizer.step()"),
+        (f"{LOOP}job.step(); job.save()".replace("=8,", "=8, micro_batch_size=3,"), "between two micro-batches"),
+        (
+            "job.track(model=model); job.batches(torch.utils.data.DataLoader(data), micro_batch_size=2, epochs=1)",
+            "leave micro_batch_size out",
+        ),
     ],
 )
 def test_misuse_is_one_line(place, body, says):
@@ -371,6 +485,14 @@ def test_a_resume_with_something_else_is_refused(place, before, after, says):
     assert wrong(folder, body).code == 0  # nothing was changed
 
 
+def test_a_model_that_each_rank_trains_by_itself_is_refused_at_the_first_save(place):
+    """Nothing else would tell: the loop has forgotten DistributedDataParallel, and a checkpoint would mix the models."""
+    body = f"{LOOP}loss = (model(x) * rank).sum(); loss.backward(); optimizer.step(); optimizer.zero_grad(); job.step(loss=loss)"
+    result = wrong(place("wrong"), body, ranks=2)
+    assert len(result.said) == 1 and "wrap it in DistributedDataParallel" in result.said[0], result.out
+    assert result.outcome["exit_code"] == 2 and not list((result.folder / "checkpoints").glob("step-*"))
+
+
 def test_a_mistake_in_the_loop_is_told_once_with_its_place(place):
     result = wrong(place("wrong"), f"{LOOP}job.step(loss=1 / (3 - job.steps_done))", ranks=2)
     assert len(result.said) == 1 and "ZeroDivisionError" in result.said[0] and "wrong.py:12" in result.said[0], (
@@ -441,6 +563,30 @@ def test_a_job_serves_one_with_block(place):
 # What else a loop can ask
 
 
+def test_micro_batches_add_up_to_the_gradient_of_the_whole_batch(place):
+    """40 samples in steps of 16, 16 and 8: on three ranks with unequal shares, and micro-batches that have none."""
+    body = (
+        "job.track(model=model)\n"
+        "    data = torch.utils.data.TensorDataset(torch.arange(40.0).reshape(40, 1) / 40)\n"
+        "    for (x,) in job.batches(data, batch_size=16, micro_batch_size=MICRO, epochs=2):\n"
+        "        loss = (model(x) - 3 * x).square().mean()\n"
+        "        (loss * job.weight).backward()\n"
+        "        if job.ends_step:\n"
+        "            for each in model.parameters():\n"
+        "                each.grad /= job.world_size\n"
+        "                if job.world_size > 1: torch.distributed.all_reduce(each.grad)\n"
+        "                each.data -= 0.1 * each.grad; each.grad = None\n"
+        "        job.step(loss=loss)"
+    )
+    whole = wrong(place("whole"), body.replace("MICRO", "None"))
+    for ranks, micro in ((None, 5), (3, 2)):
+        parts = wrong(place(f"micro-{micro}"), body.replace("MICRO", str(micro)), ranks=ranks)
+        assert parts.losses == pytest.approx(whole.losses, rel=1e-4) and len(parts.losses) == 6, parts.out
+        assert [line["samples"] for line in parts.lines("train")] == [16, 32, 40, 56, 72, 80]
+        assert not [line for line in parts.events("note") if "job.weight" in line["text"]]
+    assert whole.losses[6] < whole.losses[1] / 2
+
+
 def test_every_sample_is_evaluated_once_at_any_world_size(place):
     body = (
         "job.track(model=model)\n"
@@ -503,37 +649,70 @@ def test_a_function_launched_from_a_script_is_a_job_too(place, tmp_path):
 # The examples
 
 
-@pytest.mark.parametrize("name", ["after", "gan", "gpt"])
-def test_an_example_is_killed_and_preempted_and_resumes_exactly(place, name):
-    def example(folder, **how):
+SCRIPTS = ["after", "gan", "gpt", "fsdp2", "finetune"]
+
+
+@pytest.fixture
+def example(place):
+    """Makes a folder of a user's own with the examples in it, and no run yet."""
+
+    def make(kind):
+        folder = place(kind)
         shutil.copytree(ROOT / "examples/own_loop", folder, dirs_exist_ok=True)
-        return {"script": "disturbed", "to": None, "ranks": 2, **how}, (f"{name}.py", "run", "60")
+        (folder / "runs").mkdir()
+        (folder / "run").mkdir()
+        (folder / "runs/digits").symlink_to(folder / "run")  # the folder of after.py is a constant
+        return folder
 
-    def lines(result):
-        timeless = ("samples_per_s",)
-        return [{key: each[key] for key in each if key not in timeless} for each in result.lines("train")]
+    return make
 
-    folders = {kind: place(kind) for kind in ("whole", "killed", "preempted")}
-    if name == "after":  # its folder is a constant
-        for folder in folders.values():
-            (folder / "runs").mkdir()
-            (folder / "runs/digits").symlink_to(folder / "run")
-            (folder / "run").mkdir()
-    how, arguments = example(folders["whole"])
-    whole = run(folders["whole"], *arguments, **how)
-    how, arguments = example(folders["killed"], KILL_AT="33:1", SAVED="20", restarts=1)
-    killed = run(folders["killed"], *arguments, **how)
-    assert [line["step"] for line in killed.events("resume")] == [20]
-    how, arguments = example(folders["preempted"])
-    process = start(folders["preempted"], *arguments, **how, PACE="0.05")
-    wait_for(folders["preempted"] / "run", reached(10), process=process)
+
+def of_example(name, **how):
+    """The arguments of `start` and `run` for 60 steps of an example."""
+    return [f"{name}.py", "run", "60"], {"script": "disturbed", "to": None, "ranks": 2, **how}
+
+
+def lines_of(result, *, without=("samples_per_s",)):
+    return [{key: each[key] for key in each if key not in without} for each in result.lines("train")]
+
+
+def killed_and_preempted(folder, name):
+    """Kill a rank after step 23, and stop all after step 30; return the attempt that has stopped."""
+    arguments, how = of_example(name, KILL_AT="23:1", SAVED="20", PACE="0.05", restarts=1, **STEADY)
+    process = start(folder, *arguments, **how)
+    wait_for(folder / "run", reached(30), process=process)
     process.terminate()
-    assert finish(process, folders["preempted"] / "run").outcome["exit_code"] == 75
-    preempted = run(folders["preempted"], *arguments, **how)
-    assert lines(whole) == lines(killed) == lines(preempted)
-    if name != "gan":
-        assert_equal_weights(whole, killed)
-        assert_equal_weights(whole, preempted)
+    return finish(process, folder / "run")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_example_is_killed_and_preempted_and_resumes_exactly(example, name):
+    if name == "finetune":
+        pytest.importorskip("accelerate"), pytest.importorskip("transformers")
+    arguments, how = of_example(name)
+    whole, folder = run(example("whole"), *arguments, **how), example("cut")
+    stopped = killed_and_preempted(folder, name)
+    assert [line["step"] for line in stopped.events("resume")] == [20]
+    said = stopped.outcome
+    assert said["outcome"] == "preempted" and said["exit_code"] == 75, stopped.out
+    shutil.copytree(folder, folder.with_name("other"), symlinks=True)
+    resumed = run(folder, *arguments, **how)
+    assert [line["step"] for line in resumed.events("resume")] == [20, said["step"]]
+    assert lines_of(whole) == lines_of(resumed)
+    if name != "gan":  # which has two models, and no model.pt
+        assert whole.sha256 == resumed.sha256
+    if name == "fsdp2":
+        assert_goes_on_with_other_ranks(folder.with_name("other"), whole)
+
+
+def assert_goes_on_with_other_ranks(folder, whole):
+    """A run that has stopped ends on three ranks with the same samples, and up to rounding with the same losses."""
+    arguments, how = of_example("fsdp2", ranks=3)
+    other = run(folder, *arguments, **how)
+    assert [line["world_size"] for line in other.events("start") + other.events("resume")] == [2, 2, 3]
+    measured = ("samples_per_s", "loss", "grad_norm")
+    assert lines_of(whole, without=measured) == lines_of(other, without=measured)
+    assert other.losses == pytest.approx(whole.losses, abs=1e-3)
 
 
 def test_the_page_shows_the_difference_between_the_examples():

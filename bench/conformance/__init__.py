@@ -1,1 +1,1 @@
-"""The same faults on five trainers, each compared with its own undisturbed run: see docs/conformance.md."""
+"""The same faults on five trainers, and on a loop by hand with Job: each compared with its own undisturbed run: see docs/conformance.md."""

@@ -28,11 +28,16 @@ PARTS = ("sampler", "batch_sampler", "dataset", "data_source")
 
 @dataclass(frozen=True)
 class Portion:
-    """One rank's batch of a step: `count` of the step's `total` samples; 0 of 0 if a loader does not say how many."""
+    """One rank's micro-batch of a step: `count` of the step's `total` samples; 0 of 0 if a loader does not say how many.
+
+    begins, ends: whether it is the first and the last one of the step on this rank.
+    """
 
     batch: Any
     count: int = 0
     total: int = 0
+    begins: bool = True
+    ends: bool = True
 
 
 class Feed(Protocol):
@@ -73,9 +78,11 @@ class PlannedFeed:
         return self.plan.samples_before(step)
 
     def portions(self, step: int) -> Iterator[Portion]:
-        """Yield this rank's batches from `step` to the end."""
-        for (batch,) in batches(self.dataset, self.plan, range(step, self.total_steps), self.loader):
-            yield Portion(batch.inputs, batch.count, batch.total)
+        """Yield this rank's micro-batches from `step` to the end."""
+        for micro_batches in batches(self.dataset, self.plan, range(step, self.total_steps), self.loader):
+            last = len(micro_batches) - 1
+            for number, each in enumerate(micro_batches):
+                yield Portion(each.inputs, each.count, each.total, begins=number == 0, ends=number == last)
 
 
 class LoadedFeed:
@@ -161,11 +168,12 @@ def feed(
     """
     if (epochs is None) == (max_steps is None):
         raise ConfigError(f"batches(epochs={epochs}, max_steps={max_steps}): give one of the two")
-    at_least_one("batches", epochs=epochs, max_steps=max_steps, batch_size=batch_size)
+    sizes = {"batch_size": batch_size, "micro_batch_size": loader.share.micro_batch_size}
+    at_least_one("batches", epochs=epochs, max_steps=max_steps, **sizes)
     if _is_loader(source):
-        if batch_size is not None:
+        if given := [name for name, size in sizes.items() if size is not None]:
             raise ConfigError(
-                f"batches(loader, batch_size={batch_size}): a DataLoader has its own batch size; leave batch_size out"
+                f"batches(loader, {given[0]}={sizes[given[0]]}): a DataLoader has its own batch size; leave {given[0]} out"
             )
         total = max_steps or (epochs or 0) * len(with_length(source, "batches"))
         return LoadedFeed(source, total_steps=total, device=loader.device, seed=loader.seed)

@@ -133,6 +133,7 @@ class Job(JobOptions):
         source: Any,
         *,
         batch_size: int | None = None,
+        micro_batch_size: int | None = None,
         epochs: int | None = None,
         max_steps: int | None = None,
         shuffle: bool = True,
@@ -140,7 +141,7 @@ class Job(JobOptions):
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Iterator[Any]:
-        """Yield this rank's batch of each step that is left, on the device. Call `step` once for each.
+        """Yield this rank's batches of each step that is left, on the device. Call `step` once for each.
 
         Of a data set, every step takes the next `batch_size` samples of the epoch's order, whatever the number of
         ranks, and each rank gets its share of them. Where the shares are not equal, multiply the loss by `weight`. What
@@ -150,6 +151,8 @@ class Job(JobOptions):
             source: a data set with `__len__` and `__getitem__`, an IterableDataset with `__len__`, or a DataLoader of
                 your own. A DataLoader keeps its own batch size, and resumes exactly with as many ranks as before.
             batch_size: samples per optimizer step over all ranks (not per rank); None with a DataLoader.
+            micro_batch_size: maximum number of samples in a batch of a rank. A step then has several batches: add up
+                their gradients, each by `weight`, and step the optimizer where `ends_step` is true. None: one batch.
             epochs: passes over the data; None: `max_steps`.
             max_steps: number of steps; None: `epochs`.
             shuffle: order each epoch by `seed`; an IterableDataset has its own order.
@@ -171,7 +174,7 @@ class Job(JobOptions):
             max_steps=max_steps,
             shuffle=shuffle,
             drop_last=drop_last,
-            loader=self._loader(num_workers, collate_fn),
+            loader=self._loader(num_workers, collate_fn, micro_batch_size=micro_batch_size),
         )
         session.open(made)
         return self._portions(session, made)
@@ -179,9 +182,11 @@ class Job(JobOptions):
     def step(self, loss: Tensor | float | None = None, *, samples: int | None = None, **values: Any) -> None:
         """Count an optimizer step; log, save and stop where it is time to. Collective: every rank must call it.
 
+        Call it for each batch of `batches`; a step of several micro-batches is counted with its last one.
+
         Args:
-            loss: mean over this rank's samples of the step.
-            samples: this rank's samples of the step; None: as `batches` knows.
+            loss: mean over this rank's samples of the batch.
+            samples: this rank's samples of the batch; None: as `batches` knows.
             **values: more means over this rank's samples, to log beside the loss.
 
         Raises:
@@ -195,8 +200,9 @@ class Job(JobOptions):
         check_names(values, "step()")
         known = {name: value for name, value in {"loss": loss, **values}.items() if value is not None}
         known_count = portion.count if portion.total else 1
-        weight = known_count if samples is None else samples
-        session.advance(known, weight=weight, samples=portion.total or (samples or 0) * self.world_size)
+        session.note(known, weight=known_count if samples is None else samples)
+        if portion.ends:
+            session.advance(samples=portion.total or (samples or 0) * self.world_size)
         if not session.feed:
             session.save_if_due()
             session.begin_step()
@@ -208,7 +214,7 @@ class Job(JobOptions):
             Diverged: a weight is not finite.
             StorageError: three checkpoints in a row could not be written.
         """
-        session = self._opened("save()")
+        session = self._between_steps("save()")
         session.tracked.between.refuse("save()")
         session.save()
 
@@ -244,7 +250,7 @@ class Job(JobOptions):
             num_workers: as for `batches`.
             collate_fn: as for `batches`.
         """
-        session, began = self._opened("evaluate()"), time.perf_counter()
+        session, began = self._between_steps("evaluate()"), time.perf_counter()
         session.tracked.between.refuse("evaluate()")
         with session.clock.spending("evaluation"):
             values = evaluate(
@@ -279,7 +285,7 @@ class Job(JobOptions):
         `step` and `batches` stop by themselves; a loop that takes long between two steps reads this. Collective: every
         rank must read it at the same point.
         """
-        session = self._opened("should_stop")
+        session = self._between_steps("should_stop")
         session.tracked.between.refuse("should_stop")
         return not session.peers.begin("step", self.steps_done)
 
@@ -319,8 +325,13 @@ class Job(JobOptions):
     @property
     def ends_epoch(self) -> bool:
         """True after the `step` of the last batch of an epoch of `batches`."""
-        made = self._tracked("ends_epoch").feed
-        return bool(made and not self._is_owed and self.steps_done and self.steps_done % made.steps_per_epoch == 0)
+        made, is_done = self._tracked("ends_epoch").feed, self.ends_step and not self._is_owed
+        return bool(made and is_done and self.steps_done and self.steps_done % made.steps_per_epoch == 0)
+
+    @property
+    def ends_step(self) -> bool:
+        """True for the last micro-batch of a step of `batches`, after which the optimizer's turn comes."""
+        return self._portion.ends
 
     @property
     def weight(self) -> float:
@@ -349,31 +360,45 @@ class Job(JobOptions):
             session.open(None)
         return session
 
-    def _loader(self, num_workers: int, collate_fn: Callable[[list[Any]], Any] | None) -> LoaderConfig:
-        share = Share(self.rank, self.world_size)
+    def _between_steps(self, what: str) -> Session:
+        session = self._opened(what)
+        if not (self._portion.begins if self._is_owed else self._portion.ends):
+            raise ConfigError(f"{what} came between two micro-batches of a step: call it after step() if job.ends_step")
+        return session
+
+    def _loader(
+        self,
+        num_workers: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        *,
+        micro_batch_size: int | None = None,
+    ) -> LoaderConfig:
+        share = Share(self.rank, self.world_size, micro_batch_size)
         return LoaderConfig(share, self.device, self.seed, num_workers, collate=collate_fn, adapter=unsplit)
 
     def _portions(self, session: Session, made: Feed) -> Iterator[Any]:
         begin = made.total_steps if session.is_left else session.reached.step
         for portion in session.clock.waiting(made.portions(begin)):
-            session.begin_step()
+            if portion.begins:
+                session.begin_step()
             self._portion, self._is_owed, self._is_weighed = portion, True, False
             yield portion.batch
             if self._is_owed:
                 raise ConfigError(
                     f"no step() came for batch {self.steps_done}: call it once for each batch of batches()"
                 )
-            session.save_if_due()
+            if portion.ends:
+                session.save_if_due()
 
     def _note_weight(self, session: Session) -> None:
-        """Say once that the ranks' shares are unequal and that the loop has not asked for their weights."""
+        """Say once that the batches of a step are unequal, or several, and that the loop has not asked for their weights."""
         portion = self._portion
-        if portion.total % self.world_size and not self._is_weighed and not self._is_warned:
+        if portion.count * self.world_size != portion.total and not self._is_weighed and not self._is_warned:
             self._is_warned = True
             session.running.records.event(
                 "note",
-                text=f"step {self.steps_done} has {portion.total} samples for {self.world_size} ranks: for the exact mean "
-                "gradient use (loss * job.weight).backward()",
+                text=f"step {self.steps_done} has {portion.total} samples, {portion.count} of them in a batch of one of "
+                f"{self.world_size} ranks: for the exact mean gradient use (loss * job.weight).backward()",
             )
 
 

@@ -154,16 +154,16 @@ class Session:
             clock=self.clock,
         )
 
-    def advance(self, values: Mapping[str, Any], *, weight: int, samples: int) -> None:
-        """Count a step, and log if it is time to. Collective: every rank must call it.
+    def note(self, values: Mapping[str, Any], *, weight: int) -> None:
+        """Add means over `weight` samples of this rank to those of the next record."""
+        if weight:
+            self.totals.add(values, weight=weight)
 
-        values: means over this rank's samples. weight: the number of samples that they are over; samples: of all ranks.
-        """
+    def advance(self, *, samples: int) -> None:
+        """Count a step of `samples` samples of all ranks, and log if it is time to. Collective: every rank must call it."""
         self.tracked.between.count()
         self.reached.step += 1
         self.reached.samples += samples
-        if weight:
-            self.totals.add(values, weight=weight)
         self.running.records.advance(self.reached.step)
         if self.reached.step % self.options.log_every == 0 or self.is_over:
             self.log()

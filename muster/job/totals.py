@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from muster.checkpoint.trained import SavedTensor, own_prefix
+from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.origin import described
@@ -79,7 +80,8 @@ def number_of(value: Any, *, what: str, meaning: str) -> Any:
         ConfigError: `value` is neither.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().double().reshape(())
+        own: Tensor = value.full_tensor() if in_pieces(value) else value  # a DTensor may be a part of a sum
+        return own.detach().double().reshape(())
     if isinstance(value, int | float):
         return float(value)
     raise ConfigError(f"{what} is {described(value)}: give a number or a tensor of one element, {meaning}")

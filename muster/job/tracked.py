@@ -2,7 +2,8 @@
 
 Every tensor of a module or an optimizer has a name that is the same on every rank and at every world size, so the
 checkpoint protocol stores it once if it is replicated (DDP), and in the pieces that it has if it is a DTensor
-(fully_shard). The state of any other object is one value: stored once if it is equal on all ranks, else by each rank.
+(fully_shard). Buffers may differ by rank, as batch-norm statistics do: then each rank's own are stored, too. The state of
+any other object is one value: stored once if it is equal on all ranks, else by each rank.
 """
 
 from __future__ import annotations
@@ -105,9 +106,7 @@ class Tracked:
             if tensor.shape != there[name].size:
                 both = f"{list(there[name].size)} in the checkpoint and {list(tensor.shape)} here"
                 raise ConfigError(f"the checkpoint does not fit: {name} is {both}; track the same model")
-        own = {f"{own_prefix(self.world.rank)}{name}": torch.empty_like(here[name]) for name in self._buffers()}
-        kept = {name: tensor for name, tensor in own.items() if name in saved}
-        return here | kept | dict(self._optimizer_targets(saved))
+        return here | self._buffer_targets(here, saved) | dict(self._optimizer_targets(saved))
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a saved state: the filled `targets` and plain values.
@@ -161,6 +160,15 @@ class Tracked:
         """Return the names of the replicated buffers that the modules save, in order."""
         known = names_of_buffers(self.modules)
         return [name for name, value in self._of_modules().items() if name in known and isinstance(value, Tensor)]
+
+    def _buffer_targets(self, here: Mapping[str, Tensor], saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Return tensors for this rank's own buffers; none of a checkpoint of another world size."""
+        own, last, beyond = (own_prefix(rank) for rank in (self.world.rank, self.world.size - 1, self.world.size))
+        return {
+            f"{own}{name}": torch.empty_like(here[name])
+            for name in self._buffers()
+            if f"{own}{name}" in saved and f"{last}{name}" in saved and f"{beyond}{name}" not in saved
+        }
 
     def _of_optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
         """Return `name/PARAMETER/KEY` for the optimizer's state, and its groups' options with parameter names."""

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from bench.conformance.trainers.base import Trainer
 
-NAMES = ("by_hand", "hf_trainer", "accelerate", "lightning", "ours")
+NAMES = ("by_hand", "hf_trainer", "accelerate", "lightning", "own_loop", "ours")
 
 
 def trainer(name: str) -> Trainer:
