@@ -219,3 +219,20 @@ def rank_zero(cluster):
         if "step " in logs.stdout:
             return f"muster-node-{n}"
     raise AssertionError("no node prints")
+
+
+def test_a_newcomers_own_loop_by_the_command_that_init_printed(engine, newcomer):
+    """With the wheel alone, on the kit's image; a node is killed, and the others go on without it."""
+    command = newcomer.printed("containers")
+    up = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=newcomer.project, env=engine, text=True,
+                          stdout=(newcomer.project.parent / "up.log").open("w"), stderr=subprocess.STDOUT)  # fmt: skip
+    try:
+        newcomer.until(lambda: newcomer.step() >= 20 and newcomer.world_size() == 3, "three nodes at work")
+        newcomer.next_step(lambda: docker(engine, "kill", "my-job-node-2"))
+        assert up.wait(timeout=120) == 0, newcomer.log
+        newcomer.assert_exact()
+        assert newcomer.attempts()[-1]["world_size"] == 2
+        assert (newcomer.folder / "model.pt").stat().st_uid == 1000
+    finally:
+        down = command.replace("up --build", "down --timeout 1 --rmi local")
+        subprocess.run(["bash", "-c", down], cwd=newcomer.project, env=engine, capture_output=True, timeout=120)
