@@ -37,7 +37,7 @@ def note(job, attempt, indices):
 
 
 os.makedirs("runs/ledger", exist_ok=True)
-with muster.Job("runs/curve", save_every=1000, log_every=1, tensorboard=False) as job:
+with muster.Job("runs/curve", save_every=20, log_every=1, tensorboard=False) as job:
     net = torch.nn.Sequential(torch.nn.Linear(1, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).to(job.device)
     model = torch.nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
