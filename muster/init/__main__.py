@@ -30,7 +30,9 @@ def main() -> int:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--trainer", action="store_true", help="your model and data in the kit's trainer (default)")
     kind.add_argument("--loop", action="store_true", help="a training loop of your own")
-    kind.add_argument("--script", default="", metavar="'my.py --lr 1e-3'", help="a script that you have, with its arguments")
+    kind.add_argument(
+        "--script", default="", metavar="'my.py --lr 1e-3'", help="a script that you have, with its arguments"
+    )
     parser.add_argument("--name", help="name of the job (default: the folder's)")
     parser.add_argument("--image", help="image of the job (default: NAME:latest)")
     parser.add_argument(

@@ -15,7 +15,7 @@ from kit.job import Job, Result
 from kit.ledger import assert_exact
 
 STEPS, BATCH = 160, 10
-LOOP = f'''\
+LOOP = f"""\
 import json, os, time
 import torch
 import muster
@@ -51,7 +51,7 @@ with muster.Job("runs/curve", save_every=20, log_every=1, tensorboard=False) as 
         optimizer.step()
         optimizer.zero_grad()
         job.step(loss=loss)
-'''
+"""
 
 
 def built(source: Path, kind: str, place: Path) -> Path:
@@ -84,7 +84,8 @@ class Newcomer(Job):
     def __init__(self, folder: Path, wheel: Path, *words: str):
         self.project = folder / "My job"
         self.project.mkdir()
-        super().__init__(self.project / "runs/curve")
+        self.runs = self.project / "runs"
+        super().__init__(self.runs / "curve")
         installed(wheel, self.project / ".venv")
         self.said = self.shell(" ".join(("muster init", *words)))
         (self.project / "my_loop.py").write_text(LOOP)
@@ -121,10 +122,13 @@ class Newcomer(Job):
         self.shell(self.printed("this machine"), cwd=place, PACE="0")
         return Result(0, "", place / "runs/curve", 0)
 
+    def moves_to(self, volume: Path) -> None:
+        """Look for the run on a volume, which the containers see as runs/."""
+        self.runs, self.folder = volume, volume / "curve"
+
     def assert_exact(self) -> None:
         """Assert that the run is done, and that no step was repeated or lost."""
         assert self.result().outcome["outcome"] == "done", self.log
-        assert_exact(self.project / "runs/ledger", steps=STEPS, batch_size=BATCH)
+        assert_exact(self.runs / "ledger", steps=STEPS, batch_size=BATCH)
         assert list(self.result().losses) == list(range(1, STEPS + 1))
         assert self.result().events("resume")
-
