@@ -45,7 +45,7 @@ lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck, hadolint
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
 	git ls-files '*.sh' '*.sbatch' .ci/run | xargs -r $(BIN)/shellcheck
-	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/hadolint docker/Dockerfile docker/wheel.Dockerfile
 
 format: $(VENV)/.test ## format the sources with ruff
 	$(BIN)/ruff check --fix .

@@ -16,6 +16,7 @@ from kit.docker import CACHE, CI, build, skip, works
 from kit.job import ROOT
 from kit.kubernetes import SCRIPT as KUBERNETES
 from kit.kubernetes import Cluster
+from kit.newcomer import Newcomer, built
 from kit.slurm import SCRIPT, Slurm
 from kit.until import until
 
@@ -168,6 +169,18 @@ def checkout(tmp_path):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.log"))
     (root / "slurm/logs").mkdir(exist_ok=True)
     return root
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """The wheel of this repository."""
+    return built(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture
+def newcomer(wheel, tmp_path):
+    """An empty folder with the wheel installed, in which `muster init` has written the files of all substrates."""
+    return Newcomer(tmp_path, wheel, "slurm", "docker", "k8s", "--loop")
 
 
 @pytest.fixture

@@ -1,15 +1,19 @@
 """The images and the compose cluster, on a real Docker engine, with nodes that are really killed."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 from functools import partial
+from pathlib import Path
 
 import pytest
 from kit import script as mine
 from kit.docker import Compose, build
 from kit.job import ROOT, run
 from kit.ledger import RECORDED, assert_exact
+from kit.newcomer import LOOP
 from kit.until import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
@@ -219,3 +223,41 @@ def rank_zero(cluster):
         if "step " in logs.stdout:
             return f"muster-node-{n}"
     raise AssertionError("no node prints")
+
+
+def test_a_newcomers_own_loop_by_the_command_that_init_printed(engine, newcomer):
+    """With the wheel alone, on the kit's image; a node is killed, and the others go on without it."""
+    command = newcomer.printed("containers")
+    up = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=newcomer.project, env=engine, text=True,
+                          stdout=(newcomer.project.parent / "up.log").open("w"), stderr=subprocess.STDOUT)  # fmt: skip
+    try:
+        newcomer.until(lambda: newcomer.step() >= 20 and newcomer.world_size() == 3, "three nodes at work")
+        newcomer.next_step(lambda: docker(engine, "kill", "my-job-node-2"))
+        assert up.wait(timeout=120) == 0, newcomer.log
+        newcomer.assert_exact()
+        assert newcomer.attempts()[-1]["world_size"] == 2
+        assert (newcomer.folder / "model.pt").stat().st_uid == 1000
+    finally:
+        down = command.replace("up --build", "down --timeout 1 --rmi local")
+        subprocess.run(["bash", "-c", down], cwd=newcomer.project, env=engine, capture_output=True, timeout=120)
+
+
+def test_the_kits_image_from_its_wheel_trains_in_a_read_only_root(engine, wheel, tmp_path, request):
+    """On a base that has the requirements already, and nothing else of the kit's image."""
+    base, image = "muster-test-base", "muster-test-wheel"
+    request.addfinalizer(lambda: docker(engine, "image", "rm", "--force", image, base, ok=False))
+    bare = "FROM muster:cpu\nUSER root\nRUN userdel muster && rm -rf /opt/muster\nENV PYTHONPATH=\n"
+    (tmp_path / "bare.Dockerfile").write_text(bare)
+    docker(engine, "build", "-f", str(tmp_path / "bare.Dockerfile"), "-t", base, str(tmp_path))
+    (tmp_path / "docker").mkdir()
+    shutil.copy(ROOT / "docker/wheel.Dockerfile", tmp_path / "docker")
+    shutil.copy(wheel, tmp_path / "docker")
+    bundle = os.environ.get("SSL_CERT_FILE", "")
+    secrets = ["--secret", f"id=ca,src={bundle}"] if Path(bundle).is_file() else []
+    built = ["build", "--build-arg", f"BASE={base}", "-f", f"{tmp_path}/docker/wheel.Dockerfile", "-t", image]
+    docker(engine, *built, *secrets, f"{tmp_path}/docker")
+    (tmp_path / "my_loop.py").write_text(LOOP)
+    sandbox = ("--network=none", "--read-only", "--tmpfs=/tmp", "--tmpfs=/job/runs:uid=1000", "--cap-drop=ALL")
+    mine = ("-v", f"{tmp_path / 'my_loop.py'}:/job/my_loop.py:ro", "-e", "PACE=0")
+    launch = ("torchrun", "--standalone", "--nproc-per-node=2", "my_loop.py")
+    assert "done: step=" in docker(engine, "run", "--rm", *sandbox, *mine, image, *launch).stdout

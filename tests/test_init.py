@@ -1,5 +1,6 @@
 """`muster init`: a project of one's own gets the files that each substrate needs, and none of its own is changed."""
 
+import shlex
 import subprocess
 import sys
 
@@ -42,6 +43,31 @@ def test_no_name_of_the_kits_own_example_is_left(place, loop):
 
 
 @pytest.mark.unit
+def test_the_words_of_a_script_stay_what_they_are_everywhere(place, monkeypatch):
+    monkeypatch.chdir(place)
+    (place / "my train.py").touch()
+    mine = project(place, name=None, image=None, loop=False, script="'my train.py' --lr 1e-3 -v 'say \"a\"'")
+    wanted, words = files(mine, [*SUBSTRATES]), ["--", "my train.py", "--lr", "1e-3", "-v", 'say "a"']
+    assert not {"mine.py", "my_loop.py"} & wanted.keys()
+    pods = yaml.safe_load(wanted["k8s/pytorchjob.yaml"])["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    assert pods["containers"][0]["args"] == words
+    given = yaml.safe_load(wanted["docker/compose.yaml"])["services"]["node"]["environment"]["ARGS"]
+    assert shlex.split(given.removeprefix("${ARGS:-").removesuffix("}")) == words
+    assert f"`sbatch slurm/ddp.sbatch {shlex.join(words)}`" in wanted["MUSTER.md"]
+    with pytest.raises(ConfigError, match=r"gone\.py is not a file"):
+        project(place, name=None, image=None, loop=False, script="gone.py")
+
+
+@pytest.mark.unit
+def test_whoever_needs_an_image_gets_what_builds_it(place):
+    mine = project(place, name=None, image="registry.example/me/job:1", loop=True)
+    for substrate, has_image in (("slurm", False), ("docker", True), ("k8s", True)):
+        wanted = files(mine, [substrate])
+        assert ({"docker/Dockerfile", "docker/wheel.Dockerfile", ".dockerignore"} <= wanted.keys()) == has_image
+        assert ("docker build -f docker/Dockerfile -t registry.example/me/job:1 ." in wanted["MUSTER.md"]) == has_image
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("name", ["", "My_Job", "-job", "9", "x" * 41, "on", "null"])
 def test_a_name_that_kubernetes_refuses_is_refused(tmp_path, name):
     with pytest.raises(ConfigError, match="give --name"):
@@ -65,22 +91,31 @@ def test_files_that_are_there_are_left_and_their_difference_is_shown(place):
     init(place, "slurm")
     checked = init(place, "slurm", "--check")
     assert checked.returncode == 0 and not checked.stdout, checked.stdout
+    (place / "mine.py").write_text("# all my own\n")
+    for again in (init(place, "slurm"), init(place, "slurm", "--check")):
+        assert again.returncode == 0 and "mine.py" not in again.stdout, "the example is its user's"
 
 
 def test_what_stands_in_the_place_of_a_file_is_told_in_one_line(place):
     (place / "slurm").write_text("")
-    (place / "mine.py").write_bytes(b"\xff")  # no text at all: still shown as different, and left
+    (place / "MUSTER.md").write_bytes(b"\xff")  # no text at all: still shown as different, and left
     result = init(place, "slurm")
-    assert result.returncode == 5 and "left as is mine.py" in result.stdout
+    assert result.returncode == 5 and "left as is MUSTER.md" in result.stdout
     assert result.stderr.count("\n") == 1 and "cannot write" in result.stderr and "slurm" in result.stderr
-    (place / "mine.py").unlink()
-    (place / "mine.py").mkdir()
+    (place / "MUSTER.md").unlink()
+    (place / "MUSTER.md").mkdir()
     result = init(place, "slurm")
     assert result.returncode == 5 and result.stderr.count("\n") == 1 and "cannot read" in result.stderr
 
 
 def test_mistakes_are_one_line(place):
-    for arguments, code, says in ((["slrm"], 2, "did you mean slurm"), (["--name=a_b"], 2, "give --name")):
+    for arguments, code, says in (
+        (["slrm"], 2, "did you mean slurm"),
+        (["--name=a_b"], 2, "give --name"),
+        (["--script=gone.py"], 2, "gone.py is not a file"),
+        (["--script=a 'b"], 2, "close every quote"),
+        (["--script=--lr 3"], 2, "give a script"),
+    ):
         done = init(place, *arguments)
         assert done.returncode == code and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
@@ -96,3 +131,10 @@ def test_the_example_trains_by_the_command_that_is_printed(place):
         command, shell=True, cwd=place, env=environment(), capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0 and "done: step=3" in done.stdout, done.stderr
+
+
+def test_submit_prints_its_batch_script_in_a_project_without_slurm(place):
+    init(place, "slurm", "--loop")
+    line = [sys.executable, "slurm/submit.py", "--dry-run", "cluster.nodes=2", "--", "my_loop.py"]
+    done = subprocess.run(line, cwd=place, env=environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "#SBATCH --job-name=my-job" in done.stdout, done.stderr

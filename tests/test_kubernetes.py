@@ -3,6 +3,7 @@
 import fcntl
 import json
 import re
+import subprocess
 import time
 
 import pytest
@@ -39,7 +40,8 @@ def space(kubernetes, tmp_path, request):
 
 def namespace(kubernetes, tmp_path, request):
     name = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[:40].strip("-")
-    with Space(kubernetes, tmp_path, f"{name}-{time.time_ns() % 10**6}") as space:
+    claim = "my-job-runs" if "newcomer" in request.fixturenames else "muster-runs"
+    with Space(kubernetes, tmp_path, f"{name}-{time.time_ns() % 10**6}", claim=claim) as space:
         yield space
 
 
@@ -176,14 +178,37 @@ def test_the_lines_of_the_readme_as_printed(space, kubernetes, tmp_path):
     """The first block of k8s/README.md, in a shell, in a namespace of its own."""
     readme = (ROOT / "k8s/README.md").read_text()
     block = re.search(r"```[^\n]*\n(.*?)```", readme, re.S)[1]
-    config = yaml.safe_load(kubernetes.kubectl("config", "view", "--raw", "--flatten"))
-    config["contexts"][0]["context"]["namespace"] = space.name
-    (tmp_path / "config").write_text(yaml.safe_dump(config))
+    config = configured(space, tmp_path)
     space.cluster.apply(
         space.name, [*KubernetesJob(space, "pytorchjob").documents], "--dry-run=server"
     )  # its webhook answers
-    line = ["env", f"KUBECONFIG={tmp_path / 'config'}", "bash", "-euxc", block]
+    line = ["env", f"KUBECONFIG={config}", "bash", "-euxc", block]
     done = kubernetes.script("on", *line, cwd=ROOT, timeout_s=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "muster created" in done.stdout and re.search(r"step \d+/", done.stdout), done.stdout[-3000:]
     assert (space.volume / "muster/checkpoints").is_dir(), "the volume, and with it the run, stays"
+
+
+def test_a_newcomers_own_loop_by_the_commands_that_init_printed(space, kubernetes, engine, newcomer, tmp_path):
+    """In the image that its project builds; a pod is deleted, and the run goes on where it stopped."""
+    newcomer.moves_to(space.volume)
+    [build] = re.findall("^docker build .* my-job:latest .*$", (newcomer.project / "MUSTER.md").read_text(), re.M)
+    done = subprocess.run(["bash", "-c", build], cwd=newcomer.project, env=engine, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    done = kubernetes.script("add", "my-job:latest", env=engine)
+    assert done.returncode == 0, done.stderr
+    line = ["env", f"KUBECONFIG={configured(space, tmp_path)}", "bash", "-c", newcomer.printed("Kubernetes")]
+    done = kubernetes.script("on", *line, cwd=newcomer.project)
+    assert done.returncode == 0, done.stderr
+    newcomer.until(lambda: newcomer.step() >= 20 and newcomer.world_size() >= 2, "two pods at work", timeout_s=150)
+    newcomer.next_step(lambda: space.kubectl("delete", "pod", "my-job-worker-1", "--wait=false"), timeout_s=150)
+    space.kubectl("wait", "pytorchjob/my-job", "--for=condition=Succeeded", "--timeout=110s")
+    newcomer.assert_exact()
+
+
+def configured(space, folder):
+    """Write a kubeconfig whose namespace is the test's, and return its path."""
+    config = yaml.safe_load(space.cluster.kubectl("config", "view", "--raw", "--flatten"))
+    config["contexts"][0]["context"]["namespace"] = space.name
+    (folder / "config").write_text(yaml.safe_dump(config))
+    return folder / "config"

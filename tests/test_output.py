@@ -12,6 +12,8 @@ import pytest
 from kit.job import QUIET, ROOT, Result, environment, free_port
 from kit.until import until
 
+from muster.loggers.console import describe
+
 SMALL = (*QUIET, "model.hidden=[4]", "max_steps=30", "checkpoint.every_steps=10", "batch_size=64")
 PYTHON = shlex.quote(sys.executable)
 LAUNCHED = {
@@ -93,3 +95,8 @@ def test_tools_whose_reader_goes_away_end_quietly(tmp_path):
         assert done.returncode == 0 and not done.stderr, f"{tool}: {done.stderr}"
     done = shell(f"{PYTHON} -m train --help | true; exit ${{PIPESTATUS[0]}}", tmp_path)
     assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+@pytest.mark.unit
+def test_a_loop_that_counts_no_samples_shows_no_speed():
+    assert describe({"kind": "train", "step": 3, "loss": 0.5, "samples": 0, "samples_per_s": 0.0}, 0) == "step 3  loss 0.5000"  # fmt: skip

@@ -458,3 +458,17 @@ def test_submit_a_script_of_ones_own(slurm, checkout, tmp_path):
     text = "\n".join(path.read_text() for path in (checkout / "slurm/logs").glob("*.err"))
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), text[-4000:]
     assert mine.steps(tmp_path) == [*range(200)]
+
+
+def test_a_newcomers_own_loop_by_the_command_that_init_printed(slurm, newcomer):
+    """With the wheel alone; it is told to stop, requeued, and ends with the weights of an undisturbed run."""
+    out = slurm.on("ctl", "bash", "-c", newcomer.printed("Slurm"), cwd=newcomer.project)
+    job = re.search(r"Submitted batch job (\d+)", out)[1]
+    newcomer.reach(20)
+    slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+    state = slurm.ended(job)
+    assert (state["JobState"], state["Restarts"], state["JobName"]) == ("COMPLETED", "1", "my-job"), logs(
+        newcomer.project
+    )
+    newcomer.assert_exact()
+    assert newcomer.result().sha256 == newcomer.undisturbed().sha256

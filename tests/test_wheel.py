@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from kit.job import ROOT, environment
+from kit.newcomer import built
 
 HOSTILE = {"train.py": "raise SystemExit('theirs')\n", "conf/config.yaml": "name: theirs\n", "slurm/job.sh": "exit 9\n"}
 
@@ -17,14 +18,6 @@ def python(*line, cwd, **more):
     return subprocess.run(
         [sys.executable, *map(str, line)], cwd=cwd, env=env, capture_output=True, text=True, timeout=200
     )
-
-
-def built(source: Path, kind: str, place: Path) -> Path:
-    """A distribution of `source`, an sdist or a wheel, in the empty folder `place`."""
-    done = python("-m", "build", "--no-isolation", f"--{kind}", "--outdir", place, source, cwd=source)
-    assert done.returncode == 0, done.stderr
-    [found] = place.iterdir()
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """`muster init [slurm] [docker] [k8s]`: write templates and an example into the project in this folder.
 
-A file that is there already is never changed; its difference from the kit's is printed. With `--check` nothing is
-written, and the exit code is 1 if a file differs.
+A file that is there already is never changed; its difference from the kit's is printed, unless it is the example. With
+`--check` nothing is written, and the exit code is 1 if a file other than the example differs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ def main() -> int:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--trainer", action="store_true", help="your model and data in the kit's trainer (default)")
     kind.add_argument("--loop", action="store_true", help="a training loop of your own")
+    kind.add_argument(
+        "--script", default="", metavar="'my.py --lr 1e-3'", help="a script that you have, with its arguments"
+    )
     parser.add_argument("--name", help="name of the job (default: the folder's)")
     parser.add_argument("--image", help="image of the job (default: NAME:latest)")
     parser.add_argument(
@@ -38,9 +41,10 @@ def main() -> int:
     given = parser.parse_args()
     here = Path.cwd()
     try:
-        wanted = files(
-            project(here, name=given.name, image=given.image, loop=given.loop), given.substrates or [*SUBSTRATES]
-        )
+        mine = project(here, name=given.name, image=given.image, loop=given.loop, script=given.script)
+        wanted = files(mine, given.substrates or [*SUBSTRATES])
+        if (here / mine.example).is_file():  # a user's own from the first edit on
+            del wanted[mine.example]
         return check(here, wanted) if given.check else write(here, wanted)
     except MusterError as error:
         tell(error)

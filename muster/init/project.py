@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from muster.errors import ConfigError, nearest
+from muster.launcher.script import MARK, script_of
 
 KIT_IMAGE = "muster:cpu"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -20,30 +23,47 @@ SUBSTRATES = {
 }  # fmt: skip
 """The templates of each substrate that a project gets."""
 DOCKERFILE = """\
-# Your project on the kit's image, which is built once in a clone of the kit:
-#   docker build -f docker/Dockerfile --target cpu -t {kit} .
+# Your project on the kit's image {kit}, which docker/wheel.Dockerfile or a clone of the kit builds once.
 ARG KIT={kit}
 FROM ${{KIT}}
-# Your own packages: a requirements.txt and
-#   RUN pip install --no-cache-dir -r /job/requirements.txt
+# Your own packages, before the code, so that an edit of it does not install them again:
+#   COPY requirements.txt /opt/
+#   USER root
+#   RUN pip install --no-cache-dir -r /opt/requirements.txt
+#   USER 1000:1000
 COPY --chown=1000:1000 . /job
 """
 DOCKERIGNORE = "runs\n.venv\n.git\n**/__pycache__\n"
 README = """\
 # {name} on Muster
 
-The job is `{job}`. The same run continues on each of these; run a command again to resume.
+The job is `{job}`. Run these commands in this folder, with the environment active in which Muster is installed; run one
+again to resume.
 
 | | |
 |---|---|
 | this machine | `torchrun --nproc-per-node=2 {local}` |
 {rows}
-Each command prints the torchrun command that it runs. `muster init --check` shows what differs from the kit's own files.
+{images}Each command prints the torchrun command that it runs. `muster init --check` with the same arguments shows what differs from the
+files of an installed version of Muster.
+"""
+IMAGES = """\
+Images: the first is the kit's, built once from the wheel of Muster that you have installed, or in a clone of Muster by
+`docker build -f docker/Dockerfile --target cpu -t {kit} .`. The second is this project's; compose builds it by itself. Push it to
+where the nodes of Kubernetes pull from, with its full name as `image:` in `k8s/`.
+```
+cp PATH/TO/torch_muster-*.whl docker/ && docker build -f docker/wheel.Dockerfile -t {kit} docker
+docker build -f docker/Dockerfile -t {image} .
+```
 """
 ROWS = {
     "slurm": "| Slurm | `sbatch slurm/ddp.sbatch {words}` |\n",
     "docker": "| containers | `docker compose -f docker/compose.yaml up --build` |\n",
     "k8s": "| Kubernetes | `kubectl apply -f k8s/` |\n",
+}
+EXAMPLES = {
+    False: (["data._target_=mine.Points", "model._target_=mine.Net"], "mine.py"),
+    True: ([MARK, "my_loop.py"], "my_loop.py"),
 }
 
 
@@ -57,7 +77,7 @@ class Project:
 
     name: of the job and its objects in Kubernetes: lower-case letters, digits and hyphens. image: of its containers.
     words: what follows `muster launch node`: overrides without the run's name, or `--` and a script.
-    example: path of the example's file.
+    example: path of the example's file; empty for a script that is there already.
     """
 
     name: str
@@ -77,14 +97,25 @@ class Project:
         return [*self.words] if self.words[0] == "--" else [f"name={self.name}", *self.words]
 
 
-def project(folder: Path, *, name: str | None, image: str | None, loop: bool) -> Project:
-    """Return the project in `folder`. Without a name it is called as the folder is. Raises ConfigError."""
+def project(folder: Path, *, name: str | None, image: str | None, loop: bool, script: str = "") -> Project:
+    """Return the project in `folder`, whose job is its own `script` or an example.
+
+    Without a name it is called as the folder is. Raises ConfigError.
+    """
     name = name or re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
-    if loop:
-        words, example = ["--", "my_loop.py"], "my_loop.py"
-    else:
-        words, example = ["data._target_=mine.Points", "model._target_=mine.Net"], "mine.py"
+    words, example = own(script) if script else EXAMPLES[loop]
     return Project(name, image or f"{name}:latest", words, example)
+
+
+def own(script: str) -> tuple[list[str], str]:
+    """Return the words that run a user's script, quoted as for a shell, and no example. Raises ConfigError."""
+    try:
+        words = [MARK, *shlex.split(script)]
+    except ValueError as error:
+        raise ConfigError(f"--script={script} cannot be split into words: {error}; close every quote") from None
+    if found := script_of(words):
+        found.check()
+    return words, ""
 
 
 def templates() -> Path:
@@ -97,15 +128,21 @@ def files(given: Project, substrates: Sequence[str]) -> dict[str, str]:
     """Return the text of each file of the project, by its path. Raises ConfigError."""
     if unknown := [each for each in substrates if each not in SUBSTRATES]:
         raise ConfigError(f"muster init {unknown[0]}: no such substrate; {nearest(unknown[0], SUBSTRATES)}")
-    found = {given.example: (PACKAGE / "init/examples" / given.example).read_text()}
+    found = {given.example: (PACKAGE / "init/examples" / given.example).read_text()} if given.example else {}
     for substrate in substrates:
         for name in SUBSTRATES[substrate]:
             found[f"{substrate}/{name}"] = filled(given, (templates() / substrate / name).read_text())
     if "slurm" in substrates:
         found["slurm/logs/.gitignore"] = "*\n!.gitignore\n"  # Slurm does not create the folder of a job's output
-    if "docker" in substrates:
+    if has_image(substrates):
         found |= {"docker/Dockerfile": DOCKERFILE.format(kit=KIT_IMAGE), ".dockerignore": DOCKERIGNORE}
+        found["docker/wheel.Dockerfile"] = (templates() / "docker/wheel.Dockerfile").read_text()
     return found | {"MUSTER.md": readme(given, substrates)}
+
+
+def has_image(substrates: Sequence[str]) -> bool:
+    """Whether a substrate runs the project's image."""
+    return bool({"docker", "k8s"} & {*substrates})
 
 
 def filled(given: Project, template: str) -> str:
@@ -122,8 +159,9 @@ def filled(given: Project, template: str) -> str:
         (r" *- name=muster\n *- model=convnet\n *- epochs=20", args),
         (r", target: cpu\}", "}"),
         (r"\$\{COMPOSE_PROJECT_NAME:-muster\}", f"${{COMPOSE_PROJECT_NAME:-{given.name}}}"),
-        (r"\$\{ARGS:-\}", f"${{ARGS:-{' '.join(given.words)}}}"),
+        (r"\$\{ARGS:-\}", f"${{ARGS:-{json.dumps(shlex.join(given.words))[1:-1]}}}"),
         (r"(?<=job-name=)muster$", given.name),
+        (r"(?<=\"name\": \")muster(?=\")", given.name),  # of the job that submit.py submits
         (r"muster-node-1", f"{given.name}-node-1"),
     )
     for old, new in changes:
@@ -132,13 +170,19 @@ def filled(given: Project, template: str) -> str:
 
 
 def quoted(word: str) -> str:
-    """Return `word` as YAML, where a leading hyphen or an equals sign stays text."""
-    return f'"{word}"' if word.startswith("-") else word
+    """Return `word` as a string of YAML: `1e-3` and `-m` are none without quotes."""
+    return word if re.fullmatch(r"[\w.]+=[\w./-]+", word) else json.dumps(word)
 
 
 def readme(given: Project, substrates: Sequence[str]) -> str:
     """Return the project's page of commands."""
-    words = " ".join(given.named)
-    local = words.removeprefix("-- ") if given.words[0] == "--" else f"-m muster {words}"
+    words = shlex.join(given.named)
+    script = script_of(given.words)
     rows = "".join(ROWS[each].format(words=words) for each in SUBSTRATES if each in substrates)
-    return README.format(name=given.name, job=given.example, local=local, rows=rows.rstrip("\n") or "| | |")
+    return README.format(
+        name=given.name,
+        job=script.name if script else given.example,
+        local=shlex.join(script.words) if script else f"-m muster {words}",
+        rows=rows,
+        images=IMAGES.format(kit=KIT_IMAGE, image=given.image) if has_image(substrates) else "",
+    )

@@ -59,7 +59,8 @@ class Bar(Logger):
                 self.ranks += f", {several(self.restarts, 'restart')}"
         if record["kind"] == "train":  # shown in the bar, so that the terminal does not scroll
             of_step = (f"loss {record['loss']:.4f}",) if record["loss"] is not None else ()
-            said = (*of_step, f"{record['samples_per_s']:.0f} samples/s", self.ranks)
+            speed = (f"{record['samples_per_s']:.0f} samples/s",) if record["samples_per_s"] else ()
+            said = (*of_step, *speed, self.ranks)
             self.bar.update(self.task, description=", ".join(said))
         else:
             self.bar.console.print(describe(record, self.total_steps), highlight=False, markup=False)
@@ -87,6 +88,8 @@ OF_A_STEP = {
 def describe(record: dict[str, Any], total_steps: int) -> str:
     """Format a record as one readable line. total_steps: 0 if unknown; values that are None are left out."""
     fields = {name: value for name, value in record.items() if name != "kind" and value is not None}
+    if not fields.get("samples_per_s"):  # a loop of a user's own that does not count samples
+        fields.pop("samples_per_s", None)
     if record["kind"] != "event" and total_steps:
         fields["step"] = f"{fields['step']}/{total_steps}"
     if record["kind"] == "train":

@@ -122,7 +122,7 @@ def _how_well(history: History, width: int) -> Text:
     parts += [
         f"{name} {value:.4g}" for name, value in history.last_values.items() if name != "loss" and value is not None
     ][:2]
-    if history.train:
+    if history.train and history.train[-1]["samples_per_s"]:
         parts.append(f"{history.train[-1]['samples_per_s']:,.0f} samples/s")
     if history.world_size:
         parts.append(several(history.world_size, "rank"))

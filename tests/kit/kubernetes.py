@@ -69,8 +69,8 @@ class Cluster:
 class Space:
     """A namespace that enforces PodSecurity `restricted`, with a volume of its own: a folder of this machine."""
 
-    def __init__(self, cluster: Cluster, folder: Path, name: str):
-        self.cluster, self.name, self.volume = cluster, name, folder / "volume"
+    def __init__(self, cluster: Cluster, folder: Path, name: str, *, claim: str = "muster-runs"):
+        self.cluster, self.name, self.claim, self.volume = cluster, name, claim, folder / "volume"
         for_plain_user(self.volume, self.volume / "ledger")
         shutil.copytree(ROOT / "tests/kit", self.volume / "tests/kit", ignore=shutil.ignore_patterns("__pycache__"))
 
@@ -80,7 +80,7 @@ class Space:
             "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": self.name},
             "spec": {
                 "capacity": {"storage": "10Gi"}, "accessModes": ["ReadWriteMany"], "persistentVolumeReclaimPolicy": "Retain",
-                "hostPath": {"path": str(self.volume)}, "claimRef": {"namespace": self.name, "name": "muster-runs"},
+                "hostPath": {"path": str(self.volume)}, "claimRef": {"namespace": self.name, "name": self.claim},
             },
         }  # fmt: skip
         space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.name, "labels": labels}}

@@ -1,6 +1,11 @@
-"""`python3 image.py NAME BINARY PATH >image.tar`: pack a static binary as an image for `ctr images import`.
+"""Images for `ctr images import`.
 
-Source: https://github.com/moby/docker-image-spec, the archive of `docker save`.
+`python3 image.py NAME BINARY PATH >image.tar` packs a static binary.
+`docker image inspect NAME | python3 image.py NAME >image.tar` packs only the last layer of an image of the Docker engine,
+for a containerd that has unpacked the layers below it.
+
+Source: https://github.com/moby/docker-image-spec, the archive of `docker save`;
+https://github.com/opencontainers/image-spec/blob/main/image-layout.md
 """
 
 import hashlib
@@ -22,7 +27,39 @@ def packed(files: dict[str, tuple[bytes, int]]) -> bytes:
     return buffer.getvalue()
 
 
+def digest(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def described(kind: str, content: bytes, **more: object) -> dict[str, object]:
+    return {"mediaType": f"application/vnd.oci.image.{kind}", "digest": digest(content), "size": len(content), **more}
+
+
+def last_layer(name: str, seen: dict) -> bytes:
+    """Return the OCI layout of an image that Docker has inspected; of its layers, it has the last one only."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.add(seen["GraphDriver"]["Data"]["UpperDir"], arcname=".")
+    layer, below = buffer.getvalue(), seen["RootFS"]["Layers"][:-1]
+    rootfs = {"type": "layers", "diff_ids": [*below, digest(layer)]}
+    config = json.dumps({"architecture": "amd64", "os": "linux", "config": seen["Config"], "rootfs": rootfs}).encode()
+    tar = "layer.v1.tar"
+    layers = [{**described(tar, b""), "digest": each} for each in below] + [described(tar, layer)]
+    manifest = json.dumps({
+        "schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "config": described("config.v1+json", config), "layers": layers,
+    }).encode()  # fmt: skip
+    full = {"annotations": {"io.containerd.image.name": f"docker.io/library/{name}"}}
+    index = {"schemaVersion": 2, "manifests": [described("manifest.v1+json", manifest, **full)]}
+    blobs = {f"blobs/sha256/{digest(each).partition(':')[2]}": (each, 0o644) for each in (layer, config, manifest)}
+    layout = {"oci-layout": (b'{"imageLayoutVersion": "1.0.0"}', 0o644)}
+    return packed({**layout, "index.json": (json.dumps(index).encode(), 0o644), **blobs})
+
+
 def main() -> None:
+    if len(sys.argv) == 2:
+        sys.stdout.buffer.write(last_layer(sys.argv[1], json.load(sys.stdin)[0]))
+        return
     name, binary, path = sys.argv[1:]
     certificates = Path("/etc/ssl/certs/ca-certificates.crt")
     files = {path.lstrip("/"): (Path(binary).read_bytes(), 0o755)}

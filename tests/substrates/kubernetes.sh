@@ -3,6 +3,7 @@
 #   kubernetes.sh build DIR          the binaries, into DIR/bin, once (a quarter of an hour on two cores)
 #   kubernetes.sh start DIR          control plane, kubelet, DNS, Training Operator, JobSet, Trainer (half a minute)
 #   kubernetes.sh load DIR IMAGE     an image of the Docker engine
+#   kubernetes.sh add DIR IMAGE      an image of the Docker engine that has one layer more than the image loaded last
 #   kubernetes.sh on DIR COMMAND...  within the cluster's network, with its kubeconfig: kubectl
 #   kubernetes.sh api DIR up|down    end and start the API server
 #   kubernetes.sh stop DIR           end all of it, by PID
@@ -284,6 +285,9 @@ load() { # NAME, unless it is there already: 3 GB take two minutes
     echo "$id" >"$dir/containerd/loaded"
   fi
 }
+add() { # NAME: in a second, as the layers below it are unpacked already
+  docker image inspect "$1" | python3 "$here/image.py" "$1" | images import -
+}
 again() { until_true 120 "$@"; } # a webhook is not there at once, and may time out under load
 patient() { # NAMESPACE FOLDER: for a busy machine, where who answers late has not failed
   kubectl create namespace "$1"
@@ -341,11 +345,12 @@ case $action in
 build) build ;;
 start) start ;;
 load) load "$1" ;;
+add) add "$1" ;;
 on) on "$@" ;;
 api) if [ "$1" = up ]; then api; else end apiserver; fi ;;
 stop) stop ;;
 *)
-  echo "usage: kubernetes.sh build|start|load|on|api|stop DIR ..." >&2
+  echo "usage: kubernetes.sh build|start|load|add|on|api|stop DIR ..." >&2
   exit 2
   ;;
 esac

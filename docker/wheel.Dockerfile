@@ -1,0 +1,31 @@
+# The kit's image from its wheel, for a project without a clone of the kit:
+#
+#   cp torch_muster-*.whl docker/
+#   docker build -f docker/wheel.Dockerfile -t muster:cpu docker
+#
+# For PyTorch's CPU wheels, a proxy and InfiniBand see the kit's own Dockerfile: the same arguments and secrets work here.
+ARG BASE=python:3.11-slim-bookworm
+FROM ${BASE}
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends tini \
+ && rm -rf /var/lib/apt/lists/* \
+ && groupadd --gid 1000 muster \
+ && useradd --uid 1000 --gid 1000 --create-home muster \
+ && python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# The root file system may be read-only: caches go to /tmp, a run's files to /job/runs.
+ENV HOME=/tmp MPLCONFIGDIR=/tmp/matplotlib TORCHINDUCTOR_CACHE_DIR=/tmp/inductor TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
+COPY *.whl /opt/
+RUN --mount=type=secret,id=ca,target=/run/secrets/ca \
+    --mount=type=secret,id=pip,target=/run/secrets/pip.conf \
+    if [ -e /run/secrets/pip.conf ]; then export PIP_CONFIG_FILE=/run/secrets/pip.conf; fi \
+ && if [ -e /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi \
+ && pip install --no-cache-dir --disable-pip-version-check /opt/*.whl
+RUN install -d -o muster -g muster /job/runs && echo "PATH=/opt/venv/bin:\$PATH" > /etc/profile.d/muster.sh
+WORKDIR /job
+ENTRYPOINT ["tini", "--"]
+CMD ["torchrun", "--standalone", "--nproc-per-node=2", "-m", "muster"]
+USER 1000:1000
