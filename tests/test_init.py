@@ -1,6 +1,7 @@
 """`muster init`: a project of one's own gets the files that each substrate needs, and none of its own is changed."""
 
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -97,15 +98,16 @@ def test_files_that_are_there_are_left_and_their_difference_is_shown(place):
 
 
 def test_what_stands_in_the_place_of_a_file_is_told_in_one_line(place):
-    (place / "slurm").write_text("")
-    (place / "MUSTER.md").write_bytes(b"\xff")  # no text at all: still shown as different, and left
-    result = init(place, "slurm")
-    assert result.returncode == 5 and "left as is MUSTER.md" in result.stdout
-    assert result.stderr.count("\n") == 1 and "cannot write" in result.stderr and "slurm" in result.stderr
-    (place / "MUSTER.md").unlink()
+    (place / "slurm").mkdir()
+    (place / "slurm/ddp.sbatch").write_bytes(b"\xff")  # no text at all: still shown as different, and left
     (place / "MUSTER.md").mkdir()
     result = init(place, "slurm")
-    assert result.returncode == 5 and result.stderr.count("\n") == 1 and "cannot read" in result.stderr
+    assert result.returncode == 5 and "left as is slurm/ddp.sbatch" in result.stdout
+    assert result.stderr.count("\n") == 1 and "cannot read" in result.stderr and "MUSTER.md" in result.stderr
+    shutil.rmtree(place / "slurm")
+    (place / "slurm").write_text("")
+    result = init(place, "slurm")
+    assert result.returncode == 5 and result.stderr.count("\n") == 1 and "cannot write" in result.stderr
 
 
 def test_mistakes_are_one_line(place):
