@@ -29,27 +29,18 @@ def suite(*arguments, timeout_s=550):
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s)
 
 
-def test_the_column_of_a_loop_with_a_job(tmp_path):
-    done = suite("--only=own_loop", "--faults=term", f"--json={tmp_path / 'raw.json'}", "--limit-s=200")
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((tmp_path / "raw.json").read_text())["results"]["by hand with Job"][FAULTS["term"].title]
-    assert result["finished"] and result["weights_equal"] and result["steps_repeated"] == 0, done.stdout
-    assert result["samples"] == {"other_steps": 0, "too_often": 0, "missing": 0}
-    assert result["metrics"] == {"twice": 0, "missing": 0}
-
-
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("fault", ["rank", "twice"])
-def test_our_column(tmp_path, fault):
+@pytest.mark.parametrize("name, fault", [("own_loop", "rank"), ("ours", "twice")])
+def test_our_columns(tmp_path, name, fault):
     done = suite(
-        "--only=ours",
+        f"--only={name}",
         f"--faults={fault}",
         f"--json={tmp_path / 'raw.json'}",
         "--limit-s=200",
         f"--keep={tmp_path / 'runs'}",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((tmp_path / "raw.json").read_text())["results"]["Muster"][FAULTS[fault].title]
+    result = json.loads((tmp_path / "raw.json").read_text())["results"][trainer(name).title][FAULTS[fault].title]
     assert result["finished"] and result["weights_equal"], done.stdout
     assert result["samples"] == {"other_steps": 0, "too_often": 0, "missing": 0}
     assert result["metrics"] == {"twice": 0, "missing": 0}
