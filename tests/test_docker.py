@@ -238,7 +238,7 @@ def test_a_newcomers_own_loop_by_the_command_that_init_printed(engine, newcomer)
         assert newcomer.attempts()[-1]["world_size"] == 2
         assert (newcomer.folder / "model.pt").stat().st_uid == 1000
     finally:
-        down = command.replace("up --build", "down --timeout 1 --rmi local")
+        down = command.replace("up --build", "down --timeout 1")
         subprocess.run(["bash", "-c", down], cwd=newcomer.project, env=engine, capture_output=True, timeout=120)
 
 

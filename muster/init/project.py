@@ -44,7 +44,7 @@ again to resume.
 |---|---|
 | this machine | `torchrun --nproc-per-node=2 {local}` |
 {rows}
-{images}Each command prints the torchrun command that it runs. `muster init --check` with the same arguments shows what differs from the
+{images}{operator}Each command prints the torchrun command that it runs. `muster init --check` with the same arguments shows what differs from the
 files of an installed version of Muster.
 """
 IMAGES = """\
@@ -55,6 +55,12 @@ where the nodes of Kubernetes pull from, with its full name as `image:` in `k8s/
 cp PATH/TO/torch_muster-*.whl docker/ && docker build -f docker/wheel.Dockerfile -t {kit} docker
 docker build -f docker/Dockerfile -t {image} .
 ```
+
+"""
+OPERATOR = """\
+`k8s/` itself needs Kubeflow's Training Operator; `k8s/indexed-job/` needs none, and `k8s/trainjob/` Kubeflow Trainer (both: apply
+`k8s/volume.yaml` and `k8s/network-policy.yaml` first). `k8s/volume.yaml` needs a storage class with ReadWriteMany.
+
 """
 ROWS = {
     "slurm": "| Slurm | `sbatch slurm/ddp.sbatch {words}` |\n",
@@ -185,4 +191,5 @@ def readme(given: Project, substrates: Sequence[str]) -> str:
         local=shlex.join(script.words) if script else f"-m muster {words}",
         rows=rows,
         images=IMAGES.format(kit=KIT_IMAGE, image=given.image) if has_image(substrates) else "",
+        operator=OPERATOR if "k8s" in substrates else "",
     )
