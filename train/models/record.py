@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from muster.batches.stream import Stream
 from muster.errors import MusterError
 from muster.files import replace_file
 from muster.train.config.differences import to_dict
@@ -53,7 +54,7 @@ class ModelRecord:
 
     @classmethod
     def of(cls, config: Config, data: Data) -> ModelRecord:
-        """Return the record of a run's model; reads the first samples. Raises DataError, ConfigError."""
+        """Return the record of a run's model; reads the first samples for the inputs. Raises DataError, ConfigError."""
         record = cls(config.model, filled_in(config.model, data))
         with contextlib.suppress(Exception):  # what cannot be read ends the run elsewhere, or is skipped there
             inputs = first_inputs(config, data.train, size=SAMPLES)
@@ -82,12 +83,21 @@ def filled_in(part: Part, data: Data) -> dict[str, Any]:
 
 
 def note_model(folder: Path, config: Config, data: Data) -> None:
-    """Write model.json, unless it has this model already. Rank 0 only. Raises StorageError."""
-    before = ModelRecord.read(folder)
-    if before and before.inputs and _is_same(before, ModelRecord(config.model, filled_in(config.model, data))):
+    """Write model.json, unless it has this model already. Rank 0 only. Raises StorageError.
+
+    The inputs are left out if reading samples at the start may be more than the data set expects.
+    """
+    before, now = ModelRecord.read(folder), ModelRecord(config.model, filled_in(config.model, data))
+    if before and _is_same(before, now):
         return
-    text = ModelRecord.of(config, data).to_json()
+    text = (ModelRecord.of(config, data) if _is_read_at_start(data.train) else now).to_json()
     replace_file(folder / NAME, lambda draft: draft.write_text(text))
+
+
+def _is_read_at_start(dataset: Any) -> bool:
+    """Return True if the fingerprint reads samples, or if they are the kit's own."""
+    own = dataset.dataset if isinstance(dataset, Stream) else dataset
+    return not hasattr(own, "fingerprint") or type(own).__module__.startswith("muster.train.data.")
 
 
 def _is_same(one: ModelRecord, other: ModelRecord) -> bool:
