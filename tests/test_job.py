@@ -348,6 +348,7 @@ import os, time
 import torch, muster
 from torch import nn
 rank = int(os.environ.get("RANK", "0"))
+torch.manual_seed(0)  # the same model on every rank
 data = torch.utils.data.TensorDataset(torch.ones(40, 1), torch.ones(40, 1))
 model, other = nn.Linear(1, 1), nn.Linear(1, 2)
 optimizer = torch.optim.Adam(model.parameters())
@@ -489,7 +490,7 @@ def test_a_model_that_each_rank_trains_by_itself_is_refused_at_the_first_save(pl
     """Nothing else would tell: the loop has forgotten DistributedDataParallel, and a checkpoint would mix the models."""
     body = f"{LOOP}loss = (model(x) * rank).sum(); loss.backward(); optimizer.step(); optimizer.zero_grad(); job.step(loss=loss)"
     result = wrong(place("wrong"), body, ranks=2)
-    assert len(result.said) == 1 and "wrap it in DistributedDataParallel" in result.said[0], result.out
+    assert len(result.said) == 1 and "wrap the model in DistributedDataParallel" in result.said[0], result.out
     assert result.outcome["exit_code"] == 2 and not list((result.folder / "checkpoints").glob("step-*"))
 
 
