@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from muster.checkpoint.trained import SavedTensor, own_prefix
@@ -16,16 +17,19 @@ from muster.origin import described
 NAME = "loop/totals"
 WEIGHT = "\0weight"
 """Suffix of the sum of the weights of a value, which a name of a value cannot end with."""
+MOST = 1000
+"""Number of values of one name that are added up at once."""
 OF_RECORDS = ("kind", "step", "epoch", "samples", "samples_per_s", "time")
 """Names that records have for other entries."""
 
 
 class Totals:
-    """Sums over samples, accumulated on the device and read once per log line; a resume continues them."""
+    """Sums over samples; values on the device are read once per log line. A resume continues the sums."""
 
     def __init__(self, world: World):
         self._world = world
-        self._sums: dict[str, Any] = {}
+        self._sums: dict[str, float] = {}
+        self._added: dict[str, list[tuple[Any, float]]] = {}  # not yet in the sums: an operation a step costs more
 
     def add(self, values: Mapping[str, Any], *, weight: float) -> None:
         """Add a step's `values`, means over the samples of this rank, numbers or tensors of one element.
@@ -35,8 +39,9 @@ class Totals:
         """
         for name, value in values.items():
             mean = number_of(value, what=f"step({name}=...)", meaning="the mean over this rank's samples")
-            for key, more in ((name, mean * weight), (f"{name}{WEIGHT}", weight)):
-                self._sums[key] = self._sums[key] + more if key in self._sums else more
+            self._added.setdefault(name, []).append((mean, weight))
+        if any(len(added) >= MOST for added in self._added.values()):
+            self._plain()
 
     def close(self) -> dict[str, float]:
         """Return the means over all ranks, and begin anew. Waits for the device. Collective: every rank must call it."""
@@ -58,10 +63,25 @@ class Totals:
         """Restore the saved state: this rank's own, or at another world size the sum over all ranks on rank 0."""
         own = state.get(f"{own_prefix(self._world.rank)}{NAME}")
         shared = state.get(NAME, {}) if self._world.is_first else {}
-        self._sums = dict(shared if own is None else own)
+        self._sums, self._added = dict(shared if own is None else own), {}
 
     def _plain(self) -> dict[str, float]:
-        return {name: float(value) for name, value in self._sums.items()}
+        """Return the sums, with what was added since the last call. Waits for the device."""
+        for name, added in self._added.items():
+            for mean, (_, weight) in zip(_numbers([mean for mean, _ in added]), added, strict=True):
+                for key, more in ((name, mean * weight), (f"{name}{WEIGHT}", weight)):
+                    self._sums[key] = self._sums.get(key, 0.0) + more
+        self._added = {}
+        return dict(self._sums)
+
+
+def _numbers(values: list[Any]) -> list[float]:
+    """Return numbers and tensors of one element as numbers; tensors on one device are read together."""
+    places = {value.device if isinstance(value, Tensor) else None for value in values}
+    if len(places) == 1 and None not in places:
+        numbers: list[float] = torch.stack(values).tolist()
+        return numbers
+    return [float(value) for value in values]
 
 
 def check_names(names: Iterable[str], what: str) -> None:
@@ -81,7 +101,7 @@ def number_of(value: Any, *, what: str, meaning: str) -> Any:
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         own: Tensor = value.full_tensor() if in_pieces(value) else value  # a DTensor may be a part of a sum
-        return own.detach().double().reshape(())
+        return own.detach().to(torch.float64, copy=True).reshape(())  # a loop may change its own in place
     if isinstance(value, int | float):
         return float(value)
     raise ConfigError(f"{what} is {described(value)}: give a number or a tensor of one element, {meaning}")
