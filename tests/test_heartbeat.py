@@ -9,7 +9,7 @@ from kit.clock import ManualClock
 
 from muster.faults.blame import NAMED, Outlook, fault, last, outlook, silence
 from muster.faults.heartbeat import Heartbeat, period_s
-from muster.faults.phase import FIRST_S, LONG_S, Phase, Phases
+from muster.faults.phase import FIRST_S, LONG_S, Phase, Phases, cuda_is_busy
 from muster.faults.survey import Echo, Survey
 
 pytestmark = pytest.mark.unit
@@ -59,6 +59,16 @@ def test_whose_device_is_not_done_waits_wherever_its_code_stands(clock, busy):
     assert not own.now(1).waiting, "nothing is looked up while all goes well"
     clock.sleep(2.0)
     assert own.now(2).waiting is busy
+
+
+def test_a_device_with_an_error_does_not_end_the_heartbeat(monkeypatch):
+    """The beat's thread would take it, a RuntimeError, for the loss of the store, and the rank for silent."""
+
+    def broken(_):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", broken)
+    assert not cuda_is_busy(torch.device("cuda", 0))
 
 
 def seen(**ranks):

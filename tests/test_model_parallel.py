@@ -154,6 +154,17 @@ def test_what_does_not_go_together_is_told_before_any_process_group(chosen, rank
     assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
+@pytest.mark.unit
+def test_two_processes_of_two_gpus_each_do_not_train_by_nccl():
+    """Its communicator is bound to one device of each process, and DDP would reduce the other's parameters by it."""
+    line = ["strategy=model_parallel", "strategy.gpus=[0,1,2,3]", "strategy.split=['3']"]
+    several = build(compose(line).strategy)
+    with pytest.raises(ConfigError, match=r"write dist.backend=gloo, or use strategy=pipeline"):
+        several.check(compose(line), 2)
+    for fine, ranks in (([*line, "dist.backend=gloo"], 2), ([*line, "device=cpu"], 2), (line, 1)):
+        build(compose(fine).strategy).check(compose(fine), ranks)
+
+
 GPT = {"input_shape": [16], "num_classes": 32, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "dropout": 0.0}
 
 

@@ -93,8 +93,14 @@ class Phases:
 
 
 def cuda_is_busy(device: torch.device) -> bool:
-    """Whether a CUDA device has unfinished work, for example a collective that waits for other ranks."""
-    return device.type == "cuda" and not torch.cuda.current_stream(device).query()
+    """Whether a CUDA device has unfinished work, for example a collective that waits for other ranks.
+
+    A device with an error has none: the error is the main thread's to report, and must not end the heartbeat.
+    """
+    try:
+        return device.type == "cuda" and not torch.cuda.current_stream(device).query()
+    except torch.AcceleratorError:
+        return False
 
 
 def code_position() -> tuple[str, bool]:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from muster.dist.place import Place
 from muster.dist.world import World
 from muster.errors import ConfigError, nearest
-from muster.train.config.keys import Config, Device
+from muster.train.config.keys import Backend, Config, Device
 from muster.train.config.marks import FREE, LOCAL
 from muster.train.strategies.base import Recipe
 from muster.train.strategies.replicas.replicated import Replicas
@@ -38,7 +38,7 @@ class ModelParallel(Replicas):
         self.split, self.gpus = split, gpus
 
     def check(self, config: Config, world_size: int) -> None:
-        """Raise ConfigError for compile, or for fewer than two GPUs per process."""
+        """Raise ConfigError for compile, for fewer than two GPUs per process, or for several processes on NCCL."""
         super().check(config, world_size)
         if config.compile:
             raise ConfigError(
@@ -49,6 +49,11 @@ class ModelParallel(Replicas):
             raise ConfigError(
                 f"strategy=model_parallel takes two GPUs a process, and {processes} processes have {there}: "
                 f"use --nproc-per-node={max(1, there // 2)}, or device=cpu"
+            )
+        if config.device is not Device.cpu and there and world_size > 1 and config.dist.backend is not Backend.gloo:
+            raise ConfigError(
+                "strategy=model_parallel with several processes cannot use NCCL, whose communicator is of one device per "
+                "process: write dist.backend=gloo, or use strategy=pipeline or fsdp"
             )
 
     def build(self, recipe: Recipe, world: World) -> None:
