@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
+import torch
+
 from muster.batches.generators import kept_generators, key_of, seed_generators
 from muster.batches.loader import Batch
 from muster.dist.world import World
@@ -48,7 +50,8 @@ def measure(
     totals, slices = dict[str, Any](), config.virtual_world_size
     size = min(len(test), config.eval.max_samples or len(test))
     ranks = strategy.data_shard[1] if strategy.data_shard else 1
-    batch_size = config.batch_size if most else EVAL_BATCH * (slices or ranks)  # a trial costs no more than a step
+    parts = slices or ranks
+    batch_size = config.batch_size if most else parts * samples_at_once(config, world.device, parts=parts)
     plan = Plan(size, batch_size=min(size, batch_size), shuffle=False)
     steps = range(min(plan.steps_per_epoch, most or plan.steps_per_epoch))
     batches = micro_batches(config, test, plan, steps, shard=strategy.data_shard, device=world.device, train=False)
@@ -63,6 +66,16 @@ def measure(
         return None
     sums = world.sum_named({key: float(value) for key, value in totals.items()})
     return means(sums, count=plan.samples_before(len(steps))) | measures.compute(world)
+
+
+def samples_at_once(config: Config, device: torch.device, *, parts: int) -> int:
+    """Return the number of samples of an evaluation's batch on each of `parts` ranks or slices.
+
+    On a GPU it is no more than in training, whose batches are known to fit: 256 samples of 1,024 tokens, for example,
+    give logits of 50 GB. `micro_batch_size` limits it further.
+    """
+    in_training = -(-config.batch_size // parts)
+    return min(EVAL_BATCH, in_training) if device.type == "cuda" else EVAL_BATCH
 
 
 def seeded(batches: list[Batch], *words: int) -> Iterator[Batch]:

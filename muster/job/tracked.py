@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from muster.batches.fingerprint import hash_of, look
+from muster.checkpoint.optimizer_state import empty_state, keep_types
 from muster.checkpoint.state import host_copy
 from muster.checkpoint.trained import SavedTensor, own_prefix
 from muster.dist.pieces import in_pieces
@@ -204,7 +205,7 @@ class Tracked:
             kind, _, rest = name.partition("/")
             parameter = parameters.get(rest.rpartition("/")[0])
             if kind in self.optimizers and parameter is not None:
-                yield name, _empty(facts, parameter)
+                yield name, empty_state(rest.rpartition("/")[2], facts, parameter)
 
     def _load_optimizer(self, name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         saved = state[GROUPS]
@@ -219,7 +220,7 @@ class Tracked:
                 values.setdefault(number[parameter], {})[what] = value
         numbered = [{**group, "params": [number[each] for each in group["params"]]} for group in saved]
         optimizer.load_state_dict({"state": values, "param_groups": numbered})
-        _keep_types(optimizer, values)
+        keep_types(optimizer, values)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -286,20 +287,3 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _digest(state: Any) -> str:
     return hash_of([pytree.tree_structure(state), *look(state)])
-
-
-def _empty(facts: SavedTensor, like: Tensor) -> Tensor:
-    """Return an empty tensor for `facts`: in the layout of its parameter if the shapes are equal, else not sharded."""
-    if facts.size == like.shape:
-        return torch.empty_like(like, dtype=facts.dtype, requires_grad=False)
-    return torch.empty(facts.size, dtype=facts.dtype, device=like.device)
-
-
-def _keep_types(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
-    """Restore the saved dtypes of optimizer state, because torch casts it to the dtype of the parameter."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, values in saved.items():
-        loaded = optimizer.state[parameters[index]]
-        for name, value in values.items():
-            if isinstance(value, Tensor) and loaded[name].dtype != value.dtype:
-                loaded[name] = value.detach().to(loaded[name].device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from muster.checkpoint.optimizer_state import empty_state, keep_types
 from muster.checkpoint.trained import SavedTensor
 from muster.errors import ConfigError
 
@@ -124,7 +125,7 @@ def targets(
         kind, _, rest = name.partition("/")
         parameter = parameters.get(rest.rpartition("/")[0]) if kind == "optimizer" else None
         if parameter is not None:
-            here[name] = _empty(facts, parameter)
+            here[name] = empty_state(rest.rpartition("/")[2], facts, parameter)
     return here
 
 
@@ -159,35 +160,16 @@ def load(
         groups = [{**before, **saved} for before, saved in zip(options, kept, strict=True)]
         nested = _nested(state, model, optimizer, groups)
         optimizer.load_state_dict(nested)
-        _keep_types(optimizer, nested["state"])
+        keep_types(optimizer, nested["state"])
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"the checkpoint does not fit this model and optimizer: {error}") from error
     for group, before in zip(optimizer.param_groups, options, strict=True):
         group.update({key: value for key, value in before.items() if key in decides or key not in group})
 
 
-def _keep_types(optimizer: torch.optim.Optimizer, saved: Mapping[int | str, Any]) -> None:
-    """Restore the saved dtypes of optimizer state, because torch casts it to the dtype of the parameter."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, values in saved.items():
-        if isinstance(index, str):  # state of no parameter, never cast
-            continue
-        loaded = optimizer.state.get(parameters[index], {})
-        for name, value in values.items():
-            if isinstance(value, Tensor) and name in loaded and loaded[name].dtype != value.dtype:
-                loaded[name] = value.detach().to(loaded[name].device)
-
-
 def _device(value: Any) -> str:
     """Device type of the first tensor in a value; `cpu` if there is none."""
     return next((leaf.device.type for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), "cpu")
-
-
-def _empty(facts: SavedTensor, like: Tensor) -> Tensor:
-    """An empty tensor for `facts`: in the layout of its parameter if the shapes are equal, otherwise not sharded."""
-    if facts.size == like.shape:
-        return torch.empty_like(like, dtype=facts.dtype, requires_grad=False)
-    return torch.empty(facts.size, dtype=facts.dtype, device=like.device)
 
 
 def _kept(saved: list[dict[str, Any]], groups: Groups, decides: Set[str]) -> list[dict[str, Any]]:
