@@ -30,6 +30,7 @@ GOOD = {
     "links": {"links": {}},
     "speed": {"gflops": 100.0, "sums": {}},
     "gpus": {"gpu": "", "there": 0},
+    "compiler": {"has_gpu": True, "compiler": "/usr/bin/gcc", "error": ""},
     "ports": {"range": "32768 to 60999", "free": 28000, "master": "29500"},
 }
 GPU = {"free": 0.99, "gib": 80.0, "there": 1, "driver": "570.1", "celsius": 40, "ecc": 0, "slowed": False}
@@ -88,6 +89,8 @@ def test_every_check_has_facts_here():
         ("gpus", [ON_0, {**ON_1, "driver": "560.2"}], False, "the driver differs: 570.1 on host0; 560.2 on host1"),
         ("gpus", [ON_0, ON_0], True, "rank 1 on host1 and rank 0 have the same GPU, GPU-a"),
         ("gpus", [{"there": 8}, {"there": 8}], False, "host0 has 8 GPUs, but training uses the CPU"),
+        ("compiler", [{}, {"compiler": ""}], False, "host1: there is no C compiler"),
+        ("compiler", [{}, {"error": "CalledProcessError: gcc"}], False, "host1: torch.compile fails: CalledProcessError"),
         ("ports", [{}, {"free": 12}], False, "host1: 12 ports are free of 32768 to 60999"),
         ("ports", [{}, {"range": "50000 to 50100"}], False, "differs: 32768 to 60999 on host0; 50000 to 50100 on host1"),
         ("ports", [{}, {"master": "29501"}], True, "MASTER_PORT differs: 29500 on host0; 29501 on host1"),
