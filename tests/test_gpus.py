@@ -7,6 +7,7 @@ from muster.checkpoint.optimizer_state import empty_state
 from muster.checkpoint.trained import SavedTensor
 from muster.train.config.compose import compose
 from muster.train.evaluation import EVAL_BATCH, samples_at_once
+from muster.train.numerics import set_numerics
 
 pytestmark = pytest.mark.unit
 
@@ -31,3 +32,16 @@ def test_an_evaluation_on_a_gpu_takes_no_more_samples_at_once_than_training():
     assert samples_at_once(compose(["batch_size=5"]), cuda, parts=4) == 2
     assert samples_at_once(compose(["batch_size=16"]), cpu, parts=4) == EVAL_BATCH
     assert samples_at_once(compose(["batch_size=100000"]), cuda, parts=4) == EVAL_BATCH
+
+
+@pytest.mark.parametrize(
+    "line, uses",
+    [([], True), (["deterministic=true"], False), (["virtual_world_size=4"], False), (["tf32=false"], False),
+     (["deterministic=true", "tf32=true"], True)],
+)  # fmt: skip
+def test_products_are_rounded_to_tf32_unless_bits_are_promised(line, uses, monkeypatch):
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda _: None)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    set_numerics(compose(line))
+    assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is uses

@@ -15,11 +15,15 @@ from muster.train.config.keys import Config
 
 
 def set_numerics(config: Config) -> None:
-    """Set seeds, determinism and thread count. Must be called before the first tensor is created."""
+    """Set seeds, determinism, the precision of products on GPUs, and thread count. Must be called before the first tensor is created."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not config.deterministic
+    exact = config.deterministic or config.virtual_world_size is not None
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = (
+        not exact if config.tf32 is None else config.tf32
+    )
     if config.virtual_world_size and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # torchrun's default; the rounding of a sum depends on the number of threads
     _seed(config.seed)

@@ -161,6 +161,12 @@ class Config:
         Ge(1),
     )
     precision: Precision = key(Precision.fp32, "`fp32`, `bf16`, or `fp16` with loss scaling")
+    tf32: bool | None = key(
+        None,
+        "round the factors of fp32 products on GPUs to 10 bits (TF32), which is several times faster; `null`: unless "
+        "`deterministic` or `virtual_world_size` is set",
+        FREE,
+    )
     device: Device = key(Device.auto, "`cpu` or `cuda`; `auto`: GPUs if the host has any", FREE)
     gpus: Any = key(
         None, "GPUs of local ranks 0, 1, ... by index: `[0,2]`, or `0` for `[0]`; `null`: all, in order", FREE, LOCAL
