@@ -347,8 +347,7 @@ START = """
 import os, time
 import torch, muster
 from torch import nn
-rank = int(os.environ.get("RANK", "0"))
-torch.manual_seed(0)  # the same model on every rank
+rank, _ = int(os.environ.get("RANK", "0")), torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.ones(40, 1), torch.ones(40, 1))
 model, other = nn.Linear(1, 1), nn.Linear(1, 2)
 optimizer = torch.optim.Adam(model.parameters())
