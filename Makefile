@@ -65,7 +65,7 @@ rooms: $(VENV)/.test ## draw the imports between rooms into the docs
 
 docs: $(VENV)/.train ## build the pages of docs/ as a site, in site/
 	$(INSTALL) --quiet -e '.[docs]'
-	$(BIN)/mkdocs build --quiet --strict --site-dir site
+	$(BIN)/mkdocs build --strict --site-dir site
 
 clean: ## remove the environment and caches; keep runs/
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

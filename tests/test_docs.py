@@ -74,6 +74,18 @@ def test_every_link_leads_somewhere(page):
         assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
 
 
+def test_the_site_is_built_without_a_warning(tmp_path):
+    """Every page is in its navigation, every link leads somewhere, and a README beside the templates is a page."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT, env=environment(NO_MKDOCS_2_WARNING="1"), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0 and "not included in the" not in done.stderr, done.stderr
+    loop = (tmp_path / "your-own-loop.html").read_text()
+    assert "<code>examples/own_loop/fsdp2.py</code>" in loop and 'href="examples' not in loop
+    assert "sbatch slurm/ddp.sbatch" in (tmp_path / "slurm.html").read_text()
+
+
 WALK = re.compile(r"^\*\*[^\n]*\*\*\n\n\| file \| look for \|\n\|---\|---\|\n((?:\|.*\n)+)", re.M)
 STOP = re.compile(r"^\| `([\w/]+\.py)` \| (.*) \|$")
 
