@@ -561,7 +561,7 @@ SETTINGS = (
     r"--rdzv[-_]\w+=|rdzv(Backend|Id|Conf)\b|PET_RDZV_CONF|(join|last_call|read|close|heartbeat)_timeout|keep_alive"
     r"|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|TORCH_ELASTIC_SHUTDOWN_TIMEOUT|--shutdown-timeout"
 )
-ALLOWED = r"muster/launcher/|docs/|.*\.md$|tests/test_\w+\.py$|docker/Dockerfile$"
+ALLOWED = r"muster/launcher/|docs/|.*\.md$|tests/test_\w+\.py$|docker/(?:wheel\.)?Dockerfile$"
 
 
 def tracked():

@@ -21,10 +21,10 @@ import torch, muster
 from torch import nn
 
 with muster.Job("run", tensorboard=False) as job:
-    generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+    generator, critic, data = nn.Linear(2, 3), nn.Linear(3, 1), torch.randn(8, 2)
     both = [*generator.parameters(), *critic.parameters()]
     job.track(generator=generator, critic=critic, optimizer=torch.optim.Adam(both))
-    for batch in job.batches(torch.utils.data.TensorDataset(torch.randn(8, 2)), batch_size=4, epochs=1):
+    for batch in job.batches(torch.utils.data.TensorDataset(data), batch_size=4, epochs=1):
         critic(generator(batch[0])).mean().backward()
         job.step()
 torch.save([generator.state_dict(), critic.state_dict()], "expected.pt")
