@@ -12,6 +12,7 @@ from kit.job import run
 from kit.ranks import on_ranks
 from PIL import Image
 
+from muster.batches.drawn import Watch
 from muster.batches.fetch import Fetch
 from muster.batches.fingerprint import fingerprint
 from muster.batches.loader import LoaderConfig, batches
@@ -149,6 +150,19 @@ def test_augmentation_depends_on_sample_and_epoch_not_on_company(kind, folder):
     assert torch.equal(together[1], alone[0])
     epochs = [fetch([4], epoch, dataset=dataset) for epoch in range(12)]
     assert any(not torch.equal(epochs[0], other) for other in epochs[1:])
+
+
+@pytest.mark.unit
+def test_a_watch_restores_also_another_generator_of_numpy():
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        watch, first = Watch(), np.random.rand()
+        assert watch.has_drawn()
+        watch.restore()
+        assert not watch.has_drawn() and np.random.rand() == first
+    finally:
+        np.random.set_bit_generator(before)
 
 
 @pytest.mark.unit

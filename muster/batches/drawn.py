@@ -19,12 +19,16 @@ WORDS = 624
 BYTES = 4 * (WORDS + 1)
 """Size of a Mersenne Twister: its words, and the position of the next one (before them in Python, after them in NumPy)."""
 
+OTHER = "other"
+"""Kind of a generator that `np.random.set_bit_generator` has put in the place of NumPy's Mersenne Twister."""
+
 
 class Watch:
     """The states of the generators of Python, NumPy and torch when it was created."""
 
     def __init__(self) -> None:
         self._python, self._numpy, self._torch = _python(), _numpy(), torch.default_generator.get_state()
+        self._other = np.random.get_state(legacy=False) if self._numpy[0] == OTHER else None
 
     def has_drawn(self) -> bool:
         """Return True if one of the states has changed since: something has drawn, or seeded."""
@@ -40,8 +44,11 @@ class Watch:
         numbers = np.frombuffer(words, np.uint32).tolist() if isinstance(words, bytes) else None
         random.setstate((random.Random.VERSION, (*numbers[1:], numbers[0]), gauss) if numbers else words)
         kind, content, *cached = self._numpy
-        whole = np.frombuffer(content, np.uint32)
-        np.random.set_state((kind, whole[:WORDS], int(whole[WORDS]), *cached))
+        if self._other is None:
+            whole = np.frombuffer(content, np.uint32)
+            np.random.set_state((kind, whole[:WORDS], int(whole[WORDS]), *cached))
+        else:
+            np.random.set_state(self._other)
         torch.default_generator.set_state(self._torch)
         forget()
 
@@ -91,4 +98,4 @@ def _numpy() -> tuple[Any, ...]:
         kind, _, _, is_kept, kept = np.random.get_state()
         _seen = words, bool(is_kept)
         return kind, words, is_kept, kept
-    return "other", repr(np.random.get_state(legacy=False)), 0, 0.0
+    return OTHER, repr(np.random.get_state(legacy=False)), 0, 0.0
