@@ -105,6 +105,9 @@ def test_gpus_are_dealt_two_to_a_process(monkeypatch):
     with pytest.raises(ConfigError, match=r"2 processes have 3: use --nproc-per-node=1, or device=cpu"):
         build(config.strategy).check(config, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ConfigError, match=r"cannot use NCCL.*dist.backend=gloo"):
+        build(config.strategy).check(config, 2)
+    config = compose(["strategy=model_parallel", "strategy.split=['3']", "dist.backend=gloo"])
     build(config.strategy).check(config, 2)
     config = compose(["strategy=data_parallel", "strategy.devices=3", "gpus=[0,2]"])
     with pytest.raises(ConfigError, match=r"strategy.devices=3, and there are 2 GPUs: use 2 at most"):
