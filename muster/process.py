@@ -14,6 +14,23 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a run to stop."""
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
+_launcher: int | None = None
+
+
+def launcher_pid() -> int:
+    """Return the pid of the process that started this rank: its parent, or its keeper's (faults/keeper.py)."""
+    return os.getppid() if _launcher is None else _launcher
+
+
+def worker_pid() -> int:
+    """Return the pid of the process that the launcher started: this one, or its keeper."""
+    return os.getpid() if _launcher is None else os.getppid()
+
+
+def become_kept(launcher: int) -> None:
+    """Take notice that this process is the child of a keeper, which `launcher` started."""
+    global _launcher
+    _launcher = launcher
 
 
 def die_with_parent(number: int = signal.SIGKILL, *, parent: int | None = None) -> None:

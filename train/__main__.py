@@ -56,7 +56,30 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption) -> int:
         return config.exit_code
     from muster.train.run import attempt  # imports torch, which --help does without
 
-    return attempt(config, preemption)
+    if isinstance(config, ConfigError) or not is_kept(config):
+        return attempt(config, preemption)
+    from muster.dist.rendezvous.meeting import code_hash
+    from muster.faults.keeper import keep
+    from muster.job.survival import Survival
+
+    code_hash()  # once for all lives
+    most = config.dist.max_survivals_per_hour
+    return keep(lambda life: attempt(config, preemption, Survival(life)), preemption=preemption, most_per_hour=most)
+
+
+def is_kept(config: Config) -> bool:
+    """Return whether this rank is born again if it dies; rank 0 prints why it is not although the config asks for it."""
+    from muster.dist.place import store_is_agents
+
+    if not config.dist.survive or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    from muster.errors import say
+    from muster.train.live import why_not
+
+    why = why_not(config) if store_is_agents() and sys.platform == "linux" else "torchrun does not hold the ranks' store"
+    if why and os.environ.get("RANK") == "0":
+        say(f"muster: dist.survive=true: a rank that dies restarts all ranks ({why})")
+    return not why
 
 
 if __name__ == "__main__":

@@ -8,6 +8,11 @@ from typing import Any
 from muster.plan import Plan
 from muster.train.config.keys import Config
 from muster.train.data.load import Data
+from muster.train.strategies.base import StepResult
+
+
+STEPPED, ENDED, LOGGED, EVALUATED, SAVED = range(5)
+"""What is done of a step: the optimizer's step, the callbacks, and, if they are due, its log line, evaluation and save."""
 
 
 @dataclass
@@ -17,6 +22,7 @@ class Progress:
     step: optimizer steps done. evaluated: step of the last complete evaluation.
     skipped_in_a_row: steps skipped since the last one that was not.
     best: {metric, value, step} of the evaluation with the best `checkpoint.best`. stopped: why training ends early.
+    logged: step of the last `train` line. stage: what is done of this step. result: what the strategy has returned for it, if it is known.
     """
 
     step: int = 0
@@ -24,6 +30,18 @@ class Progress:
     skipped_in_a_row: int = 0
     best: dict[str, Any] | None = None
     stopped: str | None = None
+    logged: int = 0
+    stage: int = SAVED
+    result: StepResult | None = None
+
+    @property
+    def lines(self) -> int:
+        """The last step whose `train` line, if it was due, is written."""
+        return self.step if self.stage >= LOGGED else self.step - 1
+
+    def advance(self, result: StepResult) -> None:
+        """Count a step of the optimizer."""
+        self.step, self.stage, self.result = self.step + 1, STEPPED, result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from muster.job.running import Running
 from muster.loggers.metrics import Metrics
 from muster.plan import Plan
 from muster.train.config.keys import Config, NonFinite, Precision
-from muster.train.course import Course, Progress
+from muster.train.course import ENDED, EVALUATED, LOGGED, SAVED, Course, Progress
 from muster.train.data.batches import micro_batches
 from muster.train.evaluation import measure
 from muster.train.objectives.measure import Measures, is_better, value_of
@@ -118,19 +118,16 @@ def train(run: Run) -> Ending:
     try_evaluation(run)
     run.callbacks.on_start(run)
     running.start()
-    evaluate_if_due(run)
+    end_step(run)
     for batches in steps(run):
         result = run.strategy.step(run.step, batches)
         run.window.add(result, samples=course.plan.count(run.step))
-        course.progress.step += 1
+        run.progress.advance(result)
         count_skips(run, result)
         running.records.advance(run.step)
         run.callbacks.on_step_end(run)
-        if run.step % run.config.log.every_steps == 0 or run.is_over:
-            log(run, result)
-        evaluate_if_due(run)
-        if is_time_to_save(run):
-            save(run)
+        run.progress.stage = ENDED
+        end_step(run)
     if not run.is_preempted:
         save(run)
         evaluate(run)
@@ -138,6 +135,30 @@ def train(run: Run) -> Ending:
         save(run)
         return running.stopped()
     return running.done()
+
+
+def end_step(run: Run) -> None:
+    """Log, evaluate and save, as far as each is due at this step and is not done. Collective: every rank must call it.
+
+    Before the first step of an attempt this repeats an evaluation during which an earlier one was stopped, and does what
+    a rank that died has cut short.
+    """
+    progress = run.progress
+    if progress.stage < LOGGED and is_time_to_log(run):
+        assert progress.result
+        log(run, progress.result)
+        progress.logged = run.step
+    progress.stage = max(progress.stage, LOGGED)
+    evaluate_if_due(run)
+    progress.stage = max(progress.stage, EVALUATED)
+    if progress.stage < SAVED and is_time_to_save(run):
+        save(run)
+    progress.stage = SAVED
+
+
+def is_time_to_log(run: Run) -> bool:
+    """Return True if a `train` line is due at this step."""
+    return run.step % run.config.log.every_steps == 0 or run.is_over
 
 
 def steps(run: Run) -> Iterator[list[Batch]]:
@@ -158,10 +179,7 @@ def load(run: Run, plan: Plan, steps: range) -> Iterator[list[Batch]]:
 
 
 def evaluate_if_due(run: Run) -> None:
-    """Evaluate at the interval, between two steps, unless this step was evaluated already.
-
-    On resume this repeats an evaluation during which an earlier attempt was stopped.
-    """
+    """Evaluate at the interval, between two steps, unless this step was evaluated already."""
     every = run.config.eval.every_steps or run.course.plan.steps_per_epoch
     if isinstance(every, int) and 0 < run.step < run.total_steps and run.step % every == 0:
         if run.progress.evaluated != run.step:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from muster.dist.world import World
 from muster.errors import MusterError, one_line, say
-from muster.job.records import record_times
+from muster.job.records import hosts_of, record_times
 from muster.loggers.base import Logger
 from muster.loggers.console import console
 from muster.loggers.jsonl import NAME, Jsonl, read
@@ -16,20 +16,24 @@ from muster.train.config.parts import build
 from muster.train.course import Course
 
 
-def open_records(config: Config, world: World, course: Course, *, is_finished: bool) -> Metrics:
+def open_records(
+    config: Config, world: World, course: Course, *, is_finished: bool, kept: Metrics | None = None
+) -> Metrics:
     """Open the records of a run at its present step; they do nothing on other ranks than 0.
 
-    Collective: every rank must call it. is_finished: the run needs no further step. Raises ConfigError or StorageError
-    if a logger cannot be built.
+    Collective: every rank must call it. is_finished: the run needs no further step. kept: records of an earlier attempt in
+    this process, to go on with. Raises ConfigError or StorageError if a logger cannot be built.
     """
-    progress = course.progress
+    progress, hosts = course.progress, hosts_of(world)
+    if kept:
+        return kept
     evaluated = None if is_finished or not progress.step else progress.evaluated
     loggers = (
-        open_loggers(config, step=progress.step, total_steps=course.total_steps, evaluated=evaluated)
+        open_loggers(config, step=progress.lines, total_steps=course.total_steps, evaluated=evaluated)
         if world.is_first
         else []
     )
-    times = record_times(Path(config.output_dir), world, step=progress.step)
+    times = record_times(Path(config.output_dir), world, hosts=hosts, step=progress.step)
     return Metrics(loggers, samples=course.plan.samples_before(progress.step), windows=times)
 
 

@@ -18,6 +18,7 @@ from muster.job.folder import RunFolder
 from muster.job.lifecycle import Lifecycle
 from muster.job.records import report
 from muster.job.running import Running, open_checkpoints
+from muster.job.survival import Survival
 from muster.timing.clock import Clock
 from muster.train.announce import announce
 from muster.train.callbacks.all import Callbacks
@@ -29,6 +30,7 @@ from muster.train.course import Course, plan_of, steps_asked_for
 from muster.train.data.load import load as load_data
 from muster.train.data.source import origin_of_samples
 from muster.train.evaluation import refuse_unevaluated
+from muster.train.live import Live
 from muster.train.loop import Run, train
 from muster.train.models.initial import first_weights
 from muster.train.models.record import note_model
@@ -44,27 +46,39 @@ from muster.train.strategies.step.eager import stay_eager
 from muster.train.window import Window
 
 
-def attempt(config: Config | ConfigError, preemption: Preemption) -> int:
-    """Run one attempt and return its exit code. A ConfigError in place of the config is reported on all ranks."""
-    with lifecycle(config, preemption) as life:
-        world, strategy = join(config, preemption)
-        assert isinstance(config, Config)
-        life.meet(world, timeout_s=config.dist.timeout_s)
-        if config.doctor:
-            consult(config, world)
-        with open_run(config=config, world=world, strategy=strategy, life=life) as (run, folder):
-            carry_out(run, life, folder)
-    return life.exit_code
+def attempt(config: Config | ConfigError, preemption: Preemption, survival: Survival | None = None) -> int:
+    """Run one attempt and return its exit code. A ConfigError in place of the config is reported on all ranks.
+
+    With `survival`, the death of another rank is followed by the next attempt in this process.
+    """
+    live = Live(survival) if survival else None
+    while True:
+        with lifecycle(config, preemption, survival) as life:
+            take_part(config, preemption, life, live)
+        if not life.has_parted:
+            return life.exit_code
 
 
-def lifecycle(config: Config | ConfigError, preemption: Preemption) -> Lifecycle:
+def take_part(config: Config | ConfigError, preemption: Preemption, life: Lifecycle, live: Live | None) -> None:
+    """Take part in one attempt, from the meeting of the ranks to the end. Raises MusterError, and what a user's code raises."""
+    world, strategy = join(config, preemption, live)
+    assert isinstance(config, Config)
+    life.meet(world, timeout_s=config.dist.timeout_s)
+    if config.doctor and not world.again:
+        consult(config, world)
+    with open_run(config=config, world=world, strategy=strategy, life=life, live=live) as (run, folder):
+        carry_out(run, life, folder)
+
+
+def lifecycle(config: Config | ConfigError, preemption: Preemption, survival: Survival | None) -> Lifecycle:
     """Return the new attempt that `config` describes."""
     if isinstance(config, ConfigError):
         return Lifecycle(Path("."), preemption)
-    return Lifecycle(Path(config.output_dir), preemption, max_idle_attempts=config.max_idle_attempts)
+    folder = Path(config.output_dir)
+    return Lifecycle(folder, preemption, max_idle_attempts=config.max_idle_attempts, survival=survival)
 
 
-def join(config: Config | ConfigError, preemption: Preemption) -> tuple[World, Strategy]:
+def join(config: Config | ConfigError, preemption: Preemption, live: Live | None = None) -> tuple[World, Strategy]:
     """Build the strategy and form the process group. Collective: every rank must call it.
 
     Raises ConfigError on all ranks if one rank's config is wrong.
@@ -81,7 +95,10 @@ def join(config: Config | ConfigError, preemption: Preemption) -> tuple[World, S
         timeout_s = Dist().start_timeout_s if isinstance(config, ConfigError) else config.dist.start_timeout_s
         meet(place, alike=None, error=error, timeout_s=timeout_s, stopping=lambda: preemption.signalled)
         raise
-    return start(group_options(config), place, stopping=lambda: preemption.signalled), strategy
+    if live:
+        live.begin(config, place, stopping=lambda: preemption.signalled)
+    birth = live.survival.birth if live else None
+    return start(group_options(config), place, stopping=lambda: preemption.signalled, birth=birth), strategy
 
 
 def find_place(config: Config | ConfigError) -> Place:
@@ -106,41 +123,51 @@ def consult(config: Config, world: World) -> None:
 
 
 @contextlib.contextmanager
-def open_run(*, config: Config, world: World, strategy: Strategy, life: Lifecycle) -> Iterator[tuple[Run, RunFolder]]:
-    """Build all parts of a run and restore the newest checkpoint. Collective: every rank must call it.
+def open_run(
+    *, config: Config, world: World, strategy: Strategy, life: Lifecycle, live: Live | None
+) -> Iterator[tuple[Run, RunFolder]]:
+    """Build all parts of a run and restore the newest checkpoint, or the state of the furthest rank that is alive.
 
-    Raises MusterError.
+    Collective: every rank must call it. Raises MusterError.
     """
     set_numerics(config)
     if not config.compile:
         stay_eager()
-    data = load_data(config, world)
+    source = live.furthest(world) if live and world.again else None
+    data = load_data(config, world) if live is None or source is None else live.load_data(config)
     refuse_unevaluated(config, data)
     plan = plan_of(config, data)
     total_steps = steps_asked_for(config, plan)
     refusal = partial(refuse_changes, config, fingerprint=data.fingerprint, total_steps=total_steps)
-    folder = life.claim(run_options(config), refusal=refusal)
+    folder = life.claim(run_options(config), refusal=refusal, lives=source is not None)
     callbacks = Callbacks.of(config, data)
     measures = build_measures(config.metrics, world=world, sliced=config.virtual_world_size is not None)
     kinds = kinds_of(world) if config.virtual_world_size else []
-    weights = first_weights(config, world) if folder.saved is None else None
+    weights = first_weights(config, world) if folder.saved is None and source is None else None
     strategy.build(recipe(config, data, plan, total_steps, world, measures=measures, weights=weights), world)
     life.on_end(strategy.close)
     callbacks.on_build(strategy)
     window = Window(world, slices=config.virtual_world_size, measures=config.log.train_metrics)
-    progress = restore(config, world, folder, strategy, callbacks, window)
+    if live and source is not None:
+        progress = live.hand_over(source, world, data, plan, strategy, callbacks, window)
+    else:
+        progress = restore(config, world, folder, strategy, callbacks, window)
     world.on_first(partial(note_model, folder.path, config, data))
     life.restored(progress, report=partial(report, folder.path) if world.is_first and config.log.report else None)
     course = Course(data=data, plan=plan, total_steps=max(total_steps, progress.step), progress=progress)
-    records = open_records(config, world, course, is_finished=folder.is_done and course.is_over)
+    kept = live.records if live and source is not None else None
+    records = open_records(config, world, course, is_finished=folder.is_done and course.is_over, kept=kept)
     facts = identity(config, data, course.total_steps, kinds) | {"averages": callbacks.averages}
     options, keep = run_options(config), config.checkpoint.keep
+    newest = live.newest_step if live and source is not None else folder.saved.step if folder.saved else None
     running = Running(
         peers=life.run(),
         progress=progress,
         total_steps=course.total_steps,
         records=records,
-        checkpoints=open_checkpoints(options, folder=folder, world=world, records=records, keep=keep, facts=facts),
+        checkpoints=open_checkpoints(
+            options, folder=folder, world=world, records=records, keep=keep, facts=facts, newest_step=newest
+        ),
         clock=Clock(strategy.waited_s),
     )
     run = Run(
@@ -153,13 +180,24 @@ def open_run(*, config: Config, world: World, strategy: Strategy, life: Lifecycl
         window=window,
     )
     try:
-        announce(run, folder, kinds=kinds)
-        gc.freeze()  # imported modules live to the end: the collector need not scan them again
-        gc.enable()
+        if live and source is not None:
+            live.go_on(run, folder.path)
+        else:
+            announce(run, folder, kinds=kinds)
+        if live:
+            live.follow(run)
+        if not gc.isenabled():
+            gc.freeze()  # imported modules live to the end: the collector need not scan them again
+            gc.enable()
         yield run, folder
+    except RuntimeError as error:
+        if live and life.survives(error):
+            live.keep(run)
+        raise
     finally:
         callbacks.close()
-        running.close()
+        if not life.has_parted:
+            running.close()
 
 
 def carry_out(run: Run, life: Lifecycle, folder: RunFolder) -> None:

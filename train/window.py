@@ -53,6 +53,10 @@ class Window:
         for name, value in {LOSS: loss, **{f"{MEASURED}{key}": one for key, one in result.metrics.items()}}.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
+    def clear(self) -> None:
+        """Forget the sums, which a log line has."""
+        self._begin()
+
     def own_loss(self) -> float:
         """Return this rank's part of the sum of losses. Waits for the device."""
         return float(self._sums.get(LOSS, 0.0))
@@ -71,10 +75,18 @@ class Window:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint. Collective: every rank must call it."""
-        own = {name: float(value) for name, value in self._sums.items()}
-        facts = {"samples": self._samples, "measured": self._measured, "made": self._made}
-        shared = {**facts, "sums": self._world.sum_named(own)}
-        return {NAME: shared, f"{own_prefix(self._world.rank)}{NAME}": {**facts, "sums": own}}
+        own = self.own()
+        shared = {**own, "sums": self._world.sum_named(own["sums"])}
+        return {NAME: shared, f"{own_prefix(self._world.rank)}{NAME}": own}
+
+    def own(self) -> dict[str, Any]:
+        """Return this rank's sums, as JSON values, for `load_own`. Waits for the device."""
+        sums = {name: float(value) for name, value in self._sums.items()}
+        return {"samples": self._samples, "measured": self._measured, "made": self._made, "sums": sums}
+
+    def load_own(self, found: Mapping[str, Any]) -> None:
+        """Restore this rank's sums."""
+        self.load({f"{own_prefix(self._world.rank)}{NAME}": found})
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Return no tensors to read into: the state is plain values."""

@@ -57,6 +57,7 @@ class Checkpoints:
         self._shares = Shares(world)
         self._writer: threading.Thread | None = None
         self._failures: list[StorageError] = []
+        self._broken: RuntimeError | None = None
         self._saves = 0  # the same on every rank: it matches the ranks' writers on the board
 
     def save(self, *, state: dict[str, Any], position: dict[str, Any]) -> None:
@@ -80,10 +81,16 @@ class Checkpoints:
         self._writer.start()
 
     def wait(self) -> None:
-        """Wait until the checkpoint being written is committed or has failed. Raises StorageError as `save` does."""
+        """Wait until the checkpoint being written is committed or has failed. Raises StorageError as `save` does.
+
+        Raises:
+            DistBackendError: a rank has died meanwhile, and is born again: the checkpoint is given up.
+        """
         if self._writer:
             self._writer.join()
             self._writer = None
+        if self._broken:
+            raise self._broken
         if len(self._failures) >= FAILURES_ALLOWED or any(isinstance(failure, Lost) for failure in self._failures):
             raise self._failures[-1]
 
@@ -91,6 +98,11 @@ class Checkpoints:
         """Wait up to `seconds` for the checkpoint being written, before the run ends for another reason."""
         if self._writer:
             self._writer.join(timeout=seconds)
+
+    def give_up(self) -> bool:
+        """Return whether the checkpoint being written was given up, because a rank has died. Waits a while."""
+        self.settle(OTHERS_S)
+        return self._broken is not None
 
     def flush(self) -> None:
         """Wait for the last checkpoint of a run, and raise StorageError if it failed."""
@@ -111,9 +123,14 @@ class Checkpoints:
             self.newest_step = step
         except StorageError as error:
             self._give_up(number, step, error)
-        except RuntimeError as error:  # the store is gone, and the process group with it
-            failure = StorageError(f"checkpoint {name(step)} is incomplete: {str(error).splitlines()[0]}")
-            self._give_up(number, step, failure, alone=isinstance(error, DistError))
+        except RuntimeError as error:
+            if self._is_one_lost():
+                self._broken = error
+                if self.world.is_first:
+                    self.storage.abandon(step, self.world.attempt)
+            else:  # the store is gone, and the process group with it
+                failure = StorageError(f"checkpoint {name(step)} is incomplete: {str(error).splitlines()[0]}")
+                self._give_up(number, step, failure, alone=isinstance(error, DistError))
         except BaseException as error:  # no error may end this thread unreported
             say(traceback_of(error))
             self._give_up(number, step, StorageError(f"cannot write checkpoint {name(step)}: {error!r}"))
@@ -177,6 +194,11 @@ class Checkpoints:
         said = self.world.board.save_end(number, LONG_S)
         if said.get("failed"):
             raise (Lost if said["lost"] else StorageError)(said["failed"])
+
+    def _is_one_lost(self) -> bool:
+        with contextlib.suppress(RuntimeError):
+            return self.world.board.is_one_lost()
+        return False
 
     def _give_up(self, number: int, step: int, error: StorageError, *, alone: bool = False) -> None:
         try:

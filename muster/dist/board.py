@@ -15,12 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed import DistStoreError, PrefixStore, Store
+from torch.distributed import DistBackendError, DistStoreError, PrefixStore, Store
 
+from muster.dist.births import Births
 from muster.dist.client import Client
 
-CLIENTS = 4
-"""Store connections of each rank: one for the process group, two for `Board`, one during the meeting."""
+CLIENTS = 5
+"""Store connections of each rank: one for the process group, two for `Board`, one for `Births`, one during the meeting."""
 ANSWER_S = 1.0
 BYE_S = 10.0
 POLL_S = 0.02
@@ -28,16 +29,24 @@ LEAVING_PER_S = 5000.0  # polls of the store by all leaving ranks together
 
 
 class Board:
-    """The keys of one attempt. `operations` counts this rank's store operations by name."""
+    """The keys of one attempt. `operations` counts this rank's store operations by name.
 
-    def __init__(self, store: Store, *, attempt: str, rank: int, size: int):
+    births: the births in the launch, if a rank that dies may be born again. The waits for a save then raise
+        DistBackendError once a rank of this attempt has died.
+    """
+
+    def __init__(self, store: Store, *, attempt: str, rank: int, size: int, births: Births | None = None):
         own = self._own = PrefixStore(attempt, store)
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.births = rank, size, births
         self.operations = Counter[str]()
         self.group_store: Store = PrefixStore("group", own)
         """The store of torch's process group."""
         self._quick, self._patient = (Client(own.clone() if size > 1 else own, self.operations) for _ in range(2))
         self._part: tuple[int, int] = (0, 0)
+
+    def is_one_lost(self) -> bool:
+        """Whether a rank of this attempt has died, and is born again for the next. Answered at once."""
+        return self.births is not None and self.births.is_one_lost()
 
     def rpc_store(self) -> Store:
         """Return a separate connection for torch's RPC agents, because they change its timeout."""
@@ -112,7 +121,7 @@ class Board:
 
     def parts(self, save: int, seconds: float) -> list[dict[str, Any]]:
         """Rank 0: wait for all ranks' parts of a save and return them. Raises DistStoreError after `seconds`."""
-        self._patient.await_all(f"save/{save}", seconds)
+        self._await(f"save/{save}/all", seconds)
         said = [json.loads(text) for text in self._patient.gets([f"save/part/{rank}" for rank in range(self.size)])]
         ahead = {"failed": "a rank gave this save up and has begun the next"}
         return [part if part["save"] == save else ahead for part in said]
@@ -125,9 +134,19 @@ class Board:
 
     def save_end(self, save: int, seconds: float) -> dict[str, Any]:
         """Wait for the end of the save that rank 0 posts. Raises DistStoreError after `seconds`."""
-        self._patient.wait(f"save/{save}/end", seconds)
+        self._await(f"save/{save}/end", seconds)
         said: dict[str, Any] = json.loads(self._patient.get(f"save/{save}/end"))
         return said
+
+    def _await(self, key: str, seconds: float) -> None:
+        if self.births is None:
+            return self._patient.wait(key, seconds)
+        deadline = time.monotonic() + seconds
+        while not self._patient.check(key) and time.monotonic() < deadline:
+            if self.births.is_one_lost():
+                raise DistBackendError("a rank has died while the others waited for its part of a checkpoint")
+            time.sleep(POLL_S)
+        return self._patient.wait(key, ANSWER_S)
 
     # Leaving (job/exit.py). The store may be gone or hang forever, so none of these calls waits long for it.
 

@@ -12,6 +12,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from muster import process
 from muster.errors import ConfigError
 
 NODES = "MUSTER_NNODES"
@@ -85,7 +86,7 @@ def launcher() -> str:
 
     A rendezvous id is not unique: users give every launch the same.
     """
-    pid = os.getppid() if "RANK" in os.environ else os.getpid()
+    pid = process.launcher_pid() if "RANK" in os.environ else os.getpid()
     return f"{socket.gethostname()}:{pid}:{_began(pid)}:{_pid_namespace()}"
 
 
@@ -167,7 +168,7 @@ def job_name() -> str:
 def rendezvous_at() -> str:
     """Return the endpoint at which torchrun's agents meet, as given to this agent; empty if it cannot be seen."""
     try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0") if "RANK" in os.environ else []
+        words = Path(f"/proc/{process.launcher_pid()}/cmdline").read_text().split("\0") if "RANK" in os.environ else []
     except OSError:
         words = []
     if not any(re.search(r"(^|/)torchrun(\.py)?$|^torch\.distributed\.run$", word) for word in words):

@@ -20,7 +20,7 @@ from muster.dist.device import choose_backend, choose_device
 from muster.dist.options import GroupOptions
 from muster.dist.place import Place
 from muster.dist.reduce.shared_memory import SharedMemory, share_memory
-from muster.dist.rendezvous.meeting import meet
+from muster.dist.rendezvous.meeting import Birth, meet
 from muster.dist.rendezvous.network import check_descriptors, choose_interface
 from muster.dist.rendezvous.reach import closed
 from muster.dist.rendezvous.shared_file import SharedFile
@@ -50,6 +50,8 @@ class World:
     """The group that carries CPU tensors; None: the default group."""
     is_borrowed: bool = False
     """True if the default group existed before, and outlives this attempt."""
+    again: bool = False
+    """True if some of the ranks have met before, in this launch: one of them has died since, and is born again."""
 
     @property
     def rank(self) -> int:
@@ -200,6 +202,16 @@ class World:
             if self.shared and all_left:  # otherwise the next launch removes it
                 self.shared.remove()
 
+    def part(self) -> None:
+        """Dissolve the process group, some of whose ranks are gone, and whose other ranks meet again.
+
+        It closes this rank's connections: so ranks that wait for this one, and not for one that is gone, get an error, too.
+        """
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+        if self.memory:
+            self.memory.close()
+
     def close(self) -> None:
         """Leave the process group; rank 0, which may hold the store, leaves last."""
         if self.size > 1 and dist.is_initialized() and not self.is_borrowed:
@@ -209,7 +221,13 @@ class World:
                 self.shared.remove()
 
 
-def start(options: GroupOptions, place: Place, *, stopping: Callable[[], bool] = lambda: False) -> World:
+def start(
+    options: GroupOptions,
+    place: Place,
+    *,
+    stopping: Callable[[], bool] = lambda: False,
+    birth: Birth | None = None,
+) -> World:
     """Meet the other ranks and form the process group. Collective: every rank must call it.
 
     Raises:
@@ -217,6 +235,8 @@ def start(options: GroupOptions, place: Place, *, stopping: Callable[[], bool] =
             available.
         Stopped: `stopping` became true on some rank before all had met.
         RankLost: a rank was lost while the group was formed.
+
+    birth: how this process was born, if a rank that dies may be born again.
     """
     timeout_s = options.start_timeout_s
     try:
@@ -228,13 +248,21 @@ def start(options: GroupOptions, place: Place, *, stopping: Callable[[], bool] =
         raise
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    met = meet(place, alike=options.alike, error=None, timeout_s=timeout_s, device=device.type, stopping=stopping)
-    board = Board(met.store, attempt=met.attempt, rank=place.rank, size=place.world_size)
+    met = meet(
+        place,
+        alike=options.alike,
+        error=None,
+        timeout_s=timeout_s,
+        device=device.type,
+        stopping=stopping,
+        birth=birth,
+    )
+    board = Board(met.store, attempt=met.attempt, rank=place.rank, size=place.world_size, births=met.births)
     board.operations.update(met.operations)
     board.post_beat("")  # from here on every rank has a beat to read
     if place.world_size > 1:
         form_group(options, place, board, backend=backend, device=device)
-    world = World(place, device, met.attempt, board, met.agents, met.shared)
+    world = World(place, device, met.attempt, board, met.agents, met.shared, again=met.again)
     return replace(world, memory=share_memory(world)) if options.shared_memory else world
 
 

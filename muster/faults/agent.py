@@ -41,7 +41,7 @@ def end_restarts(code: int) -> None:
     """Stop torchrun's agent as well, if the exit code means that a restart would fail in the same way."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if code in final() and restarts and os.environ.get("LOCAL_RANK") == "0":
-        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(process.launcher_pid(), signal.SIGTERM)
 
 
 def end_if_stuck() -> None:
@@ -53,7 +53,7 @@ def end_if_stuck() -> None:
     that its main loop needs (`DynamicRendezvousHandler.num_nodes_waiting`).
     """
     if _is_there() and os.environ.get("LOCAL_RANK") == "0":  # all ranks of the node leave
-        process.start_detached("muster.faults.agent", str(os.getpid()), str(os.getppid()))
+        process.start_detached("muster.faults.agent", str(process.worker_pid()), str(process.launcher_pid()))
 
 
 def main() -> None:

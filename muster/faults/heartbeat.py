@@ -96,6 +96,11 @@ class Heartbeat:
         if self._watchdog:
             self._watchdog.wind(0.0)
 
+    def release(self) -> None:
+        """End the watchdog, after `close`, in a process that will have another one."""
+        if self._watchdog:
+            self._watchdog.delete()
+
     def watch(self) -> None:
         """Watch the other ranks from now on, also while this rank makes progress."""
         self._watched_for_good = True

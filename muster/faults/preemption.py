@@ -78,6 +78,7 @@ class Agreement:
         self._begun = 0
         self._target: int | None = None
         self._holding = False
+        self._is_one_lost = False
         self.is_reached = False
         self._ended = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -89,11 +90,16 @@ class Agreement:
         """Whether to begin the next phase of work with a collective in it; False means to stop here.
 
         Collective: every rank must call it in the same order, and all get False at the same point.
+
+        Raises:
+            DistBackendError: a rank has died, and is born again for the next attempt.
         """
         with self._change:
             if self._world.size == 1 and self._preemption.signalled and self._target is None:
                 self._target = self._begun
             while True:
+                if self._is_one_lost:
+                    raise _lost()
                 if self._target is not None and self._begun >= self._target:
                     self.is_reached = True
                     return False
@@ -135,7 +141,18 @@ class Agreement:
                 looked_s = 0.0
                 if board.asked_to_stop():
                     return True
+                if self._see_loss():
+                    return False
         return False
+
+    def _see_loss(self) -> bool:
+        """Whether a rank has died and is born again: `proceed` then raises."""
+        if not self._world.board.is_one_lost():
+            return False
+        with self._change:
+            self._is_one_lost = True
+            self._change.notify_all()
+        return True
 
     def _await_target(self) -> None:
         board, pause_s = self._world.board, POLL_S / 10
@@ -146,3 +163,11 @@ class Agreement:
                     self._target = target
                     self._change.notify_all()
                 return
+            if self._see_loss():
+                return
+
+
+def _lost() -> Exception:
+    from torch.distributed import DistBackendError  # imported here: signals are handled before torch is imported
+
+    return DistBackendError("a rank has died")

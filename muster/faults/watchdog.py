@@ -44,6 +44,12 @@ class Watchdog:
                         return
             say("muster: this system has no timer_create: a stopped rank is detected, but only torchrun can end it")
 
+    def delete(self) -> None:
+        """Delete the timer."""
+        if self._libc:
+            self._libc.timer_delete(self._timer)
+            self._libc = None
+
     def wind(self, seconds: float) -> None:
         """Kill this process `seconds` from now, unless called again before; 0 stops the timer."""
         if self._libc:

@@ -150,6 +150,21 @@ def open_folder(options: RunOptions, world: World, held: Lease | None, *, refusa
     return RunFolder(path, before, saved, is_done, held, owner)
 
 
+def keep_folder(options: RunOptions, world: World, held: Lease | None) -> RunFolder:
+    """Record that this attempt goes on with the run in the folder that it has claimed, whose state its ranks hold.
+
+    Collective: every rank must call it. Raises MusterError.
+    """
+    path = options.output_dir
+    _see_claim(path, world, held)
+    before = Attempt.of(world.on_first(lambda: attempts.read(path)))
+    if owner := owner_of(options, world):
+        world.on_first(lambda: owner.claim(before))
+    now = replace(before, attempt=world.attempt, token=held.token if held else 0, agents=tuple(world.agents))
+    world.on_first(lambda: attempts.write(path, replace(now, outcome=attempts.RUNNING)))
+    return RunFolder(path, before, None, is_done=False, lease=held, owner=owner)
+
+
 def _see_claim(path: Path, world: World, held: Lease | None) -> None:
     """Check that every rank sees rank 0's new claim: the folder must be shared. Collective. Raises StorageError."""
     token = world.broadcast(held.token if held else None)

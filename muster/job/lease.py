@@ -246,15 +246,16 @@ class Lease:
 
     def let_go(self) -> None:
         """Stop renewing, and remove the claim if the folder still belongs to this attempt."""
-        self._stop()
+        self.stop()
         give_up(self.folder, self.token)
 
     def leave_to_restart(self) -> None:
         """Leave the claim to torchrun's agent: a process renews it until the agent restarts the ranks or ends."""
-        self._stop()
+        self.stop()
         start_detached("muster.job.caretaker", str(self.folder.absolute()), str(self.token), launcher())
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Stop renewing; the claim stands until another attempt takes it."""
         self._ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)

@@ -2,10 +2,12 @@
 
     started -> met -> claimed -> restored -> running -> ended
     any state -> ended: an error on this rank, a lost peer, a folder that another launch has taken over
+    any state -> parted: a peer has died, and is born again (survival.py): the ranks meet again, in the next attempt
 
 Each transition is a method of `Lifecycle` that registers how it is undone. At the end an ExitStack undoes them, the last
-one first, in one of two ways. If the ranks end together (the run is done or was preempted), each waits for the others
-and the group is closed. After a failure ranks may be gone, so nothing is waited for: this process leaves.
+one first, in one of three ways. If the ranks end together (the run is done or was preempted), each waits for the others
+and the group is closed. After a failure ranks may be gone, so nothing is waited for: this process leaves. If they part,
+each dissolves its group and goes on in its process.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from muster.dist.place import restarts_left
 from muster.dist.world import START_S, World
@@ -29,8 +31,9 @@ from muster.faults import agent
 from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import Agreement, Preemption
 from muster.job.exit import Exit
-from muster.job.folder import Refusal, RunFolder, RunOptions, claim_folder, note_end, open_folder
+from muster.job.folder import Refusal, RunFolder, RunOptions, claim_folder, keep_folder, note_end, open_folder
 from muster.job.lease import Lease
+from muster.job.survival import Survival
 
 REPORT_S = 5.0
 
@@ -40,7 +43,7 @@ class State(Enum):
 
     started: this process runs. met: the ranks have formed their group and watch each other.
     claimed: the run's folder is this attempt's. restored: the position is known. running: the ranks make steps.
-    ended: the exit code is known.
+    ended: the exit code is known. parted: the group is dissolved, and this process goes on in the next attempt.
     """
 
     started = auto()
@@ -49,6 +52,7 @@ class State(Enum):
     restored = auto()
     running = auto()
     ended = auto()
+    parted = auto()
 
 
 FOLLOWS = {
@@ -57,6 +61,7 @@ FOLLOWS = {
     State.restored: {State.claimed},
     State.running: {State.met, State.restored},  # an evaluation claims and restores nothing
     State.ended: {*State},
+    State.parted: {*State} - {State.ended},
 }
 """The states that each state may follow."""
 
@@ -101,13 +106,20 @@ class Lifecycle:
         preemption: whether this process has received a stop request.
         max_idle_attempts: failed starts in a row before CrashLoop; None: starts are not counted.
         records: False if outcome.json is left alone, as by an evaluation.
+        survival: how this rank survives the death of another; None: it does not.
     """
 
     def __init__(
-        self, folder: Path, preemption: Preemption, *, max_idle_attempts: int | None = None, records: bool = True
+        self,
+        folder: Path,
+        preemption: Preemption,
+        *,
+        max_idle_attempts: int | None = None,
+        records: bool = True,
+        survival: Survival | None = None,
     ):
         self.folder, self.preemption = folder, preemption
-        self.max_idle_attempts, self.records = max_idle_attempts, records
+        self.max_idle_attempts, self.records, self._survival = max_idle_attempts, records, survival
         self.state, self.exit_code = State.started, 1
         self._world: World | None = None
         self._heartbeat: Heartbeat | None = None
@@ -134,8 +146,16 @@ class Lifecycle:
             error = late
         if error is not None:
             with without_sigchld():
-                self._fail(error)
+                if self.survives(error):
+                    self._undo.close()
+                else:
+                    self._fail(error)
         return True
+
+    @property
+    def has_parted(self) -> bool:
+        """True if this process goes on in the next attempt."""
+        return self.state == State.parted
 
     # The transitions.
 
@@ -147,16 +167,20 @@ class Lifecycle:
         self._enter(State.met)
         self._world = world
         self._heartbeat = heartbeat = Heartbeat(world, timeout_s=timeout_s, start_s=START_S, on_hang=self.lose)
-        self.on_end(self._part, failed=self._leave)
+        self.on_end(self._part, failed=self._leave, parted=self._dissolve)
+        if self._survival:
+            self._survival.met(world)
         if world.size > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
             heartbeat.start()
         return heartbeat
 
-    def claim(self, options: RunOptions, *, refusal: Refusal) -> RunFolder:
+    def claim(self, options: RunOptions, *, refusal: Refusal, lives: bool = False) -> RunFolder:
         """met -> claimed: claim the run's folder and find where to resume. Collective: every rank must call it.
 
         outcome.json then has this attempt as the running one. Undone by giving up the claim, or by leaving it to the
-        restart that torchrun's agent is about to make.
+        restart that torchrun's agent is about to make, or to the next attempt of these ranks.
+
+        lives: True if a rank holds the state of the run, so that no checkpoint is looked for.
 
         Raises:
             MusterError: see `claim_folder` and `open_folder`.
@@ -172,7 +196,9 @@ class Lifecycle:
             stands=lambda: heartbeat.is_abandoned,
         )
         self._enter(State.claimed)
-        self.on_end(self._release, failed=self._release)
+        self.on_end(self._release, failed=self._release, parted=self._hand_on)
+        if lives:
+            return keep_folder(options, self._world, self._lease)
         return open_folder(options, self._world, self._lease, refusal=refusal)
 
     def restored(self, progress: HasStep, *, report: Callable[[], None] | None) -> None:
@@ -200,6 +226,8 @@ class Lifecycle:
             StorageError: outcome.json cannot be written.
         """
         assert self._world
+        if self._survival:
+            self._survival.end()
         if ending.preempted:
             self.exit_code = self._exit().because(Preempted(ending.preempted))
         else:
@@ -211,17 +239,46 @@ class Lifecycle:
         self._together = True
         self._enter(State.ended)
 
-    def lose(self, error: RankLost) -> NoReturn:
-        """any state -> ended: a peer is lost, or the run itself. Called from a thread, and ends this process."""
+    def lose(self, error: RankLost) -> None:
+        """any state -> ended: a peer is lost, or the run itself. Called from a thread, and ends this process.
+
+        It returns if a peer that has stopped is ended and born again meanwhile: the main thread then gets an error.
+        """
+        if self._survival and self._world and self._survival.replaces(error, self._world):
+            return
         try:
             self._fail(error)
         finally:
             os._exit(self.exit_code)
 
-    def on_end(self, together: Callable[[], object], *, failed: Callable[[], object] = lambda: None) -> None:
-        """Register how the last transition is undone: if the ranks end `together`, or after one has `failed`."""
+    def survives(self, error: BaseException) -> bool:
+        """any state -> parted: whether `error` comes from the death of a rank that is born again.
+
+        Call it on the main thread. What then is undone leaves this process able to meet the others again.
+        """
+        if self.state == State.parted:
+            return True
+        is_so = self._survival is not None and self._survival.covers(
+            error, self._world, stopping=lambda: self.preemption.signalled
+        )
+        if is_so and self._failing.acquire(blocking=False):  # else another thread ends this process
+            self._enter(State.parted)
+            return True
+        return False
+
+    def on_end(
+        self,
+        together: Callable[[], object],
+        *,
+        failed: Callable[[], object] = lambda: None,
+        parted: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Register how the last transition is undone: the ranks end `together`, one has `failed`, or they have `parted`."""
 
         def undo(_: object, error: BaseException | None, __: object) -> None:
+            if self.state == State.parted:
+                parted()
+                return
             if error is not None and self._together:  # an undoing has failed: the others may not get through theirs
                 self._together, self.exit_code = False, self._exit().because(error)
             (together if self._together else failed)()
@@ -292,6 +349,18 @@ class Lifecycle:
             self._lease.leave_to_restart()
         else:
             self._lease.let_go()
+
+    def _hand_on(self) -> None:
+        """Leave the claim to the next attempt of these ranks."""
+        if self._lease:
+            self._lease.stop()
+
+    def _dissolve(self) -> None:
+        """Stop watching, and dissolve the group: others wait for this rank until its connections are closed."""
+        if self._world and self._heartbeat:
+            self._heartbeat.close()
+            self._world.part()
+            self._heartbeat.release()
 
     def _part(self) -> None:
         """Close the group, which every rank does. Collective."""

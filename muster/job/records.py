@@ -44,7 +44,7 @@ def open_records(
     Raises:
         StorageError: metrics.jsonl cannot be opened.
     """
-    times = record_times(folder, world, step=step)
+    times = record_times(folder, world, hosts=hosts_of(world), step=step)
     if not world.is_first:
         return Metrics([], samples=samples)
     restarts = sum("world_size" in record for record in read(folder / NAME))
@@ -83,9 +83,13 @@ def _prometheus(port: int, *, name: str, step: int, total_steps: int, **_: Any) 
     return Prometheus(name, step, total_steps, port=port)
 
 
-def record_times(folder: Path, world: World, *, step: int) -> Timing | None:
-    """Return the writer of timing.jsonl on rank 0, None elsewhere. Collective: every rank must call it."""
-    hosts = world.gather(socket.gethostname())
+def hosts_of(world: World) -> list[str]:
+    """Return the host of each rank. Collective: every rank must call it."""
+    return world.gather(socket.gethostname())
+
+
+def record_times(folder: Path, world: World, *, hosts: Sequence[str], step: int) -> Timing | None:
+    """Return the writer of timing.jsonl on rank 0, None elsewhere."""
     return Timing(folder, hosts=hosts, attempt=world.attempt, step=step) if world.is_first else None
 
 

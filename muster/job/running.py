@@ -118,11 +118,19 @@ class Running:
 
 
 def open_checkpoints(
-    options: RunOptions, *, folder: RunFolder, world: World, records: Metrics, keep: int, facts: dict[str, Any]
+    options: RunOptions,
+    *,
+    folder: RunFolder,
+    world: World,
+    records: Metrics,
+    keep: int,
+    facts: dict[str, Any],
+    newest_step: int | None,
 ) -> Checkpoints:
     """Return the checkpoints of the run in `folder`, reported in `records`.
 
-    keep: number of checkpoints that are kept. facts: entries about the run in each manifest.
+    keep: number of checkpoints that are kept. facts: entries about the run in each manifest. newest_step: step of the
+    newest checkpoint.
     """
     return Checkpoints(
         options.checkpoints,
@@ -130,7 +138,7 @@ def open_checkpoints(
         world=world,
         keep=keep,
         facts=facts,
-        newest_step=folder.saved.step if folder.saved else None,
+        newest_step=newest_step,
         may_commit=folder.may_commit,
         on_commit=lambda said: records.event("checkpoint_failed" if "failed" in said else "checkpoint", **said),
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from muster.redact import redacted_all
 from muster.timing.clock import Times
 from muster.timing.record import Timing
 
+RECENT = 16
+
 
 class Metrics:
     """Creates records and passes them to the loggers; does nothing on ranks without loggers."""
@@ -23,6 +26,8 @@ class Metrics:
         self._loggers, self._since, self._windows = loggers, (samples, time.perf_counter()), windows
         self._lock = threading.Lock()  # the checkpoint writer reports from its own thread
         self._output_lost = ""
+        self.recent = deque[dict[str, Any]](maxlen=RECENT)
+        """The last records, on every rank: rank 0 may die before it has written one."""
 
     def begin(self) -> None:
         """Start the clock of the training speed, when training begins."""
@@ -79,8 +84,16 @@ class Metrics:
                 self._surely(logger, logger.close)
             self._loggers = []  # a checkpoint writer may still report after the end of the run
 
+    def make_up(self, records: Iterable[dict[str, Any]], *, known: Iterable[dict[str, Any]]) -> None:
+        """Log those of another rank's `recent` records that are not among the `known` ones."""
+        seen = {_identity(record) for record in known}
+        for record in records:
+            if _identity(record) not in seen:
+                self._log(**record)
+
     def _log(self, kind: str, **fields: Any) -> None:
         with self._lock:
+            self.recent.append({"kind": kind, **fields})
             for logger in [*self._loggers]:
                 self._surely(logger, partial(logger.log, {"kind": kind, **fields}))
         if not self._output_lost and (why := output.lost()):
@@ -94,3 +107,8 @@ class Metrics:
         except Exception as error:
             self._loggers = [other for other in self._loggers if other is not logger]
             say(f"muster: {type(logger).__name__} has failed, the run continues without it: {one_line(error)[:200]}")
+
+
+def _identity(record: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what tells a record from the others of a run."""
+    return record["kind"], record.get("event"), record.get("step"), record.get("text")

@@ -76,6 +76,14 @@ class Dist:
     shared_memory: bool = key(
         True, "all-reduce in shared memory if all ranks are on the CPUs of one host; otherwise use gloo", FREE
     )
+    survive: bool = key(
+        False,
+        "under torchrun on CPUs with `strategy=ddp`: a rank that dies by a signal is born again in place, and no step is repeated",
+        FREE,
+    )
+    max_survivals_per_hour: int = key(
+        20, "number of times within an hour that a rank is born again; then all ranks restart", Ge(0), FREE
+    )
     init_method: str = key(
         "env://",
         "`env://`: rendezvous by MASTER_ADDR and MASTER_PORT; `file:///shared/path`: by files, for ranks started by hand",

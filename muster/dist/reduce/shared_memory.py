@@ -59,6 +59,9 @@ class SharedMemory:
         self._slots = slots.view(SETS, self.size, SLOT_BYTES)
         self._count, self._turn = 0, 0
         self._peers = {each: os.pidfd_open(pid) for each, pid in enumerate(pids) if each != rank}
+        self._poll = select.poll()
+        for handle in self._peers.values():
+            self._poll.register(handle, select.POLLIN)
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         self._limit = ctypes.create_string_buffer(struct.pack("qq", 0, int(SLEEP_S * 1e9)))
 
@@ -128,11 +131,18 @@ class SharedMemory:
             seen = self._counters[place]
             if (seen - self._count) % 2**32 >= 2**31:
                 self._call(other, FUTEX_WAIT, seen, self._limit)
-            if time.perf_counter() > until + SLEEP_S and self._has_ended(other):
-                raise DistBackendError(f"rank {other} has ended while others waited for it in memory that they share")
+            if time.perf_counter() > until + SLEEP_S and self._has_one_ended():
+                raise DistBackendError("a rank has ended while others waited for it in memory that they share")
 
-    def _has_ended(self, other: int) -> bool:
-        return bool(select.select([self._peers[other]], [], [], 0)[0])
+    def _has_one_ended(self) -> bool:
+        """Whether a rank has ended: the one that is waited for, or one whose end made that one leave this memory."""
+        return bool(self._poll.poll(0))
+
+    def close(self) -> None:
+        """Forget the other ranks. The memory is released with its tensors."""
+        for handle in self._peers.values():
+            os.close(handle)
+        self._peers = {}
 
     def _call(self, rank: int, operation: int, value: int, limit: Any = None) -> None:
         """Call futex(2); a wait returns on a wake, on the timeout or on a signal."""

@@ -19,6 +19,7 @@ So no rank accepts a verdict about another process, only rank 0 polls, and each 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 from torch.distributed import DistError, HashStore, Store
 
+from muster.dist.births import Births
 from muster.dist.place import Place, agents_compare_clocks, launcher
 from muster.dist.rendezvous.lobby import Lobby
 from muster.dist.rendezvous.network import STOP_S, Abandoned, Stopped, Unheard, attend, connect
@@ -42,7 +44,7 @@ from muster.dist.rendezvous.shared_file import SharedFile
 from muster.errors import MusterError, of_code, say
 
 CLOCKS_APART_S = 2.0
-TICK_S = 0.05
+LEAST_TICK_S, TICK_S = 0.002, 0.05
 HEARD_S = 5.0
 LATECOMERS_S = 5.0  # after a stop request rank 0 still waits for late ranks, so that they stop too
 VERDICT_S = 5.0  # wait past the deadline for the verdict, which names the missing ranks
@@ -60,6 +62,10 @@ class Met:
     agents: list[str]
     operations: Counter[str] = field(default_factory=Counter)
     shared: SharedFile | None = None
+    births: Births | None = None
+    """The births in this launch, if a rank that dies may be born again."""
+    again: bool = False
+    """True if a rank has met others before, in this launch."""
 
 
 def meet(
@@ -70,6 +76,7 @@ def meet(
     timeout_s: float,
     device: str = "",
     stopping: Callable[[], bool] = lambda: False,
+    birth: Birth | None = None,
 ) -> Met:
     """Find the other ranks, and check that all are present, alike and without error.
 
@@ -82,6 +89,7 @@ def meet(
         timeout_s: seconds within which all ranks must arrive.
         device: the device type of this rank, which all ranks must have in common.
         stopping: returns True after a stop request to this process; all ranks that have arrived then leave at once.
+        birth: how this process was born, if a rank that dies may be born again.
 
     Raises:
         MusterError: the early error of the lowest rank that has one.
@@ -96,16 +104,17 @@ def meet(
     deadline = time.monotonic() + timeout_s
     shared = place.shared_file and SharedFile(place, place.shared_file, timeout_s=timeout_s, stopping=stopping)
     store = shared.open() if shared else connect(place, timeout_s=timeout_s, stopping=stopping)
-    own = Own.of(place, alike=alike, error=error, device=device)
+    own = Own.of(place, alike=alike, error=error, device=device, birth=birth)
     try:
         if place.rank == 0:
             lobby = Lobby(store)
-            attempt, agents, failed = host(lobby, own, timeout_s=timeout_s, deadline=deadline, stopping=stopping)
+            verdict, agents = host(lobby, own, timeout_s=timeout_s, deadline=deadline, stopping=stopping)
         else:
             lobby = Lobby(store.clone())
             waiting = Lobby(store, lobby.operations)
-            attempt, failed = attend_meeting(waiting, lobby, own, deadline=deadline, stopping=stopping)
+            verdict = attend_meeting(waiting, lobby, own, deadline=deadline, stopping=stopping)
             agents = [own.hello["agent"]]
+        attempt, failed = verdict["attempt"], error_of(verdict)
     except DistError as broken:
         raise (Stopped() if stopping() else Abandoned(place)) from broken
     if shared and (error or failed):
@@ -116,7 +125,17 @@ def meet(
         raise error
     if failed:
         raise Stopped if failed[0] == Stopped.exit_code else of_code(*failed)
-    return Met(attempt, store, agents, lobby.operations, shared or None)
+    launch, known = verdict["births"] or ("", 0)
+    births = Births(store.clone(), launch or attempt, known=known) if birth and verdict["births"] else None
+    return Met(attempt, store, agents, lobby.operations, shared or None, births, again=bool(launch))
+
+
+@dataclass(frozen=True)
+class Birth:
+    """How a process was born: the number of its rank's lives before, and the first attempt of its launch, if known."""
+
+    number: int = 0
+    launch: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,7 +148,15 @@ class Own:
     config: dict[str, Any] | None
 
     @classmethod
-    def of(cls, place: Place, *, alike: Mapping[str, Any] | None, error: MusterError | None, device: str) -> Own:
+    def of(
+        cls,
+        place: Place,
+        *,
+        alike: Mapping[str, Any] | None,
+        error: MusterError | None,
+        device: str,
+        birth: Birth | None = None,
+    ) -> Own:
         """Return the facts, hello and config of the process at `place`; the arguments are those of `meet`."""
         facts = {
             "host": socket.gethostname(),
@@ -140,21 +167,18 @@ class Own:
         }
         failed = [error.exit_code, str(error)] if error else None
         hello = {"rank": place.rank, "host": facts["host"], "agent": launcher(), "error": failed}
+        if birth:
+            hello["birth"] = [birth.number, birth.launch]
         return cls(place, facts, hello, None if alike is None else dict(alike))
 
 
 def host(
     lobby: Lobby, own: Own, *, timeout_s: float, deadline: float, stopping: Callable[[], bool]
-) -> tuple[str, list[str], tuple[int, str] | None]:
-    """Run the meeting on rank 0.
-
-    Returns:
-        The attempt id, the launchers of all ranks, and the error that keeps the ranks from training: (exit code,
-            message) or None.
-    """
+) -> tuple[dict[str, Any], list[str]]:
+    """Run the meeting on rank 0. Returns the verdict and the launchers of all ranks."""
     attempt, meeting = uuid.uuid4().hex[:8], lobby.open(own.facts, own.config)
     hellos, skews, stopped = {0: own.hello}, {0: 0.0}, False
-    looked = time.time()
+    looked, pause_s = time.time(), LEAST_TICK_S
     while True:
         told, before, looked = False, looked, time.time()
         for hello in lobby.arrivals(meeting):
@@ -168,24 +192,36 @@ def host(
             stopped, deadline = True, min(deadline, time.monotonic() + LATECOMERS_S)
         if len(hellos) == own.place.world_size or time.monotonic() > deadline:
             break
-        time.sleep(TICK_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, TICK_S)
     tell_of_clocks(hellos, skews)
     failed = (Stopped.exit_code, "") if stopped else judge(hellos, own.place.world_size, timeout_s=timeout_s)
-    verdict = {"attempt": attempt, "error": failed, "ranks": len(hellos)}
+    verdict = {"attempt": attempt, "error": failed, "ranks": len(hellos), "births": births_of(hellos)}
     if not lobby.decide(meeting, verdict):
         raise Unheard("another rank 0 has opened a meeting at the same store: give each rank a number of its own")
     if failed and len(hellos) > 1 and own.place.hosts_store:  # the others must read the verdict before the store ends
         lobby.await_acknowledgements(meeting, HEARD_S)
-    return attempt, sorted({hello["agent"] for hello in hellos.values()}), failed
+    return verdict, sorted({hello["agent"] for hello in hellos.values()})
+
+
+def births_of(hellos: Mapping[int, dict[str, Any]]) -> tuple[str, int] | None:
+    """Return the launch and the number of births of ranks that may all be born again; None if not all may."""
+    if not all("birth" in hello for hello in hellos.values()):
+        return None
+    births = [hello["birth"] for hello in hellos.values()]
+    return max(launch for _, launch in births), sum(number for number, _ in births)
+
+
+def error_of(verdict: Mapping[str, Any]) -> tuple[int, str] | None:
+    """Return the error that keeps the ranks from training, (exit code, message), or None."""
+    error = verdict["error"]
+    return (int(error[0]), str(error[1])) if error else None
 
 
 def attend_meeting(
     waiting: Lobby, speaking: Lobby, own: Own, *, deadline: float, stopping: Callable[[], bool]
-) -> tuple[str, tuple[int, str] | None]:
-    """Take part in the meeting on a rank other than 0, in a thread, because the store blocks.
-
-    Returns:
-        The attempt id, and the error that keeps the ranks from training: (exit code, message) or None.
+) -> dict[str, Any]:
+    """Take part in the meeting on a rank other than 0, in a thread, because the store blocks. Returns the verdict.
 
     Raises:
         Unheard: rank 0 did not come.
@@ -204,8 +240,7 @@ def attend_meeting(
     timeout_s = deadline + VERDICT_S + STOP_S - time.monotonic()
     attend(thread, timeout_s=timeout_s, stopping=stopping, on_stop=say_so)
     if guest.verdict:
-        error = guest.verdict["error"]
-        return guest.verdict["attempt"], (int(error[0]), str(error[1])) if error else None
+        return guest.verdict
     if stopping():
         raise Stopped
     raise guest.failure or Unheard(f"rank {own.place.rank} has no answer from the rendezvous store: see rank 0's log")
@@ -267,6 +302,7 @@ class Guest:
         return self.deadline - time.monotonic()
 
 
+@functools.cache
 def code_hash() -> str:
     """Return a digest of the kit's sources: two nodes with different checkouts must not train together."""
     sources = hashlib.sha256()

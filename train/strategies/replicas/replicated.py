@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from muster.batches.generators import key_of, seed_generators
 from muster.batches.loader import Batch
 from muster.dist.reduce.overlap import Overlap
 from muster.dist.world import World
@@ -32,6 +33,8 @@ class Replicas(Stepping):
 
     step_class: type[OptimizerStep] = OptimizerStep
     honours = frozenset({*Stepping.honours, "compile", "channels_last"})
+    keyed = False
+    """True if the generators are seeded in each step by step and rank, so that a rank that is born again draws alike."""
     reduced: Sequence[str] = ()
     """Names of the parameters that DDP reduces, in its index order: those that required a gradient at its creation."""
 
@@ -68,6 +71,9 @@ class Replicas(Stepping):
             ConfigError: a parameter got no gradient in the previous step.
         """
         self.warm_up(batches)
+        recipe = self.optimizer_step.recipe
+        if self.keyed and not recipe.slices:
+            seed_generators(key_of(recipe.seed, step, "rank", self.world.rank), on_device=True)
         try:
             return self.optimizer_step.step(step, batches)
         except RuntimeError as error:

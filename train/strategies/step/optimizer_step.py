@@ -60,6 +60,9 @@ class OptimizerStep:
 
     everywhere: flat.Groups | None = None
     """The optimizer's groups with the parameters of all ranks; None if this rank holds all of them."""
+    before_sum: Callable[[int, Tensor | None, Mapping[str, Tensor]], None] | None = None
+    """Called with the step, this rank's share of the loss (None: the sum tells it) and of the metrics, before the rank's
+    part of the sum over the ranks is complete."""
 
     def __init__(
         self,
@@ -142,24 +145,40 @@ class OptimizerStep:
         """Run a forward and backward pass, drop the gradient, restore buffers and generators. Collective."""
         before = self.buffers.copy()
         self.set_training(True)
+        told, self.before_sum = self.before_sum, None
         with kept_generators(on_device=True):
             self.backward(0, batches[-1:])
+        self.before_sum = told
         self.optimizer.zero_grad()
         self.buffers.put_back(before)
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
         """Accumulate the gradient of the global batch's mean loss; return this rank's share of that loss, []."""
-        shares = [self._share(batch, last=batch is batches[-1], times=self._shards) for batch in batches]
+        shares: list[Tensor] = []
+
+        def tell(share: Tensor) -> None:
+            if self.before_sum:
+                self.before_sum(step, self._sum_of([*shares, share], batches), self._measured)
+
+        for batch in batches:
+            last = batch is batches[-1]
+            shares.append(self._share(batch, last=last, times=self._shards, tell=tell if last else None))
+        return self._sum_of(shares, batches)
+
+    def _sum_of(self, shares: list[Tensor], batches: list[Batch]) -> Tensor:
+        """Return the sum of the shares of the loss of those micro-batches whose loss this rank reports, []."""
         counts = [batch.count if self._speaks else 0 for batch in batches]
         if len(shares) == 1 and counts[0]:
             return shares[0]
         counted = zip(shares, counts, strict=True)
         return torch.stack([share if count else torch.zeros_like(share) for share, count in counted]).sum()
 
-    def _share(self, batch: Batch, *, last: bool, times: int = 1) -> Tensor:
+    def _share(
+        self, batch: Batch, *, last: bool, times: int = 1, tell: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
         """Run forward and backward on one micro-batch; return its share of the global loss, [].
 
-        times: factor on the gradient.
+        times: factor on the gradient. tell: called with the share between forward and backward.
         """
         with contextlib.nullcontext() if last else self.no_sync():
             with self._autocast():
@@ -170,6 +189,8 @@ class OptimizerStep:
             # Ranks may hold unequal shares of the global batch: weight by the sample count. `times` cancels a later
             # mean over ranks.
             share = loss if batch.count == batch.total else loss * (batch.count / batch.total)
+            if tell:
+                tell(share.detach())
             self.scaler.scale(share if times == 1 else share * times).backward()  # type: ignore[no-untyped-call]
         detached: Tensor = share.detach()
         return detached
@@ -220,6 +241,17 @@ class OptimizerStep:
         beside = {f"{BUFFERS}{name}": buffer for name, buffer in shared.items() if name not in weights}
         own = {} if self.buffers.agree else {f"{self._own}{name}": each for name, each in self.buffers.own.items()}
         return {**model, **optimizer, "scaler": self.scaler.state_dict(), **beside, **own}
+
+    def replica(self) -> dict[str, Any]:
+        """This replica's state under the names of `state`, without communication; buffers are this rank's own."""
+        weights, own = self.model.state_dict(), self.buffers.own
+        beside = {f"{BUFFERS}{name}": buffer for name, buffer in own.items() if name not in weights}
+        optimizer = flat.of_optimizer(self.optimizer, self.model, everywhere=self.everywhere)
+        return {**flat.of_model(weights), **optimizer, "scaler": self.scaler.state_dict(), **beside}
+
+    def stand_at(self, step: int) -> None:
+        """Set the learning rate that step number `step` - 1 has used."""
+        self._set_lr(max(0, step - 1))
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Tensors to read the `saved` ones into: model, optimizer, shared buffers and this rank's own buffers.

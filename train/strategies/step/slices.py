@@ -46,6 +46,7 @@ class SlicedStep(OptimizerStep):
     def __init__(self, recipe: Recipe, *, slices: int, **parts: Any):
         super().__init__(recipe, **parts)
         self.slices = slices
+        self.loss = torch.zeros(())  # of the last step, the same on every rank
         self.buffers.agree = True
         begin_alike(self.model)
 
@@ -63,6 +64,8 @@ class SlicedStep(OptimizerStep):
             ]
             for tree, vector in zip(trees, flat, strict=True):
                 tree.add(number, vector)
+        if self.before_sum:
+            self.before_sum(step, None, self._measured)
         return self._take([tree.total() for tree in trees], start)
 
     def update(self, step: int, norm: Tensor | None) -> bool:
@@ -101,6 +104,7 @@ class SlicedStep(OptimizerStep):
         self.buffers.put(
             {name: _taken(value, total, with_samples) for (name, value), total, slices in changed if slices}
         )
+        self.loss = loss[0]
         return loss[0] if self.world.is_first else torch.zeros_like(loss[0])
 
     def _see_sizes(self, start: Mapping[str, Tensor], ends: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,178 @@
+"""The keeper of a rank: torchrun's worker, whose child is the rank. A rank that dies by a signal is born again in place.
+
+A keeper has the imports behind it and holds nothing else, so a new rank is there in some 40 ms, and torchrun sees no
+failure. It forks, so it has no threads: it may import modules, but run no parallel operation of torch, and touch no GPU.
+The rank dies with its keeper, the keeper with torchrun's agent. Signals are passed on, and so is the exit code.
+
+A rank is not born again if it ends by itself, if it had not met the others, if it dies twice at one step, or if it has
+died `most_per_hour` times within an hour: then its keeper ends as it did, and torchrun restarts all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from muster import process
+from muster.errors import say
+from muster.faults.notes import Notes
+from muster.faults.preemption import Preemption
+
+DEADLY = {
+    signal.SIGKILL,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGABRT,
+    signal.SIGILL,
+    signal.SIGFPE,
+}
+"""Signals after which a rank is born again."""
+WARM_S = 0.5
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Life:
+    """One life of a rank: its number, from 0, the rank's notes, and how and when (monotonic clock) the last one ended."""
+
+    number: int
+    notes: Notes
+    died_of: str = ""
+    died_at: float = 0.0
+
+    @property
+    def is_first(self) -> bool:
+        """True in the process that the launcher's start has made."""
+        return self.number == 0
+
+
+def keep(live: Callable[[Life], int], *, preemption: Preemption, most_per_hour: int) -> int:
+    """Call `live` in a child, and again in a new child if that dies by a signal. Returns the exit code of the last one.
+
+    If the last child has died by a signal, this process dies by the same one.
+
+    Args:
+        live: the rank's work, up to its exit code.
+        preemption: whether this process has received a stop request; a child begins with the same answer.
+        most_per_hour: the most times that the rank is born again within an hour.
+
+    Raises:
+        OSError: the system gives no memory for the notes.
+    """
+    notes, births, died_of, died_at, died_in = Notes(), deque[float](maxlen=max(1, most_per_hour)), "", 0.0, -2
+    launcher, keeper, number = os.getppid(), os.getpid(), 0
+    gc.freeze()  # what was imported is not copied by a collection in a child
+    while True:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with _held_back():
+            if not (child := os.fork()):
+                _become(keeper, launcher, preemption)
+                break
+            _pass_on(child, preemption)
+        ended = _awaited(child, notes)
+        if ended >= 0:
+            preemption.install()
+            return ended
+        died_of, died_at, step = signal.Signals(-ended).name, time.monotonic(), notes.step
+        is_over = notes.is_over or not notes.launch or died_in >= step
+        if -ended not in DEADLY or is_over or not _has_one_thread():
+            _die(-ended)
+        if not most_per_hour or (len(births) == most_per_hour and died_at - births[0] < HOUR_S):
+            say(
+                f"muster: rank {os.environ.get('RANK')} has died {len(births) + 1} times within an hour "
+                f"(dist.max_survivals_per_hour={most_per_hour}): all ranks restart; see what kills it on this host"
+            )
+            _die(-ended)
+        births.append(died_at)
+        died_in, number = step, number + 1
+    code = 1
+    try:
+        code = live(Life(number, notes, died_of, died_at))
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """Hold back stop requests until both sides of a fork have their handlers."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, process.STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _become(keeper: int, launcher: int, preemption: Preemption) -> None:
+    """Make this process, just forked, a rank: in a group of its own, so that it gets each signal once, from its keeper."""
+    os.setpgid(0, 0)
+    process.become_kept(launcher)
+    process.die_with_parent(parent=keeper)
+    preemption.install()
+
+
+def _pass_on(child: int, preemption: Preemption) -> None:
+    def on_signal(number: int, _: FrameType | None) -> None:
+        preemption.request()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in process.STOP_SIGNALS:
+        signal.signal(number, on_signal)
+
+
+def _awaited(child: int, notes: Notes) -> int:
+    """Wait until `child` ends; return its exit code, or the negative signal. Imports meanwhile what it has imported."""
+    handle = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    is_warm = False
+    while not poll.poll(None if is_warm else WARM_S * 1000):
+        if names := notes.modules:
+            _import(names)
+            is_warm = True
+    os.close(handle)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _import(names: list[str]) -> None:
+    """Import installed modules that the child has imported since the fork; a user's own are left to each child."""
+    installed = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
+    for name in names:
+        if name in sys.modules:
+            continue
+        with contextlib.suppress(Exception):
+            top = name.partition(".")[0]
+            found = importlib.util.find_spec(top)
+            file = (found.origin if found else None) or ""
+            if top == "muster" or any(place in file for place in installed):
+                importlib.import_module(name)
+
+
+def _has_one_thread() -> bool:
+    """Return whether this process may fork: a child has no other thread than the one that forks, nor their locks."""
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+def _die(number: int) -> None:
+    """End this process by a signal, as its child has ended."""
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    time.sleep(1)
+    os._exit(1)

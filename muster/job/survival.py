@@ -1,0 +1,128 @@
+"""How a rank survives the death of another one, which is born again (faults/keeper.py).
+
+    A. Parameters, optimizer state, buffers and averages change only after a complete sum over the ranks.
+    B. So survivors differ by at most one step. The state of the furthest rank is handed on; nothing is voted on per step.
+    C. At a step, what a rank draws is a function of the seed, the step and the rank, and what only it knows of a step is
+       in its notes (faults/notes.py) before its part of the step's sum leaves it: a newborn needs nobody's generators.
+    D. No rank of an attempt writes a file after the next attempt has begun: a process is born when the one before it is
+       gone, and rank 0 commits under a claim that the next attempt takes.
+    E. What a log line, an evaluation or a save of a step needs is part of the state that is handed on, and so are the last
+       records: each step is in metrics.jsonl once, also if rank 0 dies between a step and its line.
+
+The death of a rank ends the attempt of all. Survivors learn of it from the collective in which they stand, or from the
+count of births in the store, and meet the newborn in the next attempt, in their processes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from muster.dist.births import Births
+from muster.dist.place import Place
+from muster.dist.rendezvous.meeting import Birth
+from muster.dist.rendezvous.network import connect
+from muster.errors import RankLost
+from muster.faults.keeper import Life
+
+if TYPE_CHECKING:
+    from muster.dist.world import World
+
+BORN_S = 5.0
+"""The longest wait for a birth after an error that may come from a death. Without one, all ranks restart."""
+POLL_S = 0.005
+REPLACED_S = 2.0
+
+
+class Survival:
+    """The survival of one rank, in one process of it.
+
+    Args:
+        life: the process's place among the lives of its rank.
+    """
+
+    def __init__(self, life: Life):
+        self.life, self.notes = life, life.notes
+        self.told = False
+        """True once the death before this life is recorded."""
+        self._is_off = self._is_announced = False
+
+    @property
+    def birth(self) -> Birth:
+        """How this process was born, for the meeting with the other ranks."""
+        return Birth(self.life.number, self.notes.launch)
+
+    @property
+    def is_again(self) -> bool:
+        """True if the rank has met the others before, in this process or in an earlier life."""
+        return bool(self.notes.launch)
+
+    def announce(self, place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> None:
+        """Tell the other ranks that this one has died and is born again, for which they wait.
+
+        Raises:
+            MusterError: the rendezvous store does not answer, or `stopping` became true.
+        """
+        if self.life.number and not self._is_announced:
+            self._is_announced = True
+            Births(connect(place, timeout_s=timeout_s, stopping=stopping), self.notes.launch).announce()
+
+    def met(self, world: World) -> None:
+        """Take notice that the ranks have met: from now on this rank is born again if it dies."""
+        if births := world.board.births:
+            self.notes.launch = births.launch
+
+    def end(self) -> None:
+        """Take notice that the ranks are about to end together: from now on this rank is not born again."""
+        self.notes.end()
+
+    def refuse(self) -> None:
+        """Do not survive: the death of a rank restarts all. Every rank must call it."""
+        self._is_off = True
+        self.notes.end()
+
+    def covers(self, error: BaseException, world: World | None, *, stopping: Callable[[], bool]) -> bool:
+        """Return whether `error` comes from the death of a rank that is born again. Waits up to `BORN_S` for the birth.
+
+        stopping: returns whether this process has received a stop request; then nothing is waited for.
+        """
+        if self._is_off or world is None or not world.board.births or not is_of_peer(error):
+            return False
+        try:
+            for number in range(int(BORN_S / POLL_S)):
+                if world.board.is_one_lost():
+                    return True
+                if stopping() or (number % 10 == 9 and world.board.first_failure(0.0)):
+                    return False
+                time.sleep(POLL_S)
+        except RuntimeError:  # the store is gone
+            pass
+        return False
+
+    def replaces(self, error: RankLost, world: World) -> bool:
+        """Return whether a rank that hangs is born again; if it is this one, end this process by SIGKILL for it."""
+        if self._is_off or not world.board.births or error.rank is None:
+            return False
+        if error.rank == world.rank:
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        deadline = time.monotonic() + REPLACED_S
+        while time.monotonic() < deadline:
+            if world.board.is_one_lost():
+                return True
+            time.sleep(POLL_S)
+        return False
+
+
+def is_of_peer(error: BaseException) -> bool:
+    """Return whether torch's `error` may mean that another rank is gone."""
+    if isinstance(error, RankLost):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    return type(error).__module__ == "torch.distributed" or bool(re.search(r"\bgloo\b|NCCL|nccl", str(error)))

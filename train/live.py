@@ -1,0 +1,274 @@
+"""What the trainer keeps from one attempt to the next when a rank dies and is born again: see muster/job/survival.py.
+
+A survivor keeps its model, its optimizer and its records; a rank's notes have its own part of the sums of the log and its
+buffers. In the next attempt the furthest rank hands its state on, in place of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.batches.stream import Stream
+from muster.checkpoint.trained import SavedTensor
+from muster.dist.place import Place
+from muster.dist.world import World, alone
+from muster.errors import RankLost
+from muster.job.survival import Survival
+from muster.loggers.jsonl import NAME, read
+from muster.loggers.metrics import Metrics
+from muster.plan import Plan
+from muster.train.callbacks.all import Callbacks
+from muster.train.config.keys import Config, Device, NonFinite, Precision
+from muster.train.course import ENDED, LOGGED, Progress
+from muster.train.data.load import Data, load
+from muster.train.loop import Run, save
+from muster.train.strategies.base import StepResult, Strategy
+from muster.train.strategies.replicas.replicated import Replicas
+from muster.train.strategies.step.slices import SlicedStep
+from muster.train.window import Window
+
+CHUNK_BYTES = 64 << 20
+Mark = list[int]
+"""How far a rank has come: step, stage of the step, and step of the last evaluation. Marks are compared in this order."""
+
+
+class Live:
+    """The state of one rank between two attempts.
+
+    Args:
+        survival: how the rank survives.
+    """
+
+    def __init__(self, survival: Survival):
+        self.survival, self.notes = survival, survival.notes
+        self.data: Data | None = None
+        self.records: Metrics | None = None
+        self.newest_step: int | None = None
+        self.owes_save = False
+        self._mark: Mark | None = None
+        self._state: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
+        self._window: Window | None = None
+        self._strategy: Replicas | None = None
+
+    # In an attempt.
+
+    def follow(self, run: Run) -> None:
+        """Note from now on what only this rank knows of each step."""
+        assert isinstance(run.strategy, Replicas)
+        self._strategy, self._window, self.data, self.records = run.strategy, run.window, run.course.data, run.records
+        self._mark, self._state = None, {}
+        run.strategy.optimizer_step.before_sum, run.strategy.keyed = self._note, True
+        try:
+            self._write(run.step - 1, {"window": run.window.own()})
+        except ValueError as error:
+            self._refuse(run, f"a rank's own buffers are {error}")
+        if isinstance(run.course.data.train, Stream):
+            self._refuse(run, "each rank has its own place in a stream of samples")
+        if not self.notes.modules:
+            self.notes.modules = sorted(sys.modules)
+
+    def _refuse(self, run: Run, why: str) -> None:
+        self.survival.refuse()
+        assert self._strategy
+        self._strategy.optimizer_step.before_sum = None
+        run.records.event("note", text=f"dist.survive=true: a rank that dies restarts all ranks ({why})")
+
+    def _note(self, step: int, loss: Tensor | None, metrics: Mapping[str, Tensor]) -> None:
+        assert self._window
+        own = {"loss": None if loss is None else float(loss), "metrics": {k: float(v) for k, v in metrics.items()}}
+        self._write(step, {"window": self._window.own(), **own})
+
+    def _write(self, step: int, facts: dict[str, Any]) -> None:
+        assert self._strategy
+        buffers = self._strategy.optimizer_step.buffers
+        self.notes.write(step, facts, {} if buffers.agree else buffers.own)
+
+    # Between two attempts.
+
+    def keep(self, run: Run) -> None:
+        """Keep the state of `run`, one of whose other ranks has died; no communication."""
+        assert isinstance(run.strategy, Replicas)
+        step, progress = run.strategy.optimizer_step, run.progress
+        if progress.stage < ENDED:  # the death has cut a callback short, of which not all has happened
+            return
+        run.callbacks.on_checkpoint(run)
+        result = progress.result if progress.stage < LOGGED else None
+        self._mark = [progress.step, progress.stage, progress.evaluated]
+        self._state = {**step.replica(), **run.callbacks.state()}
+        self._facts = {
+            "progress": {
+                each.name: getattr(progress, each.name) for each in dataclasses.fields(progress) if each.name != "result"
+            },
+            "norm": float(result.grad_norm) if result else None,
+            "loss": float(step.loss) if isinstance(step, SlicedStep) else None,
+            "recent": [*run.records.recent],
+            "newest_step": run.running.checkpoints.newest_step,
+            "fingerprint": run.course.data.fingerprint,
+        }
+        self.owes_save = run.running.checkpoints.give_up()
+
+    # In the next attempt.
+
+    def begin(self, config: Config, place: Place, *, stopping: Callable[[], bool]) -> None:
+        """Announce the birth of this process, if others wait for it, and load the data, which they have. Raises MusterError."""
+        self.survival.announce(place, timeout_s=config.dist.start_timeout_s, stopping=stopping)
+        if self.survival.is_again:
+            self.load_data(config)
+
+    def load_data(self, config: Config) -> Data:
+        """Return the data, which a survivor has; a newborn loads it without the others, who do not load it again."""
+        self.data = self.data or load(config, alone(torch.device("cpu")))
+        return self.data
+
+    def go_on(self, run: Run, folder: Path) -> None:
+        """Bring the records up to date, and repeat a save that was cut short. Collective: every rank must call it."""
+        self._make_up_records(run.world, run.records, folder)
+        self._record(run.world, run.records, run.step)
+        if run.world.sum([float(self.owes_save)])[0]:
+            self.owes_save = False
+            save(run)
+
+    def furthest(self, world: World) -> int | None:
+        """Return the rank whose state is handed on; None if no rank has one. Collective: every rank must call it."""
+        marks = world.gather(self._mark)
+        held = [rank for rank, mark in enumerate(marks) if mark]
+        return max(held, key=lambda rank: (marks[rank], -rank)) if held else None
+
+    def hand_over(
+        self, source: int, world: World, data: Data, plan: Plan, strategy: Strategy, callbacks: Callbacks, window: Window
+    ) -> Progress:
+        """Load the state of rank `source`, and this rank's own from its notes. Collective: every rank must call it.
+
+        Raises:
+            RankLost: a rank has no notes of the last step.
+            DataError: a rank has other data.
+        """
+        assert isinstance(strategy, Replicas)
+        self._facts = world.broadcast(self._facts, source=source)
+        world.same("training data: fingerprint", data.fingerprint, remedy="give every node the same data, see data.root")
+        progress = Progress(**self._facts["progress"])
+        found = spread(self._state, world, source)
+        saved = {name: SavedTensor(each.shape, each.dtype) for name, each in found.items() if isinstance(each, Tensor)}
+        targets = strategy.targets(saved) | callbacks.targets(saved)
+        with torch.no_grad():
+            for name, target in targets.items():
+                target.copy_(found[name])
+        found |= targets
+        callbacks.load(found)
+        strategy.load({name: value for name, value in found.items() if not name.startswith("callbacks/")})
+        strategy.optimizer_step.stand_at(progress.step)
+        failure = self._restore_own(world, plan, progress, strategy, window)
+        world.together(failure)
+        if progress.stage < LOGGED and self._facts["norm"] is not None:
+            progress.result = StepResult(torch.zeros(()), torch.tensor(self._facts["norm"]))
+        self.newest_step = self._facts["newest_step"]
+        self._state = {}
+        return progress
+
+    def _restore_own(
+        self, world: World, plan: Plan, progress: Progress, strategy: Replicas, window: Window
+    ) -> RankLost | None:
+        """Restore this rank's own sums and buffers at the step of `progress`; return the failure to do so."""
+        if not (noted := self.notes.read(progress.step - 1)):
+            return RankLost(f"rank {world.rank} died twice at step {progress.step}: all ranks restart", rank=world.rank)
+        facts, buffers = noted
+        strategy.optimizer_step.buffers.put(buffers)
+        strategy.optimizer_step.buffers.forget()
+        window.load_own(facts["window"])
+        if "loss" in facts:
+            loss = facts["loss"] if facts["loss"] is not None else self._facts["loss"] * world.is_first
+            metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in facts["metrics"].items()}
+            own = torch.tensor(loss, dtype=torch.float64)
+            result = StepResult(own, own, skipped=progress.skipped_in_a_row > 0, metrics=metrics)
+            window.add(result, samples=plan.count(progress.step - 1))
+        if progress.logged == progress.step:
+            window.clear()
+        return None
+
+    def _make_up_records(self, world: World, records: Metrics, folder: Path) -> None:
+        """Write the last records that rank 0 has not written."""
+        known = [*records.recent] if self.records is records else read(folder / NAME) if world.is_first else []
+        records.make_up(self._facts["recent"], known=known)
+
+    def _record(self, world: World, records: Metrics, step: int) -> None:
+        """Write which ranks have died. Collective: every rank must call it."""
+        life = self.survival.life
+        own = None
+        if life.died_of and not self.survival.told:
+            own = [socket.gethostname(), life.died_of, time.monotonic() - life.died_at]
+        self.survival.told = True
+        for rank, said in enumerate(world.gather(own)):
+            if said:
+                host, cause, seconds = said
+                records.event(
+                    "survived", step=step, rank=rank, host=host, cause=cause, seconds=round(seconds, 3)
+                )
+
+
+def spread(state: Mapping[str, Any], world: World, source: int) -> dict[str, Any]:
+    """Return the flat state of rank `source`: its tensors and plain values by name. Collective: every rank must call it."""
+    is_source = world.rank == source
+    tensors = {name: each.detach() for name, each in state.items() if isinstance(each, Tensor)} if is_source else {}
+    blob = io.BytesIO()
+    torch.save({name: value for name, value in state.items() if name not in tensors}, blob)
+    heads = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
+    heads, length = world.broadcast([heads, blob.tell()], source=source)
+    raw = torch.frombuffer(bytearray(blob.getvalue()), dtype=torch.uint8) if is_source else torch.empty(length, dtype=torch.uint8)
+    dist.broadcast(raw, source)
+    found: dict[str, Any] = torch.load(io.BytesIO(raw.numpy().tobytes()), weights_only=True)
+    for chunk in _chunks(heads):
+        size = sum(_bytes(head) for head in chunk)
+        flat = torch.empty(size, dtype=torch.uint8)
+        if is_source:
+            torch.cat([tensors[name].contiguous().reshape(-1).view(torch.uint8) for name, *_ in chunk], out=flat)
+        dist.broadcast(flat, source)
+        parts = torch.split(flat, [_bytes(head) for head in chunk])
+        for (name, kind, shape), part in zip(chunk, parts, strict=True):
+            found[name] = tensors[name] if is_source else part.clone().view(getattr(torch, kind)).view(shape)
+    return found
+
+
+def _bytes(head: Any) -> int:
+    _, kind, shape = head
+    return torch.Size(shape).numel() * getattr(torch, kind).itemsize
+
+
+def _chunks(heads: list[Any]) -> list[list[Any]]:
+    """Divide the tensors into groups of at most `CHUNK_BYTES`; a larger tensor is a group of its own."""
+    chunks, room = list[list[Any]](), 0
+    for head in heads:
+        if _bytes(head) > room:
+            chunks.append([])
+            room = CHUNK_BYTES
+        chunks[-1].append(head)
+        room -= _bytes(head)
+    return chunks
+
+
+def why_not(config: Config) -> str:
+    """Return why a rank that dies restarts all ranks, although dist.survive=true; empty if it is born again."""
+    target = config.strategy.target.rpartition(".")[2]
+    if target not in ("Ddp", "Single"):
+        return f"strategy={config.strategy.target}: no other rank has what a rank holds"
+    reasons = {
+        "compile=true": config.compile,
+        "device=cuda": config.device is Device.cuda,
+        "device=auto on a host with GPUs": config.device is Device.auto and Path("/dev/nvidiactl").exists(),
+        "on_nonfinite=skip": config.on_nonfinite is NonFinite.skip,
+        "precision=fp16": config.precision is Precision.fp16,
+        "strategy.compression=powersgd": config.strategy.values.get("compression") == "powersgd",
+        "dist.init_method": config.dist.init_method != "env://",
+    }
+    return next((said for said, is_so in reasons.items() if is_so), "")
