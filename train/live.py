@@ -102,6 +102,7 @@ class Live:
         assert isinstance(run.strategy, Replicas)
         step, progress = run.strategy.optimizer_step, run.progress
         if progress.stage < ENDED:  # the death has cut a callback short, of which not all has happened
+            progress.result = None
             return
         run.callbacks.on_checkpoint(run)
         result = progress.result if progress.stage < LOGGED else None
@@ -118,6 +119,7 @@ class Live:
             "fingerprint": run.course.data.fingerprint,
         }
         self.owes_save = run.running.checkpoints.give_up()
+        self._strategy = self._window = progress.result = None  # which hold the group and its connections
 
     # In the next attempt.
 
@@ -199,7 +201,9 @@ class Live:
 
     def _make_up_records(self, world: World, records: Metrics, folder: Path) -> None:
         """Write the last records that rank 0 has not written."""
-        known = [*records.recent] if self.records is records else read(folder / NAME) if world.is_first else []
+        if world.is_first and self.records is not records:
+            records.recent.extend(read(folder / NAME))
+        known = [*records.recent]
         records.make_up(self._facts["recent"], known=known)
 
     def _record(self, world: World, records: Metrics, step: int) -> None:

@@ -237,7 +237,7 @@ def finish(run: Run, folder: RunFolder) -> None:
         try:
             if run.progress.best:  # may be from the last evaluation, which comes after the last save
                 run.running.checkpoints.note_best(run.progress.best)
-            run.records.event("done", step=run.step, output_dir=str(folder.path))
+            run.records.event_once("done", step=run.step, output_dir=str(folder.path))
         except MusterError as error:
             failure = error
     run.world.together(failure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import socket
 import uuid
@@ -209,6 +210,7 @@ class World:
         """
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+        gc.collect()  # DistributedDataParallel is in a cycle of references, and holds the group
         if self.memory:
             self.memory.close()
 

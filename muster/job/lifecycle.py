@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -147,6 +148,7 @@ class Lifecycle:
         if error is not None:
             with without_sigchld():
                 if self.survives(error):
+                    forget_frames(error)
                     self._undo.close()
                 else:
                     self._fail(error)
@@ -388,3 +390,10 @@ def without_sigchld() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Drop the local variables of the frames that `error` has left: the model, and with it the group's connections."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -94,7 +94,7 @@ class Running:
     def stopped(self) -> Ending:
         """Wait for the checkpoint of the step at which the ranks have stopped, and return this end. Raises StorageError."""
         self.flush()
-        self.records.event("preempted", step=self.step)
+        self.records.event_once("preempted", step=self.step)
         of = f" of {self.total_steps}" if self.total_steps else ""
         said = f"stopped at step {self.step}{of} and saved it: run the same command again to resume"
         return Ending(self.step, self.total_steps, preempted=said)

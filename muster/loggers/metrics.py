@@ -61,6 +61,11 @@ class Metrics:
         """Log an `event` record: start, resume, checkpoint, preempted, restart, straggler, done and others."""
         self._log("event", event=event, time=round(time.time(), 3), **redacted_all(details))
 
+    def event_once(self, event: str, *, step: int, **details: Any) -> None:
+        """Log an `event` record, unless the attempt before this one, which a rank's death has ended, has done so."""
+        if ("event", event, step, None) not in map(_identity, self.recent):
+            self.event(event, step=step, **details)
+
     def timing(self, step: int, ranks: list[Times]) -> None:
         """Log each rank's times up to `step`, and a `straggler` event if the others wait for one rank."""
         with self._lock:
