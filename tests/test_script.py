@@ -142,5 +142,10 @@ def test_of_two_nodes_both_end_soon_and_the_largest_code_says_how(tmp_path, faul
     words = (mine.write(tmp_path).name, f"--out={tmp_path}", f"--fault={fault}")
     began = time.monotonic()
     ends = [finish(process) for process in two_nodes(tmp_path, *words)]
-    assert max(end[0] for end in ends) == code and min(end[0] for end in ends) > 0, ends
+    codes = [end[0] for end in ends]
+    if fault == "again" and codes == [0, 0]:
+        # The other node's agent was faster: it restarted both before this one had seen the 75, so the job was run again.
+        assert all("done" in end[1] for end in ends) and (tmp_path / "attempts-1").read_text().count("\n") == 2, ends
+        return
+    assert max(codes) == code and min(codes) > 0, ends
     assert time.monotonic() - began < 120, "the rendezvous's own patience is 300 s"

@@ -5,8 +5,6 @@ A group of ranks knows how many births its members are: if more are counted, one
 
 from __future__ import annotations
 
-import threading
-
 from torch.distributed import PrefixStore, Store
 
 
@@ -14,7 +12,7 @@ class Births:
     """The births in one launch.
 
     Args:
-        store: a client of the rendezvous store; only this object may use it.
+        store: a client of the rendezvous store.
         launch: the first attempt of the launch.
         known: the number of births that the ranks of this group are.
     """
@@ -22,14 +20,11 @@ class Births:
     def __init__(self, store: Store, launch: str, *, known: int = 0):
         self.launch, self.known = launch, known
         self._store = PrefixStore(launch, store)
-        self._lock = threading.Lock()
 
     def announce(self) -> None:
         """Count the birth of this process."""
-        with self._lock:
-            self._store.add("births", 1)
+        self._store.add("births", 1)
 
     def is_one_lost(self) -> bool:
         """Whether a rank of this group has died and is born again. Answered at once."""
-        with self._lock:
-            return int(self._store.add("births", 0)) > self.known
+        return int(self._store.add("births", 0)) > self.known

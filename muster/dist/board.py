@@ -18,10 +18,10 @@ from typing import Any
 from torch.distributed import DistBackendError, DistStoreError, PrefixStore, Store
 
 from muster.dist.births import Births
-from muster.dist.client import Client
+from muster.dist.client import Client, Lines
 
-CLIENTS = 5
-"""Store connections of each rank: one for the process group, two for `Board`, one for `Births`, one during the meeting."""
+CLIENTS = 4
+"""Store connections of each rank: one for the process group, two for `Board`, one for the meeting."""
 ANSWER_S = 1.0
 BYE_S = 10.0
 POLL_S = 0.02
@@ -31,17 +31,19 @@ LEAVING_PER_S = 5000.0  # polls of the store by all leaving ranks together
 class Board:
     """The keys of one attempt. `operations` counts this rank's store operations by name.
 
-    births: the births in the launch, if a rank that dies may be born again. The waits for a save then raise
+    lines: further connections to the store; None: they are opened. births: the births in the launch, if a rank that dies may be born again. The waits for a save then raise
         DistBackendError once a rank of this attempt has died.
     """
 
-    def __init__(self, store: Store, *, attempt: str, rank: int, size: int, births: Births | None = None):
+    def __init__(self, store: Store, *, attempt: str, rank: int, size: int, lines: Lines | None = None, births: Births | None = None):
         own = self._own = PrefixStore(attempt, store)
-        self.rank, self.size, self.births = rank, size, births
+        lines = lines or (Lines(store) if size > 1 else None)
+        self.rank, self.size, self.lines, self.births = rank, size, lines, births
         self.operations = Counter[str]()
         self.group_store: Store = PrefixStore("group", own)
         """The store of torch's process group."""
-        self._quick, self._patient = (Client(own.clone() if size > 1 else own, self.operations) for _ in range(2))
+        stores = [PrefixStore(attempt, lines.get(name)) for name in ("quick", "patient")] if lines else [own, own]
+        self._quick, self._patient = (Client(each, self.operations) for each in stores)
         self._part: tuple[int, int] = (0, 0)
 
     def is_one_lost(self) -> bool:

@@ -13,6 +13,27 @@ from datetime import timedelta
 from torch.distributed import Store
 
 
+class Lines:
+    """The connections of one process to the rendezvous store, opened when they are first used.
+
+    A process that goes on in another attempt keeps them: for each new one the store looks up the name of the address that
+    it comes from, and answers nobody meanwhile, for 5 s if the name server is silent (`LibUVStoreDaemon::onConnect`).
+
+    Args:
+        first: the connection of the meeting and of the process group.
+    """
+
+    def __init__(self, first: Store):
+        self.first = first
+        self._others: dict[str, Store] = {}
+
+    def get(self, name: str) -> Store:
+        """Return the connection of this name. `quick` is for requests that are answered at once, from any thread."""
+        if name not in self._others:
+            self._others[name] = self.first.clone()
+        return self._others[name]
+
+
 class Client:
     """A store connection that counts its operations by name. An operation on several keys counts once per key."""
 
