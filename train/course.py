@@ -10,7 +10,6 @@ from muster.train.config.keys import Config
 from muster.train.data.load import Data
 from muster.train.strategies.base import StepResult
 
-
 STEPPED, ENDED, LOGGED, EVALUATED, SAVED = range(5)
 """What is done of a step: the optimizer's step, the callbacks, and, if they are due, its log line, evaluation and save."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import socket
 import sys
 import time
@@ -56,6 +57,7 @@ class Live:
         self.records: Metrics | None = None
         self.newest_step: int | None = None
         self.owes_save = False
+        self._was_handed_over = False
         self._mark: Mark | None = None
         self._state: dict[str, Any] = {}
         self._facts: dict[str, Any] = {}
@@ -70,6 +72,8 @@ class Live:
         self._strategy, self._window, self.data, self.records = run.strategy, run.window, run.course.data, run.records
         self._mark, self._state = None, {}
         run.strategy.optimizer_step.before_sum, run.strategy.keyed = self._note, True
+        restored = run.step > 0 and not self._was_handed_over
+        run.strategy.draws.begin(run.config.seed, run.world.rank, are_restored=restored)
         try:
             self._write(run.step - 1, {"window": run.window.own()})
         except ValueError as error:
@@ -93,7 +97,8 @@ class Live:
     def _write(self, step: int, facts: dict[str, Any]) -> None:
         assert self._strategy
         buffers = self._strategy.optimizer_step.buffers
-        self.notes.write(step, facts, {} if buffers.agree else buffers.own)
+        drawn = self._strategy.draws.are_used()
+        self.notes.write(step, {**facts, "drawn": drawn}, {} if buffers.agree or buffers.none_here() else buffers.own)
 
     # Between two attempts.
 
@@ -110,7 +115,9 @@ class Live:
         self._state = {**step.replica(), **run.callbacks.state()}
         self._facts = {
             "progress": {
-                each.name: getattr(progress, each.name) for each in dataclasses.fields(progress) if each.name != "result"
+                each.name: getattr(progress, each.name)
+                for each in dataclasses.fields(progress)
+                if each.name != "result"
             },
             "norm": float(result.grad_norm) if result else None,
             "loss": float(step.loss) if isinstance(step, SlicedStep) else None,
@@ -149,7 +156,14 @@ class Live:
         return max(held, key=lambda rank: (marks[rank], -rank)) if held else None
 
     def hand_over(
-        self, source: int, world: World, data: Data, plan: Plan, strategy: Strategy, callbacks: Callbacks, window: Window
+        self,
+        source: int,
+        world: World,
+        data: Data,
+        plan: Plan,
+        strategy: Strategy,
+        callbacks: Callbacks,
+        window: Window,
     ) -> Progress:
         """Load the state of rank `source`, and this rank's own from its notes. Collective: every rank must call it.
 
@@ -158,8 +172,11 @@ class Live:
             DataError: a rank has other data.
         """
         assert isinstance(strategy, Replicas)
+        self._was_handed_over = True
         self._facts = world.broadcast(self._facts, source=source)
-        world.same("training data: fingerprint", data.fingerprint, remedy="give every node the same data, see data.root")
+        world.same(
+            "training data: fingerprint", data.fingerprint, remedy="give every node the same data, see data.root"
+        )
         progress = Progress(**self._facts["progress"])
         found = spread(self._state, world, source)
         saved = {name: SavedTensor(each.shape, each.dtype) for name, each in found.items() if isinstance(each, Tensor)}
@@ -189,6 +206,7 @@ class Live:
         strategy.optimizer_step.buffers.put(buffers)
         strategy.optimizer_step.buffers.forget()
         window.load_own(facts["window"])
+        strategy.draws.used = facts["drawn"]
         if "loss" in facts:
             loss = facts["loss"] if facts["loss"] is not None else self._facts["loss"] * world.is_first
             metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in facts["metrics"].items()}
@@ -216,9 +234,7 @@ class Live:
         for rank, said in enumerate(world.gather(own)):
             if said:
                 host, cause, seconds = said
-                records.event(
-                    "survived", step=step, rank=rank, host=host, cause=cause, seconds=round(seconds, 3)
-                )
+                records.event("survived", step=step, rank=rank, host=host, cause=cause, seconds=round(seconds, 3))
 
 
 def spread(state: Mapping[str, Any], world: World, source: int) -> dict[str, Any]:
@@ -229,7 +245,11 @@ def spread(state: Mapping[str, Any], world: World, source: int) -> dict[str, Any
     torch.save({name: value for name, value in state.items() if name not in tensors}, blob)
     heads = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
     heads, length = world.broadcast([heads, blob.tell()], source=source)
-    raw = torch.frombuffer(bytearray(blob.getvalue()), dtype=torch.uint8) if is_source else torch.empty(length, dtype=torch.uint8)
+    raw = (
+        torch.frombuffer(bytearray(blob.getvalue()), dtype=torch.uint8)
+        if is_source
+        else torch.empty(length, dtype=torch.uint8)
+    )
     dist.broadcast(raw, source)
     found: dict[str, Any] = torch.load(io.BytesIO(raw.numpy().tobytes()), weights_only=True)
     for chunk in _chunks(heads):
@@ -246,7 +266,8 @@ def spread(state: Mapping[str, Any], world: World, source: int) -> dict[str, Any
 
 def _bytes(head: Any) -> int:
     _, kind, shape = head
-    return torch.Size(shape).numel() * getattr(torch, kind).itemsize
+    size: int = math.prod(shape) * getattr(torch, kind).itemsize
+    return size
 
 
 def _chunks(heads: list[Any]) -> list[list[Any]]:

@@ -53,6 +53,32 @@ class Watch:
         forget()
 
 
+class Others:
+    """The states of the generators of Python and NumPy when it was created.
+
+    A draw changes the position in the words, or, if it is a multiple of all words, the words.
+    """
+
+    def __init__(self) -> None:
+        self._states = _python(), _numpy()
+        self._kind = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        self._places: list[Any] = []
+        if _of_python is not None and self._states[1][0] == "MT19937":
+            python, numpy = _of_python, self._kind.ctypes.state_address
+            places = (python, python + 4, numpy, numpy + 4 * WORDS)
+            self._places = [ctypes.c_uint32.from_address(place) for place in places]
+        self._values = [place.value for place in self._places]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Others) and other._states == self._states
+
+    def have_drawn(self) -> bool:
+        """Return True if one of the states has changed since."""
+        if self._places and np.random.get_bit_generator() is self._kind:  # type: ignore[attr-defined]
+            return [place.value for place in self._places] != self._values
+        return (_python(), _numpy()) != self._states
+
+
 def forget() -> None:
     """Take notice that the state of NumPy's generator was set."""
     global _seen

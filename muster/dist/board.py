@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed import DistBackendError, DistStoreError, PrefixStore, Store
 
 from muster.dist.births import Births
-from muster.dist.client import Client, Lines
+from muster.dist.client import Client, Connections
 
 CLIENTS = 4
 """Store connections of each rank: one for the process group, two for `Board`, one for the meeting."""
@@ -31,18 +31,32 @@ LEAVING_PER_S = 5000.0  # polls of the store by all leaving ranks together
 class Board:
     """The keys of one attempt. `operations` counts this rank's store operations by name.
 
-    lines: further connections to the store; None: they are opened. births: the births in the launch, if a rank that dies may be born again. The waits for a save then raise
+    connections: further connections to the store; None: they are opened.
+    births: the births in the launch, if a rank that dies may be born again. The waits for a save then raise
         DistBackendError once a rank of this attempt has died.
     """
 
-    def __init__(self, store: Store, *, attempt: str, rank: int, size: int, lines: Lines | None = None, births: Births | None = None):
+    def __init__(
+        self,
+        store: Store,
+        *,
+        attempt: str,
+        rank: int,
+        size: int,
+        connections: Connections | None = None,
+        births: Births | None = None,
+    ):
         own = self._own = PrefixStore(attempt, store)
-        lines = lines or (Lines(store) if size > 1 else None)
-        self.rank, self.size, self.lines, self.births = rank, size, lines, births
+        connections = connections or (Connections(store) if size > 1 else None)
+        self.rank, self.size, self.connections, self.births = rank, size, connections, births
         self.operations = Counter[str]()
         self.group_store: Store = PrefixStore("group", own)
         """The store of torch's process group."""
-        stores = [PrefixStore(attempt, lines.get(name)) for name in ("quick", "patient")] if lines else [own, own]
+        stores = (
+            [PrefixStore(attempt, connections.get(name)) for name in ("quick", "patient")]
+            if connections
+            else [own, own]
+        )
         self._quick, self._patient = (Client(each, self.operations) for each in stores)
         self._part: tuple[int, int] = (0, 0)
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 from torch.distributed import Store
 
 
-class Lines:
+class Connections:
     """The connections of one process to the rendezvous store, opened when they are first used.
 
     A process that goes on in another attempt keeps them: for each new one the store looks up the name of the address that

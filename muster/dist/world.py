@@ -259,7 +259,14 @@ def start(
         stopping=stopping,
         birth=birth,
     )
-    board = Board(met.store, attempt=met.attempt, rank=place.rank, size=place.world_size, lines=met.lines, births=met.births)
+    board = Board(
+        met.store,
+        attempt=met.attempt,
+        rank=place.rank,
+        size=place.world_size,
+        connections=met.connections,
+        births=met.births,
+    )
     board.operations.update(met.operations)
     board.post_beat("")  # from here on every rank has a beat to read
     if place.world_size > 1:

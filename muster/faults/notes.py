@@ -6,18 +6,18 @@ the notes of the dead rank have its own part of that step. Of two steps the olde
 
 from __future__ import annotations
 
-import json
+import marshal
 import mmap
-import struct
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 SLOT_BYTES = 64 << 20
 MODULES_BYTES = 1 << 20
-HEAD = struct.Struct("qqq")  # serial number (0: being written), step, bytes of the JSON part
+HEAD_BYTES = 24  # three words: 1 if what follows is complete, step, bytes of the facts
 ALIGN = 64
 BASE = 4096
 OVER, LAUNCH, STEP = 0, 8, 64  # offsets in the first page
@@ -33,8 +33,8 @@ class Notes:
     def __init__(self) -> None:
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self._memory = mmap.mmap(-1, BASE + MODULES_BYTES + 2 * SLOT_BYTES, flags=flags)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._serial = 0
+        self._array = np.frombuffer(self._memory, dtype=np.uint8)
+        self._words = memoryview(self._memory).cast("q")
 
     @property
     def launch(self) -> str:
@@ -57,58 +57,60 @@ class Notes:
     @property
     def step(self) -> int:
         """The last step that is noted."""
-        return int(struct.unpack_from("q", self._memory, STEP)[0])
+        return self._words[STEP // 8]
 
     @property
     def modules(self) -> list[str]:
         """Names of the modules that the rank had imported when it began to train; empty before."""
-        (length,) = struct.unpack_from("q", self._memory, BASE)
+        length = self._words[BASE // 8]
         return bytes(self._memory[BASE + 8 : BASE + 8 + length]).decode().split() if length else []
 
     @modules.setter
     def modules(self, names: list[str]) -> None:
         text = " ".join(names).encode()[: MODULES_BYTES - 8]
         self._memory[BASE + 8 : BASE + 8 + len(text)] = text
-        struct.pack_into("q", self._memory, BASE, len(text))
+        self._words[BASE // 8] = len(text)
 
-    def write(self, step: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Note `facts` (JSON) and `tensors` (on the CPU) of `step`.
+    def write(self, step: int, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Note `facts` (JSON values) and `tensors` (on the CPU) of `step`.
 
         Raises:
             ValueError: they are larger than `SLOT_BYTES`.
         """
-        shapes = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
-        text = json.dumps([facts, shapes]).encode()
-        at = begin = self._at(step % 2)
-        if HEAD.size + len(text) + sum(each.nbytes + ALIGN for each in tensors.values()) > SLOT_BYTES - ALIGN:
+        shapes = [(name, str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in tensors.items()]
+        values: Any = (facts, shapes)
+        text = marshal.dumps(values)  # the reader is a fork of the same process
+        begin = self._at(step % 2)
+        if tensors and len(text) + sum(each.nbytes + 2 * ALIGN for each in tensors.values()) > SLOT_BYTES:
             raise ValueError(f"more than {SLOT_BYTES >> 20} MiB")
-        self._serial += 1
-        HEAD.pack_into(self._memory, begin, 0, step, len(text))
-        at += HEAD.size
+        head = begin // 8
+        self._words[head] = 0  # not valid while it is written
+        self._words[head + 1] = step
+        self._words[head + 2] = len(text)
+        at = begin + HEAD_BYTES
         self._memory[at : at + len(text)] = text
         at = _aligned(at + len(text))
         for tensor in tensors.values():
             if tensor.nbytes:
-                room = self._bytes[at : at + tensor.nbytes].view(tensor.dtype)
-                room.copy_(tensor.detach().reshape(-1))
+                self._array[at : at + tensor.nbytes] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
             at = _aligned(at + tensor.nbytes)
-        HEAD.pack_into(self._memory, begin, self._serial, step, len(text))
-        struct.pack_into("q", self._memory, STEP, step)
+        self._words[head] = 1
+        self._words[STEP // 8] = step
 
     def read(self, step: int) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Return copies of the facts and tensors of `step`; None if they are not there."""
         at = self._at(step % 2)
-        serial, noted, length = HEAD.unpack_from(self._memory, at)
-        if not serial or noted != step:
+        is_valid, noted, length = self._words[at // 8 : at // 8 + 3]
+        if not is_valid or noted != step:
             return None
-        at += HEAD.size
-        facts, shapes = json.loads(bytes(self._memory[at : at + length]))
+        at += HEAD_BYTES
+        facts, shapes = marshal.loads(bytes(self._memory[at : at + length]))
         at = _aligned(at + length)
         tensors = {}
         for name, kind, shape in shapes:
             empty = torch.empty(shape, dtype=getattr(torch, kind))
             if empty.nbytes:
-                empty.view(-1).copy_(self._bytes[at : at + empty.nbytes].view(empty.dtype))
+                empty.view(-1).view(torch.uint8).numpy()[:] = self._array[at : at + empty.nbytes]
             tensors[name] = empty
             at = _aligned(at + empty.nbytes)
         return facts, tensors

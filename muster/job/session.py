@@ -149,7 +149,13 @@ class Session:
             total_steps=self.total_steps,
             records=records,
             checkpoints=open_checkpoints(
-                options, folder=self.folder, world=self.world, records=records, keep=keep, facts=saved
+                options,
+                folder=self.folder,
+                world=self.world,
+                records=records,
+                keep=keep,
+                facts=saved,
+                newest_step=self.folder.saved.step if self.folder.saved else None,
             ),
             clock=self.clock,
         )

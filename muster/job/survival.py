@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from muster.dist.births import Births
-from muster.dist.client import Lines
+from muster.dist.client import Connections
 from muster.dist.place import Place
 from muster.dist.rendezvous.meeting import Birth
 from muster.dist.rendezvous.network import connect
@@ -52,12 +52,12 @@ class Survival:
         self.told = False
         """True once the death before this life is recorded."""
         self._is_off = False
-        self._lines: Lines | None = None
+        self._connections: Connections | None = None
 
     @property
     def birth(self) -> Birth:
         """How this process was born, for the meeting with the other ranks."""
-        return Birth(self.life.number, self.notes.launch, self._lines)
+        return Birth(self.life.number, self.notes.launch, self._connections)
 
     @property
     def is_again(self) -> bool:
@@ -70,14 +70,14 @@ class Survival:
         Raises:
             MusterError: the rendezvous store does not answer, or `stopping` became true.
         """
-        if self.life.number and self._lines is None:
-            self._lines = Lines(connect(place, timeout_s=timeout_s, stopping=stopping))
-            Births(self._lines.first, self.notes.launch).announce()
+        if self.life.number and self._connections is None:
+            self._connections = Connections(connect(place, timeout_s=timeout_s, stopping=stopping))
+            Births(self._connections.first, self.notes.launch).announce()
 
     def met(self, world: World) -> None:
         """Take notice that the ranks have met: from now on this rank is born again if it dies."""
         if births := world.board.births:
-            self.notes.launch, self._lines = births.launch, world.board.lines
+            self.notes.launch, self._connections = births.launch, world.board.connections
 
     def end(self) -> None:
         """Take notice that the ranks are about to end together: from now on this rank is not born again."""

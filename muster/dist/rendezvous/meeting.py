@@ -37,7 +37,7 @@ import torch
 from torch.distributed import DistError, HashStore, Store
 
 from muster.dist.births import Births
-from muster.dist.client import Lines
+from muster.dist.client import Connections
 from muster.dist.place import Place, agents_compare_clocks, launcher
 from muster.dist.rendezvous.lobby import Lobby
 from muster.dist.rendezvous.network import STOP_S, Abandoned, Stopped, Unheard, attend, connect
@@ -63,7 +63,7 @@ class Met:
     agents: list[str]
     operations: Counter[str] = field(default_factory=Counter)
     shared: SharedFile | None = None
-    lines: Lines | None = None
+    connections: Connections | None = None
     births: Births | None = None
     """The births in this launch, if a rank that dies may be born again."""
     again: bool = False
@@ -105,18 +105,18 @@ def meet(
         return Met(uuid.uuid4().hex[:8], HashStore(), [launcher()])
     deadline = time.monotonic() + timeout_s
     shared = place.shared_file and SharedFile(place, place.shared_file, timeout_s=timeout_s, stopping=stopping)
-    if birth and birth.lines:
-        lines = birth.lines
+    if birth and birth.connections:
+        connections = birth.connections
     else:
-        lines = Lines(shared.open() if shared else connect(place, timeout_s=timeout_s, stopping=stopping))
-    store = lines.first
+        connections = Connections(shared.open() if shared else connect(place, timeout_s=timeout_s, stopping=stopping))
+    store = connections.first
     own = Own.of(place, alike=alike, error=error, device=device, birth=birth)
     try:
         if place.rank == 0:
             lobby = Lobby(store)
             verdict, agents = host(lobby, own, timeout_s=timeout_s, deadline=deadline, stopping=stopping)
         else:
-            lobby = Lobby(lines.get("meeting"))
+            lobby = Lobby(connections.get("meeting"))
             waiting = Lobby(store, lobby.operations)
             verdict = attend_meeting(waiting, lobby, own, deadline=deadline, stopping=stopping)
             agents = [own.hello["agent"]]
@@ -132,20 +132,20 @@ def meet(
     if failed:
         raise Stopped if failed[0] == Stopped.exit_code else of_code(*failed)
     launch, known = verdict["births"] or ("", 0)
-    births = Births(lines.get("quick"), launch or attempt, known=known) if birth and verdict["births"] else None
-    return Met(attempt, store, agents, lobby.operations, shared or None, lines, births, again=bool(launch))
+    births = Births(connections.get("quick"), launch or attempt, known=known) if birth and verdict["births"] else None
+    return Met(attempt, store, agents, lobby.operations, shared or None, connections, births, again=bool(launch))
 
 
 @dataclass(frozen=True)
 class Birth:
     """How a process was born: the number of its rank's lives before, and the first attempt of its launch, if known.
 
-    lines: its connections to the rendezvous store, from an earlier attempt.
+    connections: its connections to the rendezvous store, from an earlier attempt.
     """
 
     number: int = 0
     launch: str = ""
-    lines: Lines | None = None
+    connections: Connections | None = None
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,19 @@ class Buffers:
         self.agree = self._size == 1
         """True if all ranks have the same values between two steps."""
         self._shared: dict[str, Tensor] | None = None
+        self._dicts: list[Place] | None = None
 
     @property
     def own(self) -> dict[str, Tensor]:
         """This rank's current buffers, by each of their names."""
         named = {name: place[key] for place, names in self._places() for key, name in names.items()}
         return {name: tensor.detach() for name, tensor in named.items() if tensor is not None}
+
+    def none_here(self) -> bool:
+        """Return True if there is no buffer now; much cheaper than `own`. Modules that join the model later are not seen."""
+        if self._dicts is None:
+            self._dicts = [module._buffers for module in self._model.modules()]
+        return self._objective is None and not any(self._dicts)
 
     @property
     def names(self) -> set[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from muster.batches.generators import key_of, seed_generators
+from muster.batches.generators import Draws
 from muster.batches.loader import Batch
 from muster.dist.reduce.overlap import Overlap
 from muster.dist.world import World
@@ -35,11 +35,13 @@ class Replicas(Stepping):
     honours = frozenset({*Stepping.honours, "compile", "channels_last"})
     keyed = False
     """True if the generators are seeded in each step by step and rank, so that a rank that is born again draws alike."""
+    draws: Draws
     reduced: Sequence[str] = ()
     """Names of the parameters that DDP reduces, in its index order: those that required a gradient at its creation."""
 
     def build(self, recipe: Recipe, world: World) -> None:
         """Build the model, compile it if configured, then wrap it. Collective."""
+        self.draws = Draws()
         self.world, self.model = world, self.place(build_model(recipe, world.device))
         if recipe.compile:
             self.model.compile()
@@ -73,7 +75,7 @@ class Replicas(Stepping):
         self.warm_up(batches)
         recipe = self.optimizer_step.recipe
         if self.keyed and not recipe.slices:
-            seed_generators(key_of(recipe.seed, step, "rank", self.world.rank), on_device=True)
+            self.draws.seed(recipe.seed, step, self.world.rank)
         try:
             return self.optimizer_step.step(step, batches)
         except RuntimeError as error:

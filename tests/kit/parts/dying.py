@@ -1,0 +1,99 @@
+"""A model, an optimizer and a callback that end their own process by SIGKILL at named points.
+
+MUSTER_TEST_KILL names them, `rank/point/step` with commas between; each happens once, as a file in MUSTER_TEST_MARKS says.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from muster.train.callbacks.base import Callback
+
+DONE = [0]  # steps done by this process
+
+
+def die(point):
+    for entry in filter(None, os.environ.get("MUSTER_TEST_KILL", "").split(",")):
+        rank, where, step = entry.split("/")
+        if (os.environ["RANK"], point, str(DONE[0])) == (rank, where, step):
+            try:
+                Path(os.environ["MUSTER_TEST_MARKS"], entry.replace("/", "-")).touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Kill(Callback):
+    def on_build(self, strategy):
+        die("build")
+
+    def on_start(self, run):
+        DONE[0] = run.step
+        die("start")
+
+    def on_step_end(self, run):
+        DONE[0] = run.step
+        die("step_end")
+
+    def on_eval_begin(self, run):
+        die("eval_begin")
+
+    def on_eval_end(self, run, values):
+        die("eval_end")
+
+    def on_checkpoint(self, run):
+        die("save")
+
+    def on_end(self, run):
+        die("end")
+
+
+class Backward(torch.autograd.Function):
+    """Passes its input on, and dies in the middle of the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        die("backward")
+        return gradient
+
+
+class Net(nn.Module):
+    """Has statistics and random numbers, which each rank has for itself."""
+
+    def __init__(self, input_shape, num_classes):
+        super().__init__()
+        self.first, self.norm = nn.Linear(input_shape.numel(), 64), nn.BatchNorm1d(64)
+        self.dropout, self.last = nn.Dropout(0.1), nn.Linear(64, num_classes)
+
+    def forward(self, x):
+        die("forward" if self.training else "evaluation")
+        x = self.first(x.flatten(1))
+        x = Backward.apply(x) if self.training else x
+        return self.last(self.dropout(torch.relu(self.norm(x))))
+
+
+class Sgd(torch.optim.SGD):
+    def step(self, closure=None):
+        die("before_update")
+        super().step(closure)
+        die("after_update")
+
+
+class Hang(Callback):
+    """Makes rank 1 sleep for ever after a step, in its first life."""
+
+    def __init__(self, at: int):
+        self.at = at
+
+    def on_step_end(self, run):
+        mark = Path(os.environ["MUSTER_TEST_MARKS"], "hang")
+        if run.step == self.at and run.world.rank == 1 and not mark.exists():
+            mark.touch()
+            signal.pause()

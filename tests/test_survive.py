@@ -1,0 +1,326 @@
+"""dist.survive: a rank that dies is born again in place, no step is repeated or lost, and the weights are the same."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kit.job import environment, finish, reached, run, start, wait_for
+
+from muster.batches.generators import Draws
+from muster.faults.notes import SLOT_BYTES, Notes
+
+LINE = (
+    "model._target_=kit.parts.dying.Net",
+    "optimizer._target_=kit.parts.dying.Sgd",
+    "+callbacks.kill._target_=kit.parts.dying.Kill",
+    "dist.survive=true",
+    "max_steps=50",
+    "log.every_steps=7",
+    "checkpoint.every_steps=20",
+)
+KINDS = {
+    "memory": (2, ()),
+    "gloo": (4, ("dist.shared_memory=false",)),  # an error reaches the rank opposite only when connections close
+    "slices": (3, ("virtual_world_size=4",)),
+    "many": (5, ("callbacks=ema", "micro_batch_size=5")),
+}
+RESTARTS = ("--max-restarts=3",)
+
+
+def trained(folder, kind, *more, kill=""):
+    ranks, overrides = KINDS[kind]
+    marks = folder.parent / f"{folder.name}-marks"
+    marks.mkdir()
+    env = {"MUSTER_TEST_KILL": kill, "MUSTER_TEST_MARKS": str(marks)}
+    done = run(folder, *LINE, *overrides, *more, ranks=ranks, torchrun=RESTARTS, env=env)
+    assert done.code == 0, done.out
+    assert len([*marks.iterdir()]) == len([*filter(None, kill.split(","))]), done.out
+    return done
+
+
+def numbers(result):
+    """The train and eval lines, without the speed."""
+    lines = (line for line in result.metrics if line["kind"] != "event")
+    return [{key: value for key, value in line.items() if key != "samples_per_s"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The same run without a death, by kind; made once."""
+    made = {}
+
+    def of(kind):
+        if kind not in made:
+            made[kind] = trained(tmp_path_factory.mktemp("undisturbed") / kind, kind)
+        return made[kind]
+
+    return of
+
+
+def assert_alike(result, other):
+    assert result.sha256 == other.sha256
+    assert numbers(result) == numbers(other)
+    assert len(result.events("done")) == 1 and not result.events("resume")
+
+
+# Each point, and each rank of each kind, at least once.
+DEATHS = [
+    ("memory", "0/start/0"),
+    ("memory", "1/forward/14"),
+    ("memory", "0/backward/13"),
+    ("memory", "1/before_update/13"),
+    ("memory", "0/step_end/21"),
+    ("memory", "1/eval_end/23"),
+    ("gloo", "0/after_update/13"),
+    ("gloo", "1/backward/20"),
+    ("gloo", "2/evaluation/23"),
+    ("gloo", "3/save/20"),
+    ("slices", "0/backward/13"),
+    ("slices", "1/eval_begin/23"),
+    ("slices", "2/after_update/13"),
+    ("many", "4/forward/13"),
+    ("many", "3/save/50"),
+    ("many", "0/end/50"),
+]
+
+
+@pytest.mark.parametrize(("kind", "kill"), DEATHS)
+def test_a_death_at_any_point_leaves_no_trace_in_the_weights(tmp_path, undisturbed, kind, kill):
+    result = trained(tmp_path / "run", kind, kill=kill)
+    [survived] = result.events("survived")
+    rank, _, step = kill.split("/")
+    assert survived["rank"] == int(rank) and survived["cause"] == "SIGKILL" and survived["host"], survived
+    assert int(step) <= survived["step"] <= int(step) + 1
+    assert_alike(result, undisturbed(kind))
+
+
+@pytest.mark.parametrize(
+    ("kill", "survived"),
+    [
+        ("1/backward/13,2/backward/13", 2),  # at once
+        ("0/backward/13,1/backward/13,3/backward/13", 3),  # all but one
+        ("1/backward/13,0/build/13", 2),  # while the ranks meet again: rank 0, which has the records
+        ("1/backward/13,1/backward/14,0/forward/15,3/before_update/16", 4),  # one after the other
+    ],
+)
+def test_several_deaths(tmp_path, undisturbed, kill, survived):
+    result = trained(tmp_path / "run", "gloo", kill=kill)
+    assert len(result.events("survived")) == survived
+    assert_alike(result, undisturbed("gloo"))
+
+
+@pytest.mark.parametrize("kill", ["0/backward/23,1/backward/23", "1/forward/23,1/backward/23"])
+def test_what_is_not_survived_goes_by_restart_and_checkpoint(tmp_path, undisturbed, kill):
+    """No rank is left with the state; a rank dies twice at one step."""
+    result = trained(tmp_path / "run", "memory", kill=kill)
+    assert result.events("restart") and result.sha256 == undisturbed("memory").sha256
+
+
+@pytest.mark.parametrize("fault", ["stopped", "hangs"])
+def test_a_rank_that_stands_still_is_born_again(tmp_path, fault):
+    """Stopped by SIGSTOP, or asleep in its own code: after dist.timeout_s, with no rank restarted."""
+    env = {"MUSTER_TEST_MARKS": str(tmp_path)}
+    hang = ("+callbacks.hang._target_=kit.parts.dying.Hang", "+callbacks.hang.at=30")
+    line = (
+        (*LINE, *hang)
+        if fault == "hangs"
+        else (*LINE, "+callbacks.pace._target_=kit.parts.callbacks.Pace", "+callbacks.pace.step_s=0.05")
+    )
+    process = start(
+        tmp_path / "run", *line, "dist.timeout_s=3", "max_steps=100", ranks=2, torchrun=RESTARTS, env=env, cold=True
+    )
+    if fault == "stopped":
+        wait_for(process, tmp_path / "run", reached(28))
+        [keeper] = [pid for pid in children(process.pid) if variable(pid, "RANK") == "1"]
+        [rank] = children(keeper)
+        os.kill(rank, signal.SIGSTOP)
+    done = finish(process, tmp_path / "run")
+    [survived] = done.events("survived")
+    assert done.code == 0 and survived["rank"] == 1 and not done.events("restart"), done.out
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def variable(pid, name):
+    words = dict(word.split("=", 1) for word in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in word)
+    return words.get(name)
+
+
+def test_signals_and_exit_codes_are_as_without_a_keeper(tmp_path):
+    """SIGTERM to torchrun saves and ends with 75; the same command goes on. No process is left."""
+    process = start(tmp_path / "run", *LINE, "max_steps=2000", "checkpoint.every_steps=1000", ranks=2, cold=True)
+    wait_for(process, tmp_path / "run", reached(14))
+    processes = [pid for keeper in children(process.pid) for pid in (keeper, *children(keeper))]
+    assert len(processes) == 4
+    process.terminate()
+    done = finish(process, tmp_path / "run")
+    assert done.outcome["outcome"] == "preempted" and done.outcome["exit_code"] == 75, done.out
+    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+    step = done.events("preempted")[0]["step"]
+    again = run(tmp_path / "run", *LINE, f"max_steps={step + 5}", ranks=2)
+    assert again.code == 0 and again.events("resume")[0]["step"] == step
+
+
+def test_a_rank_dies_with_its_keeper_and_the_run_restarts(tmp_path):
+    process = start(tmp_path / "run", *LINE, "max_steps=400", ranks=2, torchrun=RESTARTS, cold=True)
+    wait_for(process, tmp_path / "run", reached(28))
+    keeper = children(process.pid)[0]
+    [rank] = children(keeper)
+    os.kill(keeper, signal.SIGKILL)
+    done = finish(process, tmp_path / "run")
+    assert done.code == 0 and done.events("restart") and not done.events("survived"), done.out
+    assert not Path(f"/proc/{rank}").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (("strategy=fsdp",), "strategy=muster.train.strategies.fsdp.Fsdp"),
+        (("precision=fp16",), "precision=fp16"),
+        (("on_nonfinite=skip",), "on_nonfinite=skip"),
+    ],
+)
+def test_a_run_that_cannot_survive_says_so_in_one_line(tmp_path, overrides, why):
+    done = run(tmp_path / "run", "dist.survive=true", "max_steps=3", *overrides, ranks=2)
+    told = [line for line in done.said if "dist.survive" in line]
+    assert done.code == 0 and len(told) == 1 and why in told[0], done.out
+
+
+def test_after_too_many_deaths_within_an_hour_all_ranks_restart(tmp_path):
+    kill = "1/backward/13,1/backward/16"
+    result = trained(tmp_path / "run", "memory", "dist.max_survivals_per_hour=1", kill=kill)
+    assert len(result.events("survived")) == 1 and result.events("restart")
+    assert "rank 1 has died 2 times within an hour (dist.max_survivals_per_hour=1)" in result.out
+
+
+@pytest.mark.unit
+def test_notes_are_read_as_they_were_written_and_a_torn_one_is_not_read():
+    notes = Notes()
+    assert notes.read(0) is None and notes.launch == "" and not notes.is_over and notes.modules == []
+    tensors = {
+        "a": torch.arange(5.0),
+        "empty": torch.empty(0, 3),
+        "bf16": torch.ones(2, 2, dtype=torch.bfloat16),
+        "one": torch.tensor(7),
+    }
+    notes.write(4, {"loss": 0.1, "window": {"sums": {}}}, tensors)
+    notes.write(5, {"loss": 0.2}, {})
+    facts, found = notes.read(4)
+    assert facts == {"loss": 0.1, "window": {"sums": {}}} and found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], each) and found[name].dtype == each.dtype for name, each in tensors.items())
+    assert notes.read(5) == ({"loss": 0.2}, {}) and notes.step == 5
+    notes.write(6, {}, {})
+    assert notes.read(4) is None  # overwritten
+    with pytest.raises(ValueError, match="more than 64 MiB"):
+        notes.write(7, {}, {"large": torch.empty(SLOT_BYTES, dtype=torch.uint8)})
+    notes.launch, notes.modules = "abc12345", ["torch", "numpy"]
+    notes.end()
+    assert notes.launch == "abc12345" and notes.modules == ["torch", "numpy"] and notes.is_over
+
+
+@pytest.mark.unit
+def test_draws_depend_on_seed_step_and_rank_alone():
+    def drawn(seed, step, rank, *, used=False):
+        draws = Draws()
+        draws.used = used
+        draws.begin(seed, rank, are_restored=False)
+        draws.seed(seed, step, rank)
+        return [*torch.rand(3).tolist(), *([random.random(), *np.random.rand(2)] if used else [])]
+
+    assert drawn(0, 1, 2) == drawn(0, 1, 2) and drawn(0, 1, 2, used=True) == drawn(0, 1, 2, used=True)
+    values = [drawn(seed, step, rank, used=True) for seed in (0, 1) for step in (0, 1) for rank in (0, 1)]
+    assert len({tuple(each) for each in values}) == len(values)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("use", [random.random, np.random.rand, lambda: [random.random() for _ in range(624)]])
+def test_a_use_of_pythons_or_numpys_generator_is_seen_also_after_a_resume(use):
+    draws = Draws()
+    draws.begin(3, 1, are_restored=False)
+    assert not draws.are_used()
+    states = random.getstate(), np.random.get_state()
+    use()
+    assert draws.are_used() and draws.are_used()
+    used = random.getstate(), np.random.get_state()
+    for (python, numpy), expected in ((states, False), (used, True)):
+        random.setstate(python)
+        np.random.set_state(numpy)
+        resumed = Draws()
+        resumed.begin(3, 1, are_restored=True)
+        assert resumed.are_used() == expected
+
+
+KEPT = """
+import os, signal, sys, time
+from muster.faults.keeper import keep
+from muster.faults.preemption import Preemption
+
+preemption = Preemption()
+preemption.install()
+
+def live(life):
+    life.notes.launch = "launch"
+    life.notes.write(life.number, {}, {})
+    print(life.number, life.died_of, preemption.signalled, flush=True)
+    BODY
+
+sys.exit(keep(live, preemption=preemption, most_per_hour=5))
+"""
+
+
+def kept(body):
+    return subprocess.Popen(
+        [sys.executable, "-c", KEPT.replace("BODY", body)],
+        env=environment(RANK="0"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.quick
+def test_a_keeper_ends_as_its_last_child_does():
+    for body, code, said in (
+        ("return 7", 7, "0  False\n"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL) if life.number < 2 else None; return 75",
+            75,
+            "0  False\n1 SIGKILL False\n2 SIGKILL False\n",
+        ),
+        ("os.kill(os.getpid(), signal.SIGSEGV) if not life.number else sys.exit(3)", 1, "0  False\n1 SIGSEGV False\n"),
+        (
+            "signal.signal(signal.SIGHUP, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGHUP)",
+            -signal.SIGHUP,
+            "0  False\n",
+        ),
+        (
+            "life.notes.write(0, {}, {}); os.kill(os.getpid(), signal.SIGKILL)",
+            -signal.SIGKILL,
+            "0  False\n1 SIGKILL False\n",
+        ),
+    ):
+        out, _ = (process := kept(body)).communicate(timeout=30)
+        assert process.returncode == code and out.startswith(said), (body, process.returncode, out)
+
+
+@pytest.mark.quick
+def test_a_keeper_passes_a_stop_on_once_and_a_newborn_knows_of_it():
+    body = "time.sleep(0.3) if life.number else time.sleep(60) if not preemption.signalled else None; os.kill(os.getpid(), 9) if not life.number else None; return 75"
+    process = kept(body)
+    assert process.stdout.readline() == "0  False\n"
+    time.sleep(0.3)
+    process.terminate()
+    [child] = children(process.pid)
+    time.sleep(0.3)
+    os.kill(child, signal.SIGKILL)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 75 and out == "1 SIGKILL True\n"
