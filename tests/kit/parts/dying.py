@@ -3,6 +3,7 @@
 MUSTER_TEST_KILL names them, `rank/point/step` with commas between; each happens once, as a file in MUSTER_TEST_MARKS says.
 """
 
+import math
 import os
 import signal
 from pathlib import Path
@@ -69,7 +70,7 @@ class Net(nn.Module):
 
     def __init__(self, input_shape, num_classes):
         super().__init__()
-        self.first, self.norm = nn.Linear(input_shape.numel(), 64), nn.BatchNorm1d(64)
+        self.first, self.norm = nn.Linear(math.prod(input_shape), 64), nn.BatchNorm1d(64)
         self.dropout, self.last = nn.Dropout(0.1), nn.Linear(64, num_classes)
 
     def forward(self, x):
