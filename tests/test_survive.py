@@ -116,7 +116,7 @@ def test_several_deaths(tmp_path, undisturbed, kill, survived):
     assert_alike(result, undisturbed("gloo"))
 
 
-@pytest.mark.parametrize("kill", ["0/backward/23,1/backward/23", "1/forward/23,1/backward/23"])
+@pytest.mark.parametrize("kill", ["0/backward/23,1/backward/23", "1/backward/23,1/before_update/23"])
 def test_what_is_not_survived_goes_by_restart_and_checkpoint(tmp_path, undisturbed, kill):
     """No rank is left with the state; a rank dies twice at one step."""
     result = trained(tmp_path / "run", "memory", kill=kill)
@@ -137,7 +137,7 @@ def test_a_rank_that_stands_still_is_born_again(tmp_path, fault):
         tmp_path / "run", *line, "dist.timeout_s=3", "max_steps=100", ranks=2, torchrun=RESTARTS, env=env, cold=True
     )
     if fault == "stopped":
-        wait_for(process, tmp_path / "run", reached(28))
+        wait_for(tmp_path / "run", reached(28), process=process)
         [keeper] = [pid for pid in children(process.pid) if variable(pid, "RANK") == "1"]
         [rank] = children(keeper)
         os.kill(rank, signal.SIGSTOP)
@@ -158,7 +158,7 @@ def variable(pid, name):
 def test_signals_and_exit_codes_are_as_without_a_keeper(tmp_path):
     """SIGTERM to torchrun saves and ends with 75; the same command goes on. No process is left."""
     process = start(tmp_path / "run", *LINE, "max_steps=2000", "checkpoint.every_steps=1000", ranks=2, cold=True)
-    wait_for(process, tmp_path / "run", reached(14))
+    wait_for(tmp_path / "run", reached(14), process=process)
     processes = [pid for keeper in children(process.pid) for pid in (keeper, *children(keeper))]
     assert len(processes) == 4
     process.terminate()
@@ -172,7 +172,7 @@ def test_signals_and_exit_codes_are_as_without_a_keeper(tmp_path):
 
 def test_a_rank_dies_with_its_keeper_and_the_run_restarts(tmp_path):
     process = start(tmp_path / "run", *LINE, "max_steps=400", ranks=2, torchrun=RESTARTS, cold=True)
-    wait_for(process, tmp_path / "run", reached(28))
+    wait_for(tmp_path / "run", reached(28), process=process)
     keeper = children(process.pid)[0]
     [rank] = children(keeper)
     os.kill(keeper, signal.SIGKILL)

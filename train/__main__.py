@@ -76,9 +76,8 @@ def is_kept(config: Config) -> bool:
     from muster.errors import say
     from muster.train.live import why_not
 
-    why = (
-        why_not(config) if store_is_agents() and sys.platform == "linux" else "torchrun does not hold the ranks' store"
-    )
+    has_store = store_is_agents() and sys.platform == "linux"
+    why = why_not(config) or ("" if has_store else "torchrun does not hold the ranks' store")
     if why and os.environ.get("RANK") == "0":
         say(f"muster: dist.survive=true: a rank that dies restarts all ranks ({why})")
     return not why
