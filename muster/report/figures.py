@@ -68,7 +68,7 @@ def _curve(histories: Sequence[History], name: str) -> Figure:
 
 
 def _marks(history: History) -> list[dict[str, Any]]:
-    """Return the steps and times of restarts, preemptions, world size changes and stragglers; at most the last 60."""
+    """Return the steps and times of restarts, preemptions, deaths, world size changes and stragglers; at most the last 60."""
     found: list[dict[str, Any]] = []
     size = None
     for line in history.events:
@@ -80,6 +80,8 @@ def _marks(history: History) -> list[dict[str, Any]]:
             what = "preempted"
         elif line["event"] == "straggler":
             what = f"rank {line['rank']} late"
+        elif line["event"] == "survived":
+            what = f"rank {line['rank']} died on {line['host']} and is born again"
         size = line.get("world_size", size)
         if what and step is not None:
             if found and found[-1]["step"] == step:
