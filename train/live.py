@@ -22,8 +22,10 @@ from torch import Tensor
 
 from muster.batches.stream import Stream
 from muster.checkpoint.trained import SavedTensor
+from muster.dist.options import GroupOptions
 from muster.dist.place import Place
-from muster.dist.world import World, alone
+from muster.dist.rendezvous.network import Unheard
+from muster.dist.world import World, alone, start
 from muster.errors import RankLost
 from muster.job.survival import Survival
 from muster.loggers.jsonl import NAME, read
@@ -130,11 +132,18 @@ class Live:
 
     # In the next attempt.
 
-    def begin(self, config: Config, place: Place, *, stopping: Callable[[], bool]) -> None:
-        """Announce the birth of this process, if others wait for it, and load the data, which they have. Raises MusterError."""
-        self.survival.announce(place, timeout_s=config.dist.start_timeout_s, stopping=stopping)
-        if self.survival.is_again:
-            self.load_data(config)
+    def join(self, config: Config, options: GroupOptions, place: Place, *, stopping: Callable[[], bool]) -> World:
+        """Meet the other ranks, after this process has loaded the data if they have it. Collective. Raises MusterError."""
+        survival = self.survival
+        try:
+            survival.announce(place, timeout_s=config.dist.start_timeout_s, stopping=stopping)
+            if survival.is_again:
+                self.load_data(config)
+            return start(options, place, stopping=stopping, birth=survival.birth, on_meeting=survival.meet)
+        except Unheard as error:
+            if survival.is_again:  # not the fault of a config: a restart may help
+                raise RankLost(str(error)) from error
+            raise
 
     def load_data(self, config: Config) -> Data:
         """Return the data, which a survivor has; a newborn loads it without the others, who do not load it again."""

@@ -95,10 +95,10 @@ def join(config: Config | ConfigError, preemption: Preemption, live: Live | None
         timeout_s = Dist().start_timeout_s if isinstance(config, ConfigError) else config.dist.start_timeout_s
         meet(place, alike=None, error=error, timeout_s=timeout_s, stopping=lambda: preemption.signalled)
         raise
-    if live:
-        live.begin(config, place, stopping=lambda: preemption.signalled)
-    birth = live.survival.birth if live else None
-    return start(group_options(config), place, stopping=lambda: preemption.signalled, birth=birth), strategy
+    options, stopping = group_options(config), lambda: preemption.signalled
+    if live is None:
+        return start(options, place, stopping=stopping), strategy
+    return live.join(config, options, place, stopping=stopping), strategy
 
 
 def find_place(config: Config | ConfigError) -> Place:

@@ -33,6 +33,10 @@ START_S = 2 * 3600.0
 """The longest that a start may take, for example for a download or the digests of a large checkpoint."""
 
 
+AGAIN_S = 10.0
+"""The longest that ranks take to form their group again: one may have died since they met."""
+
+
 @dataclass(frozen=True)
 class World:
     """All ranks of one attempt at a run. Every rank must call the methods marked "Collective"."""
@@ -208,9 +212,7 @@ class World:
 
         It closes this rank's connections: so ranks that wait for this one, and not for one that is gone, get an error, too.
         """
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
-        gc.collect()  # DistributedDataParallel is in a cycle of references, and holds the group
+        dissolve()
         if self.memory:
             self.memory.close()
 
@@ -229,6 +231,7 @@ def start(
     *,
     stopping: Callable[[], bool] = lambda: False,
     birth: Birth | None = None,
+    on_meeting: Callable[[Board], object] = lambda _: None,
 ) -> World:
     """Meet the other ranks and form the process group. Collective: every rank must call it.
 
@@ -238,7 +241,12 @@ def start(
         Stopped: `stopping` became true on some rank before all had met.
         RankLost: a rank was lost while the group was formed.
 
-    birth: how this process was born, if a rank that dies may be born again.
+    Args:
+        options: how to form the group.
+        place: this process's position.
+        stopping: returns whether this process has received a stop request.
+        birth: how this process was born, if a rank that dies may be born again.
+        on_meeting: called when all ranks have met, before the group is formed.
     """
     timeout_s = options.start_timeout_s
     try:
@@ -268,11 +276,21 @@ def start(
         births=met.births,
     )
     board.operations.update(met.operations)
+    on_meeting(board)
     board.post_beat("")  # from here on every rank has a beat to read
     if place.world_size > 1:
-        form_group(options, place, board, backend=backend, device=device)
+        within_s = min(timeout_s, AGAIN_S) if met.again else timeout_s
+        form_group(replace(options, start_timeout_s=within_s), place, board, backend=backend, device=device)
     world = World(place, device, met.attempt, board, met.agents, met.shared, again=met.again)
     return replace(world, memory=share_memory(world)) if options.shared_memory else world
+
+
+def dissolve() -> None:
+    """Destroy the process group, if there is one, without the others, and close its connections."""
+    with contextlib.suppress(RuntimeError):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    gc.collect()  # DistributedDataParallel is in a cycle of references, and holds the group
 
 
 def alone(device: torch.device) -> World:

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Protocol
 
 from muster.dist.place import restarts_left
-from muster.dist.world import START_S, World
+from muster.dist.world import START_S, World, dissolve
 from muster.errors import MusterError, Preempted, RankLost, final, say
 from muster.faults import agent
 from muster.faults.heartbeat import Heartbeat
@@ -150,6 +150,8 @@ class Lifecycle:
                 if self.survives(error):
                     forget_frames(error)
                     self._undo.close()
+                    if self._world is None:
+                        dissolve()
                 else:
                     self._fail(error)
         return True

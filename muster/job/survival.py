@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from muster.dist.births import Births
+from muster.dist.board import Board
 from muster.dist.client import Connections
 from muster.dist.place import Place
 from muster.dist.rendezvous.meeting import Birth
@@ -52,6 +53,7 @@ class Survival:
         self.told = False
         """True once the death before this life is recorded."""
         self._is_off = False
+        self._board: Board | None = None
         self._connections: Connections | None = None
 
     @property
@@ -74,6 +76,10 @@ class Survival:
             self._connections = Connections(connect(place, timeout_s=timeout_s, stopping=stopping))
             Births(self._connections.first, self.notes.launch).announce()
 
+    def meet(self, board: Board) -> None:
+        """Take notice that the ranks have met in the attempt of `board`, and form their group."""
+        self._board = board
+
     def met(self, world: World) -> None:
         """Take notice that the ranks have met: from now on this rank is born again if it dies."""
         if births := world.board.births:
@@ -93,13 +99,14 @@ class Survival:
 
         stopping: returns whether this process has received a stop request; then nothing is waited for.
         """
-        if self._is_off or world is None or not world.board.births or not is_of_peer(error):
+        board = world.board if world else self._board
+        if self._is_off or board is None or not board.births or not is_of_peer(error):
             return False
         try:
             for number in range(int(BORN_S / POLL_S)):
-                if world.board.is_one_lost():
+                if board.is_one_lost():
                     return True
-                if stopping() or (number % 10 == 9 and world.board.first_failure(0.0)):
+                if stopping() or (number % 10 == 9 and board.first_failure(0.0)):
                     return False
                 time.sleep(POLL_S)
         except RuntimeError:  # the store is gone

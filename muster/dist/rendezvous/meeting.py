@@ -336,7 +336,8 @@ def judge(hellos: dict[int, dict[str, Any]], world_size: int, *, timeout_s: floa
             return code, message if rank == 0 else f"rank {rank} on {hello['host']}: {message}"
     missing = [rank for rank in range(world_size) if rank not in hellos]
     if missing:
-        return 2, (
+        is_again = any(launch for _, launch in (hello.get("birth", (0, "")) for hello in hellos.values()))
+        return 1 if is_again else 2, (
             f"{len(hellos)} of {world_size} ranks arrived within dist.start_timeout_s={timeout_s:g}; "
             f"missing: {', '.join(map(str, missing[:8]))}{'...' if len(missing) > 8 else ''}: start as many processes as WORLD_SIZE says"
         )
