@@ -39,6 +39,8 @@ def trained(folder, kind, *more, kill=""):
     marks = folder.parent / f"{folder.name}-marks"
     marks.mkdir()
     env = {"MUSTER_TEST_KILL": kill, "MUSTER_TEST_MARKS": str(marks)}
+    if kind == "many":
+        env["OMP_NUM_THREADS"] = "2"  # then NumPy's library has threads in the keeper, too
     done = run(folder, *LINE, *overrides, *more, ranks=ranks, torchrun=RESTARTS, env=env)
     assert done.code == 0, done.out
     assert len([*marks.iterdir()]) == len([*filter(None, kill.split(","))]), done.out

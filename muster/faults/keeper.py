@@ -18,6 +18,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -88,7 +89,7 @@ def keep(live: Callable[[Life], int], *, preemption: Preemption, most_per_hour: 
             return ended
         died_of, died_at, step = signal.Signals(-ended).name, time.monotonic(), notes.step
         is_over = notes.is_over or not notes.launch or died_in >= step
-        if -ended not in DEADLY or is_over or not _has_one_thread():
+        if -ended not in DEADLY or is_over or not _may_fork():
             _die(-ended)
         if not most_per_hour or (len(births) == most_per_hour and died_at - births[0] < HOUR_S):
             say(
@@ -164,9 +165,12 @@ def _import(names: list[str]) -> None:
                 importlib.import_module(name)
 
 
-def _has_one_thread() -> bool:
-    """Return whether this process may fork: a child has no other thread than the one that forks, nor their locks."""
-    return len(os.listdir("/proc/self/task")) == 1
+def _may_fork() -> bool:
+    """Return whether a child of this process works: it has no other thread than the one that forks, nor their locks.
+
+    The threads of OpenBLAS, which `import numpy` starts if OMP_NUM_THREADS allows it, are stopped before each fork.
+    """
+    return threading.active_count() == 1
 
 
 def _die(number: int) -> None:
