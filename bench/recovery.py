@@ -56,6 +56,32 @@ def signalled(number: int, cluster: Nodes, times: int) -> Iterator[float]:
     )
 
 
+def survived(cluster: Nodes, times: int) -> Iterator[float]:
+    """Kill a random rank, which its keeper makes again; yield the seconds to the next step."""
+    agents = both(cluster)
+    for _ in range(times):
+        [keeper] = cluster.workers(random.choice(agents))
+        *_, rank = map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split())
+        before, began = len(survivals(cluster)), time.monotonic()
+        os.kill(rank, signal.SIGKILL)
+        cluster.until(lambda before=before: len(survivals(cluster)) > before, "birth", every_s=0.005)
+        at = survivals(cluster)[-1]["step"]
+        cluster.until(lambda at=at: cluster.step() > at, f"step after {at}", every_s=0.005)
+        yield time.monotonic() - began
+        cluster.reach(cluster.step() + random.randint(12, 30))
+    print(f"  restarts {len(cluster.attempts()) - 1}, steps repeated {repeated(cluster)}", flush=True)
+
+
+def survivals(cluster: Nodes) -> list[dict[str, Any]]:
+    return [line for line in cluster.lines() if line.get("event") == "survived"]
+
+
+def repeated(cluster: Nodes) -> int:
+    """Return how many steps are in metrics.jsonl more than once."""
+    steps = [line["step"] for line in cluster.lines() if line["kind"] == "train"]
+    return len(steps) - len({*steps})
+
+
 def node_loss(cluster: Nodes, times: int) -> Iterator[float]:
     agents = both(cluster)
     for _ in range(times):
@@ -120,6 +146,12 @@ def preemption(cluster: Nodes, times: int) -> Iterator[float]:
 Scenario = Callable[[Nodes, int], Iterator[float]]
 SCENARIOS: dict[str, tuple[Scenario, str, float, dict[str, Any]]] = {
     "worker killed": (partial(signalled, signal.SIGKILL), "s to the next step", 5.0, {}),
+    "rank killed, dist.survive=true": (
+        survived,
+        "s to the next step",
+        0.5,
+        {"more": ("dist.survive=true", "dist.max_survivals_per_hour=1000000")},
+    ),
     "node lost": (node_loss, "s to the next step", 6.0, {}),
     "node joins": (rejoin, "s of pause", 4.0, {}),
     "rendezvous host lost": (host_loss, "s to the next step", 10.0, {"own_store": False, "nnodes": "2"}),
@@ -145,17 +177,19 @@ def main() -> None:
     for name, (scenario, unit, target, kwargs) in SCENARIOS.items():
         if not name.startswith(arguments.only):
             continue
-        times = arguments.kills if name == "worker killed" else arguments.times
+        times = arguments.kills if "killed" in name else arguments.times
+        kwargs = dict(kwargs)
+        more = kwargs.pop("more", ())
         with tempfile.TemporaryDirectory() as place:
             ledger = Path(place, "ledger")
             ledger.mkdir()
-            with nodes(Path(place, "run"), *ENDLESS, LEDGER=str(ledger), **kwargs) as cluster:
+            with nodes(Path(place, "run"), *ENDLESS, *more, LEDGER=str(ledger), **kwargs) as cluster:
                 values = [round(value, 2) for value in scenario(cluster, times)]
                 print(f"{name}: {values}", flush=True)
             steps = cluster.step()
             assert_exact(ledger, steps=None if steps else 0, batch_size=10)
         rows.append(
-            f"| {name} | {len(values)} | {unit} | {statistics.median(values):.1f} | {max(values):.1f} | {target:g} |"
+            f"| {name} | {len(values)} | {unit} | {statistics.median(values):.2f} | {max(values):.2f} | {target:g} |"
         )
     print("\n| fault | times | | median | worst | target |\n|---|---|---|---|---|---|")
     print("\n".join(rows))

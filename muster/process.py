@@ -27,6 +27,11 @@ def worker_pid() -> int:
     return os.getpid() if _launcher is None else os.getppid()
 
 
+def is_kept() -> bool:
+    """Return whether this process is the child of a keeper."""
+    return _launcher is not None
+
+
 def become_kept(launcher: int) -> None:
     """Take notice that this process is the child of a keeper, which `launcher` started."""
     global _launcher

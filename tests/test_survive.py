@@ -30,6 +30,11 @@ KINDS = {
     "gloo": (4, ("dist.shared_memory=false",)),  # an error reaches the rank opposite only when connections close
     "slices": (3, ("virtual_world_size=4",)),
     "many": (5, ("callbacks=ema", "micro_batch_size=5")),
+    "lines": (2, ("log.every_steps=1", "checkpoint.every_steps=2")),
+}
+ENV = {
+    "many": {"OMP_NUM_THREADS": "2"},  # then NumPy's library has threads in the keeper, too
+    "lines": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # as under `muster launch node`: the store is not the agent's
 }
 RESTARTS = ("--max-restarts=3",)
 
@@ -38,9 +43,7 @@ def trained(folder, kind, *more, kill=""):
     ranks, overrides = KINDS[kind]
     marks = folder.parent / f"{folder.name}-marks"
     marks.mkdir()
-    env = {"MUSTER_TEST_KILL": kill, "MUSTER_TEST_MARKS": str(marks)}
-    if kind == "many":
-        env["OMP_NUM_THREADS"] = "2"  # then NumPy's library has threads in the keeper, too
+    env = {"MUSTER_TEST_KILL": kill, "MUSTER_TEST_MARKS": str(marks), **ENV.get(kind, {})}
     done = run(folder, *LINE, *overrides, *more, ranks=ranks, torchrun=RESTARTS, env=env)
     assert done.code == 0, done.out
     assert len([*marks.iterdir()]) == len([*filter(None, kill.split(","))]), done.out
@@ -90,6 +93,8 @@ DEATHS = [
     ("many", "4/forward/13"),
     ("many", "3/save/50"),
     ("many", "0/end/50"),
+    ("lines", "0/step_end/31"),
+    ("lines", "1/backward/30"),
 ]
 
 

@@ -58,26 +58,29 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption) -> int:
 
     if isinstance(config, ConfigError) or not is_kept(config):
         return attempt(config, preemption)
+    from muster.dist.place import Place
     from muster.dist.rendezvous.meeting import code_hash
+    from muster.dist.rendezvous.network import host_store
     from muster.faults.keeper import keep
     from muster.job.survival import Survival
 
     code_hash()  # once for all lives
     most = config.dist.max_survivals_per_hour
-    return keep(lambda life: attempt(config, preemption, Survival(life)), preemption=preemption, most_per_hour=most)
+    store = host_store if Place.from_env().hosts_store else None
+    return keep(
+        lambda life: attempt(config, preemption, Survival(life)), preemption=preemption, most_per_hour=most, store=store
+    )
 
 
 def is_kept(config: Config) -> bool:
     """Return whether this rank is born again if it dies; rank 0 prints why it is not although the config asks for it."""
-    from muster.dist.place import store_is_agents
-
     if not config.dist.survive or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return False
     from muster.errors import say
     from muster.train.live import why_not
 
-    has_store = store_is_agents() and sys.platform == "linux"
-    why = why_not(config) or ("" if has_store else "torchrun does not hold the ranks' store")
+    is_there = "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux"
+    why = why_not(config) or ("" if is_there else "it is not started by torchrun on Linux")
     if why and os.environ.get("RANK") == "0":
         say(f"muster: dist.survive=true: a rank that dies restarts all ranks ({why})")
     return not why

@@ -33,15 +33,20 @@ from muster.loggers.metrics import Metrics
 from muster.plan import Plan
 from muster.train.callbacks.all import Callbacks
 from muster.train.config.keys import Config, Device, NonFinite, Precision
+from muster.train.config.parts import locate
 from muster.train.course import ENDED, LOGGED, Progress
 from muster.train.data.load import Data, load
 from muster.train.loop import Run, save
 from muster.train.strategies.base import StepResult, Strategy
+from muster.train.strategies.ddp import Ddp
 from muster.train.strategies.replicas.replicated import Replicas
+from muster.train.strategies.single import Single
 from muster.train.strategies.step.slices import SlicedStep
 from muster.train.window import Window
 
 CHUNK_BYTES = 64 << 20
+RECENT = 8
+"""The number of last records that are handed on: rank 0 dies before it has written at most those of one step."""
 Mark = list[int]
 """How far a rank has come: step, stage of the step, and step of the last evaluation. Marks are compared in this order."""
 
@@ -123,7 +128,7 @@ class Live:
             },
             "norm": float(result.grad_norm) if result else None,
             "loss": float(step.loss) if isinstance(step, SlicedStep) else None,
-            "recent": [*run.records.recent],
+            "recent": [*run.records.recent][-RECENT:],
             "newest_step": run.running.checkpoints.newest_step,
             "fingerprint": run.course.data.fingerprint,
         }
@@ -228,9 +233,10 @@ class Live:
 
     def _make_up_records(self, world: World, records: Metrics, folder: Path) -> None:
         """Write the last records that rank 0 has not written."""
-        if world.is_first and self.records is not records:
-            records.recent.extend(read(folder / NAME))
         known = [*records.recent]
+        if world.is_first and self.records is not records:
+            known = read(folder / NAME)
+            records.recent.extend(known)
         records.make_up(self._facts["recent"], known=known)
 
     def _record(self, world: World, records: Metrics, step: int) -> None:
@@ -293,8 +299,7 @@ def _chunks(heads: list[Any]) -> list[list[Any]]:
 
 def why_not(config: Config) -> str:
     """Return why a rank that dies restarts all ranks, although dist.survive=true; empty if it is born again."""
-    target = config.strategy.target.rpartition(".")[2]
-    if target not in ("Ddp", "Single"):
+    if not _is_replicated(locate(config.strategy)):
         return f"strategy={config.strategy.target}: no other rank has what a rank holds"
     reasons = {
         "compile=true": config.compile,
@@ -306,3 +311,12 @@ def why_not(config: Config) -> str:
         "dist.init_method": config.dist.init_method != "env://",
     }
     return next((said for said, is_so in reasons.items() if is_so), "")
+
+
+def _is_replicated(strategy: Any) -> bool:
+    """Return whether a strategy is ddp or single, or one of a user's own that adds nothing to their state."""
+    return isinstance(strategy, type) and any(
+        issubclass(strategy, kind)
+        and all(getattr(strategy, name) is getattr(kind, name) for name in ("build", "state", "targets", "load"))
+        for kind in (Ddp, Single)
+    )

@@ -59,7 +59,13 @@ class Life:
         return self.number == 0
 
 
-def keep(live: Callable[[Life], int], *, preemption: Preemption, most_per_hour: int) -> int:
+def keep(
+    live: Callable[[Life], int],
+    *,
+    preemption: Preemption,
+    most_per_hour: int,
+    store: Callable[[], None] | None = None,
+) -> int:
     """Call `live` in a child, and again in a new child if that dies by a signal. Returns the exit code of the last one.
 
     If the last child has died by a signal, this process dies by the same one.
@@ -68,12 +74,15 @@ def keep(live: Callable[[Life], int], *, preemption: Preemption, most_per_hour: 
         live: the rank's work, up to its exit code.
         preemption: whether this process has received a stop request; a child begins with the same answer.
         most_per_hour: the most times that the rank is born again within an hour.
+        store: hosts the rendezvous store, in a child of its own, if it has to outlive the rank.
 
     Raises:
         OSError: the system gives no memory for the notes.
     """
     notes, births, died_of, died_at, died_in = Notes(), deque[float](maxlen=max(1, most_per_hour)), "", 0.0, -2
     launcher, keeper, number = os.getppid(), os.getpid(), 0
+    if store:
+        _start(store, keeper)
     gc.freeze()  # what was imported is not copied by a collection in a child
     while True:
         sys.stdout.flush()
@@ -107,6 +116,18 @@ def keep(live: Callable[[Life], int], *, preemption: Preemption, most_per_hour: 
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _start(store: Callable[[], None], keeper: int) -> None:
+    with _held_back():
+        if os.fork():
+            return
+        os.setpgid(0, 0)
+        process.ignore(*process.STOP_SIGNALS)
+        process.die_with_parent(parent=keeper)
+    with contextlib.suppress(BaseException):
+        store()
+    os._exit(1)
 
 
 @contextlib.contextmanager

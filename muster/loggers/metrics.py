@@ -16,7 +16,7 @@ from muster.redact import redacted_all
 from muster.timing.clock import Times
 from muster.timing.record import Timing
 
-RECENT = 16
+RECENT = 64  # rank 0's are more: those of checkpoints, and of stragglers
 
 
 class Metrics:

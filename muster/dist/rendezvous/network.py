@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from muster.dist.place import Place
 from muster.dist.rendezvous.listener import listener
 from muster.dist.rendezvous.reach import address_of, own_address
 from muster.errors import ConfigError, Preempted, RankLost
+from muster.process import is_kept
 
 SPARE_DESCRIPTORS = 128  # files, pipes of loader workers, libraries
 WATCH_S = 0.05
@@ -57,26 +59,15 @@ def connect(place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> 
     found: list[Store] = []
     reasons = [f"what listens there has not answered within dist.start_timeout_s={timeout_s:g} and may be no store"]
 
-    def open_store() -> None:
+    def open_at_address() -> None:
         try:
-            port = int(os.environ["MASTER_PORT"])
-            at = listener(host, port, is_one_node=place.is_one_node) if place.hosts_store else None
-            # As env:// does, but without its wait for all clients: the meeting names the missing ranks.
-            store = TCPStore(
-                host,
-                port,
-                world_size=place.world_size,
-                is_master=place.hosts_store,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                multi_tenant=at is None,
-                master_listen_fd=at.detach() if at else None,
-            )
-            found.append(store)
+            found.append(open_store_at(host, place, timeout_s=timeout_s, hosts=place.hosts_store and not is_kept()))
         except (RuntimeError, ValueError, OSError) as error:
             reasons.append(str(error).splitlines()[0][:200])
 
-    thread = threading.Thread(target=open_store, daemon=True)  # TCPStore's timeout fails if a silent non-store listens
+    thread = threading.Thread(
+        target=open_at_address, daemon=True
+    )  # TCPStore's timeout fails if a silent non-store listens
     thread.start()
     attend(thread, timeout_s=timeout_s + 2, stopping=stopping)
     if found:
@@ -86,6 +77,35 @@ def connect(place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> 
     raise Unheard(
         f"rank {place.rank} cannot reach the rendezvous store at {address}: {reasons[-1]}; is rank 0 up, and the port free and open?"
     )
+
+
+def open_store_at(host: str, place: Place, *, timeout_s: float, hosts: bool) -> Store:
+    """Open the store at `host` and MASTER_PORT, as a client or, if this process `hosts` it, as its server.
+
+    Raises RuntimeError, ValueError, OSError.
+    """
+    port = int(os.environ["MASTER_PORT"])
+    at = listener(host, port, is_one_node=place.is_one_node) if hosts else None
+    # As env:// does, but without its wait for all clients: the meeting names the missing ranks.
+    return TCPStore(
+        host,
+        port,
+        world_size=place.world_size,
+        is_master=hosts,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=at is None,
+        master_listen_fd=at.detach() if at else None,
+    )
+
+
+def host_store() -> None:
+    """Host the store of rank 0 in this process, for its keeper: it outlives the rank. Returns at an error, which clients see."""
+    place = Place.from_env()
+    with contextlib.suppress(RuntimeError, ValueError, OSError, ConfigError):
+        store = open_store_at(_resolved(os.environ["MASTER_ADDR"], place), place, timeout_s=STOP_S, hosts=True)
+        while store:
+            signal.pause()
 
 
 def attend(
