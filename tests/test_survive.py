@@ -269,6 +269,7 @@ def test_a_use_of_pythons_or_numpys_generator_is_seen_also_after_a_resume(use):
 KEPT = """
 import os, signal, sys, time
 from muster.faults.keeper import keep
+from muster.faults.notes import Notes
 from muster.faults.preemption import Preemption
 
 preemption = Preemption()
@@ -280,7 +281,7 @@ def live(life):
     print(life.number, life.died_of, preemption.signalled, flush=True)
     BODY
 
-sys.exit(keep(live, preemption=preemption, most_per_hour=5))
+sys.exit(keep(live, Notes(), preemption=preemption, most_per_hour=5))
 """
 
 

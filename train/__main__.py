@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from muster.errors import ConfigError
+    from muster.faults.keeper import Life
+    from muster.faults.notes import Notes
     from muster.train.config.keys import Config
 
 
@@ -56,7 +59,7 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption) -> int:
         return config.exit_code
     from muster.train.run import attempt  # imports torch, which --help does without
 
-    if isinstance(config, ConfigError) or not is_kept(config):
+    if isinstance(config, ConfigError) or not (notes := notes_of(config)):
         return attempt(config, preemption)
     from muster.dist.place import Place
     from muster.dist.rendezvous.meeting import code_hash
@@ -67,23 +70,37 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption) -> int:
     code_hash()  # once for all lives
     most = config.dist.max_survivals_per_hour
     store = host_store if Place.from_env().hosts_store else None
-    return keep(
-        lambda life: attempt(config, preemption, Survival(life)), preemption=preemption, most_per_hour=most, store=store
-    )
+
+    def live(life: Life) -> int:
+        return attempt(config, preemption, Survival(life))
+
+    return keep(live, notes, preemption=preemption, most_per_hour=most, store=store)
 
 
-def is_kept(config: Config) -> bool:
-    """Return whether this rank is born again if it dies; rank 0 prints why it is not although the config asks for it."""
-    if not config.dist.survive or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return False
-    from muster.errors import say
+def notes_of(config: Config) -> Notes | None:
+    """Return memory for the notes of a rank that is born again if it dies; None for one that is not.
+
+    Rank 0 prints why it is not although the config asks for it.
+    """
+    from muster.dist.place import Place
+    from muster.errors import ConfigError, say
+    from muster.faults.notes import Notes
     from muster.train.live import why_not
 
+    try:
+        if not config.dist.survive or Place.from_env(config.dist.init_method).world_size == 1:
+            return None
+    except ConfigError:  # which the attempt reports
+        return None
     is_there = "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux"
     why = why_not(config) or ("" if is_there else "it is not started by torchrun on Linux")
-    if why and os.environ.get("RANK") == "0":
+    with contextlib.suppress(OSError):
+        if not why:
+            return Notes()
+    if os.environ.get("RANK") == "0":
+        why = why or "the system gives no memory for its notes"
         say(f"muster: dist.survive=true: a rank that dies restarts all ranks ({why})")
-    return not why
+    return None
 
 
 if __name__ == "__main__":

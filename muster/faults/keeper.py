@@ -61,6 +61,7 @@ class Life:
 
 def keep(
     live: Callable[[Life], int],
+    notes: Notes,
     *,
     preemption: Preemption,
     most_per_hour: int,
@@ -72,15 +73,13 @@ def keep(
 
     Args:
         live: the rank's work, up to its exit code.
+        notes: the rank's notes.
         preemption: whether this process has received a stop request; a child begins with the same answer.
         most_per_hour: the most times that the rank is born again within an hour.
         store: hosts the rendezvous store, in a child of its own, if it has to outlive the rank.
-
-    Raises:
-        OSError: the system gives no memory for the notes.
     """
-    notes, births, died_of, died_at, died_in = Notes(), deque[float](maxlen=max(1, most_per_hour)), "", 0.0, -2
-    launcher, keeper, number = os.getppid(), os.getpid(), 0
+    births, died_of, died_at, died_in = deque[float](maxlen=max(1, most_per_hour)), "", 0.0, -2
+    launcher, keeper, number, ended = os.getppid(), os.getpid(), 0, 0
     if store:
         _start(store, keeper)
     gc.freeze()  # what was imported is not copied by a collection in a child
@@ -88,7 +87,14 @@ def keep(
         sys.stdout.flush()
         sys.stderr.flush()
         with _held_back():
-            if not (child := os.fork()):
+            try:
+                child = os.fork()
+            except OSError as error:
+                if number:
+                    say(f"muster: rank {os.environ.get('RANK')} cannot be born again: {error}: all ranks restart")
+                    _die(-ended)
+                raise
+            if not child:
                 _become(keeper, launcher, preemption)
                 break
             _pass_on(child, preemption)
