@@ -124,7 +124,7 @@ def consult(config: Config, world: World) -> None:
 
 @contextlib.contextmanager
 def open_run(
-    *, config: Config, world: World, strategy: Strategy, life: Lifecycle, live: Live | None
+    *, config: Config, world: World, strategy: Strategy, life: Lifecycle, live: Live | None = None
 ) -> Iterator[tuple[Run, RunFolder]]:
     """Build all parts of a run and restore the newest checkpoint, or the state of the furthest rank that is alive.
 
