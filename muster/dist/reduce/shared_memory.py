@@ -131,12 +131,15 @@ class SharedMemory:
             seen = self._counters[place]
             if (seen - self._count) % 2**32 >= 2**31:
                 self._call(other, FUTEX_WAIT, seen, self._limit)
-            if time.perf_counter() > until + SLEEP_S and self._has_one_ended():
-                raise DistBackendError("a rank has ended while others waited for it in memory that they share")
+            if time.perf_counter() > until + SLEEP_S and (ended := self._ended()):
+                raise DistBackendError(
+                    f"rank {ended[0]} has ended while others waited for it in memory that they share"
+                )
 
-    def _has_one_ended(self) -> bool:
-        """Whether a rank has ended: the one that is waited for, or one whose end made that one leave this memory."""
-        return bool(self._poll.poll(0))
+    def _ended(self) -> list[int]:
+        """Return the ranks that have ended: a rank that is waited for may live, and have left for another one's end."""
+        handles = {handle for handle, _ in self._poll.poll(0)}
+        return [rank for rank, handle in self._peers.items() if handle in handles]
 
     def close(self) -> None:
         """Forget the other ranks. The memory is released with its tensors."""
