@@ -114,7 +114,7 @@ class Live:
         assert isinstance(run.strategy, Replicas)
         step, progress = run.strategy.optimizer_step, run.progress
         if progress.stage < ENDED:  # the death has cut a callback short, of which not all has happened
-            progress.result = None
+            self._strategy = self._window = progress.result = None
             return
         run.callbacks.on_checkpoint(run)
         result = progress.result if progress.stage < LOGGED else None
