@@ -15,6 +15,7 @@ from kit.job import environment, finish, reached, run, start, wait_for
 
 from muster.batches.generators import Draws
 from muster.faults.notes import SLOT_BYTES, Notes
+from muster.report.page import write_report
 
 LINE = (
     "model._target_=kit.parts.dying.Net",
@@ -119,8 +120,11 @@ def test_a_death_at_any_point_leaves_no_trace_in_the_weights(tmp_path, undisturb
 )
 def test_several_deaths(tmp_path, undisturbed, kill, survived):
     result = trained(tmp_path / "run", "gloo", kill=kill)
-    assert len(result.events("survived")) == survived
+    events = result.events("survived")
+    assert len(events) == survived and max(event["deaths_on_host"] for event in events) == survived
     assert_alike(result, undisturbed("gloo"))
+    assert result.out.count("and is born again after") == survived, result.out
+    assert f"<td>{survived}: {survived} on {events[0]['host']}" in write_report(result.folder).read_text()
 
 
 @pytest.mark.parametrize("kill", ["0/backward/23,1/backward/23", "1/backward/23,1/before_update/23"])

@@ -12,6 +12,7 @@ import math
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -240,16 +241,20 @@ class Live:
         records.make_up(self._facts["recent"], known=known)
 
     def _record(self, world: World, records: Metrics, step: int) -> None:
-        """Write which ranks have died. Collective: every rank must call it."""
-        life = self.survival.life
-        own = None
+        """Write which ranks have died, and how often ranks of the same host have. Collective: every rank must call it."""
+        life, died = self.survival.life, None
         if life.died_of and not self.survival.told:
-            own = [socket.gethostname(), life.died_of, time.monotonic() - life.died_at]
+            died = [life.died_of, time.monotonic() - life.died_at]
         self.survival.told = True
-        for rank, said in enumerate(world.gather(own)):
-            if said:
-                host, cause, seconds = said
-                records.event("survived", step=step, rank=rank, host=host, cause=cause, seconds=round(seconds, 3))
+        lives = world.gather([socket.gethostname(), life.number, died])
+        deaths = Counter[str]()
+        for host, number, _ in lives:
+            deaths[host] += number
+        for rank, (host, _, died) in enumerate(lives):
+            if died:
+                cause, seconds = died
+                facts = {"rank": rank, "host": host, "cause": cause, "seconds": round(seconds, 3)}
+                records.event("survived", step=step, **facts, deaths_on_host=deaths[host])
 
 
 def spread(state: Mapping[str, Any], world: World, source: int) -> dict[str, Any]:

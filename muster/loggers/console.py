@@ -40,7 +40,7 @@ class Bar(Logger):
     def __init__(self, *, step: int, total_steps: int, restarts: int = 0):
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self.total_steps, self.restarts, self.ranks = total_steps, restarts, ""
+        self.total_steps, self.restarts, self.ranks, self.survived = total_steps, restarts, "", 0
         done = TextColumn("step {task.completed:.0f}/{task.total:.0f}")
         left = (TimeRemainingColumn(compact=True), TextColumn("left"))
         self.bar = Progress(
@@ -57,10 +57,12 @@ class Bar(Logger):
             self.ranks = several(record["world_size"], "rank")
             if self.restarts:
                 self.ranks += f", {several(self.restarts, 'restart')}"
+        self.survived += record.get("event") == "survived"
         if record["kind"] == "train":  # shown in the bar, so that the terminal does not scroll
             of_step = (f"loss {record['loss']:.4f}",) if record["loss"] is not None else ()
             speed = (f"{record['samples_per_s']:.0f} samples/s",) if record["samples_per_s"] else ()
-            said = (*of_step, *speed, self.ranks)
+            deaths = (f"{several(self.survived, 'death')} survived",) if self.survived else ()
+            said = (*of_step, *speed, self.ranks, *deaths)
             self.bar.update(self.task, description=", ".join(said))
         else:
             self.bar.console.print(describe(record, self.total_steps), highlight=False, markup=False)
@@ -74,6 +76,8 @@ def several(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+OFTEN = 3
+"""The number of deaths of ranks on one host from which on the host is suspected."""
 OF_A_STEP = {
     "step": "step {}",
     "epoch": "epoch {}",
@@ -104,5 +108,10 @@ def describe(record: dict[str, Any], total_steps: int) -> str:
             "after": "killed",
             "cause": "it left no record: killed (kill -9, out of memory), or its host was lost",
         }
+    if fields["event"] == "survived":
+        died = f"rank {fields['rank']} on {fields['host']} died ({fields['cause']})"
+        often = fields.get("deaths_on_host", 1)
+        warning = f"; {often} deaths of ranks on this host so far: see its memory and its log" if often >= OFTEN else ""
+        return f"survived: {died}, and is born again after {fields['seconds']:.2f} s at step {fields['step']}{warning}"
     details = "  ".join(f"{name}={value}" for name, value in fields.items() if name not in ("event", "time"))
     return f"{fields['event']}: {details}" if details else str(fields["event"])

@@ -20,7 +20,7 @@ from muster.redact import redacted_all
 from muster.timing import record as timing
 
 Line = dict[str, Any]
-LOSSES = ("down", "restart", "start", "repeated steps", "data wait", "checkpoint", "evaluation")
+LOSSES = ("down", "restart", "start", "survival", "repeated steps", "data wait", "checkpoint", "evaluation")
 """Categories of wall-clock time other than steps that count."""
 
 
@@ -97,6 +97,19 @@ class History:
         """Return the events with these names."""
         return [line for line in self.events if line["event"] in names]
 
+    @cached_property
+    def survived(self) -> list[Line]:
+        """The event of each death of a rank that was born again."""
+        return self.of_event("survived")
+
+    @property
+    def survival_s(self) -> float:
+        """Seconds from deaths to the next step. Ranks that die at one step are waited for once."""
+        longest: dict[int, float] = {}
+        for line in self.survived:
+            longest[line["step"]] = max(line["seconds"], longest.get(line["step"], 0.0))
+        return sum(longest.values())
+
     @property
     def total_steps(self) -> int | None:
         """Total steps of the run, from its last attempt; None if not known."""
@@ -167,6 +180,8 @@ class History:
                 spent["data wait"] += (1 - again) * data
                 spent["steps"] += (1 - again) * own
         spent["steps"] += max(0.0, self.seconds - sum(spent.values()))  # gaps between the lines' clocks
+        spent["survival"] = min(spent["steps"], self.survival_s)
+        spent["steps"] -= spent["survival"]
         return spent
 
     @property

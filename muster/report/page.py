@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from string import Template
 from typing import Any
 
@@ -115,6 +117,7 @@ def one(history: History, page: Page) -> list[str]:
             (),
             [
                 ("checkpoints", saved),
+                *_survivals(history),
                 ("samples", ("" if fits is None else "✓ " if fits else "✗ ") + ledger),
                 *((f"best {line}", str(value)) for line, value in _best(history).items()),
             ],
@@ -126,6 +129,16 @@ def one(history: History, page: Page) -> list[str]:
         "</details><details><summary>Configuration</summary>",
         f"<pre>{escape(yaml.safe_dump(history.config, sort_keys=False))}</pre></details>",
     ]
+
+
+def _survivals(history: History) -> list[tuple[str, str]]:
+    """Return a row on ranks that died and were born again, by host; none if there are none."""
+    if not (survived := history.survived):
+        return []
+    hosts = Counter(line["host"] for line in survived).most_common()
+    by_host = ", ".join(f"{number} on {host}" for host, number in hosts)
+    seconds = median(line["seconds"] for line in survived)
+    return [("deaths survived", f"{len(survived)}: {by_host}; {seconds:.2f} s each (median), no step repeated")]
 
 
 def _class(history: History) -> str:
