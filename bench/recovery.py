@@ -44,7 +44,7 @@ def settle(cluster: Nodes) -> None:
 
 
 def signalled(number: int, cluster: Nodes, times: int) -> Iterator[float]:
-    """Send signal `number` to a random rank; yield the seconds to the next step."""
+    """Send signal `number` to a random rank, whose death restarts all; yield the seconds to the next step."""
     agents = both(cluster)
     for _ in range(times):
         victim = random.choice(agents)
@@ -56,14 +56,13 @@ def signalled(number: int, cluster: Nodes, times: int) -> Iterator[float]:
     )
 
 
-def survived(cluster: Nodes, times: int) -> Iterator[float]:
-    """Kill a random rank, which its keeper makes again; yield the seconds to the next step."""
+def survived(cluster: Nodes, times: int, *, number: int = signal.SIGKILL) -> Iterator[float]:
+    """Send signal `number` to a random rank, which is born again; yield the seconds to the next step."""
     agents = both(cluster)
     for _ in range(times):
-        [keeper] = cluster.workers(random.choice(agents))
-        *_, rank = map(int, Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split())
+        [rank] = cluster.ranks(random.choice(agents))
         before, began = len(survivals(cluster)), time.monotonic()
-        os.kill(rank, signal.SIGKILL)
+        os.kill(rank, number)
         cluster.until(lambda before=before: len(survivals(cluster)) > before, "birth", every_s=0.005)
         at = survivals(cluster)[-1]["step"]
         cluster.until(lambda at=at: cluster.step() > at, f"step after {at}", every_s=0.005)
@@ -145,21 +144,26 @@ def preemption(cluster: Nodes, times: int) -> Iterator[float]:
 
 Scenario = Callable[[Nodes, int], Iterator[float]]
 SCENARIOS: dict[str, tuple[Scenario, str, float, dict[str, Any]]] = {
-    "worker killed": (partial(signalled, signal.SIGKILL), "s to the next step", 5.0, {}),
-    "rank killed, dist.survive=true": (
+    "rank killed, dist.survive=false": (
+        partial(signalled, signal.SIGKILL),
+        "s to the next step",
+        5.0,
+        {"more": ("dist.survive=false",)},
+    ),
+    "rank killed": (
         survived,
         "s to the next step",
         0.5,
-        {"more": ("dist.survive=true", "dist.max_survivals_per_hour=1000000")},
+        {"more": ("dist.max_survivals_per_hour=1000000",)},
     ),
     "node lost": (node_loss, "s to the next step", 6.0, {}),
     "node joins": (rejoin, "s of pause", 4.0, {}),
     "rendezvous host lost": (host_loss, "s to the next step", 10.0, {"own_store": False, "nnodes": "2"}),
     f"rank stopped, dist.timeout_s={TIMEOUT_S:g}": (
-        partial(signalled, signal.SIGSTOP),
+        partial(survived, number=signal.SIGSTOP),
         "s to the next step",
-        TIMEOUT_S + 6,
-        {},
+        TIMEOUT_S + 1,
+        {"more": ("dist.max_survivals_per_hour=1000000",)},
     ),
     "all preempted": (preemption, "steps to do again", 0.0, {"nnodes": "2"}),
 }

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from kit.job import finish, run, start
 from kit.ledger import RECORDED, assert_exact
-from kit.loopback import Nodes, nodes
+from kit.loopback import Nodes, Process, nodes
 
 LINE = (
     *RECORDED,
@@ -48,24 +48,28 @@ class Soak:
 
     def __init__(self, cluster: Nodes, within_s: float):
         self.cluster, self.within_s = cluster, within_s
-        self.agents: list[subprocess.Popen[str]] = []
+        self.agents: list[Process] = []
 
     def keep_two(self, *overrides: str) -> None:
         self.agents = [agent for agent in self.agents if agent.poll() is None]
         while len(self.agents) < 2:
             self.agents.append(self.cluster.start(*overrides))
 
-    def worker(self) -> int:
+    def agent(self) -> Process:
+        """Return a random agent that has started its worker."""
         agents = [agent for agent in self.agents if self.cluster.workers(agent)]
         if not agents:
             raise ProcessLookupError
-        return self.cluster.workers(random.choice(agents))[0]
+        return random.choice(agents)
 
-    def worker_killed(self) -> None:
-        os.kill(self.worker(), signal.SIGKILL)
+    def rank_killed(self) -> None:
+        os.kill(self.cluster.ranks(self.agent())[0], signal.SIGKILL)
 
-    def worker_stopped(self) -> None:
-        os.kill(self.worker(), signal.SIGSTOP)
+    def keeper_killed(self) -> None:
+        os.kill(self.cluster.workers(self.agent())[0], signal.SIGKILL)
+
+    def rank_stopped(self) -> None:
+        os.kill(self.cluster.ranks(self.agent())[0], signal.SIGSTOP)
 
     def agent_killed(self) -> None:
         random.choice(self.agents).kill()
@@ -133,7 +137,7 @@ class Soak:
     def node_paused(self) -> None:
         """Pause agent and workers for a while, like a machine that swaps."""
         agent = random.choice(self.agents)
-        node = [agent.pid, *self.cluster.workers(agent)]
+        node = self.cluster.node(agent)
         try:
             for pid in node:
                 os.kill(pid, signal.SIGSTOP)
@@ -175,8 +179,9 @@ class Soak:
     @property
     def faults(self) -> dict[str, Callable[[], None]]:
         return {
-            "worker killed": self.worker_killed,
-            "worker stopped": self.worker_stopped,
+            "rank killed": self.rank_killed,
+            "rank stopped": self.rank_stopped,
+            "keeper killed": self.keeper_killed,
             "agent killed": self.agent_killed,
             "node lost": self.node_lost,
             "everything killed": self.everything_killed,
@@ -191,6 +196,11 @@ class Soak:
         }
 
 
+def turns(cluster: Nodes) -> list[dict[str, Any]]:
+    """Return the events with which ranks begin or go on: each attempt's first, and the births of ranks that have died."""
+    return [line for line in cluster.lines() if line.get("event") in ("start", "resume", "survived")]
+
+
 def soak(cluster: Nodes, minutes: float, within_s: float) -> tuple[Counter[str], list[float]]:
     """Inject faults for `minutes`; return the number of each kind, and the seconds from each to the next new step."""
     job, done, seconds, bag = Soak(cluster, within_s), Counter[str](), list[float](), list[str]()
@@ -201,7 +211,7 @@ def soak(cluster: Nodes, minutes: float, within_s: float) -> tuple[Counter[str],
         time.sleep(random.uniform(0.0, 6.0))
         bag = bag or random.sample(list(job.faults), k=len(job.faults))
         fault = bag.pop()
-        before, began = len(cluster.attempts()), time.monotonic()
+        before, began = len(turns(cluster)), time.monotonic()
         try:
             job.faults[fault]()
         except ProcessLookupError:
@@ -211,8 +221,8 @@ def soak(cluster: Nodes, minutes: float, within_s: float) -> tuple[Counter[str],
 
         def goes_on(before: int = before, at: int = at) -> bool:
             job.keep_two()
-            attempts = cluster.attempts()
-            return (at > 0 or len(attempts) > before) and cluster.step() > max(at, attempts[-1]["step"])
+            done = turns(cluster)
+            return (at > 0 or len(done) > before) and cluster.step() > max(at, done[-1]["step"])
 
         cluster.until(goes_on, f"step after fault {sum(done.values())} ({fault})", timeout_s=within_s)
         took = time.monotonic() - began
@@ -260,11 +270,13 @@ def check(cluster: Nodes, ledger: Path, place: Path) -> dict[str, Any]:
         env={"LEDGER": str(place / "undisturbed-ledger")},
     )  # fmt: skip
     sizes = Counter(attempt["world_size"] for attempt in cluster.attempts())
+    survived = Counter(line["cause"] for line in result.events("survived"))
     assert whole.sha256 == result.sha256, "other weights than those of the undisturbed run"
     return {
         "steps": steps,
         "steps begun more than once": repeated(ledger),
         "attempts by world size": dict(sizes),
+        "ranks born again, by signal": dict(survived),
         "SHA-256 of the weights, as undisturbed": whole.sha256[:12],
         "checkpoints quarantined": len(list((cluster.folder / "checkpoints").glob("bad-*"))),
     }

@@ -51,4 +51,6 @@ def test_a_short_soak():
 
 
 def test_recovery_from_one_kill():
-    assert "| worker killed | 1 |" in bench("bench.recovery", "--only=worker", "--kills=1")
+    out = bench("bench.recovery", "--only=rank killed", "--kills=1")
+    assert "| rank killed, dist.survive=false | 1 |" in out and "| rank killed | 1 |" in out
+    assert "restarts 0, steps repeated 0" in out

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kit.job import environment, finish, free_port, pace, reached, run, start, wait_for
 from kit.ledger import RECORDED, assert_exact, recorded
-from kit.loopback import nodes
+from kit.loopback import children, nodes
 
 from muster.batches.loader import _plainly
 from muster.job.lifecycle import without_sigchld
@@ -142,7 +142,7 @@ def test_the_rendezvous_host_falls_silent(job, ledger):
         cluster.start()
         cluster.start()
         cluster.reach(25)
-        for pid in (cluster.agents[0].pid, *cluster.workers(cluster.agents[0])):
+        for pid in cluster.node(cluster.agents[0]):
             stop(pid)
         cluster.until(lambda: cluster.agents[1].poll() is not None, "end of the other agent", timeout_s=70)
         assert "torchrun's agent hangs" in cluster.log
@@ -184,7 +184,7 @@ def test_everything_is_killed_at_once(job, ledger):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named_and_ended(job, ledger, rank):
-    with job("max_steps=60", "dist.timeout_s=6", nnodes="1", nproc=2) as cluster:
+    with job("max_steps=60", "dist.timeout_s=6", "dist.survive=false", nnodes="1", nproc=2) as cluster:
         agent = cluster.start()
         cluster.reach(25)
         pid = cluster.workers(agent)[rank]
@@ -199,7 +199,7 @@ def test_a_stopped_rank_is_named_and_ended(job, ledger, rank):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_deadlocked_rank_says_where_it_stands(job, ledger, rank):
     stuck = ("model._target_=kit.parts.models.Stuck", f"+model.rank={rank}")
-    with job(*stuck, "max_steps=60", "dist.timeout_s=5", nnodes="1", nproc=2) as cluster:
+    with job(*stuck, "max_steps=60", "dist.timeout_s=5", "dist.survive=false", nnodes="1", nproc=2) as cluster:
         cluster.start()
         assert cluster.ended() == [0], cluster.log
         cause = cluster.result().events("restart")[0]["cause"]
@@ -214,10 +214,12 @@ def test_a_stopped_rank_alone_on_its_node_is_ended(job, ledger):
         agents = [cluster.start(), cluster.start()]
         cluster.until(lambda: cluster.attempts() and cluster.attempts()[-1]["world_size"] == 2, "both")
         cluster.reach(25)
-        pid = cluster.workers(agents[0])[0]
-        cluster.next_step(lambda: stop(pid))
+        at, pid = cluster.step(), cluster.ranks(agents[0])[0]
+        stop(pid)
+        cluster.until(lambda: cluster.step() > at + 5, "steps after the stop")
         assert cluster.ended() == [0, 0], cluster.log
-        assert cluster.attempts()[-1]["world_size"] == 2
+        assert [attempt["world_size"] for attempt in cluster.attempts()][-1] == 2
+        assert cluster.result().events("survived"), cluster.log
         assert_clean(cluster, ledger, steps=60)
 
 
@@ -326,9 +328,7 @@ def test_a_killed_loader_worker(job, ledger):
     with job("max_steps=60", "loader.num_workers=1", nnodes="1", nproc=2) as cluster:
         agent = cluster.start()
         cluster.reach(25)
-        parent = cluster.workers(agent)[0]
-        with open(f"/proc/{parent}/task/{parent}/children") as file:
-            child = int(file.read().split()[0])
+        child = children(cluster.ranks(agent)[0])[0]
         cluster.next_step(lambda: kill(child))
         assert cluster.ended() == [0], cluster.log
         assert "DataLoader worker" in cluster.result().events("restart")[0]["cause"]

@@ -1,10 +1,16 @@
 """What a `train` line shows: the mean over all samples since the last line, exact over a resume; and what an evaluation leaves."""
 
+import itertools
 import json
 import shutil
 
 import pytest
+import torch
 from kit.job import finish, pace, reached, run, start, wait_for
+
+from muster.dist.world import alone
+from muster.train.course import Progress
+from muster.train.timed import Timed
 
 # 1437 samples in batches of 64 leave 29 for the last step of an epoch; lines and checkpoints do not coincide.
 LINE = (
@@ -165,3 +171,37 @@ def test_another_metric_to_watch_is_looked_for_anew(tmp_path):
     assert not on.events("stopped") and on.lines("train")[-1]["step"] == 20
     best = json.loads((tmp_path / "run/best.json").read_text())
     assert best["metric"] == "loss" and best["value"] == min(each["loss"] for each in on.lines("eval"))
+
+
+@pytest.mark.unit
+def test_intervals_in_seconds_follow_the_clock_with_few_looks_at_it():
+    """A slow first step, then fast ones: each interval is kept to a step or two, and the clock is rarely looked at."""
+    now, looks, due = 0.0, 0, {"line": [], "save": []}
+    timed, progress = Timed(clock=lambda: now, line=1.0, save=5.0), Progress()
+    timed.look(alone(torch.device("cpu")), progress)
+    for step in range(1, 4001):
+        now += 3.0 if step == 1 else 0.005
+        progress.step = step
+        before = progress.timed
+        timed.look(alone(torch.device("cpu")), progress)
+        looks += progress.timed is not before
+        for name in due:
+            if timed.is_due(name, progress):
+                due[name].append(now)
+    for name, seconds in (("line", 1.0), ("save", 5.0)):
+        gaps = [after - before for before, after in itertools.pairwise(due[name])]
+        assert gaps and all(abs(gap - seconds) < 0.1 * seconds for gap in gaps), (name, gaps)
+    assert looks < 200
+
+
+def test_intervals_in_seconds_leave_the_run_as_it_is(tmp_path):
+    by_clock = ("log.every_s=0.4", "checkpoint.every_s=1", *pace(0.04))
+    timed = run(tmp_path / "timed", *LINE, "max_steps=60", *by_clock, ranks=2)
+    plain = run(tmp_path / "plain", *LINE, "max_steps=60", ranks=2)
+    assert timed.sha256 == plain.sha256
+    steps = [line["step"] for line in timed.lines("train")]
+    assert 3 <= len(steps) < 20 and steps[-1] == 60 and steps == sorted({*steps}), steps
+    assert timed.lines("train")[-1]["samples"] == plain.lines("train")[-1]["samples"]
+    assert 2 <= len(timed.events("checkpoint")) <= 6, timed.out
+    refused = run(tmp_path / "refused", "log.every_s=0", ok=False)
+    assert refused.code == 2 and "log.every_s" in refused.said[-1], refused.out

@@ -78,12 +78,9 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption) -> int:
 
 
 def notes_of(config: Config) -> Notes | None:
-    """Return memory for the notes of a rank that is born again if it dies; None for one that is not.
-
-    Rank 0 prints why it is not although the config asks for it.
-    """
+    """Return memory for the notes of a rank that is born again if it dies; None for one that is not."""
     from muster.dist.place import Place
-    from muster.errors import ConfigError, say
+    from muster.errors import ConfigError
     from muster.faults.notes import Notes
     from muster.train.live import why_not
 
@@ -92,14 +89,8 @@ def notes_of(config: Config) -> Notes | None:
             return None
     except ConfigError:  # which the attempt reports
         return None
-    is_there = "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux"
-    why = why_not(config) or ("" if is_there else "it is not started by torchrun on Linux")
-    with contextlib.suppress(OSError):
-        if not why:
-            return Notes()
-    if os.environ.get("RANK") == "0":
-        why = why or "the system gives no memory for its notes"
-        say(f"muster: dist.survive=true: a rank that dies restarts all ranks ({why})")
+    with contextlib.suppress(OSError):  # the system gives no memory
+        return None if why_not(config) else Notes()
     return None
 
 

@@ -21,7 +21,7 @@ class Progress:
     step: optimizer steps done. evaluated: step of the last complete evaluation.
     skipped_in_a_row: steps skipped since the last one that was not.
     best: {metric, value, step} of the evaluation with the best `checkpoint.best`. stopped: why training ends early.
-    logged: step of the last `train` line. stage: what is done of this step. result: what the strategy has returned for it, if it is known.
+    logged: step of the last `train` line. timed: what is due by the clock (timed.py). stage: what is done of this step. result: what the strategy has returned for it, if it is known.
     """
 
     step: int = 0
@@ -30,6 +30,7 @@ class Progress:
     best: dict[str, Any] | None = None
     stopped: str | None = None
     logged: int = 0
+    timed: dict[str, int] | None = None
     stage: int = SAVED
     result: StepResult | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import os
 import socket
 import sys
 import time
@@ -65,7 +66,6 @@ class Live:
         self.records: Metrics | None = None
         self.newest_step: int | None = None
         self.owes_save = False
-        self._was_handed_over = False
         self._mark: Mark | None = None
         self._state: dict[str, Any] = {}
         self._facts: dict[str, Any] = {}
@@ -79,9 +79,7 @@ class Live:
         assert isinstance(run.strategy, Replicas)
         self._strategy, self._window, self.data, self.records = run.strategy, run.window, run.course.data, run.records
         self._mark, self._state = None, {}
-        run.strategy.optimizer_step.before_sum, run.strategy.keyed = self._note, True
-        restored = run.step > 0 and not self._was_handed_over
-        run.strategy.draws.begin(run.config.seed, run.world.rank, are_restored=restored)
+        run.strategy.optimizer_step.before_sum = self._note
         try:
             self._write(run.step - 1, {"window": run.window.own()})
         except ValueError as error:
@@ -95,7 +93,7 @@ class Live:
         self.survival.refuse()
         assert self._strategy
         self._strategy.optimizer_step.before_sum = None
-        run.records.event("note", text=f"dist.survive=true: a rank that dies restarts all ranks ({why})")
+        run.records.event("note", text=f"a rank that dies ends all ranks (dist.survive=true does not apply: {why})")
 
     def _note(self, step: int, loss: Tensor | None, metrics: Mapping[str, Tensor]) -> None:
         assert self._window
@@ -187,7 +185,6 @@ class Live:
             DataError: a rank has other data.
         """
         assert isinstance(strategy, Replicas)
-        self._was_handed_over = True
         self._facts = world.broadcast(self._facts, source=source)
         world.same(
             "training data: fingerprint", data.fingerprint, remedy="give every node the same data, see data.root"
@@ -302,8 +299,21 @@ def _chunks(heads: list[Any]) -> list[list[Any]]:
     return chunks
 
 
+def note_why_not(run: Run) -> None:
+    """Record why a rank that dies ends all ranks, if the config asks for the contrary. Collective."""
+    if run.config.dist.survive and run.world.size > 1:
+        why = why_not(run.config) or "the system gives no memory for its notes"
+        run.records.event("note", text=f"a rank that dies ends all ranks (dist.survive=true does not apply: {why})")
+
+
 def why_not(config: Config) -> str:
-    """Return why a rank that dies restarts all ranks, although dist.survive=true; empty if it is born again."""
+    """Return why a rank that dies ends all ranks, although dist.survive=true; empty if it is born again."""
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return "ranks are not started by torchrun on Linux"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:  # Linux before 5.3, or a container that forbids it
+        return f"the system has no pidfd_open ({error.strerror})"
     if not _is_replicated(locate(config.strategy)):
         return f"strategy={config.strategy.target}: no other rank has what a rank holds"
     reasons = {

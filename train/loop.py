@@ -25,6 +25,7 @@ from muster.train.data.batches import micro_batches
 from muster.train.evaluation import measure
 from muster.train.objectives.measure import Measures, is_better, value_of
 from muster.train.strategies.base import StepResult, Strategy
+from muster.train.timed import Timed
 from muster.train.window import Window
 
 
@@ -46,7 +47,7 @@ class Run:
     """One attempt at a run: its parts and its progress.
 
     running: heartbeat, records, checkpoints and the agreed stop. course: the data and the steps.
-    measures: metrics of evaluations. window: sums since the last log line.
+    measures: metrics of evaluations. window: sums since the last log line. timed: intervals in seconds.
     """
 
     config: Config
@@ -56,6 +57,7 @@ class Run:
     callbacks: Hooks
     measures: Measures
     window: Window
+    timed: Timed
 
     @property
     def world(self) -> World:
@@ -144,6 +146,7 @@ def end_step(run: Run) -> None:
     a rank that died has cut short.
     """
     progress = run.progress
+    run.timed.look(run.world, progress)
     if progress.stage < LOGGED and is_time_to_log(run):
         assert progress.result
         log(run, progress.result)
@@ -158,7 +161,8 @@ def end_step(run: Run) -> None:
 
 def is_time_to_log(run: Run) -> bool:
     """Return True if a `train` line is due at this step."""
-    return run.step % run.config.log.every_steps == 0 or run.is_over
+    by_clock = run.timed.is_due("line", run.progress)
+    return run.is_over or (run.step % run.config.log.every_steps == 0 if by_clock is None else by_clock)
 
 
 def steps(run: Run) -> Iterator[list[Batch]]:
@@ -245,8 +249,9 @@ def is_time_to_save(run: Run) -> bool:
     After the last step, and when preempted, `train` saves in any case.
     """
     is_best = run.progress.best is not None and run.progress.best["step"] == run.step
-    is_due = run.step % run.config.checkpoint.every_steps == 0 or is_best
-    return is_due and not run.is_over and not run.is_preempted
+    by_clock = run.timed.is_due("save", run.progress)
+    is_due = run.step % run.config.checkpoint.every_steps == 0 if by_clock is None else by_clock
+    return (is_due or is_best) and not run.is_over and not run.is_preempted
 
 
 def log(run: Run, result: StepResult) -> None:

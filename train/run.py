@@ -30,7 +30,7 @@ from muster.train.course import Course, plan_of, steps_asked_for
 from muster.train.data.load import load as load_data
 from muster.train.data.source import origin_of_samples
 from muster.train.evaluation import refuse_unevaluated
-from muster.train.live import Live
+from muster.train.live import Live, note_why_not
 from muster.train.loop import Run, train
 from muster.train.models.initial import first_weights
 from muster.train.models.record import note_model
@@ -42,7 +42,9 @@ from muster.train.settings import group_options, run_options, visit_of
 from muster.train.strategies.base import Strategy, check_slices
 from muster.train.strategies.honours import check_honoured
 from muster.train.strategies.recipe import recipe
+from muster.train.strategies.replicas.replicated import Replicas
 from muster.train.strategies.step.eager import stay_eager
+from muster.train.timed import Timed
 from muster.train.window import Window
 
 
@@ -152,6 +154,8 @@ def open_run(
         progress = live.hand_over(source, world, data, plan, strategy, callbacks, window)
     else:
         progress = restore(config, world, folder, strategy, callbacks, window)
+    if isinstance(strategy, Replicas):
+        strategy.draws.begin(config.seed, world.rank, are_restored=folder.saved is not None)
     world.on_first(partial(note_model, folder.path, config, data))
     life.restored(progress, report=partial(report, folder.path) if world.is_first and config.log.report else None)
     course = Course(data=data, plan=plan, total_steps=max(total_steps, progress.step), progress=progress)
@@ -178,12 +182,15 @@ def open_run(
         callbacks=callbacks,
         measures=measures,
         window=window,
+        timed=Timed(line=config.log.every_s, save=config.checkpoint.every_s),
     )
     try:
         if live and source is not None:
             live.go_on(run, folder.path)
         else:
             announce(run, folder, kinds=kinds)
+            if live is None and folder.saved is None:
+                note_why_not(run)
         if live:
             live.follow(run)
         if not gc.isenabled():

@@ -20,6 +20,25 @@ from muster.launcher import spec as launch
 Process = subprocess.Popen[str] | warm.Popen
 
 
+def children(pid: int) -> list[int]:
+    """Return the pids of a process's children, the youngest last; none if it has ended."""
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def rank_of(worker: int) -> int:
+    """Return the pid of the rank of torchrun's worker: if this is a keeper, of its youngest child with a group of its own."""
+    own = [child for child in children(worker) if _group_of(child) == child]
+    return own[-1] if own else worker
+
+
+def _group_of(pid: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return None
+
+
 class Nodes(Job):
     """The agents ("nodes") of one job. They start warm (see `kit.warm`) unless `cold`."""
 
@@ -74,14 +93,21 @@ class Nodes(Job):
             )
 
     def workers(self, agent: Process) -> list[int]:
+        """Return the pids of an agent's workers: keepers, whose children are the ranks, or the ranks themselves."""
+        return children(agent.pid)
+
+    def ranks(self, agent: Process) -> list[int]:
         """Return the pids of the ranks of an agent."""
-        with contextlib.suppress(OSError):
-            return [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
-        return []
+        return [rank_of(worker) for worker in self.workers(agent)]
+
+    def node(self, agent: Process) -> list[int]:
+        """Return the pids of an agent, its workers and its ranks."""
+        workers = self.workers(agent)
+        return [agent.pid, *workers, *(pid for worker in workers for pid in children(worker))]
 
     def kill_node(self, agent: Process) -> None:
         """Kill an agent and its workers at once, like a machine that fails."""
-        for pid in (*self.workers(agent), agent.pid):
+        for pid in reversed(self.node(agent)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         agent.wait()

@@ -77,7 +77,7 @@ class Dist:
         True, "all-reduce in shared memory if all ranks are on the CPUs of one host; otherwise use gloo", FREE
     )
     survive: bool = key(
-        False,
+        True,
         "under torchrun on CPUs with `strategy=ddp`: a rank that dies by a signal is born again in place, and no step is repeated",
         FREE,
     )
@@ -97,6 +97,9 @@ class Checkpoint:
     """Keys of `checkpoint`: when and where checkpoints are saved, and how a run resumes."""
 
     every_steps: int = key(100, "save a checkpoint every N steps", Ge(1), FREE)
+    every_s: float | None = key(
+        None, "save a checkpoint every N seconds of training, in place of `every_steps`; `null`: off", Gt(0), FREE
+    )
     keep: int = key(3, "number of newest checkpoints to keep", Ge(1), FREE)
     resume: str = key(
         "auto",
@@ -123,6 +126,9 @@ class Log:
     """Keys of `log`: which outputs are written, and how often."""
 
     every_steps: int = key(10, "write a `train` record every N steps", Ge(1), FREE)
+    every_s: float | None = key(
+        None, "write a `train` record every N seconds, in place of `every_steps`; `null`: off", Gt(0), FREE
+    )
     progress: Progress = key(
         Progress.auto, "`bar`, `plain` or `none`; `auto`: `bar` in a terminal, otherwise `plain`", FREE
     )

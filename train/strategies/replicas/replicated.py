@@ -33,9 +33,8 @@ class Replicas(Stepping):
 
     step_class: type[OptimizerStep] = OptimizerStep
     honours = frozenset({*Stepping.honours, "compile", "channels_last"})
-    keyed = False
-    """True if the generators are seeded in each step by step and rank, so that a rank that is born again draws alike."""
     draws: Draws
+    """The generators' seeds in each step, of step and rank: so a rank that is born again draws alike."""
     reduced: Sequence[str] = ()
     """Names of the parameters that DDP reduces, in its index order: those that required a gradient at its creation."""
 
@@ -74,7 +73,7 @@ class Replicas(Stepping):
         """
         self.warm_up(batches)
         recipe = self.optimizer_step.recipe
-        if self.keyed and not recipe.slices:
+        if not recipe.slices:
             self.draws.seed(recipe.seed, step, self.world.rank)
         try:
             return self.optimizer_step.step(step, batches)
