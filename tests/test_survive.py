@@ -202,7 +202,7 @@ def test_a_rank_dies_with_its_keeper_and_the_run_restarts(tmp_path):
     ],
 )
 def test_a_run_that_cannot_survive_says_so_in_one_line(tmp_path, overrides, why):
-    done = run(tmp_path / "run", "max_steps=3", *overrides, ranks=2, torchrun=RESTARTS if overrides else ())
+    done = run(tmp_path / "run", "max_steps=3", *overrides, ranks=2, **({"torchrun": RESTARTS} if overrides else {}))
     told = [event["text"] for event in done.events("note") if "dist.survive" in event["text"]]
     assert done.code == 0 and len(told) == 1 and why in told[0], done.out
 
