@@ -1,5 +1,6 @@
 """dist.survive: a rank that dies is born again in place, no step is repeated or lost, and the weights are the same."""
 
+import json
 import os
 import random
 import signal
@@ -128,6 +129,49 @@ def test_what_is_not_survived_goes_by_restart_and_checkpoint(tmp_path, undisturb
     """No rank is left with the state; a rank dies twice at one step."""
     result = trained(tmp_path / "run", "memory", kill=kill)
     assert result.events("restart") and result.sha256 == undisturbed("memory").sha256
+
+
+CHANGED = (
+    "model._target_=kit.parts.dying.Drawn",
+    "data._target_=kit.parts.dying.Subset",
+    "+callbacks.changing._target_=kit.parts.dying.Changing",
+)
+
+
+def test_what_parts_draw_when_they_are_built_and_what_callbacks_change_is_as_without_a_death(tmp_path):
+    """A data set and a model draw in their constructors; a callback changes the optimizer, and counts its calls."""
+    undisturbed = trained(tmp_path / "undisturbed", "memory", *CHANGED)
+    result = trained(tmp_path / "run", "memory", *CHANGED, kill="1/backward/13,0/forward/17")
+    assert len(result.events("survived")) == 2
+    assert_alike(result, undisturbed)
+    assert (result.folder / "saves").read_text() == (undisturbed.folder / "saves").read_text()
+
+
+def test_an_evaluation_of_which_some_callbacks_have_taken_notice_is_not_taken_as_done(tmp_path):
+    """The survivor stands in a callback's collective, before another one counts the evaluation: it has no state to hand on."""
+    more = (
+        "eval.every_steps=10",
+        "checkpoint.best=accuracy",
+        "+callbacks.meeting._target_=kit.parts.dying.Meeting",
+        "callbacks=early_stopping",
+        "callbacks.early_stopping.patience=2",
+        "callbacks.early_stopping.min_delta=0.2",
+    )
+    undisturbed = trained(tmp_path / "undisturbed", "memory", *more)
+    result = trained(tmp_path / "run", "memory", *more, kill="1/meeting/20")
+    assert result.events("restart") and result.sha256 == undisturbed.sha256
+    assert numbers(result) == numbers(undisturbed)
+    best = [json.loads((each.folder / "best.json").read_text()) for each in (result, undisturbed)]
+    assert best[0]["step"] == best[1]["step"] and best[0]["value"] == best[1]["value"]
+
+
+def test_buffers_that_change_after_the_forward_pass_are_not_survived(tmp_path):
+    """A rank has no notes of them: it says so, all restart, and the weights are the same."""
+    more = ("model._target_=kit.parts.dying.Backwards",)
+    undisturbed = trained(tmp_path / "undisturbed", "memory", *more)
+    assert "outside of its forward pass" in undisturbed.events("note")[0]["text"]
+    result = trained(tmp_path / "run", "memory", *more, kill="0/backward/23")
+    assert result.events("restart") and result.sha256 == undisturbed.sha256
 
 
 @pytest.mark.parametrize("fault", ["stopped", "hangs"])

@@ -134,7 +134,7 @@ def open_run(
     if not config.compile:
         stay_eager()
     source = live.furthest(world) if live and world.again else None
-    data = load_data(config, world) if live is None or source is None else live.load_data(config)
+    data = live.load_data(config, world) if live else load_data(config, world)
     refuse_unevaluated(config, data)
     plan = plan_of(config, data)
     total_steps = steps_asked_for(config, plan)
