@@ -310,8 +310,18 @@ def test_a_use_of_pythons_or_numpys_generator_is_seen_also_after_a_resume(use):
         assert resumed.are_used() == expected
 
 
+@pytest.mark.unit
+def test_a_newborn_s_checkpoint_says_that_pythons_generator_was_used():
+    draws = Draws()
+    draws.used = True
+    draws.begin(3, 1, are_restored=False)
+    resumed = Draws()
+    resumed.begin(3, 1, are_restored=True)
+    assert resumed.are_used()
+
+
 KEPT = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from muster.faults.keeper import keep
 from muster.faults.notes import Notes
 from muster.faults.preemption import Preemption
@@ -376,3 +386,24 @@ def test_a_keeper_passes_a_stop_on_once_and_a_newborn_knows_of_it():
     os.kill(child, signal.SIGKILL)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 75 and out == "1 SIGKILL True\n"
+
+
+@pytest.mark.quick
+def test_what_a_rank_has_started_is_gone_when_it_is_born_again():
+    body = "print(subprocess.Popen(['sleep', '60']).pid, flush=True) if not life.number else None; os.kill(os.getpid(), signal.SIGKILL) if not life.number else None; return 0"
+    process = kept(body)
+    assert process.stdout.readline() == "0  False\n"
+    orphan = int(process.stdout.readline())
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0 and out == "1 SIGKILL False\n"
+    assert not Path(f"/proc/{orphan}").exists() or "\nState:\tZ" in Path(f"/proc/{orphan}/status").read_text()
+
+
+@pytest.mark.parametrize(("begun", "said"), [("thread", "the thread beside"), ("socket", "a connection")])
+def test_a_module_that_starts_a_thread_or_opens_a_connection_is_not_forked(tmp_path, begun, said):
+    """Neither works in a child: such a run has no keeper, as without dist.survive."""
+    env = {"MUSTER_TEST_BEGUN": begun}
+    more = ("dist.survive=true", "model._target_=kit.parts.threaded.Net", "max_steps=3", "eval.every_steps=off")
+    done = run(tmp_path / "run", *more, ranks=2, torchrun=RESTARTS, env=env)
+    [told] = [line for line in done.said if "dist.survive" in line]
+    assert done.code == 0 and said in told, done.out

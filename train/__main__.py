@@ -84,6 +84,7 @@ def notes_of(config: Config) -> Notes | None:
     """
     from muster.dist.place import Place
     from muster.errors import ConfigError, say
+    from muster.faults.keeper import why_no_fork
     from muster.faults.notes import Notes
     from muster.train.live import why_not
 
@@ -93,7 +94,7 @@ def notes_of(config: Config) -> Notes | None:
     except ConfigError:  # which the attempt reports
         return None
     is_there = "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux"
-    why = why_not(config) or ("" if is_there else "it is not started by torchrun on Linux")
+    why = why_not(config) or (why_no_fork() if is_there else "it is not started by torchrun on Linux")
     with contextlib.suppress(OSError):
         if not why:
             return Notes()
