@@ -1,5 +1,6 @@
 """dist.survive: a rank that dies is born again in place, no step is repeated or lost, and the weights are the same."""
 
+import json
 import os
 import random
 import signal
@@ -132,6 +133,49 @@ def test_what_is_not_survived_goes_by_restart_and_checkpoint(tmp_path, undisturb
     """No rank is left with the state; a rank dies twice at one step."""
     result = trained(tmp_path / "run", "memory", kill=kill)
     assert result.events("restart") and result.sha256 == undisturbed("memory").sha256
+
+
+CHANGED = (
+    "model._target_=kit.parts.dying.Drawn",
+    "data._target_=kit.parts.dying.Subset",
+    "+callbacks.changing._target_=kit.parts.dying.Changing",
+)
+
+
+def test_what_parts_draw_when_they_are_built_and_what_callbacks_change_is_as_without_a_death(tmp_path):
+    """A data set and a model draw in their constructors; a callback changes the optimizer, and counts its calls."""
+    undisturbed = trained(tmp_path / "undisturbed", "memory", *CHANGED)
+    result = trained(tmp_path / "run", "memory", *CHANGED, kill="1/backward/13,0/forward/17")
+    assert len(result.events("survived")) == 2
+    assert_alike(result, undisturbed)
+    assert (result.folder / "saves").read_text() == (undisturbed.folder / "saves").read_text()
+
+
+def test_an_evaluation_of_which_some_callbacks_have_taken_notice_is_not_taken_as_done(tmp_path):
+    """The survivor stands in a callback's collective, before another one counts the evaluation: it has no state to hand on."""
+    more = (
+        "eval.every_steps=10",
+        "checkpoint.best=accuracy",
+        "+callbacks.meeting._target_=kit.parts.dying.Meeting",
+        "callbacks=early_stopping",
+        "callbacks.early_stopping.patience=2",
+        "callbacks.early_stopping.min_delta=0.2",
+    )
+    undisturbed = trained(tmp_path / "undisturbed", "memory", *more)
+    result = trained(tmp_path / "run", "memory", *more, kill="1/meeting/20")
+    assert result.events("restart") and result.sha256 == undisturbed.sha256
+    assert numbers(result) == numbers(undisturbed)
+    best = [json.loads((each.folder / "best.json").read_text()) for each in (result, undisturbed)]
+    assert best[0]["step"] == best[1]["step"] and best[0]["value"] == best[1]["value"]
+
+
+def test_buffers_that_change_after_the_forward_pass_are_not_survived(tmp_path):
+    """A rank has no notes of them: it says so, all restart, and the weights are the same."""
+    more = ("model._target_=kit.parts.dying.Backwards",)
+    undisturbed = trained(tmp_path / "undisturbed", "memory", *more)
+    assert "outside of its forward pass" in undisturbed.events("note")[0]["text"]
+    result = trained(tmp_path / "run", "memory", *more, kill="0/backward/23")
+    assert result.events("restart") and result.sha256 == undisturbed.sha256
 
 
 @pytest.mark.parametrize("fault", ["stopped", "hangs"])
@@ -271,8 +315,18 @@ def test_a_use_of_pythons_or_numpys_generator_is_seen_also_after_a_resume(use):
         assert resumed.are_used() == expected
 
 
+@pytest.mark.unit
+def test_a_newborn_s_checkpoint_says_that_pythons_generator_was_used():
+    draws = Draws()
+    draws.used = True
+    draws.begin(3, 1, are_restored=False)
+    resumed = Draws()
+    resumed.begin(3, 1, are_restored=True)
+    assert resumed.are_used()
+
+
 KEPT = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from muster.faults.keeper import keep
 from muster.faults.notes import Notes
 from muster.faults.preemption import Preemption
@@ -337,3 +391,24 @@ def test_a_keeper_passes_a_stop_on_once_and_a_newborn_knows_of_it():
     os.kill(child, signal.SIGKILL)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 75 and out == "1 SIGKILL True\n"
+
+
+@pytest.mark.quick
+def test_what_a_rank_has_started_is_gone_when_it_is_born_again():
+    body = "print(subprocess.Popen(['sleep', '60']).pid, flush=True) if not life.number else None; os.kill(os.getpid(), signal.SIGKILL) if not life.number else None; return 0"
+    process = kept(body)
+    assert process.stdout.readline() == "0  False\n"
+    orphan = int(process.stdout.readline())
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0 and out == "1 SIGKILL False\n"
+    assert not Path(f"/proc/{orphan}").exists() or "\nState:\tZ" in Path(f"/proc/{orphan}/status").read_text()
+
+
+@pytest.mark.parametrize(("begun", "said"), [("thread", "the thread beside"), ("socket", "a connection")])
+def test_a_module_that_starts_a_thread_or_opens_a_connection_is_not_forked(tmp_path, begun, said):
+    """Neither works in a child: such a run has no keeper, as without dist.survive."""
+    env = {"MUSTER_TEST_BEGUN": begun}
+    more = ("dist.survive=true", "model._target_=kit.parts.threaded.Net", "max_steps=3", "eval.every_steps=off")
+    done = run(tmp_path / "run", *more, ranks=2, torchrun=RESTARTS, env=env)
+    [told] = [line for line in done.said if "dist.survive" in line]
+    assert done.code == 0 and said in told, done.out

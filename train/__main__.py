@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import sys
@@ -59,8 +58,10 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption) -> int:
         return config.exit_code
     from muster.train.run import attempt  # imports torch, which --help does without
 
-    if isinstance(config, ConfigError) or not (notes := notes_of(config)):
+    if isinstance(config, ConfigError):
         return attempt(config, preemption)
+    if isinstance(notes := notes_of(config), str):
+        return attempt(config, preemption, why_no_survival=notes)
     from muster.dist.place import Place
     from muster.dist.rendezvous.meeting import code_hash
     from muster.dist.rendezvous.network import host_store
@@ -77,21 +78,22 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption) -> int:
     return keep(live, notes, preemption=preemption, most_per_hour=most, store=store)
 
 
-def notes_of(config: Config) -> Notes | None:
-    """Return memory for the notes of a rank that is born again if it dies; None for one that is not."""
+def notes_of(config: Config) -> Notes | str:
+    """Return memory for the notes of a rank that is born again if it dies; why not, if it is not."""
     from muster.dist.place import Place
     from muster.errors import ConfigError
+    from muster.faults.keeper import why_no_fork
     from muster.faults.notes import Notes
     from muster.train.live import why_not
 
     try:
         if not config.dist.survive or Place.from_env(config.dist.init_method).world_size == 1:
-            return None
+            return ""
+        return why_not(config) or why_no_fork() or Notes()
+    except OSError:
+        return "the system gives no memory for its notes"
     except ConfigError:  # which the attempt reports
-        return None
-    with contextlib.suppress(OSError):  # the system gives no memory
-        return None if why_not(config) else Notes()
-    return None
+        return ""
 
 
 if __name__ == "__main__":

@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.batches.drawn import Watch
 from muster.batches.stream import Stream
-from muster.checkpoint.trained import SavedTensor
+from muster.checkpoint.trained import EXTRA, SavedTensor
 from muster.dist.options import GroupOptions
 from muster.dist.place import Place
 from muster.dist.rendezvous.network import Unheard
 from muster.dist.world import World, alone, start
-from muster.errors import RankLost
+from muster.errors import RankLost, one_line
 from muster.job.survival import Survival
 from muster.loggers.jsonl import NAME, read
 from muster.loggers.metrics import Metrics
@@ -39,14 +40,19 @@ from muster.train.config.parts import locate
 from muster.train.course import ENDED, LOGGED, Progress
 from muster.train.data.load import Data, load
 from muster.train.loop import Run, save
+from muster.train.numerics import set_numerics
 from muster.train.strategies.base import StepResult, Strategy
 from muster.train.strategies.ddp import Ddp
+from muster.train.strategies.replicas.buffers import differs
 from muster.train.strategies.replicas.replicated import Replicas
 from muster.train.strategies.single import Single
+from muster.train.strategies.state import GROUPS
 from muster.train.strategies.step.slices import SlicedStep
 from muster.train.window import Window
 
 CHUNK_BYTES = 64 << 20
+KEPT = ("build", "state", "targets", "load", "sync_parameters")
+"""Methods of a strategy that has the state of ddp, and no other."""
 RECENT = 8
 """The number of last records that are handed on: rank 0 dies before it has written at most those of one step."""
 Mark = list[int]
@@ -63,6 +69,7 @@ class Live:
     def __init__(self, survival: Survival):
         self.survival, self.notes = survival, survival.notes
         self.data: Data | None = None
+        self._loaded: Watch | None = None
         self.records: Metrics | None = None
         self.newest_step: int | None = None
         self.owes_save = False
@@ -70,6 +77,7 @@ class Live:
         self._state: dict[str, Any] = {}
         self._facts: dict[str, Any] = {}
         self._window: Window | None = None
+        self._noted: list[tuple[int, int]] = []
         self._strategy: Replicas | None = None
 
     # In an attempt.
@@ -77,34 +85,53 @@ class Live:
     def follow(self, run: Run) -> None:
         """Note from now on what only this rank knows of each step."""
         assert isinstance(run.strategy, Replicas)
-        self._strategy, self._window, self.data, self.records = run.strategy, run.window, run.course.data, run.records
+        self._strategy, self._window, self.records = run.strategy, run.window, run.records
         self._mark, self._state = None, {}
-        run.strategy.optimizer_step.before_sum = self._note
-        try:
-            self._write(run.step - 1, {"window": run.window.own()})
-        except ValueError as error:
-            self._refuse(run, f"a rank's own buffers are {error}")
+        optimizer_step = run.strategy.optimizer_step
+        optimizer_step.before_sum, optimizer_step.before_forward = self._note, self._see_buffers
+        self._write(run.step - 1, {"window": run.window.own()})
+        self._noted = []  # a callback may set buffers before the first step
         if isinstance(run.course.data.train, Stream):
-            self._refuse(run, "each rank has its own place in a stream of samples")
+            self._refuse("each rank has its own place in a stream of samples")
+        if extra := next((name for name in run.strategy.model.state_dict() if name.rpartition(".")[2] == EXTRA), ""):
+            self._refuse(f"each rank has its own extra state of the model: {extra}")
         if not self.notes.modules:
             self.notes.modules = sorted(sys.modules)
 
-    def _refuse(self, run: Run, why: str) -> None:
+    def _refuse(self, why: str) -> None:
         self.survival.refuse()
-        assert self._strategy
-        self._strategy.optimizer_step.before_sum = None
-        run.records.event("note", text=f"a rank that dies ends all ranks (dist.survive=true does not apply: {why})")
+        assert self._strategy and self.records
+        self._strategy.optimizer_step.before_sum = self._strategy.optimizer_step.before_forward = None
+        note_why_not(self.records, why)
 
     def _note(self, step: int, loss: Tensor | None, metrics: Mapping[str, Tensor]) -> None:
         assert self._window
         own = {"loss": None if loss is None else float(loss), "metrics": {k: float(v) for k, v in metrics.items()}}
         self._write(step, {"window": self._window.own(), **own})
 
+    def _see_buffers(self, step: int) -> None:
+        """Do not survive any more if this rank's buffers have changed since they were noted, after the forward pass."""
+        if not self._noted:
+            return
+        assert self._strategy
+        own = self._strategy.optimizer_step.buffers.own
+        if [(each.data_ptr(), each._version) for each in own.values()] == self._noted:
+            return
+        _, noted = self.notes.read(step - 1) or ({}, {})
+        if own.keys() != noted.keys() or any(_differ(own[name], noted[name]) for name in own):
+            self._refuse("the model's buffers change outside of its forward pass")
+
     def _write(self, step: int, facts: dict[str, Any]) -> None:
+        """Note this rank's own part of a step, and remember address and version of each buffer in it."""
         assert self._strategy
         buffers = self._strategy.optimizer_step.buffers
         drawn = self._strategy.draws.are_used()
-        self.notes.write(step, {**facts, "drawn": drawn}, {} if buffers.agree or buffers.none_here() else buffers.own)
+        own = {} if buffers.agree or buffers.none_here() else buffers.own
+        try:
+            self.notes.write(step, {**facts, "drawn": drawn}, own)
+            self._noted = [(each.data_ptr(), each._version) for each in own.values()]
+        except (ValueError, RuntimeError) as error:
+            self._refuse(f"a rank's own buffers cannot be noted: {one_line(error)}")
 
     # Between two attempts.
 
@@ -112,10 +139,11 @@ class Live:
         """Keep the state of `run`, one of whose other ranks has died; no communication."""
         assert isinstance(run.strategy, Replicas)
         step, progress = run.strategy.optimizer_step, run.progress
-        if progress.stage < ENDED:  # the death has cut a callback short, of which not all has happened
+        if progress.stage < ENDED or run.callbacks.are_cut_short:  # by the death: not all of a callback has happened
             self._strategy = self._window = progress.result = None
             return
-        run.callbacks.on_checkpoint(run)
+        if run.callbacks.are_within:  # only then: a callback may count its calls
+            run.callbacks.on_checkpoint(run)
         result = progress.result if progress.stage < LOGGED else None
         self._mark = [progress.step, progress.stage, progress.evaluated]
         self._state = {**step.replica(), **run.callbacks.state()}
@@ -130,6 +158,7 @@ class Live:
             "recent": [*run.records.recent][-RECENT:],
             "newest_step": run.running.checkpoints.newest_step,
             "fingerprint": run.course.data.fingerprint,
+            "frozen": [name for name, each in run.strategy.parameters().items() if not each.requires_grad],
         }
         self.owes_save = run.running.checkpoints.give_up()
         self._strategy = self._window = progress.result = None  # which hold the group and its connections
@@ -149,9 +178,17 @@ class Live:
                 raise RankLost(str(error)) from error
             raise
 
-    def load_data(self, config: Config) -> Data:
-        """Return the data, which a survivor has; a newborn loads it without the others, who do not load it again."""
-        self.data = self.data or load(config, alone(torch.device("cpu")))
+    def load_data(self, config: Config, world: World | None = None) -> Data:
+        """Return the data, and leave the generators as they were once it was loaded: a data set may draw, and a model after it.
+
+        A survivor has the data. A newborn loads it without the others (`world` is None), who do not load it again.
+        """
+        if self.data is None:
+            set_numerics(config)
+            self.data = load(config, world or alone(torch.device("cpu")))
+            self._loaded = Watch()
+        assert self._loaded
+        self._loaded.restore()
         return self.data
 
     def go_on(self, run: Run, folder: Path) -> None:
@@ -199,6 +236,10 @@ class Live:
         found |= targets
         callbacks.load(found)
         strategy.load({name: value for name, value in found.items() if not name.startswith("callbacks/")})
+        for group, theirs in zip(strategy.optimizer_step.optimizer.param_groups, found[GROUPS], strict=True):
+            group.update({**theirs, "params": group["params"]})  # callbacks may have changed what the config sets
+        for name, parameter in strategy.parameters().items():
+            parameter.requires_grad_(name not in self._facts["frozen"])
         strategy.optimizer_step.stand_at(progress.step)
         failure = self._restore_own(world, plan, progress, strategy, window)
         world.together(failure)
@@ -281,6 +322,10 @@ def spread(state: Mapping[str, Any], world: World, source: int) -> dict[str, Any
     return found
 
 
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return one.shape != other.shape or one.dtype != other.dtype or bool(differs(one, other).any())
+
+
 def _bytes(head: Any) -> int:
     _, kind, shape = head
     size: int = math.prod(shape) * getattr(torch, kind).itemsize
@@ -299,11 +344,9 @@ def _chunks(heads: list[Any]) -> list[list[Any]]:
     return chunks
 
 
-def note_why_not(run: Run) -> None:
-    """Record why a rank that dies ends all ranks, if the config asks for the contrary. Collective."""
-    if run.config.dist.survive and run.world.size > 1:
-        why = why_not(run.config) or "the system gives no memory for its notes"
-        run.records.event("note", text=f"a rank that dies ends all ranks (dist.survive=true does not apply: {why})")
+def note_why_not(records: Metrics, why: str) -> None:
+    """Record why a rank that dies ends all ranks, although dist.survive=true."""
+    records.event("note", text=f"a rank that dies ends all ranks (dist.survive=true does not apply: {why})")
 
 
 def why_not(config: Config) -> str:
@@ -331,7 +374,6 @@ def why_not(config: Config) -> str:
 def _is_replicated(strategy: Any) -> bool:
     """Return whether a strategy is ddp or single, or one of a user's own that adds nothing to their state."""
     return isinstance(strategy, type) and any(
-        issubclass(strategy, kind)
-        and all(getattr(strategy, name) is getattr(kind, name) for name in ("build", "state", "targets", "load"))
+        issubclass(strategy, kind) and all(getattr(strategy, name) is getattr(kind, name) for name in KEPT)
         for kind in (Ddp, Single)
     )

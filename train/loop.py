@@ -32,6 +32,9 @@ from muster.train.window import Window
 class Hooks(Protocol):
     """Interface of callbacks to the loop (callbacks/base.py)."""
 
+    are_within: bool
+    are_cut_short: bool
+
     def on_start(self, run: Run) -> None: ...
     def on_step_end(self, run: Run) -> None: ...
     def on_trial(self, values: dict[str, float]) -> None: ...

@@ -48,20 +48,29 @@ from muster.train.timed import Timed
 from muster.train.window import Window
 
 
-def attempt(config: Config | ConfigError, preemption: Preemption, survival: Survival | None = None) -> int:
+def attempt(
+    config: Config | ConfigError,
+    preemption: Preemption,
+    survival: Survival | None = None,
+    *,
+    why_no_survival: str = "",
+) -> int:
     """Run one attempt and return its exit code. A ConfigError in place of the config is reported on all ranks.
 
-    With `survival`, the death of another rank is followed by the next attempt in this process.
+    With `survival`, the death of another rank is followed by the next attempt in this process; `why_no_survival` says why
+    not, if the config asks for it.
     """
     live = Live(survival) if survival else None
     while True:
         with lifecycle(config, preemption, survival) as life:
-            take_part(config, preemption, life, live)
+            take_part(config, preemption, life, live, why_no_survival=why_no_survival)
         if not life.has_parted:
             return life.exit_code
 
 
-def take_part(config: Config | ConfigError, preemption: Preemption, life: Lifecycle, live: Live | None) -> None:
+def take_part(
+    config: Config | ConfigError, preemption: Preemption, life: Lifecycle, live: Live | None, *, why_no_survival: str
+) -> None:
     """Take part in one attempt, from the meeting of the ranks to the end. Raises MusterError, and what a user's code raises."""
     world, strategy = join(config, preemption, live)
     assert isinstance(config, Config)
@@ -69,6 +78,8 @@ def take_part(config: Config | ConfigError, preemption: Preemption, life: Lifecy
     if config.doctor and not world.again:
         consult(config, world)
     with open_run(config=config, world=world, strategy=strategy, life=life, live=live) as (run, folder):
+        if why_no_survival and not run.step:
+            note_why_not(run.records, why_no_survival)
         carry_out(run, life, folder)
 
 
@@ -136,7 +147,7 @@ def open_run(
     if not config.compile:
         stay_eager()
     source = live.furthest(world) if live and world.again else None
-    data = load_data(config, world) if live is None or source is None else live.load_data(config)
+    data = live.load_data(config, world) if live else load_data(config, world)
     refuse_unevaluated(config, data)
     plan = plan_of(config, data)
     total_steps = steps_asked_for(config, plan)
@@ -189,8 +200,6 @@ def open_run(
             live.go_on(run, folder.path)
         else:
             announce(run, folder, kinds=kinds)
-            if live is None and folder.saved is None:
-                note_why_not(run)
         if live:
             live.follow(run)
         if not gc.isenabled():

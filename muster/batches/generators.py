@@ -90,6 +90,9 @@ class Draws:
         np.random.seed(key & 0xFFFFFFFF)
         self._others = Others()
         self.used = self.used or (are_restored and before != self._others)
+        if self.used:  # a checkpoint that is saved before the next draw then tells so
+            random.random()
+            np.random.random()
 
     def are_used(self) -> bool:
         """Return whether the generators of Python or NumPy have been used."""

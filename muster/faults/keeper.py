@@ -102,9 +102,11 @@ def keep(
         if ended >= 0:
             preemption.install()
             return ended
+        with contextlib.suppress(OSError):
+            os.killpg(child, signal.SIGKILL)  # what the rank has started and is not gone, as loader workers
         died_of, died_at, step = signal.Signals(-ended).name, time.monotonic(), notes.step
         is_over = notes.is_over or not notes.launch or died_in >= step
-        if -ended not in DEADLY or is_over or not _may_fork():
+        if -ended not in DEADLY or is_over or why_no_fork():
             _die(-ended)
         if not most_per_hour or (len(births) == most_per_hour and died_at - births[0] < HOUR_S):
             say(
@@ -192,12 +194,34 @@ def _import(names: list[str]) -> None:
                 importlib.import_module(name)
 
 
-def _may_fork() -> bool:
-    """Return whether a child of this process works: it has no other thread than the one that forks, nor their locks.
+def why_no_fork() -> str:
+    """Return why a child of this process would not work: what it has is not there, or it is shared, in a child; else "".
 
-    The threads of OpenBLAS, which `import numpy` starts if OMP_NUM_THREADS allows it, are stopped before each fork.
+    The threads of OpenBLAS, which `import numpy` starts if OMP_NUM_THREADS allows it, are stopped before each fork: they
+    are told from others by a fork.
     """
-    return threading.active_count() == 1
+    if threading.active_count() > 1:
+        return f"an imported module has started the thread {threading.enumerate()[-1].name}"
+    if _threads() > 1:
+        if not (child := os.fork()):
+            os._exit(0)
+        os.waitpid(child, 0)
+        if _threads() > 1:
+            return "an imported module has started a thread"
+    return "an imported module has opened a connection" if _has_connection() else ""
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _has_connection() -> bool:
+    """Return whether this process has a socket beside stdin, stdout and stderr."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if int(name) > 2 and os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                return True
+    return False
 
 
 def _die(number: int) -> None:

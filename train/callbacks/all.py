@@ -30,6 +30,10 @@ class Callbacks:
 
     def __init__(self, named: Mapping[str, Callback]):
         self.named = dict(named)
+        self.are_within = False
+        """True from the beginning of an evaluation, or `on_end`, until its end: callbacks may have changed the model."""
+        self.are_cut_short = False
+        """True if an error has ended `on_eval_end`: some of the callbacks have taken notice of the evaluation."""
 
     @classmethod
     def of(cls, config: Config, data: Data) -> Callbacks:
@@ -71,21 +75,26 @@ class Callbacks:
 
     def on_eval_begin(self, run: Run) -> None:
         """Call `on_eval_begin` of each callback."""
+        self.are_within = True
         for callback in self.named.values():
             callback.on_eval_begin(run)
 
     def on_eval_end(self, run: Run, values: dict[str, float]) -> None:
         """Call `on_eval_end` of each callback in reverse order."""
+        self.are_cut_short = True
         for callback in reversed(self.named.values()):
             callback.on_eval_end(run, values)
+        self.are_within = self.are_cut_short = False
 
     def on_checkpoint(self, run: Run) -> None:
         """Call `on_checkpoint` of each callback in reverse order."""
         for callback in reversed(self.named.values()):
             callback.on_checkpoint(run)
+        self.are_within = False
 
     def on_end(self, run: Run) -> None:
         """Call `on_end` of each callback."""
+        self.are_within = True
         for callback in self.named.values():
             callback.on_end(run)
 

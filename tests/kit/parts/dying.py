@@ -5,6 +5,7 @@ MUSTER_TEST_KILL names them, `rank/point/step` with commas between; each happens
 
 import math
 import os
+import random
 import signal
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from muster.train.callbacks.base import Callback
+from muster.train.data.digits import Digits
 
 DONE = [0]  # steps done by this process
 
@@ -98,3 +100,78 @@ class Hang(Callback):
         if run.step == self.at and run.world.rank == 1 and not mark.exists():
             mark.touch()
             signal.pause()
+
+
+class Drawn(Net):
+    """Its sums depend on numbers that it draws when it is built, and on Python's generator in each step."""
+
+    def __init__(self, input_shape, num_classes):
+        super().__init__(input_shape, num_classes)
+        self.scale = 1 + random.random() + torch.rand(64)
+
+    def forward(self, x):
+        return super().forward(x * (1 + 0.01 * random.random() if self.training else 1))
+
+
+class Subset(Digits):
+    """Draws the labels that it changes when it is built."""
+
+    def __init__(self, train):
+        super().__init__(train, augment=False)
+        for _ in range(20):
+            self.labels[random.randrange(len(self))] = int(torch.randint(10, ()))
+
+
+class Changing(Callback):
+    """Changes the optimizer and what is trained, and counts the saves."""
+
+    def __init__(self):
+        self.saves = 0
+
+    def on_step_end(self, run):
+        if run.step == 10:
+            run.strategy.optimizer_step.optimizer.param_groups[0]["momentum"] = 0.5
+
+    def on_checkpoint(self, run):
+        self.saves += 1
+
+    def on_end(self, run):
+        Path(run.config.output_dir, "saves").write_text(str(self.saves))
+
+    def state(self):
+        return {"saves": self.saves}
+
+    def load(self, state):
+        self.saves = state["saves"]
+
+
+class Meeting(Callback):
+    """All ranks meet after an evaluation, of which the callbacks before it have taken notice."""
+
+    def on_eval_end(self, run, values):
+        die("meeting")
+        run.world.barrier()
+
+
+class Behind(nn.BatchNorm1d):
+    """Counts backward passes in a buffer, on which its outputs depend."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            x.register_hook(self.count)
+        return super().forward(x) * (1 + 0.01 * self.passes)
+
+    def count(self, _):
+        self.passes += 1
+
+
+class Backwards(Net):
+    """Changes a buffer in the backward pass, after a rank has noted its buffers."""
+
+    def __init__(self, input_shape, num_classes):
+        super().__init__(input_shape, num_classes)
+        self.norm = Behind(64)

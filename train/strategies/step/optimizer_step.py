@@ -64,6 +64,9 @@ class OptimizerStep:
     """Called with the step, this rank's share of the loss (None: the sum tells it) and of the metrics, before the rank's
     part of the sum over the ranks is complete."""
 
+    before_forward: Callable[[int], None] | None = None
+    """Called with the step before anything of it is done."""
+
     def __init__(
         self,
         recipe: Recipe,
@@ -104,6 +107,8 @@ class OptimizerStep:
         Raises:
             ConfigError: after the first backward pass, the model trains parameters that the optimizer does not have.
         """
+        if self.before_forward:
+            self.before_forward(step)
         self.set_training(True)
         self.optimizer.zero_grad()  # only here: StepResult.grad_norm may read the last step's gradients until now
         self._measured = {}
