@@ -69,9 +69,14 @@ def undisturbed(tmp_path_factory):
     return of
 
 
+def speeds(result):
+    return [line["samples_per_s"] for line in result.lines("train")]
+
+
 def assert_alike(result, other):
     assert result.sha256 == other.sha256
     assert numbers(result) == numbers(other)
+    assert min(speeds(result)) > 0 and max(speeds(result)) < 10 * max(speeds(other)), speeds(result)
     assert len(result.events("done")) == 1 and not result.events("resume")
 
 

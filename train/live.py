@@ -129,6 +129,7 @@ class Live:
             "norm": float(result.grad_norm) if result else None,
             "loss": float(step.loss) if isinstance(step, SlicedStep) else None,
             "recent": [*run.records.recent][-RECENT:],
+            "since_last": run.records.since_last(),
             "newest_step": run.running.checkpoints.newest_step,
             "fingerprint": run.course.data.fingerprint,
         }
@@ -238,6 +239,7 @@ class Live:
             known = read(folder / NAME)
             records.recent.extend(known)
         records.make_up(self._facts["recent"], known=known)
+        records.go_on(*self._facts["since_last"])
 
     def _record(self, world: World, records: Metrics, step: int) -> None:
         """Write which ranks have died. Collective: every rank must call it."""
