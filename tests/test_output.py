@@ -12,7 +12,7 @@ import pytest
 from kit.job import QUIET, ROOT, Result, environment, free_port
 from kit.until import until
 
-from muster.loggers.console import describe
+from muster.loggers.console import Bar, describe
 
 SMALL = (*QUIET, "model.hidden=[4]", "max_steps=30", "checkpoint.every_steps=10", "batch_size=64")
 PYTHON = shlex.quote(sys.executable)
@@ -100,3 +100,16 @@ def test_tools_whose_reader_goes_away_end_quietly(tmp_path):
 @pytest.mark.unit
 def test_a_loop_that_counts_no_samples_shows_no_speed():
     assert describe({"kind": "train", "step": 3, "loss": 0.5, "samples": 0, "samples_per_s": 0.0}, 0) == "step 3  loss 0.5000"  # fmt: skip
+
+
+@pytest.mark.unit
+def test_a_bar_counts_the_ranks_and_what_happened_to_them_also_before_it():
+    starts = [{"kind": "event", "event": name, "step": 0, "world_size": 2} for name in ("start", "resume")]
+    death = {"kind": "event", "event": "survived", "step": 5, "rank": 0}
+    bar = Bar(step=5, total_steps=9, earlier=[*starts, death])
+    try:
+        assert bar.ranks == "2 ranks, 1 restart, 1 death survived"
+        bar.log(death)
+        assert bar.ranks == "2 ranks, 1 restart, 2 deaths survived"
+    finally:
+        bar.close()

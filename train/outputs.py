@@ -53,6 +53,6 @@ def open_loggers(config: Config, *, step: int, total_steps: int, evaluated: int 
             raise
         except Exception as error:
             say(f"muster: loggers.{name} cannot start, the run continues without it: {one_line(error)[:200]}")
-    restarts = sum("world_size" in record for record in read(folder / NAME))  # one `start` or `resume` per attempt
-    shown = console(config.log.progress.name, step=step, total_steps=total_steps, restarts=restarts)
+    earlier = read(folder / NAME)
+    shown = console(config.log.progress.name, step=step, total_steps=total_steps, earlier=earlier)
     return [Jsonl(folder, step, evaluated=evaluated), shown, *own]
