@@ -15,6 +15,7 @@ from kit.job import environment, finish, reached, run, start, wait_for
 
 from muster.batches.generators import Draws
 from muster.faults.notes import SLOT_BYTES, Notes
+from muster.report.history import History
 
 LINE = (
     "model._target_=kit.parts.dying.Net",
@@ -110,7 +111,16 @@ def test_a_death_at_any_point_leaves_no_trace_in_the_weights(tmp_path, undisturb
     rank, _, step = kill.split("/")
     assert survived["rank"] == int(rank) and survived["cause"] == "SIGKILL" and survived["host"], survived
     assert int(step) <= survived["step"] <= int(step) + 1
+    assert f"survived: rank {rank} died on {survived['host']} (SIGKILL) and is born again after" in result.out
     assert_alike(result, undisturbed(kind))
+    assert_accounted_for(History.of(result.folder), survived["seconds"])
+
+
+def assert_accounted_for(history, seconds):
+    """The report has the time of the death as such, and one attempt."""
+    assert history.attempts == len(history.deaths) == 1 and not history.spent["restart"] and not history.spent["down"]
+    assert history.spent["survived deaths"] == pytest.approx(seconds, abs=0.01)
+    assert sum(history.spent.values()) == pytest.approx(history.seconds, abs=0.01)
 
 
 @pytest.mark.parametrize(

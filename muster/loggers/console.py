@@ -101,6 +101,9 @@ OF_A_STEP = {
 """How the values of a `train` record are shown, in order."""
 
 
+SURVIVED = "survived: rank {rank} died on {host} ({cause}) and is born again after {seconds:.2f} s, at step {step}; no step is lost"
+
+
 def describe(record: dict[str, Any], total_steps: int) -> str:
     """Format a record as one readable line. total_steps: 0 if unknown; values that are None are left out."""
     fields = {name: value for name, value in record.items() if name != "kind" and value is not None}
@@ -120,5 +123,7 @@ def describe(record: dict[str, Any], total_steps: int) -> str:
             "after": "killed",
             "cause": "it left no record: killed (kill -9, out of memory), or its host was lost",
         }
+    if fields["event"] == "survived":
+        return SURVIVED.format(**{"host": "?", "cause": "?", "seconds": 0.0, "rank": "?", "step": "?"} | fields)
     details = "  ".join(f"{name}={value}" for name, value in fields.items() if name not in ("event", "time"))
     return f"{fields['event']}: {details}" if details else str(fields["event"])

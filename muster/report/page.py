@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.util import find_spec
@@ -79,7 +80,8 @@ def one(history: History, page: Page) -> list[str]:
         "duration": duration(history.seconds),
         "goodput": _percent(history.goodput),
         "ranks": f"{history.world_size or '?'} on {several(len(set(history.hosts)), 'host')}",
-        "attempts": str(len(history.stretches) or len(history.begins)),
+        "attempts": str(history.attempts),
+        **({"deaths survived": _deaths(history)} if history.deaths else {}),
         "samples a second, median": _speed(history),
         **{f"test {name}": f"{value:.4g}" for name, value in history.last_values.items() if value is not None},
     }
@@ -203,6 +205,12 @@ def _when(history: History) -> str:
         for at in (history.stretches[0].began, history.stretches[-1].ended)
     )
     return f"{began} to {ended} · {history.folder}"
+
+
+def _deaths(history: History) -> str:
+    """Return the number of deaths, and their hosts, first the one with most of them."""
+    by_host = Counter(str(line.get("host", "?")) for line in history.deaths).most_common()
+    return f"{len(history.deaths)} on {', '.join(f'{host} ({number})' if len(by_host) > 1 else host for host, number in by_host[:3])}"
 
 
 def _speed(history: History) -> str:
