@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from muster.dist.rendezvous.network import Unheard
 from muster.dist.world import World, alone, start
 from muster.errors import RankLost
 from muster.job.survival import Survival
-from muster.loggers.jsonl import NAME, read
-from muster.loggers.metrics import Metrics
+from muster.loggers.jsonl import NAME, tail
+from muster.loggers.metrics import Metrics, is_same
 from muster.plan import Plan
 from muster.train.callbacks.all import Callbacks
 from muster.train.config.keys import Config, Device, NonFinite, Precision
@@ -234,11 +235,11 @@ class Live:
 
     def _make_up_records(self, world: World, records: Metrics, folder: Path) -> None:
         """Write the last records that rank 0 has not written."""
-        known = [*records.recent]
+        known, recent = [*records.recent], self._facts["recent"]
         if world.is_first and self.records is not records:
-            known = read(folder / NAME)
+            _, known = tail(folder / NAME, until=partial(is_same, recent[0]) if recent else bool)
             records.recent.extend(known)
-        records.make_up(self._facts["recent"], known=known)
+        records.make_up(recent, known=known)
         records.go_on(*self._facts["since_last"])
 
     def _record(self, world: World, records: Metrics, step: int) -> None:

@@ -125,6 +125,11 @@ class Metrics:
             say(f"muster: {type(logger).__name__} has failed, the run continues without it: {one_line(error)[:200]}")
 
 
+def is_same(record: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two records, of two ranks, are one and the same of their run."""
+    return _identity(record) == _identity(other)
+
+
 def _identity(record: dict[str, Any]) -> tuple[Any, ...]:
     """Return what tells a record from the others of a run."""
     return record["kind"], record.get("event"), record.get("step"), record.get("text")
