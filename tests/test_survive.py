@@ -206,7 +206,7 @@ def test_a_rank_dies_with_its_keeper_and_the_run_restarts(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (("strategy=fsdp",), "strategy=muster.train.strategies.fsdp.Fsdp"),
+        (("strategy=fsdp",), "strategy=fsdp does not hand on its state"),
         (("precision=fp16",), "precision=fp16"),
         (("on_nonfinite=skip",), "on_nonfinite=skip"),
     ],

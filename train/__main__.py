@@ -92,14 +92,15 @@ def notes_of(config: Config) -> Notes | None:
             return None
     except ConfigError:  # which the attempt reports
         return None
-    is_there = "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux"
-    why = why_not(config) or ("" if is_there else "it is not started by torchrun on Linux")
+    why = why_not(config)
+    why = why or ("" if sys.platform == "linux" else f"{sys.platform} is not Linux")
+    why = why or ("" if "TORCHELASTIC_RUN_ID" in os.environ else "it is not started by torchrun")
     with contextlib.suppress(OSError):
         if not why:
             return Notes()
     if os.environ.get("RANK") == "0":
         why = why or "the system gives no memory for its notes"
-        say(f"muster: dist.survive=true: a rank that dies restarts all ranks ({why})")
+        say(f"muster: dist.survive=true has no effect: a rank that dies restarts all ranks ({why})")
     return None
 
 

@@ -95,7 +95,7 @@ class Live:
         self.survival.refuse()
         assert self._strategy
         self._strategy.optimizer_step.before_sum = None
-        run.records.event("note", text=f"dist.survive=true: a rank that dies restarts all ranks ({why})")
+        run.records.event("note", text=f"dist.survive=true has no effect: a rank that dies restarts all ranks ({why})")
 
     def _note(self, step: int, loss: Tensor | None, metrics: Mapping[str, Tensor]) -> None:
         assert self._window
@@ -303,7 +303,7 @@ def _chunks(heads: list[Any]) -> list[list[Any]]:
 def why_not(config: Config) -> str:
     """Return why a rank that dies restarts all ranks, although dist.survive=true; empty if it is born again."""
     if not _is_replicated(locate(config.strategy)):
-        return f"strategy={config.strategy.target}: no other rank has what a rank holds"
+        return f"strategy={_name(config.strategy.target)} does not hand on its state"
     reasons = {
         "compile=true": config.compile,
         "device=cuda": config.device is Device.cuda,
@@ -311,9 +311,14 @@ def why_not(config: Config) -> str:
         "on_nonfinite=skip": config.on_nonfinite is NonFinite.skip,
         "precision=fp16": config.precision is Precision.fp16,
         "strategy.compression=powersgd": config.strategy.values.get("compression") == "powersgd",
-        "dist.init_method": config.dist.init_method != "env://",
+        "dist.init_method other than env://": config.dist.init_method != "env://",
     }
     return next((said for said, is_so in reasons.items() if is_so), "")
+
+
+def _name(target: str) -> str:
+    """Return a strategy as a user names it: one of the kit by the file that it is in."""
+    return target.rsplit(".", 2)[1] if target.startswith("muster.train.strategies.") else target
 
 
 def _is_replicated(strategy: Any) -> bool:
