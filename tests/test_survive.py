@@ -183,6 +183,10 @@ def test_signals_and_exit_codes_are_as_without_a_keeper(tmp_path):
     wait_for(tmp_path / "run", reached(14), process=process)
     processes = [pid for keeper in children(process.pid) for pid in (keeper, *children(keeper))]
     assert len(processes) == 4
+    names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes]
+    assert sorted(name for name in names if "rank" in name) == ["muster-rank0", "muster-rank1"], (
+        "as ps and pkill show them"
+    )
     process.terminate()
     done = finish(process, tmp_path / "run")
     assert done.outcome["outcome"] == "preempted" and done.outcome["exit_code"] == 75, done.out
