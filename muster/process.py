@@ -12,7 +12,7 @@ from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a run to stop."""
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
 _launcher: int | None = None
 
@@ -51,6 +51,12 @@ def die_with_parent(number: int = signal.SIGKILL, *, parent: int | None = None) 
         LIBC.prctl(PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def call_it(name: str) -> None:
+    """Show `name` (at most 15 ASCII characters) for this process in ps, top, pkill and the kernel's log. Linux only."""
+    if LIBC:
+        LIBC.prctl(PR_SET_NAME, name.encode())
 
 
 def ignore(*numbers: int) -> None:

@@ -12,7 +12,8 @@ import pytest
 from kit.job import QUIET, ROOT, Result, environment, free_port
 from kit.until import until
 
-from muster.loggers.console import describe
+from muster.loggers import jsonl
+from muster.loggers.console import Bar, describe
 
 SMALL = (*QUIET, "model.hidden=[4]", "max_steps=30", "checkpoint.every_steps=10", "batch_size=64")
 PYTHON = shlex.quote(sys.executable)
@@ -100,3 +101,34 @@ def test_tools_whose_reader_goes_away_end_quietly(tmp_path):
 @pytest.mark.unit
 def test_a_loop_that_counts_no_samples_shows_no_speed():
     assert describe({"kind": "train", "step": 3, "loss": 0.5, "samples": 0, "samples_per_s": 0.0}, 0) == "step 3  loss 0.5000"  # fmt: skip
+
+
+@pytest.mark.unit
+def test_a_bar_counts_the_ranks_and_what_happened_to_them_also_before_it():
+    starts = [{"kind": "event", "event": name, "step": 0, "world_size": 2} for name in ("start", "resume")]
+    death = {"kind": "event", "event": "survived", "step": 5, "rank": 0}
+    bar = Bar(step=5, total_steps=9, earlier=[*starts, death])
+    try:
+        assert bar.ranks == "2 ranks, 1 restart, 1 death survived"
+        bar.log(death)
+        assert bar.ranks == "2 ranks, 1 restart, 2 deaths survived"
+    finally:
+        bar.close()
+
+
+@pytest.mark.unit
+def test_a_long_file_of_records_is_read_and_cut_from_its_end(tmp_path):
+    """As if all lines were read: those before the last 64 KiB stay as they are."""
+    path = tmp_path / jsonl.NAME
+    event = {"kind": "event", "event": "start", "step": 0, "world_size": 2}
+    steps = [{"kind": "train", "step": n, "epoch": 0, "loss": 0.5, "lr": 0.1, "grad_norm": 1.0, "samples": n, "samples_per_s": 1.0} for n in range(3000)]  # fmt: skip
+    evals = [{"kind": "eval", "step": 1500, "epoch": 0, "accuracy": 0.5}, {"kind": "eval", "step": 2900, "epoch": 0}]
+    lines = [event, *steps[:1501], evals[0], *steps[1501:2901], event | {"event": "survived"}, evals[1], *steps[2901:]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "train", "st')
+    assert jsonl.events(path) == [event, event | {"event": "survived"}]
+    assert jsonl.last_step(tmp_path) == 2999
+    for newest, evaluated in ((2950, None), (2950, 1500), (1400, None), (0, None)):
+        jsonl.truncate(path, newest, evaluated=evaluated)
+        last = {"train": newest, "eval": newest if evaluated is None else evaluated}
+        lines = [line for line in lines if line["step"] <= last.get(line["kind"], 2**31)]
+        assert path.read_text() == "".join(json.dumps(line) + "\n" for line in lines)

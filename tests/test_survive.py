@@ -16,6 +16,7 @@ from kit.job import environment, finish, reached, run, start, wait_for
 
 from muster.batches.generators import Draws
 from muster.faults.notes import SLOT_BYTES, Notes
+from muster.report.history import History
 from muster.report.page import write_report
 
 LINE = (
@@ -71,9 +72,14 @@ def undisturbed(tmp_path_factory):
     return of
 
 
+def speeds(result):
+    return [line["samples_per_s"] for line in result.lines("train")]
+
+
 def assert_alike(result, other):
     assert result.sha256 == other.sha256
     assert numbers(result) == numbers(other)
+    assert min(speeds(result)) > 0 and max(speeds(result)) < 10 * max(speeds(other)), speeds(result)
     assert len(result.events("done")) == 1 and not result.events("resume")
 
 
@@ -107,7 +113,16 @@ def test_a_death_at_any_point_leaves_no_trace_in_the_weights(tmp_path, undisturb
     rank, _, step = kill.split("/")
     assert survived["rank"] == int(rank) and survived["cause"] == "SIGKILL" and survived["host"], survived
     assert int(step) <= survived["step"] <= int(step) + 1
+    assert f"survived: rank {rank} died on {survived['host']} (SIGKILL) and is born again after" in result.out
     assert_alike(result, undisturbed(kind))
+    assert_accounted_for(History.of(result.folder), survived["seconds"])
+
+
+def assert_accounted_for(history, seconds):
+    """The report has the time of the death as such, and one attempt."""
+    assert history.attempts == len(history.deaths) == 1 and not history.spent["restart"] and not history.spent["down"]
+    assert history.spent["survived deaths"] == pytest.approx(seconds, abs=0.01)
+    assert sum(history.spent.values()) == pytest.approx(history.seconds, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +140,7 @@ def test_several_deaths(tmp_path, undisturbed, kill, survived):
     assert len(events) == survived and max(event["deaths_on_host"] for event in events) == survived
     assert_alike(result, undisturbed("gloo"))
     assert result.out.count("and is born again after") == survived, result.out
-    assert f"<td>{survived}: {survived} on {events[0]['host']}" in write_report(result.folder).read_text()
+    assert f"<b>{survived} on {events[0]['host']}</b>" in write_report(result.folder).read_text()
 
 
 @pytest.mark.parametrize("kill", ["0/backward/23,1/backward/23", "1/backward/23,1/before_update/23"])
@@ -216,6 +231,10 @@ def test_signals_and_exit_codes_are_as_without_a_keeper(tmp_path):
     wait_for(tmp_path / "run", reached(14), process=process)
     processes = [pid for keeper in children(process.pid) for pid in (keeper, *children(keeper))]
     assert len(processes) == 4
+    names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes]
+    assert sorted(name for name in names if "rank" in name) == ["muster-rank0", "muster-rank1"], (
+        "as ps and pkill show them"
+    )
     process.terminate()
     done = finish(process, tmp_path / "run")
     assert done.outcome["outcome"] == "preempted" and done.outcome["exit_code"] == 75, done.out
@@ -239,7 +258,7 @@ def test_a_rank_dies_with_its_keeper_and_the_run_restarts(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (("strategy=fsdp",), "strategy=muster.train.strategies.fsdp.Fsdp"),
+        (("strategy=fsdp",), "strategy=fsdp does not hand on its state"),
         (("precision=fp16",), "precision=fp16"),
         (("on_nonfinite=skip",), "on_nonfinite=skip"),
         ((), "ranks are not started by torchrun"),

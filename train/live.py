@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from muster.dist.rendezvous.network import Unheard
 from muster.dist.world import World, alone, start
 from muster.errors import RankLost, one_line
 from muster.job.survival import Survival
-from muster.loggers.jsonl import NAME, read
-from muster.loggers.metrics import Metrics
+from muster.loggers.jsonl import NAME, tail
+from muster.loggers.metrics import Metrics, is_same
 from muster.plan import Plan
 from muster.train.callbacks.all import Callbacks
 from muster.train.config.keys import Config, Device, NonFinite, Precision
@@ -156,6 +157,7 @@ class Live:
             "norm": float(result.grad_norm) if result else None,
             "loss": float(step.loss) if isinstance(step, SlicedStep) else None,
             "recent": [*run.records.recent][-RECENT:],
+            "since_last": run.records.since_last(),
             "newest_step": run.running.checkpoints.newest_step,
             "fingerprint": run.course.data.fingerprint,
             "frozen": [name for name, each in run.strategy.parameters().items() if not each.requires_grad],
@@ -272,11 +274,12 @@ class Live:
 
     def _make_up_records(self, world: World, records: Metrics, folder: Path) -> None:
         """Write the last records that rank 0 has not written."""
-        known = [*records.recent]
+        known, recent = [*records.recent], self._facts["recent"]
         if world.is_first and self.records is not records:
-            known = read(folder / NAME)
+            _, known = tail(folder / NAME, until=partial(is_same, recent[0]) if recent else bool)
             records.recent.extend(known)
-        records.make_up(self._facts["recent"], known=known)
+        records.make_up(recent, known=known)
+        records.go_on(*self._facts["since_last"])
 
     def _record(self, world: World, records: Metrics, step: int) -> None:
         """Write which ranks have died, and how often ranks of the same host have. Collective: every rank must call it."""
@@ -358,7 +361,7 @@ def why_not(config: Config) -> str:
     except OSError as error:  # Linux before 5.3, or a container that forbids it
         return f"the system has no pidfd_open ({error.strerror})"
     if not _is_replicated(locate(config.strategy)):
-        return f"strategy={config.strategy.target}: no other rank has what a rank holds"
+        return f"strategy={_name(config.strategy.target)} does not hand on its state"
     reasons = {
         "compile=true": config.compile,
         "device=cuda": config.device is Device.cuda,
@@ -366,9 +369,14 @@ def why_not(config: Config) -> str:
         "on_nonfinite=skip": config.on_nonfinite is NonFinite.skip,
         "precision=fp16": config.precision is Precision.fp16,
         "strategy.compression=powersgd": config.strategy.values.get("compression") == "powersgd",
-        "dist.init_method": config.dist.init_method != "env://",
+        "dist.init_method other than env://": config.dist.init_method != "env://",
     }
     return next((said for said, is_so in reasons.items() if is_so), "")
+
+
+def _name(target: str) -> str:
+    """Return a strategy as a user names it: one of the kit by the file that it is in."""
+    return target.rsplit(".", 2)[1] if target.startswith("muster.train.strategies.") else target
 
 
 def _is_replicated(strategy: Any) -> bool:

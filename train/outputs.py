@@ -9,7 +9,7 @@ from muster.errors import MusterError, one_line, say
 from muster.job.records import hosts_of, record_times
 from muster.loggers.base import Logger
 from muster.loggers.console import console
-from muster.loggers.jsonl import NAME, Jsonl, read
+from muster.loggers.jsonl import NAME, Jsonl, events
 from muster.loggers.metrics import Metrics
 from muster.train.config.keys import Config
 from muster.train.config.parts import build
@@ -53,6 +53,6 @@ def open_loggers(config: Config, *, step: int, total_steps: int, evaluated: int 
             raise
         except Exception as error:
             say(f"muster: loggers.{name} cannot start, the run continues without it: {one_line(error)[:200]}")
-    restarts = sum("world_size" in record for record in read(folder / NAME))  # one `start` or `resume` per attempt
-    shown = console(config.log.progress.name, step=step, total_steps=total_steps, restarts=restarts)
+    earlier = events(folder / NAME)
+    shown = console(config.log.progress.name, step=step, total_steps=total_steps, earlier=earlier)
     return [Jsonl(folder, step, evaluated=evaluated), shown, *own]

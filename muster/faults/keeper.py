@@ -151,6 +151,7 @@ def _held_back() -> Iterator[None]:
 def _become(keeper: int, launcher: int, preemption: Preemption) -> None:
     """Make this process, just forked, a rank: in a group of its own, so that it gets each signal once, from its keeper."""
     os.setpgid(0, 0)
+    process.call_it(f"muster-rank{os.environ.get('RANK', '')}")
     process.become_kept(launcher)
     process.die_with_parent(parent=keeper)
     preemption.install()

@@ -16,7 +16,7 @@ from muster.job.folder import RunFolder
 from muster.job.options import JobOptions
 from muster.loggers.base import Logger
 from muster.loggers.console import console
-from muster.loggers.jsonl import NAME, Jsonl, read
+from muster.loggers.jsonl import NAME, Jsonl, events
 from muster.loggers.metrics import Metrics
 from muster.report.page import write_report
 from muster.timing.record import Timing
@@ -47,10 +47,9 @@ def open_records(
     times = record_times(folder, world, hosts=hosts_of(world), step=step)
     if not world.is_first:
         return Metrics([], samples=samples)
-    restarts = sum("world_size" in record for record in read(folder / NAME))
     offered = {"folder": folder, "name": folder.name, "step": step, "total_steps": total_steps}
     own = [logger for make in makers if (logger := _made(make, offered))]
-    shown = console("auto", step=step, total_steps=total_steps, restarts=restarts)
+    shown = console("auto", step=step, total_steps=total_steps, earlier=events(folder / NAME))
     return Metrics([Jsonl(folder, step), shown, *own], samples=samples, windows=times)
 
 

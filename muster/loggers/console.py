@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from muster.errors import say
 from muster.loggers.base import Logger
 
 
-def console(wanted: str, *, step: int, total_steps: int, restarts: int = 0) -> Logger:
+def console(wanted: str, *, step: int, total_steps: int, earlier: Sequence[Mapping[str, Any]] = ()) -> Logger:
     """Return the logger `wanted`: `bar`, `plain`, `none`, or `auto`, a bar in a terminal and lines elsewhere.
 
-    total_steps: 0 if unknown.
+    total_steps: 0 if unknown. earlier: the records that the run has.
     """
     if wanted == "none":
         return Logger()
     if wanted == "bar" or (wanted == "auto" and sys.stdout.isatty() and total_steps):
-        return Bar(step=step, total_steps=total_steps, restarts=restarts)
+        return Bar(step=step, total_steps=total_steps, earlier=earlier)
     return Lines(total_steps)
 
 
@@ -34,30 +35,44 @@ class Lines(Logger):
 class Bar(Logger):
     """A rich progress bar, with the lines of other records above it.
 
-    restarts: number of earlier attempts at this run.
+    earlier: the records that the run has, of which it counts attempts and deaths.
     """
 
-    def __init__(self, *, step: int, total_steps: int, restarts: int = 0):
+    def __init__(self, *, step: int, total_steps: int, earlier: Sequence[Mapping[str, Any]] = ()):
+        from rich.control import Control
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.segment import ControlType
 
-        self.total_steps, self.restarts, self.ranks, self.survived = total_steps, restarts, "", 0
+        self.total_steps, self.size, self.attempts, self.deaths = total_steps, 0, 0, 0
+        for record in earlier:
+            self._count(record)
         done = TextColumn("step {task.completed:.0f}/{task.total:.0f}")
         left = (TimeRemainingColumn(compact=True), TextColumn("left"))
         self.bar = Progress(
             done, BarColumn(bar_width=None), *left, TextColumn("{task.description}"), refresh_per_second=5
         )
-        self.task = self.bar.add_task("", total=total_steps, completed=step)
+        self.task = self.bar.add_task(self.ranks, total=total_steps, completed=step)
+        if earlier and self.bar.console.is_terminal:  # the bar of a rank 0 that was killed is on this line
+            self.bar.console.control(Control((ControlType.CARRIAGE_RETURN,), (ControlType.ERASE_IN_LINE, 2)))
         self.bar.start()
+
+    @property
+    def ranks(self) -> str:
+        """The number of ranks, and what happened to them."""
+        known = [several(self.size, "rank")] if self.size else []
+        known += [several(self.attempts - 1, "restart")] if self.attempts > 1 else []
+        return ", ".join([*known, *([f"{several(self.deaths, 'death')} survived"] if self.deaths else [])])
+
+    def _count(self, record: Mapping[str, Any]) -> None:
+        self.deaths += record.get("event") == "survived"
+        if "world_size" in record:  # one `start` or `resume` per attempt
+            self.size, self.attempts = record["world_size"], self.attempts + 1
 
     def advance(self, step: int) -> None:
         self.bar.update(self.task, completed=step)
 
     def log(self, record: dict[str, Any]) -> None:
-        if "world_size" in record:
-            self.ranks = several(record["world_size"], "rank")
-            if self.restarts:
-                self.ranks += f", {several(self.restarts, 'restart')}"
-        self.survived += record.get("event") == "survived"
+        self._count(record)
         if record["kind"] == "train":  # shown in the bar, so that the terminal does not scroll
             of_step = (f"loss {record['loss']:.4f}",) if record["loss"] is not None else ()
             speed = (f"{record['samples_per_s']:.0f} samples/s",) if record["samples_per_s"] else ()
@@ -76,8 +91,9 @@ def several(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-OFTEN = 3
+MANY = 3
 """The number of deaths of ranks on one host from which on the host is suspected."""
+OFTEN = "; {} deaths of ranks on this host so far: see its memory and its log"
 OF_A_STEP = {
     "step": "step {}",
     "epoch": "epoch {}",
@@ -87,6 +103,9 @@ OF_A_STEP = {
     "samples_per_s": "{:.0f} samples/s",
 }
 """How the values of a `train` record are shown, in order."""
+
+
+SURVIVED = "survived: rank {rank} died on {host} ({cause}) and is born again after {seconds:.2f} s, at step {step}; no step is lost"
 
 
 def describe(record: dict[str, Any], total_steps: int) -> str:
@@ -109,9 +128,8 @@ def describe(record: dict[str, Any], total_steps: int) -> str:
             "cause": "it left no record: killed (kill -9, out of memory), or its host was lost",
         }
     if fields["event"] == "survived":
-        died = f"rank {fields['rank']} on {fields['host']} died ({fields['cause']})"
-        often = fields.get("deaths_on_host", 1)
-        warning = f"; {often} deaths of ranks on this host so far: see its memory and its log" if often >= OFTEN else ""
-        return f"survived: {died}, and is born again after {fields['seconds']:.2f} s at step {fields['step']}{warning}"
+        known = {"host": "?", "cause": "?", "seconds": 0.0, "rank": "?", "step": "?"} | fields
+        often = fields.get("deaths_on_host", 0)
+        return SURVIVED.format(**known) + (OFTEN.format(often) if often >= MANY else "")
     details = "  ".join(f"{name}={value}" for name, value in fields.items() if name not in ("event", "time"))
     return f"{fields['event']}: {details}" if details else str(fields["event"])

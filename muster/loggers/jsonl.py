@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from muster.files import replace_file
 from muster.loggers.base import Logger
 
 NAME = "metrics.jsonl"
+TAIL_BYTES = 1 << 16
 Whole = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -106,18 +107,55 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
 def truncate(path: Path, step: int, *, evaluated: int | None = None) -> None:
     """Drop `train` lines after `step` and `eval` lines after `evaluated` (default: `step`), which will be repeated.
 
-    Invalid lines, such as one cut short by a kill, are dropped, too.
+    Invalid lines there, such as one cut short by a kill, are dropped, too. The file is a new one in any case: a process
+    that should be gone writes to the old one.
     """
     if path.exists():
         newest = {"train": step, "eval": step if evaluated is None else evaluated}
-        kept = [line for line in read(path) if line["kind"] not in newest or line["step"] <= newest[line["kind"]]]
-        replace_file(path, lambda draft: draft.write_text("".join(json.dumps(line) + "\n" for line in kept)))
+        begin, lines = tail(path, until=lambda line: line["kind"] == "train" and line["step"] <= min(newest.values()))
+        kept = [line for line in lines if line["kind"] not in newest or line["step"] <= newest[line["kind"]]]
+        text = "".join(json.dumps(line) + "\n" for line in kept).encode()
+        replace_file(path, lambda draft: draft.write_bytes(path.read_bytes()[:begin] + text))
 
 
 def read(path: Path, kinds: Mapping[str, type[BaseModel]] = KINDS) -> list[dict[str, Any]]:
     """Return all valid lines of metrics.jsonl, or of a similar file with other `kinds` of lines."""
+    return _parsed(path.read_bytes().splitlines() if path.exists() else [], kinds)
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    """Return the valid `event` lines of metrics.jsonl, without reading the others closely."""
+    texts = _containing(b'"event"', path.read_bytes()) if path.exists() else []
+    return [line for line in _parsed(texts, KINDS) if line["kind"] == "event"]
+
+
+def _containing(word: bytes, data: bytes) -> Iterator[bytes]:
+    """Yield the lines that contain `word`."""
+    end = 0
+    while (at := data.find(word, end)) >= 0:
+        end = data.find(b"\n", at)
+        end = len(data) if end < 0 else end
+        yield data[data.rfind(b"\n", 0, at) + 1 : end]
+
+
+def tail(path: Path, *, until: Callable[[dict[str, Any]], bool]) -> tuple[int, list[dict[str, Any]]]:
+    """Return the last valid lines, at least from the last one for which `until` is true, and the byte at which they begin.
+
+    A long run has a file that takes seconds to read. Lines are in the order of their steps.
+    """
+    data = path.read_bytes() if path.exists() else b""
+    length = TAIL_BYTES
+    while True:
+        begin = data.rfind(b"\n", 0, len(data) - length) + 1 if length < len(data) else 0
+        lines = _parsed(data[begin:].splitlines(), KINDS)
+        if not begin or any(map(until, lines)):
+            return begin, lines
+        length *= 4
+
+
+def _parsed(texts: Iterable[bytes], kinds: Mapping[str, type[BaseModel]]) -> list[dict[str, Any]]:
     lines = []
-    for text in path.read_bytes().splitlines() if path.exists() else []:
+    for text in texts:
         try:
             line = json.loads(text)
             if kind := kinds.get(line["kind"]):
@@ -130,4 +168,5 @@ def read(path: Path, kinds: Mapping[str, type[BaseModel]] = KINDS) -> list[dict[
 
 def last_step(folder: Path) -> int:
     """Return the largest step that any attempt in `folder` has logged; 0 without one."""
-    return max((line["step"] for line in read(folder / NAME) if line["kind"] == "train"), default=0)
+    _, lines = tail(folder / NAME, until=lambda line: line["kind"] == "train")
+    return max((line["step"] for line in lines if line["kind"] == "train"), default=0)

@@ -24,6 +24,7 @@ class Metrics:
 
     def __init__(self, loggers: list[Logger], *, samples: int, windows: Timing | None = None):
         self._loggers, self._since, self._windows = loggers, (samples, time.perf_counter()), windows
+        self._worked_s = 0.0
         self._lock = threading.Lock()  # the checkpoint writer reports from its own thread
         self._output_lost = ""
         self.recent = deque[dict[str, Any]](maxlen=RECENT)
@@ -31,7 +32,17 @@ class Metrics:
 
     def begin(self) -> None:
         """Start the clock of the training speed, when training begins."""
-        self._since = (self._since[0], time.perf_counter())
+        self._since = (self._since[0], time.perf_counter() - self._worked_s)
+        self._worked_s = 0.0
+
+    def since_last(self) -> tuple[int, float]:
+        """Return the samples at the last `train` record, and the seconds of training since then."""
+        samples, then = self._since
+        return samples, time.perf_counter() - then
+
+    def go_on(self, samples: int, seconds: float) -> None:
+        """Count the `since_last` of an attempt that a rank's death has ended in the speed of the next record."""
+        self._since, self._worked_s = (samples, self._since[1]), seconds
 
     def train(
         self,
@@ -112,6 +123,11 @@ class Metrics:
         except Exception as error:
             self._loggers = [other for other in self._loggers if other is not logger]
             say(f"muster: {type(logger).__name__} has failed, the run continues without it: {one_line(error)[:200]}")
+
+
+def is_same(record: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two records, of two ranks, are one and the same of their run."""
+    return _identity(record) == _identity(other)
 
 
 def _identity(record: dict[str, Any]) -> tuple[Any, ...]:

@@ -14,7 +14,8 @@ MOST_POINTS = 2000
 """Maximum number of points of a curve; longer curves are thinned out evenly."""
 COLOURS = {
     "steps": "#2e9e6b", "compute": "#2e9e6b", "data wait": "#e8a33d", "data": "#e8a33d", "wait": "#8c8f98", "evaluation": "#5b8def",
-    "checkpoint": "#9a6fd0", "repeated steps": "#d9534f", "start": "#57b5c4", "restart": "#c47f57", "survival": "#b8527a", "down": "#7a5c5c",
+    "checkpoint": "#9a6fd0", "repeated steps": "#d9534f", "start": "#57b5c4", "restart": "#c47f57", "down": "#7a5c5c",
+    "survived deaths": "#b5547a",
 }  # fmt: skip
 RUNS = ("#4c8dd6", "#e07b39", "#2e9e6b", "#c94f7c", "#8d6bd1", "#a58a2c", "#3aa6a6", "#d2605b", "#6d7f94", "#7fae3b")
 WORDS = {

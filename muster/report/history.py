@@ -20,7 +20,7 @@ from muster.redact import redacted_all
 from muster.timing import record as timing
 
 Line = dict[str, Any]
-LOSSES = ("down", "restart", "start", "survival", "repeated steps", "data wait", "checkpoint", "evaluation")
+LOSSES = ("down", "restart", "survived deaths", "start", "repeated steps", "data wait", "checkpoint", "evaluation")
 """Categories of wall-clock time other than steps that count."""
 
 
@@ -97,19 +97,6 @@ class History:
         """Return the events with these names."""
         return [line for line in self.events if line["event"] in names]
 
-    @cached_property
-    def survived(self) -> list[Line]:
-        """The event of each death of a rank that was born again."""
-        return self.of_event("survived")
-
-    @property
-    def survival_s(self) -> float:
-        """Seconds from deaths to the next step. Ranks that die at one step are waited for once."""
-        longest: dict[int, float] = {}
-        for line in self.survived:
-            longest[line["step"]] = max(line["seconds"], longest.get(line["step"], 0.0))
-        return sum(longest.values())
-
     @property
     def total_steps(self) -> int | None:
         """Total steps of the run, from its last attempt; None if not known."""
@@ -165,9 +152,10 @@ class History:
         spent = dict.fromkeys(("steps", *LOSSES), 0.0)
         for at, stretch in enumerate(self.stretches):
             before = self.stretches[at - 1] if at else None
-            if before:
+            if before and not self._is_survival(stretch):
                 spent["down"] += max(0.0, stretch.began - before.ended)
-            spent["restart" if before else "start"] += max(0.0, stretch.trained - stretch.began)
+            if not self._is_survival(stretch):
+                spent["restart" if before else "start"] += max(0.0, stretch.trained - stretch.began)
             kept = min((later.resumed_at for later in self.stretches[at + 1 :]), default=stretch.last_step)
             for line in (*stretch.windows, *([stretch.end] if stretch.end else [])):
                 steps = line["step"] - line["first"]
@@ -179,10 +167,39 @@ class History:
                 spent["repeated steps"] += again * (own + data)
                 spent["data wait"] += (1 - again) * data
                 spent["steps"] += (1 - again) * own
+        spent["survived deaths"] += min(self._survived_s, max(0.0, self.seconds - sum(spent.values())))
         spent["steps"] += max(0.0, self.seconds - sum(spent.values()))  # gaps between the lines' clocks
-        spent["survival"] = min(spent["steps"], self.survival_s)
-        spent["steps"] -= spent["survival"]
         return spent
+
+    def _is_survival(self, stretch: Stretch) -> bool:
+        """True if `stretch` is no attempt of its own: rank 0 was born again, and its process goes on with the times."""
+        return stretch.trained in self._rebirths
+
+    @cached_property
+    def _rebirths(self) -> set[float]:
+        """When the processes began to write that were born in the place of rank 0."""
+        began = [stretch.trained for stretch in self.stretches]
+        times = [line["time"] for line in self.deaths if line.get("rank") == 0]
+        return {began[bisect(began, then) - 1] for then in times if began and then >= began[0]}
+
+    @cached_property
+    def _survived_s(self) -> float:
+        """Seconds for which deaths stopped training; ranks that died at once were born again at the same time."""
+        longest: dict[int, float] = {}
+        for line in self.deaths:
+            step = line["step"]
+            longest[step] = max(longest.get(step, 0.0), line.get("seconds", 0.0))
+        return sum(longest.values())
+
+    @property
+    def attempts(self) -> int:
+        """The number of attempts that reached training."""
+        return sum(not self._is_survival(stretch) for stretch in self.stretches) or len(self.begins)
+
+    @property
+    def deaths(self) -> list[Line]:
+        """The deaths of ranks that were born again."""
+        return self.of_event("survived")
 
     @property
     def goodput(self) -> float | None:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from string import Template
 from typing import Any
 
@@ -81,7 +80,8 @@ def one(history: History, page: Page) -> list[str]:
         "duration": duration(history.seconds),
         "goodput": _percent(history.goodput),
         "ranks": f"{history.world_size or '?'} on {several(len(set(history.hosts)), 'host')}",
-        "attempts": str(len(history.stretches) or len(history.begins)),
+        "attempts": str(history.attempts),
+        **({"deaths survived": _deaths(history)} if history.deaths else {}),
         "samples a second, median": _speed(history),
         **{f"test {name}": f"{value:.4g}" for name, value in history.last_values.items() if value is not None},
     }
@@ -117,7 +117,6 @@ def one(history: History, page: Page) -> list[str]:
             (),
             [
                 ("checkpoints", saved),
-                *_survivals(history),
                 ("samples", ("" if fits is None else "✓ " if fits else "✗ ") + ledger),
                 *((f"best {line}", str(value)) for line, value in _best(history).items()),
             ],
@@ -129,16 +128,6 @@ def one(history: History, page: Page) -> list[str]:
         "</details><details><summary>Configuration</summary>",
         f"<pre>{escape(yaml.safe_dump(history.config, sort_keys=False))}</pre></details>",
     ]
-
-
-def _survivals(history: History) -> list[tuple[str, str]]:
-    """Return a row on ranks that died and were born again, by host; none if there are none."""
-    if not (survived := history.survived):
-        return []
-    hosts = Counter(line["host"] for line in survived).most_common()
-    by_host = ", ".join(f"{number} on {host}" for host, number in hosts)
-    seconds = median(line["seconds"] for line in survived)
-    return [("deaths survived", f"{len(survived)}: {by_host}; {seconds:.2f} s each (median), no step repeated")]
 
 
 def _class(history: History) -> str:
@@ -216,6 +205,12 @@ def _when(history: History) -> str:
         for at in (history.stretches[0].began, history.stretches[-1].ended)
     )
     return f"{began} to {ended} · {history.folder}"
+
+
+def _deaths(history: History) -> str:
+    """Return the number of deaths, and their hosts, first the one with most of them."""
+    by_host = Counter(str(line.get("host", "?")) for line in history.deaths).most_common()
+    return f"{len(history.deaths)} on {', '.join(f'{host} ({number})' if len(by_host) > 1 else host for host, number in by_host[:3])}"
 
 
 def _speed(history: History) -> str:

@@ -128,8 +128,8 @@ def _how_well(history: History, width: int) -> Text:
         parts.append(several(history.world_size, "rank"))
     if len(history.begins) > 1:
         parts.append(several(len(history.begins) - 1, "restart"))
-    if history.survived:
-        parts.append(several(len(history.survived), "death") + " survived")
+    if history.deaths:
+        parts.append(f"{several(len(history.deaths), 'death')} survived")
     return Text("  " + "  ".join(parts), no_wrap=True, overflow="ellipsis")
 
 
