@@ -123,6 +123,12 @@ def assert_accounted_for(history, seconds):
     assert sum(history.spent.values()) == pytest.approx(history.seconds, abs=0.01)
 
 
+def test_a_rank_whose_data_take_long_to_load_says_that_the_others_wait(tmp_path):
+    result = trained(tmp_path / "run", "memory", "data._target_=kit.parts.dying.SlowAgain", kill="1/forward/14")
+    told = "rank 1 has died (SIGKILL) and loads its data again: the others wait for it"
+    assert result.out.count(told) == 1 and result.events("survived")[0]["seconds"] > 2.5
+
+
 @pytest.mark.parametrize(
     ("kill", "survived"),
     [

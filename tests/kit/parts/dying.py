@@ -6,12 +6,14 @@ MUSTER_TEST_KILL names them, `rank/point/step` with commas between; each happens
 import math
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from muster.train.callbacks.base import Callback
+from muster.train.data.digits import Digits
 
 DONE = [0]  # steps done by this process
 
@@ -98,3 +100,12 @@ class Hang(Callback):
         if run.step == self.at and run.world.rank == 1 and not mark.exists():
             mark.touch()
             signal.pause()
+
+
+class SlowAgain(Digits):
+    """Takes long to load once a rank has died."""
+
+    def __init__(self, train: bool):
+        super().__init__(train, augment=False)
+        if train and any(Path(os.environ["MUSTER_TEST_MARKS"]).iterdir()):
+            time.sleep(2.5)
