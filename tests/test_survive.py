@@ -125,6 +125,12 @@ def assert_accounted_for(history, seconds):
     assert sum(history.spent.values()) == pytest.approx(history.seconds, abs=0.01)
 
 
+def test_a_rank_whose_data_take_long_to_load_says_that_the_others_wait(tmp_path):
+    result = trained(tmp_path / "run", "memory", "data._target_=kit.parts.dying.SlowAgain", kill="1/forward/14")
+    told = "rank 1 has died (SIGKILL) and loads its data again: the others wait for it"
+    assert result.out.count(told) == 1 and result.events("survived")[0]["seconds"] > 2.5
+
+
 @pytest.mark.parametrize(
     ("kill", "survived"),
     [
@@ -429,5 +435,5 @@ def test_a_module_that_starts_a_thread_or_opens_a_connection_is_not_forked(tmp_p
     env = {"MUSTER_TEST_BEGUN": begun}
     more = ("dist.survive=true", "model._target_=kit.parts.threaded.Net", "max_steps=3", "eval.every_steps=off")
     done = run(tmp_path / "run", *more, ranks=2, torchrun=RESTARTS, env=env)
-    [told] = [line for line in done.said if "dist.survive" in line]
+    [told] = [event["text"] for event in done.events("note") if "dist.survive" in event["text"]]
     assert done.code == 0 and said in told, done.out

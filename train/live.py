@@ -6,15 +6,17 @@ buffers. In the next attempt the furthest rank hands its state on, in place of a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import math
 import os
 import socket
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from muster.dist.options import GroupOptions
 from muster.dist.place import Place
 from muster.dist.rendezvous.network import Unheard
 from muster.dist.world import World, alone, start
-from muster.errors import RankLost, one_line
+from muster.errors import RankLost, one_line, say
 from muster.job.survival import Survival
 from muster.loggers.jsonl import NAME, tail
 from muster.loggers.metrics import Metrics, is_same
@@ -54,6 +56,7 @@ from muster.train.window import Window
 CHUNK_BYTES = 64 << 20
 KEPT = ("build", "state", "targets", "load", "sync_parameters")
 """Methods of a strategy that has the state of ddp, and no other."""
+SLOW_S = 2.0
 RECENT = 8
 """The number of last records that are handed on: rank 0 dies before it has written at most those of one step."""
 Mark = list[int]
@@ -173,12 +176,25 @@ class Live:
         try:
             survival.announce(place, timeout_s=config.dist.start_timeout_s, stopping=stopping)
             if survival.is_again:
-                self.load_data(config)
+                with self._said_if_slow(place.rank):
+                    self.load_data(config)
             return start(options, place, stopping=stopping, birth=survival.birth, on_meeting=survival.meet)
         except Unheard as error:
             if survival.is_again:  # not the fault of a config: a restart may help
                 raise RankLost(str(error)) from error
             raise
+
+    @contextlib.contextmanager
+    def _said_if_slow(self, rank: int) -> Iterator[None]:
+        """Say that the others wait for the data of this rank, if that takes longer than `SLOW_S`."""
+        text = f"muster: rank {rank} has died ({self.survival.life.died_of}) and loads its data again: the others wait for it"
+        told = threading.Timer(SLOW_S, say, [text])
+        told.daemon = True
+        told.start()
+        try:
+            yield
+        finally:
+            told.cancel()
 
     def load_data(self, config: Config, world: World | None = None) -> Data:
         """Return the data, and leave the generators as they were once it was loaded: a data set may draw, and a model after it.

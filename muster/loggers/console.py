@@ -76,8 +76,7 @@ class Bar(Logger):
         if record["kind"] == "train":  # shown in the bar, so that the terminal does not scroll
             of_step = (f"loss {record['loss']:.4f}",) if record["loss"] is not None else ()
             speed = (f"{record['samples_per_s']:.0f} samples/s",) if record["samples_per_s"] else ()
-            deaths = (f"{several(self.survived, 'death')} survived",) if self.survived else ()
-            said = (*of_step, *speed, self.ranks, *deaths)
+            said = (*of_step, *speed, self.ranks)
             self.bar.update(self.task, description=", ".join(said))
         else:
             self.bar.console.print(describe(record, self.total_steps), highlight=False, markup=False)
@@ -128,8 +127,8 @@ def describe(record: dict[str, Any], total_steps: int) -> str:
             "cause": "it left no record: killed (kill -9, out of memory), or its host was lost",
         }
     if fields["event"] == "survived":
-        known = {"host": "?", "cause": "?", "seconds": 0.0, "rank": "?", "step": "?"} | fields
+        facts = {"host": "?", "cause": "?", "seconds": 0.0, "rank": "?", "step": "?"} | fields
         often = fields.get("deaths_on_host", 0)
-        return SURVIVED.format(**known) + (OFTEN.format(often) if often >= MANY else "")
+        return SURVIVED.format(**facts) + (OFTEN.format(often) if often >= MANY else "")
     details = "  ".join(f"{name}={value}" for name, value in fields.items() if name not in ("event", "time"))
     return f"{fields['event']}: {details}" if details else str(fields["event"])

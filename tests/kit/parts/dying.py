@@ -7,6 +7,7 @@ import math
 import os
 import random
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -175,3 +176,12 @@ class Backwards(Net):
     def __init__(self, input_shape, num_classes):
         super().__init__(input_shape, num_classes)
         self.norm = Behind(64)
+
+
+class SlowAgain(Digits):
+    """Takes long to load once a rank has died."""
+
+    def __init__(self, train: bool):
+        super().__init__(train, augment=False)
+        if train and any(Path(os.environ["MUSTER_TEST_MARKS"]).iterdir()):
+            time.sleep(2.5)
