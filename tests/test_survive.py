@@ -1,5 +1,6 @@
 """dist.survive: a rank that dies is born again in place, no step is repeated or lost, and the weights are the same."""
 
+import gc
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,8 @@ import torch
 from kit.job import environment, finish, reached, run, start, wait_for
 
 from muster.batches.generators import Draws
+from muster.dist.waiting import Waiting
+from muster.dist.world import alone
 from muster.faults.notes import SLOT_BYTES, Notes
 from muster.report.history import History
 from muster.report.page import write_report
@@ -353,6 +357,8 @@ def test_a_newborn_s_checkpoint_says_that_pythons_generator_was_used():
 KEPT = """
 import os, signal, subprocess, sys, time
 from muster.faults.keeper import keep
+from muster.dist.waiting import Waiting
+from muster.dist.world import alone
 from muster.faults.notes import Notes
 from muster.faults.preemption import Preemption
 
@@ -437,3 +443,16 @@ def test_a_module_that_starts_a_thread_or_opens_a_connection_is_not_forked(tmp_p
     done = run(tmp_path / "run", *more, ranks=2, torchrun=RESTARTS, env=env)
     [told] = [event["text"] for event in done.events("note") if "dist.survive" in event["text"]]
     assert done.code == 0 and said in told, done.out
+
+
+@pytest.mark.unit
+def test_an_attempt_that_has_ended_holds_no_parameters():
+    """Each birth would cost a survivor the memory of all gradients, of which a parameter's is a view."""
+    model = torch.nn.Linear(3, 3)
+    waiting = Waiting(alone(torch.device("cpu")), model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    waiting.end()
+    gone = [weakref.ref(each) for each in (waiting, *model.parameters())]
+    del model, waiting
+    gc.collect()
+    assert [each() for each in gone] == [None, None, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,15 @@ class Waiting:
     def __init__(self, world: World, parameters: Iterable[Tensor]):
         self._is_cuda = world.device.type == "cuda"
         trained: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
-        self._hooks = {each: each.register_post_accumulate_grad_hook(self._arrived) for each in trained}
+        this = weakref.ref(
+            self
+        )  # torch does not collect a cycle through a hook of a parameter: model and gradients would stay
+
+        def arrived(parameter: Tensor) -> None:
+            if waiting := this():
+                waiting._arrived(parameter)
+
+        self._hooks = {each: each.register_post_accumulate_grad_hook(arrived) for each in trained}
         self._last: Tensor | None = None
         self._arrival: Any = None
         self._seconds, self._steps = 0.0, 0

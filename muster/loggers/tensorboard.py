@@ -10,6 +10,7 @@ import yaml
 from muster.flat import flatten
 from muster.loggers.base import Logger
 
+FLUSH_S = 2  # a rank that is killed loses no more; torch waits two minutes
 COORDINATES = ("kind", "step", "epoch", "samples")
 
 
@@ -21,7 +22,7 @@ class TensorBoard(Logger):
 
         place = folder / "tensorboard"
         begins = not place.exists()
-        self._writer = SummaryWriter(str(place), purge_step=step + 1)
+        self._writer = SummaryWriter(str(place), purge_step=step + 1, flush_secs=FLUSH_S)
         if begins and (folder / "config.yaml").exists():
             self._tell_config(yaml.safe_load((folder / "config.yaml").read_text()))
 
