@@ -65,7 +65,8 @@ def pytest_runtest_makereport(item, call):
 
 def pytest_terminal_summary(terminalreporter):
     """Print the dearest tests, and what tests have measured."""
-    spent = [(dict(each.user_properties).get("cpu_s", 0), each.nodeid) for each in terminalreporter.stats.get("", [])]
+    ended = [each for each in terminalreporter.stats.get("", []) if each.when == "teardown"]
+    spent = [(dict(each.user_properties)["cpu_s"], each.nodeid) for each in ended]
     for cpu_s, test in sorted(spent, reverse=True)[: terminalreporter.config.getoption("durations") or 0]:
         terminalreporter.write_line(f"{cpu_s:7.2f} CPU s  {test}")
     for report in terminalreporter.stats.get("passed", []):

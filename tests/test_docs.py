@@ -8,11 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit.commands import warm_commands
 from kit.job import ROOT, environment
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 NEEDS = {"docker", "slurm", "kubernetes", "network", "gpu", "two-machines", "once"}
 """What a block may say that it needs (```sh needs=docker): then the substrate's own tests run such lines."""
+
+COLD = {"README.md", "docs/first-run.md"}
+"""Pages whose commands start as for a user, from the files of the copy alone; on other pages only the imports are shared."""
 
 
 def blocks(page):
@@ -34,16 +38,23 @@ def checkout(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    with warm_commands(tmp_path_factory.mktemp("bin")) as folder:
+        yield folder
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES)
-def test_every_line_runs_as_printed(page, checkout):
+def test_every_line_runs_as_printed(page, checkout, warm):
     script = "\n".join(text for needs, text in blocks(page) if needs is None)
     if not script:
         return
     # Not to install this copy into the environment that the tests share.
     script = script.replace("make train", "make -o .venv/.train train")
     env = {key: value for key, value in environment().items() if key not in ("PYTHONPATH", "MAKEFLAGS", "CI")}
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    places = [*([] if page in COLD else [str(warm)]), str(Path(sys.executable).parent), env["PATH"]]
+    env["PATH"] = os.pathsep.join(places)
     shutil.rmtree(checkout / "runs", ignore_errors=True)
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", script], cwd=checkout, env=env, capture_output=True, text=True, timeout=500
