@@ -51,6 +51,10 @@ def pytest_unconfigure(config):
     shutil.rmtree(config.scratch, ignore_errors=True)
 
 
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 def pytest_runtest_logstart():
     global began_cpu_s
     began_cpu_s = warm.cpu_s()

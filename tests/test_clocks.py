@@ -73,6 +73,7 @@ def test_a_node_whose_clock_is_a_minute_off_trains_to_the_end(tmp_path, moved):
     assert "are 60 s apart; synchronize them" in job.log
 
 
+@pytest.mark.long
 def test_nodes_whose_clocks_are_a_minute_off_come_late_and_are_lost_again(tmp_path):
     with nodes(tmp_path / "run", "1:2", "max_steps=1000000", *pace(0.05)) as job:
         job.start()

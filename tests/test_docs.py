@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,9 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 NEEDS = {"docker", "slurm", "kubernetes", "network", "gpu", "two-machines", "once"}
 """What a block may say that it needs (```sh needs=docker): then the substrate's own tests run such lines."""
 
-COLD = {"README.md", "docs/first-run.md"}
-"""Pages whose commands start as for a user, from the files of the copy alone; on other pages only the imports are shared."""
+COLD = {"docs/first-run.md"}
+"""Pages whose commands start as for a user, from the files of the copy alone; on other pages the imports are shared. The
+commands of README.md start as for a user in test_wheel, test_init and test_doctor."""
 
 
 def blocks(page):
@@ -45,7 +47,7 @@ def warm(tmp_path_factory):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [pytest.param(PAGES[0], marks=pytest.mark.long), *PAGES[1:]])
 def test_every_line_runs_as_printed(page, checkout, warm):
     script = "\n".join(text for needs, text in blocks(page) if needs is None)
     if not script:
@@ -53,8 +55,10 @@ def test_every_line_runs_as_printed(page, checkout, warm):
     # Not to install this copy into the environment that the tests share.
     script = script.replace("make train", "make -o .venv/.train train")
     env = {key: value for key, value in environment().items() if key not in ("PYTHONPATH", "MAKEFLAGS", "CI")}
-    places = [*([] if page in COLD else [str(warm)]), str(Path(sys.executable).parent), env["PATH"]]
-    env["PATH"] = os.pathsep.join(places)
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    if page not in COLD:  # also after the environment is activated
+        env["PATH"] = f"{warm}{os.pathsep}{env['PATH']}"
+        script = f'source() {{ . "$@"; PATH={shlex.quote(str(warm))}:$PATH; }}\n{script}'
     shutil.rmtree(checkout / "runs", ignore_errors=True)
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", script], cwd=checkout, env=env, capture_output=True, text=True, timeout=500

@@ -10,6 +10,7 @@ import pytest
 from kit.job import ROOT, environment
 from kit.newcomer import built
 
+pytestmark = pytest.mark.long
 HOSTILE = {"train.py": "raise SystemExit('theirs')\n", "conf/config.yaml": "name: theirs\n", "slurm/job.sh": "exit 9\n"}
 
 
