@@ -12,6 +12,7 @@ import tempfile
 import venv
 
 import pytest
+from kit import warm
 from kit.docker import CACHE, CI, build, skip, works
 from kit.job import ROOT
 from kit.kubernetes import SCRIPT as KUBERNETES
@@ -21,7 +22,7 @@ from kit.slurm import SCRIPT, Slurm
 from kit.until import until
 
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system")
-is_unit = False
+is_unit, began_cpu_s = False, 0.0
 
 
 def refuse_processes(event, _arguments):
@@ -50,7 +51,28 @@ def pytest_unconfigure(config):
     shutil.rmtree(config.scratch, ignore_errors=True)
 
 
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_runtest_logstart():
+    global began_cpu_s
+    began_cpu_s = warm.cpu_s()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    if call.when == "teardown":
+        item.user_properties.append(("cpu_s", warm.cpu_s() - began_cpu_s))
+    return (yield)
+
+
 def pytest_terminal_summary(terminalreporter):
+    """Print the dearest tests, and what tests have measured."""
+    ended = [each for each in terminalreporter.stats.get("", []) if each.when == "teardown"]
+    spent = [(dict(each.user_properties)["cpu_s"], each.nodeid) for each in ended]
+    for cpu_s, test in sorted(spent, reverse=True)[: terminalreporter.config.getoption("durations") or 0]:
+        terminalreporter.write_line(f"{cpu_s:7.2f} CPU s  {test}")
     for report in terminalreporter.stats.get("passed", []):
         for name, value in report.user_properties if report.when == "call" else []:
             if name == "measured":

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from kit.job import ROOT, environment
 
 
@@ -45,6 +46,7 @@ def test_two_processes_beside_one():
     assert all(float(cell) > 0 for cell in row[2:5]), row
 
 
+@pytest.mark.long
 def test_a_short_soak():
     out = bench("bench.soak", "--minutes=0.2", "--seed=1")
     assert "every sample in its place, no step twice, nothing left behind" in out

@@ -1,5 +1,6 @@
 """What is typed is what is meant: values arrive as they were given, and what cannot be is one line, at once."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from kit.job import ROOT, environment, free_port, run
 from kit.warm import run as start
 
-from muster.train.config.compose import compose, folder_name
+from muster.train.config import compose as composition
+from muster.train.config import mode, options
+from muster.train.config.compose import compose, folder_name, run_each
 from muster.train.config.differences import to_dict
 
 OWN = ["optimizer._target_=torch.optim.Adam", "model._target_=kit.parts.models.Stateful"]
@@ -82,6 +85,25 @@ def test_jobs_of_a_sweep_never_share_a_folder():
     assert len({folder_name(text) for text in texts}) == len(texts)
     assert all(len(folder_name(text).encode()) < 256 and "/" not in folder_name(text) for text in texts)
     assert folder_name("optimizer.lr=0.1,model.hidden=[7]") == "optimizer.lr=0.1,model.hidden=_7_"
+
+
+SWEEP = "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {optimizer.lr: '0.1,0.2'}}}\n"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("place", ["command line", "folder of one's own", "the kit's own folder"])
+def test_a_sweep_that_is_asked_for_without_m(place, tmp_path, monkeypatch):
+    kit = shutil.copytree(options.conf_folder(), tmp_path / "conf")
+    folder = kit if "kit" in place else tmp_path / "own"
+    (folder / "experiment").mkdir(parents=True, exist_ok=True)
+    (folder / "experiment/rates.yaml").write_text(SWEEP)
+    line = ["hydra.mode=MULTIRUN", "optimizer.lr=0.1,0.2"] if place == "command line" else ["+experiment=rates"]
+    for module in (composition, mode, options) if folder == kit else ():
+        monkeypatch.setattr(module, "conf_folder", lambda: kit)
+    monkeypatch.setattr(sys, "argv", ["muster", *line, *(["--config-dir", str(folder)] if folder != kit else [])])
+    jobs = []
+    run_each(lambda config, _values: jobs.append(config) or 0)
+    assert [each.optimizer.values["lr"] for each in jobs] == [0.1, 0.2], jobs
 
 
 def conf(folder: Path) -> Path:

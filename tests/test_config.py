@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from kit import warm
 from kit.job import ROOT, environment, run
 
 from muster.train.config.compose import compose
@@ -131,9 +132,9 @@ def test_the_readme_example_runs_as_printed(tmp_path):
 
 @pytest.mark.parametrize("experiment", [path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")])
 def test_experiments_compose(experiment):
-    line = [sys.executable, "-m", "train", f"+experiment={experiment}", "--cfg", "job"]
-    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and f"name: {experiment}" in done.stdout, done.stderr
+    line = [f"+experiment={experiment}", "--cfg", "job"]
+    code, out = warm.run(line, [environment()], cwd=ROOT, timeout_s=60)
+    assert code == 0 and f"name: {experiment}" in out, out
 
 
 def test_help_lists_what_there_is():

@@ -29,6 +29,7 @@ def suite(*arguments, timeout_s=550):
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name, fault", [("own_loop", "rank"), ("ours", "twice")])
 def test_our_columns(tmp_path, name, fault):

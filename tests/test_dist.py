@@ -444,6 +444,7 @@ def two_hosts(tmp_path):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
+@pytest.mark.long
 def test_hosts_that_cannot_reach_each_other_are_named(tmp_path, two_hosts):
     """They meet at the store, but the interface that they were told to use leads nowhere."""
     line = command(f"output_dir={tmp_path / 'run'}", *QUIET, "max_steps=2", "dist.start_timeout_s=15", ranks=None)

@@ -2,17 +2,23 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from kit.commands import warm_commands
 from kit.job import ROOT, environment
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 NEEDS = {"docker", "slurm", "kubernetes", "network", "gpu", "two-machines", "once"}
 """What a block may say that it needs (```sh needs=docker): then the substrate's own tests run such lines."""
+
+COLD = {"docs/first-run.md"}
+"""Pages whose commands start as for a user, from the files of the copy alone; on other pages the imports are shared. The
+commands of README.md start as for a user in test_wheel, test_init and test_doctor."""
 
 
 def blocks(page):
@@ -34,9 +40,15 @@ def checkout(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    with warm_commands(tmp_path_factory.mktemp("bin")) as folder:
+        yield folder
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", PAGES)
-def test_every_line_runs_as_printed(page, checkout):
+@pytest.mark.parametrize("page", [pytest.param(PAGES[0], marks=pytest.mark.long), *PAGES[1:]])
+def test_every_line_runs_as_printed(page, checkout, warm):
     script = "\n".join(text for needs, text in blocks(page) if needs is None)
     if not script:
         return
@@ -44,6 +56,9 @@ def test_every_line_runs_as_printed(page, checkout):
     script = script.replace("make train", "make -o .venv/.train train")
     env = {key: value for key, value in environment().items() if key not in ("PYTHONPATH", "MAKEFLAGS", "CI")}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    if page not in COLD:  # also after the environment is activated
+        env["PATH"] = f"{warm}{os.pathsep}{env['PATH']}"
+        script = f'source() {{ . "$@"; PATH={shlex.quote(str(warm))}:$PATH; }}\n{script}'
     shutil.rmtree(checkout / "runs", ignore_errors=True)
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", script], cwd=checkout, env=env, capture_output=True, text=True, timeout=500

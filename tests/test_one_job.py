@@ -57,6 +57,7 @@ def send(number, *pids):
         os.kill(pid, number)
 
 
+@pytest.mark.long
 def test_agents_that_were_starved_while_another_formed_a_round_train_with_it(tmp_path, job, monkeypatch):
     """Longer than their keep-alive: the rendezvous has dropped them, and their ranks train on."""
     monkeypatch.setattr(

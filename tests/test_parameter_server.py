@@ -59,11 +59,12 @@ KEPT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", KEPT)
 def test_killed_stopped_and_preempted_it_resumes_bit_for_bit(tmp_path, strategy):
-    line = (f"strategy={strategy}", *KEPT[strategy], "batch_size=31", "checkpoint.every_steps=5", "max_steps=80")
+    line = (f"strategy={strategy}", *KEPT[strategy], "batch_size=31", "checkpoint.every_steps=5", "max_steps=50")
     whole = run(tmp_path / "whole", *line, ranks=3)
-    with nodes(tmp_path / "run", *line, *pace(0.1), "dist.timeout_s=4", nnodes="1:1", nproc=3) as cluster:
+    with nodes(tmp_path / "run", *line, *pace(0.1), "dist.timeout_s=4", nnodes="1:1", nproc=3, cold=False) as cluster:
         agent = cluster.start()
         cluster.reach(8)
         cluster.next_step(lambda: os.kill(cluster.workers(agent)[2], signal.SIGKILL))

@@ -3,10 +3,12 @@
 import hashlib
 import json
 import re
+import sys
 
 import pytest
 import torch
-from kit.job import finish, free_port, run, start
+from kit import warm
+from kit.job import QUIET, command, environment, finish, free_port, run, start
 from kit.ledger import read
 
 LEDGER = (
@@ -169,16 +171,11 @@ def test_two_nodes(tmp_path, backend):
         "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=t", "--local-addr=127.0.0.1"],
         "static": ["--master-addr=127.0.0.1", f"--master-port={port}"],
     }[backend]
-    import subprocess
-    import sys
-
-    from kit.job import QUIET, environment
-
     nodes = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", *flags,
              "-m", "train", f"output_dir={tmp_path / 'run'}", *QUIET, "max_steps=5"],
-            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
+            env=environment(), cwd=tmp_path,
         )
         for node in range(2)
     ]  # fmt: skip
@@ -188,16 +185,13 @@ def test_two_nodes(tmp_path, backend):
     assert len(results[0].losses) == 5
 
 
-@pytest.mark.parametrize("more", [(), ("virtual_world_size=4", "optimizer=adamw")])
-def test_a_start_leaves_out_what_nobody_uses(tmp_path, more):
+def test_a_start_leaves_out_what_nobody_uses(tmp_path):
     """Not torch's compiler, where nothing is compiled, nor what shards, where nothing is: a second and a half of each start."""
-    env = {"PYTHONPROFILEIMPORTTIME": "1"}
-    line = (*more, "max_steps=4", "checkpoint.every_steps=2")
-    results = [run(tmp_path / "run", *line, ranks=2, env=env, cold=True)]
-    results.append(
-        run(tmp_path / "run", *line[:-2], "max_steps=6", ranks=2, env=env, cold=True)
-    )  # and that of a resume
-    for result in results:
+    exact = ("virtual_world_size=4", "optimizer=adamw")
+    for folder, more in (("run", ("max_steps=4",)), ("run", ("max_steps=6",)), ("exact", ("max_steps=4", *exact))):
+        line = (*more, "checkpoint.every_steps=2")  # the second one resumes the first
+        env = {"PYTHONPROFILEIMPORTTIME": "1"}
+        result = run(tmp_path / folder, *line, ranks=2, env=env, cold=True)
         imported = set(re.findall(r"^import time: .*\| +(\S+)$", result.out, re.M))
         assert {"torch", "muster.train.loop"} <= imported
         heavy = {
@@ -246,15 +240,11 @@ def test_a_finished_run_says_so_at_once(tmp_path):
 
 
 def test_a_sweep_gives_each_job_its_own_folder(tmp_path):
-    import subprocess
-
-    from kit.job import command, environment
-
-    line = [
-        *command("-m", "optimizer.lr=0.1,0.01", "max_steps=3", "log.report=false", "log.tensorboard=false", ranks=2),
-        f"checkpoint.storage={tmp_path}/kept",
-    ]
-    done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    line = command(
+        *["-m", "optimizer.lr=0.1,0.01", "max_steps=3", "log.report=false", "log.tensorboard=false"], ranks=2
+    )
+    done = warm.Popen([*line, f"checkpoint.storage={tmp_path}/kept"], env=environment(), cwd=tmp_path)
+    out, _ = done.communicate(timeout=120)
+    assert done.returncode == 0, out
     assert sorted(p.name for p in (tmp_path / "runs/run").iterdir()) == ["optimizer.lr=0.01", "optimizer.lr=0.1"]
     assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["optimizer.lr=0.01", "optimizer.lr=0.1"]

@@ -251,6 +251,12 @@ def test_runs_beside_each_other(tmp_path):
     assert max(starts[1:]) < starts[0], "a later job of the sweep does not count the earlier ones' time as its own"
 
 
+def test_a_report_is_made_without_torch():
+    """Whose import takes longer than the report."""
+    code = "import sys, muster.report.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
+
+
 def test_what_is_no_run_is_refused_in_a_line(tmp_path):
     done = tool(tmp_path, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("muster: ") and done.stderr.count("\n") == 1

@@ -10,6 +10,7 @@ import pytest
 from kit.job import ROOT, environment
 from kit.newcomer import built
 
+pytestmark = pytest.mark.long
 HOSTILE = {"train.py": "raise SystemExit('theirs')\n", "conf/config.yaml": "name: theirs\n", "slurm/job.sh": "exit 9\n"}
 
 
@@ -61,10 +62,10 @@ def test_all_is_in_one_package(wheels):
         }
 
 
-@pytest.mark.parametrize("source", ["clone", "sdist"])
-def test_a_wheel_works_where_a_project_has_files_of_the_same_names(wheels, source, tmp_path):
+def test_the_wheel_works_where_a_project_has_files_of_the_same_names(wheels, tmp_path):
+    """The wheel of the sdist, which is that of the clone, see above."""
     site, project = tmp_path / "site", tmp_path / "project"
-    with zipfile.ZipFile(wheels[source]) as archive:
+    with zipfile.ZipFile(wheels["sdist"]) as archive:
         archive.extractall(site)
     for name, text in HOSTILE.items():
         (project / name).parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
-import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from muster.errors import Damaged
@@ -32,6 +31,8 @@ def _part(name: str) -> str:
 
 
 def _dtype(name: str) -> str:
+    import torch  # takes seconds, which a report of the run does not need
+
     if not isinstance(getattr(torch, name, None), torch.dtype):
         raise ValueError("is not a tensor dtype")
     return name

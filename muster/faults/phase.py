@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from muster.clock import SYSTEM, SystemClock
+
+if TYPE_CHECKING:
+    import torch
 
 LONG_S = 1800.0  # a save to slow storage
 FIRST_S = 600.0  # the first phases of each kind compile and tune
@@ -97,6 +99,8 @@ def cuda_is_busy(device: torch.device) -> bool:
 
     A device with an error has none: the error is the main thread's to report, and must not end the heartbeat.
     """
+    import torch
+
     try:
         return device.type == "cuda" and not torch.cuda.current_stream(device).query()
     except torch.AcceleratorError:

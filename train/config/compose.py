@@ -28,6 +28,7 @@ from muster.train.config.command_line import arranged, parsed, swept_keys
 from muster.train.config.explain import explain
 from muster.train.config.help import help_template
 from muster.train.config.keys import GROUPS, Config
+from muster.train.config.mode import quick_mode
 from muster.train.config.options import conf_folder
 from muster.train.config.parts import TARGET
 from muster.train.config.sweeper import quiet_sweeper
@@ -56,6 +57,7 @@ def run_each(job: Callable[[Config | ConfigError, Mapping[str, str]], int]) -> i
         return job(error, {})
     register()
     quiet_sweeper()
+    quick_mode()
     swept = swept_keys(sys.argv[1:])
     codes: list[int] = []
     is_composing = True
@@ -130,12 +132,17 @@ def _apply(overrides: list[str], config: DictConfig) -> None:
 
 
 def register() -> None:
-    """Register the kit's keys, each group's empty option and the help text with Hydra."""
+    """Register the kit's keys, each group's empty option and the help text with Hydra.
+
+    The help text reads all options; it stays empty if the command line has no option that could print it.
+    """
     store = ConfigStore.instance()
     store.store(name="keys", node=Config)
     for group in GROUPS:
         store.store(group=group, name=OWN, node={TARGET: MISSING})
-    store.store(group="hydra/help", name="muster", node={"app_name": "python -m train", "template": help_template()})
+    prints = any(word.startswith("-") and word not in ("-m", "--multirun") for word in sys.argv[1:])
+    template = help_template() if prints else ""
+    store.store(group="hydra/help", name="muster", node={"app_name": "python -m train", "template": template})
 
 
 def _typed(composed: DictConfig, swept: set[str]) -> Config | ConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class Digits(Images):
         )
 
 
+@cache  # both splits are cut from it
 def read_digits() -> np.ndarray:
     """Return scikit-learn's bundled table, `[1797, 65]`: 64 pixels from 0 to 16 and the label.
 
