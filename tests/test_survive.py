@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kit.job import environment, finish, reached, run, start, wait_for
+from kit.job import environment, finish, pace, reached, run, start, wait_for
+from kit.loopback import rank_of
 
 from muster.batches.generators import Draws
 from muster.dist.waiting import Waiting
@@ -224,6 +225,25 @@ def test_a_rank_that_stands_still_is_born_again(tmp_path, fault):
     done = finish(process, tmp_path / "run")
     [survived] = done.events("survived")
     assert done.code == 0 and survived["rank"] == 1 and not done.events("restart"), done.out
+
+
+@pytest.mark.parametrize("delay_s", [-0.05, 0.05])
+def test_a_death_while_the_ranks_are_told_to_stop_costs_no_step(tmp_path, undisturbed, delay_s):
+    """SIGTERM to torchrun, as by a scheduler, just before or after a rank is killed: the ranks stop together, and save."""
+    line = (*LINE, *pace(0.05), "checkpoint.every_steps=1000")
+    process = start(tmp_path / "run", *line, ranks=2)
+    wait_for(tmp_path / "run", reached(14), process=process)
+    rank = rank_of(children(process.pid)[1])
+    acts = [lambda: os.kill(rank, signal.SIGKILL), lambda: process.send_signal(signal.SIGTERM)]
+    for act in acts if delay_s > 0 else reversed(acts):
+        act()
+        time.sleep(abs(delay_s))
+    stopped = finish(process, tmp_path / "run")
+    assert stopped.outcome["outcome"] == "preempted" and stopped.events("survived"), stopped.out
+    at = stopped.outcome["step"]
+    resumed = run(tmp_path / "run", *LINE, ranks=2)
+    assert resumed.events("resume")[0]["step"] == at >= 14
+    assert resumed.sha256 == undisturbed("memory").sha256
 
 
 def children(pid):

@@ -173,6 +173,11 @@ class Live:
     def join(self, config: Config, options: GroupOptions, place: Place, *, stopping: Callable[[], bool]) -> World:
         """Meet the other ranks, after this process has loaded the data if they have it. Collective. Raises MusterError."""
         survival = self.survival
+        if survival.is_again:  # the others wait for it, and then stop together, at a step that is saved
+
+            def stopping() -> bool:
+                return False
+
         try:
             survival.announce(place, timeout_s=config.dist.start_timeout_s, stopping=stopping)
             if survival.is_again:

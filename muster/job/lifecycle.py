@@ -262,9 +262,7 @@ class Lifecycle:
         """
         if self.state == State.parted:
             return True
-        is_so = self._survival is not None and self._survival.covers(
-            error, self._world, stopping=lambda: self.preemption.signalled
-        )
+        is_so = self._survival is not None and self._survival.covers(error, self._world)
         if is_so and self._failing.acquire(blocking=False):  # else another thread ends this process
             self._enter(State.parted)
             return True

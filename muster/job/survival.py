@@ -94,10 +94,10 @@ class Survival:
         self._is_off = True
         self.notes.end()
 
-    def covers(self, error: BaseException, world: World | None, *, stopping: Callable[[], bool]) -> bool:
+    def covers(self, error: BaseException, world: World | None) -> bool:
         """Return whether `error` comes from the death of a rank that is born again. Waits up to `BORN_S` for the birth.
 
-        stopping: returns whether this process has received a stop request; then nothing is waited for.
+        Also after a stop request: only together can the ranks save the step at which they stop.
         """
         board = world.board if world else self._board
         if self._is_off or board is None or not board.births or not is_of_peer(error):
@@ -106,7 +106,7 @@ class Survival:
             for number in range(int(BORN_S / POLL_S)):
                 if board.is_one_lost():
                     return True
-                if stopping() or (number % 10 == 9 and board.first_failure(0.0)):
+                if number % 10 == 9 and board.first_failure(0.0):
                     return False
                 time.sleep(POLL_S)
         except RuntimeError:  # the store is gone
