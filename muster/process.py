@@ -15,6 +15,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
 _launcher: int | None = None
+_is_first = True
 
 
 def launcher_pid() -> int:
@@ -32,10 +33,15 @@ def is_kept() -> bool:
     return _launcher is not None
 
 
-def become_kept(launcher: int) -> None:
-    """Take notice that this process is the child of a keeper, which `launcher` started."""
-    global _launcher
-    _launcher = launcher
+def become_kept(launcher: int, *, is_first: bool) -> None:
+    """Take notice that this process is a child of a keeper, which `launcher` started; `is_first`: its first one."""
+    global _launcher, _is_first
+    _launcher, _is_first = launcher, is_first
+
+
+def beginning_pid() -> int:
+    """Return the pid of the process whose start began this one's work: a keeper has done the imports of its first child."""
+    return worker_pid() if _is_first else os.getpid()
 
 
 def die_with_parent(number: int = signal.SIGKILL, *, parent: int | None = None) -> None:

@@ -95,7 +95,7 @@ def keep(
                     _die(-ended)
                 raise
             if not child:
-                _become(keeper, launcher, preemption)
+                _become(keeper, launcher, preemption, is_first=not number)
                 break
             _pass_on(child, preemption)
         ended = _awaited(child, notes)
@@ -148,11 +148,11 @@ def _held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _become(keeper: int, launcher: int, preemption: Preemption) -> None:
+def _become(keeper: int, launcher: int, preemption: Preemption, *, is_first: bool) -> None:
     """Make this process, just forked, a rank: in a group of its own, so that it gets each signal once, from its keeper."""
     os.setpgid(0, 0)
     process.call_it(f"muster-rank{os.environ.get('RANK', '')}")
-    process.become_kept(launcher)
+    process.become_kept(launcher, is_first=is_first)
     process.die_with_parent(parent=keeper)
     preemption.install()
 

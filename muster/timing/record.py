@@ -24,6 +24,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from muster.errors import say, storage_error
+from muster.process import beginning_pid
 from muster.redact import redacted
 from muster.timing.clock import Times
 from muster.timing.straggler import Late, Stragglers
@@ -142,7 +143,7 @@ _ended = 0.0  # time at which the sweep's previous job in this process ended
 def began() -> float:
     """Return when this process began to work for this run, in seconds since the epoch; now if that is not known."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(Path(f"/proc/{beginning_pid()}/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
         return max(_ended, time.time() - age)
     except (OSError, AttributeError, ValueError, IndexError):
