@@ -176,8 +176,10 @@ def script():
 def test_a_script_loses_nothing_to_a_killed_rank_to_sigterm_or_to_its_own_death(tmp_path, script):
     run = script(tmp_path / "run", *LONG)
     run.reach(3)
-    rank = max(pid for pid, line in run.processes().items() if " -m muster name=" in line)
-    run.next_step(lambda: os.kill(rank, signal.SIGKILL))
+    ranks = sorted(pid for pid, line in run.processes().items() if " -m muster name=" in line)
+    os.kill(ranks[-1], signal.SIGKILL)
+    run.until(lambda: any(line.get("event") == "survived" for line in run.lines()), "birth of the killed rank")
+    run.next_step(lambda: os.kill(ranks[0], signal.SIGKILL))  # a keeper
     run.process.send_signal(signal.SIGTERM)
     assert run.process.wait(60) == Preempted.exit_code, run.log
     assert not run.processes()
