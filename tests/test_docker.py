@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from kit import script as mine
+from kit.deaths import kill_rank
 from kit.docker import Compose, build
 from kit.job import ROOT, run
 from kit.ledger import RECORDED, assert_exact
@@ -138,6 +139,14 @@ def test_killed_nodes_the_first_included_and_one_that_returns(engine, tmp_path):
         process = cluster.up()
         TIMES["up, to the first step"] = cluster.until(lambda: cluster.step() >= 1, "first step")
         cluster.until(lambda: cluster.step() >= 45 and cluster.world_size() == 3, "three nodes at work")
+        before, nodes = len(cluster.attempts()), [f"muster-node-{n}" for n in (1, 2, 3)]
+        containers = docker(engine, "inspect", "--format={{.Id}}", *nodes).stdout.split()
+        for rank in (0, 2):  # alone: its container, its keeper and the other ranks stay
+            kill_rank(rank, *containers)
+            cluster.until(lambda: survivals(cluster)[-1:] == [rank], f"birth of rank {rank}")  # noqa: B023
+            cluster.reach(cluster.step() + 5)
+        assert survivals(cluster) == [0, 2], cluster.log[-5000:]
+        assert len(cluster.attempts()) == before
         for victim, left in (("muster-node-2", 2), ("muster-node-1", 1)):
             TIMES[f"{victim} killed, to the next step"] = cluster.next_step(partial(cluster.docker, "kill", victim))
             assert cluster.world_size() == left
@@ -212,6 +221,11 @@ def test_a_script_that_always_fails_ends_the_cluster(engine, tmp_path):
     with Compose(engine, tmp_path, args=args, CODE=str(code), MAX_RESTARTS="1") as cluster:
         cluster.up().wait(timeout=150)
         assert "left with exit code 3" in cluster.log and len(mine.attempts(cluster.runs, rank=2)) <= 3, cluster.log
+
+
+def survivals(cluster):
+    """The ranks that have died and were born again."""
+    return [line["rank"] for line in cluster.lines() if line.get("event") == "survived"]
 
 
 def rank_zero(cluster):

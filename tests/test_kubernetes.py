@@ -8,6 +8,7 @@ import time
 
 import pytest
 import yaml
+from kit.deaths import kill_rank
 from kit.job import ROOT, run
 from kit.kubernetes import KINDS, KubernetesJob, Space
 from kit.ledger import RECORDED, assert_exact
@@ -65,15 +66,17 @@ def ends_as(job, plain):
 @pytest.mark.alone
 def test_an_api_server_that_comes_back_is_not_missed(space, plain):
     job = at_work(space, "pytorchjob")
-    before = job.step()
+    before, pods = job.step(), [pod["metadata"]["uid"] for pod in job.pods()]
     assert space.cluster.script("api", "down").returncode == 0
     try:
         job.reach(before + 40)  # whoever trains needs nobody there
+        kill_rank(1, *pods)
+        job.until(lambda: any(line.get("event") == "survived" for line in job.lines()), "birth of rank 1")
     finally:
         done = space.cluster.script("api", "up", timeout_s=150)
     assert done.returncode == 0, done.stderr
     result = ends_as(job, plain)
-    assert len(result.events("resume")) == 0, "nobody was disturbed"
+    assert len(result.events("resume")) == 0, "no pod was disturbed, and the rank that died was born again in its own"
 
 
 @pytest.mark.parametrize("kind", KINDS)

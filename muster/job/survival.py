@@ -35,7 +35,7 @@ from muster.faults.keeper import Life
 if TYPE_CHECKING:
     from muster.dist.world import World
 
-BORN_S = 5.0
+BORN_S = 3.0
 """The longest wait for a birth after an error that may come from a death. Without one, all ranks restart."""
 POLL_S = 0.005
 REPLACED_S = 2.0
