@@ -205,3 +205,10 @@ def test_intervals_in_seconds_leave_the_run_as_it_is(tmp_path):
     assert 2 <= len(timed.events("checkpoint")) <= 6, timed.out
     refused = run(tmp_path / "refused", "log.every_s=0", ok=False)
     assert refused.code == 2 and "log.every_s" in refused.said[-1], refused.out
+
+
+def test_checkpoints_at_the_end_of_epochs(tmp_path):
+    result = run(tmp_path / "run", "max_steps=60", "eval.every_steps=off", "checkpoint.every_epochs=1")
+    assert [event["step"] for event in result.events("checkpoint")] == [23, 46, 60]
+    both = run(tmp_path / "both", "checkpoint.every_epochs=1", "checkpoint.every_s=9", ok=False)
+    assert both.code == 2 and "choose one interval" in both.said[-1], both.out

@@ -252,8 +252,9 @@ def is_time_to_save(run: Run) -> bool:
     After the last step, and when preempted, `train` saves in any case.
     """
     is_best = run.progress.best is not None and run.progress.best["step"] == run.step
-    by_clock = run.timed.is_due("save", run.progress)
-    is_due = run.step % run.config.checkpoint.every_steps == 0 if by_clock is None else by_clock
+    wanted, by_clock = run.config.checkpoint, run.timed.is_due("save", run.progress)
+    every = (wanted.every_epochs or 0) * run.course.plan.steps_per_epoch or wanted.every_steps
+    is_due = run.step % every == 0 if by_clock is None else by_clock
     return (is_due or is_best) and not run.is_over and not run.is_preempted
 
 

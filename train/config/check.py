@@ -52,6 +52,8 @@ def check(composed: DictConfig) -> Config:
         raise ConfigError(
             f"eval.every_steps={config.eval.every_steps} is not valid: use a number of steps, null or off"
         )
+    if config.checkpoint.every_s and config.checkpoint.every_epochs:
+        raise ConfigError("checkpoint.every_s and checkpoint.every_epochs are both given: choose one interval")
     for name in ("name", "output_dir"):
         if not str(getattr(config, name)).strip():
             raise ConfigError(f"{name} is empty: give {name}=something, or leave it out")

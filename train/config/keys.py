@@ -100,6 +100,9 @@ class Checkpoint:
     every_s: float | None = key(
         None, "save a checkpoint every N seconds of training, in place of `every_steps`; `null`: off", Gt(0), FREE
     )
+    every_epochs: int | None = key(
+        None, "save a checkpoint after every N epochs, in place of `every_steps`; `null`: off", Ge(1), FREE
+    )
     keep: int = key(3, "number of newest checkpoints to keep", Ge(1), FREE)
     resume: str = key(
         "auto",
