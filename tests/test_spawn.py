@@ -69,6 +69,11 @@ def test_a_function_gives_one_value_a_rank_after_a_restart_of_all(tmp_path):
     assert its_place == ["0", "2", "0", "2", "127.0.0.1", "1"]
 
 
+def test_without_a_number_each_core_or_gpu_has_a_rank():
+    wanted = torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    assert launch(os.getenv, "WORLD_SIZE") == [str(wanted)] * wanted
+
+
 def test_the_rank_that_failed_first_is_named(capsys):
     with pytest.raises(MusterError, match="rank 1: killed by SIGKILL"):
         launch(one_is_killed, nproc=2)

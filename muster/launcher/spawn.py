@@ -47,10 +47,10 @@ class Finished:
 
 
 @overload
-def launch(what: Sequence[str], *, nproc: int, max_restarts: int = 0) -> Finished: ...
+def launch(what: Sequence[str], *, nproc: int | None = None, max_restarts: int = 0) -> Finished: ...
 @overload
-def launch(what: Callable[..., T], *args: Any, nproc: int, max_restarts: int = 0) -> list[T]: ...
-def launch(what: Any, *args: Any, nproc: int, max_restarts: int = 0) -> Any:
+def launch(what: Callable[..., T], *args: Any, nproc: int | None = None, max_restarts: int = 0) -> list[T]: ...
+def launch(what: Any, *args: Any, nproc: int | None = None, max_restarts: int = 0) -> Any:
     """Start `nproc` processes on this machine, wait for their end, and return their results.
 
     Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT, as torchrun
@@ -61,7 +61,7 @@ def launch(what: Any, *args: Any, nproc: int, max_restarts: int = 0) -> Any:
             function, which each process calls with `args`, and which forms a process group itself if it needs one; then
             the result is each rank's return value, in rank order. Function and values are pickled by cloudpickle.
         *args: arguments of the function.
-        nproc: the number of processes.
+        nproc: the number of processes. None: one for each GPU; without GPUs, one for each core that this process may use.
         max_restarts: how often all processes are restarted after one has failed.
 
     Raises:
@@ -70,6 +70,7 @@ def launch(what: Any, *args: Any, nproc: int, max_restarts: int = 0) -> Any:
         KeyboardInterrupt: the same after Ctrl-C or a notebook's stop button. After a second one the ranks do not save.
     """
     _refuse_ranks()
+    nproc = _devices() if nproc is None else nproc
     spec = _spec(nproc, max_restarts)
     with tempfile.TemporaryDirectory(prefix="muster-launch-") as name:
         folder = Path(name)
@@ -88,6 +89,14 @@ def _refuse_ranks() -> None:
             "muster.launch was called by a process that is already a rank: call it outside of torchrun, and in a module "
             'that ranks import only below `if __name__ == "__main__":`'
         )
+
+
+def _devices() -> int:
+    """Return the number of GPUs; without any, of the cores that this process may use."""
+    import torch  # here, so that the commands do not import it
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return torch.cuda.device_count() or cores
 
 
 def _spec(nproc: int, max_restarts: int) -> Spec:
