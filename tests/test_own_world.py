@@ -341,6 +341,14 @@ def test_a_logger_that_cannot_begin_does_not_end_the_run(tmp_path):
     assert "loggers.mlflow cannot start" in result.out and result.outcome["outcome"] == "done"
 
 
+def test_mlflows_store_of_files_is_refused_in_one_line(tmp_path):
+    pytest.importorskip("mlflow.tracking")
+    uri = f"loggers.mlflow.uri=file:{tmp_path}/mlruns"
+    result = run(tmp_path / "run", "loggers=[mlflow]", uri, *SMALL, ok=False)
+    [told] = result.said
+    assert result.code == 2 and "use loggers.mlflow.uri=sqlite:///PATH/mlflow.db, or leave it out" in told, told
+
+
 # Modes
 
 

@@ -30,7 +30,7 @@ class Mlflow(Logger):
 
     def __init__(self, folder: Path, name: str, *, experiment: str, uri: str | None):
         where = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.absolute()}/mlflow.db"
-        self._client = MlflowClient(tracking_uri=where)
+        self._client = _client(where)
         kept = folder / "mlflow-run-id"
         if kept.exists():
             self._id = kept.read_text()
@@ -63,6 +63,18 @@ class Mlflow(Logger):
         config = flatten(yaml.safe_load((folder / "config.yaml").read_text()))
         self._client.log_batch(run_id, params=[Param(key, str(value)[:LONGEST]) for key, value in config.items()])
         return run_id
+
+
+def _client(where: str) -> MlflowClient:
+    """Return a client of the server or store `where`. Raises ValueError if MLflow does not take a store of files any more."""
+    try:
+        return MlflowClient(tracking_uri=where)
+    except Exception as error:
+        if where.startswith("file:") or "://" not in where:
+            raise ValueError(
+                "MLflow takes no store of files any more: use loggers.mlflow.uri=sqlite:///PATH/mlflow.db, or leave it out"
+            ) from error
+        raise
 
 
 def _now_ms() -> float:
