@@ -179,7 +179,7 @@ def test_processors_that_round_otherwise_are_said(tmp_path):
     ]
     results = [finish(process, tmp_path / "two") for process in ranks]
     assert [result.code for result in results] == [0, 0], [result.out for result in results]
-    (text,) = [event["text"] for event in results[0].events("note")]
+    (text,) = [event["text"] for event in results[0].events("note") if "dist.survive" not in event["text"]]
     assert "the ranks compute on" in text and "another assignment of slices to them" in text and text in results[0].out
 
 

@@ -15,10 +15,12 @@ count of births in the store, and meet the newborn in the next attempt, in their
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -39,6 +41,7 @@ BORN_S = 3.0
 """The longest wait for a birth after an error that may come from a death. Without one, all ranks restart."""
 POLL_S = 0.005
 REPLACED_S = 2.0
+SILENT_S = 0.5
 
 
 class Survival:
@@ -102,16 +105,7 @@ class Survival:
         board = world.board if world else self._board
         if self._is_off or board is None or not board.births or not is_of_peer(error):
             return False
-        try:
-            for number in range(int(BORN_S / POLL_S)):
-                if board.is_one_lost():
-                    return True
-                if number % 10 == 9 and board.first_failure(0.0):
-                    return False
-                time.sleep(POLL_S)
-        except RuntimeError:  # the store is gone
-            pass
-        return False
+        return _is_one_lost_within(BORN_S, board, or_failed=True)
 
     def replaces(self, error: RankLost, world: World) -> bool:
         """Return whether a rank that hangs is born again; if it is this one, end this process by SIGKILL for it."""
@@ -120,12 +114,30 @@ class Survival:
         if error.rank == world.rank:
             sys.stderr.flush()
             os.kill(os.getpid(), signal.SIGKILL)
-        deadline = time.monotonic() + REPLACED_S
-        while time.monotonic() < deadline:
-            if world.board.is_one_lost():
-                return True
-            time.sleep(POLL_S)
-        return False
+        return _is_one_lost_within(REPLACED_S, world.board)
+
+
+def _is_one_lost_within(seconds: float, board: Board, *, or_failed: bool = False) -> bool:
+    """Return whether a rank has died and is born again within `seconds`; the store may be silent, or gone.
+
+    or_failed: do not wait if a rank has posted why it leaves.
+    """
+    found: list[bool] = []
+
+    def look() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            for number in range(int(seconds / POLL_S)):
+                if board.is_one_lost():
+                    found.append(True)
+                    return
+                if or_failed and number % 10 == 9 and board.first_failure(0.0):
+                    return
+                time.sleep(POLL_S)
+
+    looking = threading.Thread(target=look, name="births", daemon=True)
+    looking.start()
+    looking.join(seconds + SILENT_S)
+    return bool(found)
 
 
 def is_of_peer(error: BaseException) -> bool:
