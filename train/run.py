@@ -42,8 +42,8 @@ from muster.train.settings import group_options, run_options, visit_of
 from muster.train.strategies.base import Strategy, check_slices
 from muster.train.strategies.honours import check_honoured
 from muster.train.strategies.recipe import recipe
-from muster.train.strategies.replicas.replicated import Replicas
 from muster.train.strategies.step.eager import stay_eager
+from muster.train.strategies.step.optimizer_step import Stepping
 from muster.train.timed import Timed
 from muster.train.window import Window
 
@@ -165,7 +165,7 @@ def open_run(
         progress = live.hand_over(source, world, data, plan, strategy, callbacks, window)
     else:
         progress = restore(config, world, folder, strategy, callbacks, window)
-    if isinstance(strategy, Replicas):
+    if isinstance(strategy, Stepping):
         strategy.draws.begin(config.seed, world.rank, are_restored=folder.saved is not None)
     world.on_first(partial(note_model, folder.path, config, data))
     life.restored(progress, report=partial(report, folder.path) if world.is_first and config.log.report else None)

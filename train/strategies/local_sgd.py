@@ -220,6 +220,7 @@ class LocalSgd(Replicas):
         local.forward, local.no_sync = self.model, contextlib.nullcontext  # frees DDP and its buckets
         if self.outer and since == 0:
             self.outer.begin(local.trained.values())
+        self.seed(step)
         result = local.step_alone(step, batches)
         if since + 1 < self.every_steps:
             return result

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +22,7 @@ from muster.dist.world import World
 from muster.errors import ConfigError, nearest
 from muster.train.config.keys import Config
 from muster.train.config.marks import FREE, Ge
-from muster.train.strategies.base import Recipe, StepResult
+from muster.train.strategies.base import Recipe
 from muster.train.strategies.fsdp import ShardedStep, units_of
 from muster.train.strategies.partition.combinations import refuse
 from muster.train.strategies.partition.lockstep import Lockstep
@@ -85,7 +83,6 @@ class TensorParallel(Stepping):
             return
         begin_alike(self.model)
         self.mesh = layout.mesh(world.device.type)
-        self.generators_are_shared = self.tensor == 1
         parallelize_module(self.model, self.mesh[TENSOR], {name: STYLES[style]() for name, style in styles.items()})
         data = self.mesh[DATA] if layout.sizes[DATA] > 1 else None
         lockstep = None
@@ -96,16 +93,14 @@ class TensorParallel(Stepping):
             recipe, world=world, layout=layout, model=self.model, average_over=average_over, lockstep=lockstep
         )
 
-    def step(self, step: int, batches: list[Batch]) -> StepResult:
-        """Run one optimizer step; before the first, synchronize the generators of each tensor group. Collective.
+    @property
+    def draws_as(self) -> int:
+        """The first rank of this rank's tensor group.
 
         Activations between two sharded layers are replicated on the ranks of a group, and dropout must drop the same
         elements on each of them.
         """
-        if self.world.size > 1 and not self.generators_are_shared:
-            self._share_generators()
-            self.generators_are_shared = True
-        return super().step(step, batches)
+        return self.world.rank // self.tensor * self.tensor
 
     def _plan(self, model: nn.Module) -> Plan:
         plan: Plan | None = self.plan or getattr(model, "tensor_parallel_plan", None)
@@ -115,13 +110,6 @@ class TensorParallel(Stepping):
                 "or use model=gpt, model=vit or another strategy"
             )
         return plan
-
-    def _share_generators(self) -> None:
-        """Copy the random number generator of the first rank of each tensor group to the others. Collective."""
-        cuda = self.world.device.type == "cuda"
-        state = (torch.cuda.get_rng_state() if cuda else torch.get_rng_state()).to(self.world.device)
-        dist.broadcast(state, group=self.mesh[TENSOR].get_group(), group_src=0)
-        (torch.cuda.set_rng_state if cuda else torch.set_rng_state)(state.cpu())
 
 
 class TensorStep(ShardedStep):

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from muster.batches.generators import Draws
 from muster.batches.loader import Batch
 from muster.dist.reduce.overlap import Overlap
 from muster.dist.world import World
@@ -33,14 +32,11 @@ class Replicas(Stepping):
 
     step_class: type[OptimizerStep] = OptimizerStep
     honours = frozenset({*Stepping.honours, "compile", "channels_last"})
-    draws: Draws
-    """The generators' seeds in each step, of step and rank: so a rank that is born again draws alike."""
     reduced: Sequence[str] = ()
     """Names of the parameters that DDP reduces, in its index order: those that required a gradient at its creation."""
 
     def build(self, recipe: Recipe, world: World) -> None:
         """Build the model, compile it if configured, then wrap it. Collective."""
-        self.draws = Draws()
         self.world, self.model = world, self.place(build_model(recipe, world.device))
         if recipe.compile:
             self.model.compile()
@@ -72,11 +68,8 @@ class Replicas(Stepping):
             ConfigError: a parameter got no gradient in the previous step.
         """
         self.warm_up(batches)
-        recipe = self.optimizer_step.recipe
-        if not recipe.slices:
-            self.draws.seed(recipe.seed, step, self.world.rank)
         try:
-            return self.optimizer_step.step(step, batches)
+            return super().step(step, batches)
         except RuntimeError as error:
             raise self.unused(error) or error from None
 

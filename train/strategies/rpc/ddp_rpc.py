@@ -293,6 +293,7 @@ class DdpRpc(Served):
 
     def _train(self, step: int, batches: list[Batch]) -> StepResult:
         stepping = self.optimizer_step
+        self.seed(step)
         stepping.set_training(True)
         stepping.optimizer.zero_grad()
         before = stepping.buffers.copy() if stepping.leaves_out else []

@@ -109,6 +109,7 @@ class ParameterServer(Served):
 
     def _train(self, step: int, batches: list[Batch]) -> StepResult:
         stepping = self.optimizer_step
+        self.seed(step)
         stepping.set_training(True)
         before = stepping.buffers.copy() if stepping.leaves_out else []
         loss = stepping.backward(step, batches)

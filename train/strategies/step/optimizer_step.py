@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from muster.batches.generators import kept_generators
+from muster.batches.generators import Draws, kept_generators
 from muster.batches.loader import Batch
 from muster.checkpoint.trained import SavedTensor, own_prefix
 from muster.dist.layout import Layout
@@ -340,8 +341,25 @@ class Stepping(Strategy):
         """Learning rate of the first parameter group in the last step."""
         return self.optimizer_step.lr
 
+    @cached_property
+    def draws(self) -> Draws:
+        """The generators' seeds in each step, of step and rank: so a rank that is born again draws alike."""
+        return Draws()
+
+    @property
+    def draws_as(self) -> int:
+        """The rank whose numbers this rank draws in a step: its own."""
+        return self.world.rank
+
+    def seed(self, step: int) -> None:
+        """Seed the generators for this rank's part of a step; with virtual slices, each slice does."""
+        recipe = self.optimizer_step.recipe
+        if not recipe.slices:
+            self.draws.seed(recipe.seed, step, self.draws_as)
+
     def step(self, step: int, batches: list[Batch]) -> StepResult:
         """Run one optimizer step. Collective."""
+        self.seed(step)
         return self.optimizer_step.step(step, batches)
 
     def waited_s(self) -> float:
