@@ -286,6 +286,43 @@ def test_a_rank_dies_with_its_keeper_and_the_run_restarts(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("kind", "rank", "more"),
+    [
+        ("memory", 1, ()),
+        ("gloo", 2, ()),
+        ("slices", 0, ()),  # the rank that writes the records, and saves
+        ("memory", 0, ("model._target_=kit.parts.dying.Plain", "callbacks=ema", "log.every_steps=1")),
+    ],
+)
+def test_no_step_is_repeated_when_a_rank_is_lost_for_good(tmp_path, kind, rank, more):
+    """Its keeper is killed, too: the others save their last step before all restart, and the weights are the same."""
+    ranks, overrides = KINDS[kind]
+    line = (*LINE, *overrides, "checkpoint.every_steps=1000", *more)
+    undisturbed = run(tmp_path / "undisturbed", *line, ranks=ranks)
+    steps = tmp_path / "steps"
+    steps.mkdir()
+    process = start(
+        tmp_path / "run", *line, *pace(0.02), ranks=ranks, torchrun=RESTARTS, env={"MUSTER_TEST_STEPS": str(steps)}
+    )
+    wait_for(tmp_path / "run", reached(28), process=process)
+    os.kill(next(pid for pid in children(process.pid) if is_rank(pid, rank)), signal.SIGKILL)
+    done = finish(process, tmp_path / "run")
+    assert done.code == 0 and done.events("restart") and not done.events("survived"), done.out
+    assert done.sha256 == undisturbed.sha256, done.out
+    for path in steps.iterdir():
+        made = [int(text) for text in path.read_text().split()]
+        assert made == sorted({*made}), f"{path.name} has repeated a step: {made}"
+    lines = [each["step"] for each in done.metrics if each["kind"] == "train"]
+    assert lines == [each["step"] for each in undisturbed.metrics if each["kind"] == "train"], done.out
+    if "log.every_steps=1" in more:  # no line is of several steps, of which a lost rank had a part
+        assert numbers(done) == numbers(undisturbed)
+
+
+def is_rank(keeper, number):
+    return Path(f"/proc/{rank_of(keeper)}/comm").read_text().strip() == f"muster-rank{number}"
+
+
+@pytest.mark.parametrize(
     ("overrides", "why"),
     [
         (("strategy=fsdp",), "strategy=fsdp does not hand on its state"),

@@ -187,10 +187,15 @@ def load(run: Run, plan: Plan, steps: range) -> Iterator[list[Batch]]:
 
 def evaluate_if_due(run: Run) -> None:
     """Evaluate at the interval, between two steps, unless this step was evaluated already."""
+    if is_time_to_evaluate(run):
+        evaluate(run)
+
+
+def is_time_to_evaluate(run: Run) -> bool:
+    """Return True if an evaluation is due between two steps, and is not done."""
     every = run.config.eval.every_steps or run.course.plan.steps_per_epoch
-    if isinstance(every, int) and 0 < run.step < run.total_steps and run.step % every == 0:
-        if run.progress.evaluated != run.step:
-            evaluate(run)
+    is_due = isinstance(every, int) and 0 < run.step < run.total_steps and run.step % every == 0
+    return is_due and run.progress.evaluated != run.step
 
 
 def evaluate(run: Run) -> None:
@@ -281,19 +286,23 @@ def save(run: Run) -> None:
 
     Raises Diverged instead of saving weights that are not finite.
     """
-    running, progress = run.running, run.progress
+    running = run.running
     running.enter("save")
     run.callbacks.on_checkpoint(run)
     if not run.strategy.is_finite():
         raise diverged(run)
-    position = {
+    running.save(lambda: {**run.strategy.state(), **run.callbacks.state(), **run.window.state()}, position(run))
+
+
+def position(run: Run) -> dict[str, Any]:
+    """Return the manifest's entries about the progress, beside the step."""
+    return {
         "epoch": epoch(run),
         "samples": run.course.plan.samples_before(run.step),
-        "evaluated": progress.evaluated,
-        "best": progress.best,
-        "stopped": progress.stopped,
+        "evaluated": run.progress.evaluated,
+        "best": run.progress.best,
+        "stopped": run.progress.stopped,
     }
-    running.save(lambda: {**run.strategy.state(), **run.callbacks.state(), **run.window.state()}, position)
 
 
 def count_skips(run: Run, result: StepResult) -> None:

@@ -18,7 +18,7 @@ from muster.job.folder import RunFolder
 from muster.job.lifecycle import Lifecycle
 from muster.job.records import report
 from muster.job.running import Running, open_checkpoints
-from muster.job.survival import Survival
+from muster.job.survival import Survival, is_of_peer
 from muster.timing.clock import Clock
 from muster.train.announce import announce
 from muster.train.callbacks.all import Callbacks
@@ -209,6 +209,8 @@ def open_run(
     except RuntimeError as error:
         if live and life.survives(error):
             live.keep(run)
+        elif live and is_of_peer(error):
+            live.rescue(run, folder)
         raise
     finally:
         callbacks.close()

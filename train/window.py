@@ -53,6 +53,11 @@ class Window:
         for name, value in {LOSS: loss, **{f"{MEASURED}{key}": one for key, one in result.metrics.items()}}.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
+    @property
+    def samples(self) -> int:
+        """The samples of all ranks that the sums are of."""
+        return self._samples
+
     def clear(self) -> None:
         """Forget the sums, which a log line has."""
         self._begin()

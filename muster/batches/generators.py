@@ -103,8 +103,9 @@ class Draws:
         """Seed the generators for this rank's part of a step."""
         key = (seed * 1_000_003 + rank) * 2**31 + step
         if self.are_used():
-            seed_generators(key_of(key), on_device=True)
-            return
+            other = key_of(key)
+            random.seed(other)
+            np.random.seed(other & 0xFFFFFFFF)
         torch.default_generator.manual_seed(_mixed(key))
         if _uses_cuda():
             torch.cuda.manual_seed(_mixed(key))

@@ -11,7 +11,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from muster.checkpoint.state import RankShare, Shares, file_of, read, saved_tens
 from muster.checkpoint.storage import Files, Lost, Saved, Storage, Unclear, place_of
 from muster.checkpoint.trained import Resumable, Trained, own_prefix
 from muster.checkpoint.weights import unreadable
-from muster.dist.world import World
+from muster.dist.world import World, alone
 from muster.errors import Damaged, MusterError, NoValidCheckpoint, StorageError, say, traceback_of
 from muster.faults.phase import LONG_S
 from muster.files import replace_file
@@ -80,6 +80,25 @@ class Checkpoints:
         self._writer = threading.Thread(target=self._write, args=(share, position), name="checkpoint")
         self._writer.start()
 
+    def save_alone(self, *, state: dict[str, Any], position: dict[str, Any]) -> None:
+        """Write and commit a checkpoint of a replicated `state` on this rank alone, as other ranks are gone.
+
+        A newest checkpoint of the same step is left as it is. Args: as for `save`. Raises StorageError.
+        """
+        step, started = int(position["step"]), time.perf_counter()
+        if step == self.newest_step:
+            return
+        draft = f"{self.world.attempt}-{self.world.rank}"  # the ranks may have begun a draft of this step together
+        shares = Shares(alone(self.world.device))
+        share = shares.divide(state)
+        try:
+            files = self._write_files(step, draft, {file_of(0): share.pieces(), INDEX: [_as_json(shares.index)]})
+            self._commit(files, position, started, draft=draft)
+        except StorageError:
+            self.storage.abandon(step, draft)
+            raise
+        self.newest_step = step
+
     def wait(self) -> None:
         """Wait until the checkpoint being written is committed or has failed. Raises StorageError as `save` does.
 
@@ -115,7 +134,7 @@ class Checkpoints:
         try:
             self.world.board.post_part(number, {"files": self._write_share(step, share)})
             if self.world.is_first:
-                self._commit(number, position, started)
+                self._commit(self._gather(number), position, started, draft=self.world.attempt)
                 self.world.board.end_save(number, {})
             else:
                 self._await_end(number)
@@ -136,28 +155,30 @@ class Checkpoints:
             self._give_up(number, step, StorageError(f"cannot write checkpoint {name(step)}: {error!r}"))
 
     def _write_share(self, step: int, share: RankShare) -> Files:
-        file, attempt = file_of(self.world.rank), self.world.attempt
-        with self.storage.write(step, attempt, file) as stream:
-            for piece in share.pieces():
-                stream.write(piece)
-        files = {file: stream.facts}
+        contents: dict[str, Iterable[Any]] = {file_of(self.world.rank): share.pieces()}
         if self.world.is_first:
-            with self.storage.write(step, attempt, INDEX) as stream:
-                stream.write(json.dumps(self._shares.index).encode())
-            files[INDEX] = stream.facts
+            contents[INDEX] = [_as_json(self._shares.index)]
+        return self._write_files(step, self.world.attempt, contents)
+
+    def _write_files(self, step: int, draft: str, contents: Mapping[str, Iterable[Any]]) -> Files:
+        files: Files = {}
+        for file, pieces in contents.items():
+            with self.storage.write(step, draft, file) as stream:
+                for piece in pieces:
+                    stream.write(piece)
+            files[file] = stream.facts
         return files
 
-    def _commit(self, number: int, position: dict[str, Any], started: float) -> None:
-        """Wait for every rank's files, commit them as a checkpoint and delete old ones. Rank 0 only."""
-        step, attempt = int(position["step"]), self.world.attempt
-        files = self._gather(number)
+    def _commit(self, files: Files, position: dict[str, Any], started: float, *, draft: str) -> None:
+        """Commit the files of all ranks as a checkpoint and delete old ones. One rank only."""
+        step = int(position["step"])
         self._see_folder()
         if not self.may_commit():
             raise StorageError(f"{name(step)} is not saved: another attempt has taken over this run")
-        facts = {"world_size": self.world.size, "attempt": attempt, "torch": torch.__version__}
-        if not self.storage.commit(step, attempt, {**position, **self.facts, **facts}, files):
+        facts = {"world_size": self.world.size, "attempt": draft, "torch": torch.__version__}
+        if not self.storage.commit(step, draft, {**position, **self.facts, **facts}, files):
             return  # an earlier attempt, then cut off, committed this step; a step is never written twice
-        attempts.note_commit(self.folder, attempt, step=step, path=self.storage.path(step))
+        attempts.note_commit(self.folder, self.world.attempt, step=step, path=self.storage.path(step))
         if best := position.get("best"):
             self.note_best(best)
         self.on_commit(
@@ -333,6 +354,10 @@ def set_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _as_json(value: Any) -> bytes:
+    return json.dumps(value).encode()
 
 
 def _manifest(storage: Storage, step: int) -> dict[str, Any] | str:
