@@ -84,8 +84,9 @@ def repeated(cluster: Nodes) -> int:
 def node_loss(cluster: Nodes, times: int) -> Iterator[float]:
     agents = both(cluster)
     for _ in range(times):
-        lost = agents.pop(random.randrange(2))
+        lost, at = agents.pop(random.randrange(2)), cluster.step()
         yield cluster.next_step(lambda lost=lost: cluster.kill_node(lost))
+        print(f"  steps repeated {max(0, at - cluster.attempts()[-1]['step'])}", flush=True)
         settle(cluster)
         agents.append(cluster.start())
         cluster.until(lambda: cluster.attempts()[-1]["world_size"] == 2, "both nodes")

@@ -78,8 +78,10 @@ def test_a_node_is_lost_and_another_joins(job, ledger):
         cluster.start()
         cluster.until(lambda: cluster.attempts() and cluster.attempts()[-1]["world_size"] == 2, "both")
         cluster.reach(25)
+        at = cluster.step()
         cluster.next_step(lambda: cluster.kill_node(first))
         assert cluster.attempts()[-1]["world_size"] == 1
+        assert cluster.attempts()[-1]["step"] >= at, "no step is repeated"
         cluster.next_step(cluster.start)
         assert cluster.attempts()[-1]["world_size"] == 2
         assert cluster.ended() == [-9, 0, 0], cluster.log

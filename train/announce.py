@@ -53,7 +53,7 @@ def announce(run: Run, folder: RunFolder, *, kinds: list[str]) -> None:
 
 
 def make_up(run: Run, folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the last lines before a save that one rank has made alone (live.py): the rank that writes them may have been lost."""
+    """Write the last lines before a save that one rank has made alone (last_step.py): the rank that writes them may have been lost."""
     if recent := manifest.get("recent"):
         _, known = tail(folder / NAME, until=partial(is_same, recent[0]))
         run.records.make_up(recent, known=known)
@@ -61,8 +61,8 @@ def make_up(run: Run, folder: Path, manifest: Mapping[str, Any]) -> None:
         run.records.event(
             "note",
             step=run.step,
-            text=f"a rank was lost after step {run.step}, and its part of the loss of the last {samples} samples: the next "
-            "train line has the mean of the steps from here on",
+            text=f"a rank was lost after step {run.step}, with its part of the loss of the last {samples} samples: no train "
+            "line has it",
         )
 
 

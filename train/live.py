@@ -32,9 +32,7 @@ from muster.dist.options import GroupOptions
 from muster.dist.place import Place
 from muster.dist.rendezvous.network import Unheard
 from muster.dist.world import World, alone, start
-from muster.errors import RankLost, StorageError, one_line, say
-from muster.job.folder import RunFolder
-from muster.job.rescue import rescue
+from muster.errors import RankLost, one_line, say
 from muster.job.survival import Survival
 from muster.loggers.jsonl import NAME, tail
 from muster.loggers.metrics import Metrics, is_same
@@ -44,7 +42,7 @@ from muster.train.config.keys import Config, Device, NonFinite, Precision
 from muster.train.config.parts import locate
 from muster.train.course import ENDED, LOGGED, Progress
 from muster.train.data.load import Data, load
-from muster.train.loop import Run, is_time_to_evaluate, is_time_to_log, position, save
+from muster.train.loop import Run, save
 from muster.train.numerics import set_numerics
 from muster.train.strategies.base import StepResult, Strategy
 from muster.train.strategies.ddp import Ddp
@@ -169,35 +167,6 @@ class Live:
         }
         self.owes_save = run.running.checkpoints.give_up()
         self._strategy = self._window = progress.result = None  # which hold the group and its connections
-
-    def rescue(self, run: Run, folder: RunFolder) -> None:
-        """Save the last step of `run`, one of whose other ranks is lost for good, or wait for a rank that does.
-
-        The lost rank's part of the sums of the next log line is lost: that line has the steps from here on.
-        """
-        assert isinstance(run.strategy, Replicas)
-        step, progress, window = run.strategy.optimizer_step, run.progress, run.window
-        noted = self.notes.read(progress.step - 1) if progress.step else None
-        has_all = noted and progress.stage >= ENDED and not run.callbacks.are_cut_short
-        is_logged = progress.stage >= LOGGED or not is_time_to_log(run)
-        buffers = step.buffers
-        are_kept = buffers.agree or buffers.none_here() or (run.world.is_first and not is_time_to_evaluate(run))
-        run.running.enter("save")
-
-        def save() -> None:
-            assert noted
-            if run.callbacks.are_within:
-                run.callbacks.on_checkpoint(run)
-            buffers.put(noted[1])
-            if not torch.isfinite(torch.stack([each.detach().sum() for each in step.parameters])).all():
-                raise StorageError(f"weights are not finite at step {progress.step}")
-            lines = [each for each in run.records.recent if each["kind"] in ("train", "eval")]
-            beside = {"step": progress.step, "recent": lines[-2:], "unlogged": window.samples}
-            state = {**step.replica(), **run.callbacks.state()}
-            run.running.checkpoints.save_alone(state=state, position={**position(run), **beside})
-
-        mark = [progress.step, progress.stage] if has_all and is_logged and are_kept else None
-        rescue(run.world, folder, mark=mark, save=save)
 
     # In the next attempt.
 

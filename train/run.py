@@ -30,6 +30,7 @@ from muster.train.course import Course, plan_of, steps_asked_for
 from muster.train.data.load import load as load_data
 from muster.train.data.source import origin_of_samples
 from muster.train.evaluation import refuse_unevaluated
+from muster.train.last_step import save_last_step
 from muster.train.live import Live, note_why_not
 from muster.train.loop import Run, train
 from muster.train.models.initial import first_weights
@@ -210,7 +211,7 @@ def open_run(
         if live and life.survives(error):
             live.keep(run)
         elif live and is_of_peer(error):
-            live.rescue(run, folder)
+            save_last_step(run, folder, live.notes)
         raise
     finally:
         callbacks.close()

@@ -164,36 +164,6 @@ class Board:
             time.sleep(POLL_S)
         return self._patient.wait(key, ANSWER_S)
 
-    # The save of the last step when a rank is lost (job/rescue.py)
-
-    def post_mark(self, mark: str) -> None:
-        """Post how far this rank has come."""
-        self._quick.set(f"rescue/mark/{self.rank}", mark)
-
-    def marks(self, wait_s: float) -> dict[int, str]:
-        """Return what the ranks have posted by `post_mark`: those of all, or those that are there after `wait_s`."""
-        deadline, found = time.monotonic() + wait_s, dict[int, str]()
-        while len(found) < self.size and time.monotonic() < deadline:
-            for rank in range(self.size):
-                if rank not in found and self._quick.check(f"rescue/mark/{rank}"):
-                    found[rank] = self._quick.get(f"rescue/mark/{rank}")
-            time.sleep(POLL_S)
-        return found
-
-    def choose(self, rank: int) -> int:
-        """Choose `rank` to save for all; return the rank that was chosen first."""
-        return int(self._quick.put_first("rescue/rank", str(rank)))
-
-    def end_rescue(self) -> None:
-        """Post that the chosen rank's save has ended."""
-        self._quick.set("rescue/end", "1")
-
-    def await_rescue(self, seconds: float) -> None:
-        """Wait up to `seconds` for the end of the chosen rank's save."""
-        deadline = time.monotonic() + seconds
-        while not self._quick.check("rescue/end") and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-
     # Leaving (job/exit.py). The store may be gone or hang forever, so none of these calls waits long for it.
 
     def claim_failure(self, record: dict[str, Any]) -> tuple[bool, dict[str, Any]]:

@@ -1,0 +1,68 @@
+"""The save of the last step by one of the ranks that are left, when another is lost for good: see muster/job/rescue.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from muster.errors import StorageError
+from muster.faults.notes import Notes
+from muster.job.folder import RunFolder
+from muster.job.rescue import rescue
+from muster.train.course import ENDED, LOGGED
+from muster.train.loop import Run, epoch, is_time_to_evaluate, is_time_to_log, position
+from muster.train.strategies.replicas.replicated import Replicas
+
+
+def save_last_step(run: Run, folder: RunFolder, notes: Notes) -> None:
+    """Save the last step of `run`, or wait for another rank that does. Every rank that is left must call it.
+
+    The lost rank's part of the loss since the last `train` line is lost. A line that was due at this step has none.
+    """
+    noted = notes.read(run.step - 1) if run.step else None
+    is_whole = run.progress.stage >= ENDED and not run.callbacks.are_cut_short
+    run.running.enter("save")
+
+    def save() -> None:
+        assert noted
+        _save(run, buffers=noted[1])
+
+    can = noted and is_whole and _has_common_buffers(run) and folder.may_commit()
+    rescue(run.world, folder, step=run.step, save=save if can else None)
+
+
+def _has_common_buffers(run: Run) -> bool:
+    """Return True if training goes on with this rank's buffers.
+
+    Where each rank has its own, DDP broadcasts rank 0's in the next step; an evaluation before that needs those of all.
+    """
+    assert isinstance(run.strategy, Replicas)
+    buffers = run.strategy.optimizer_step.buffers
+    return buffers.agree or buffers.none_here() or (run.world.is_first and not is_time_to_evaluate(run))
+
+
+def _save(run: Run, *, buffers: dict[str, torch.Tensor]) -> None:
+    """Write and commit a checkpoint alone. `buffers`: this rank's at the end of the step, which the next has changed."""
+    assert isinstance(run.strategy, Replicas)
+    step = run.strategy.optimizer_step
+    if run.callbacks.are_within:
+        run.callbacks.on_checkpoint(run)
+    step.buffers.put(buffers)
+    if not all(bool(torch.isfinite(parameter).all()) for parameter in step.parameters):
+        raise StorageError(f"weights are not finite at step {run.step}")
+    lines = [record for record in run.records.recent if record["kind"] in ("train", "eval")][-2:]
+    if run.progress.stage < LOGGED and is_time_to_log(run):
+        lines.append(_line_without_loss(run))
+    beside = {"step": run.step, "recent": lines, "unlogged": run.window.samples}
+    state = {**step.replica(), **run.callbacks.state()}
+    run.running.checkpoints.save_alone(state=state, position={**position(run), **beside})
+
+
+def _line_without_loss(run: Run) -> dict[str, Any]:
+    result, samples = run.progress.result, run.course.plan.samples_before(run.step)
+    assert result
+    since, seconds = run.records.since_last()
+    known = {"kind": "train", "step": run.step, "epoch": epoch(run), "loss": None, "lr": run.strategy.lr}
+    speed = round((samples - since) / seconds, 1)
+    return {**known, "grad_norm": float(result.grad_norm), "samples": samples, "samples_per_s": speed}
