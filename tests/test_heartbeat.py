@@ -1,16 +1,23 @@
 """Whose fault it is that nobody moves; the real processes are in test_faults.py."""
 
 import json
+import os
+import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from kit.clock import ManualClock
+from kit.until import until
 
 from muster.faults.blame import NAMED, Outlook, fault, last, outlook, silence
 from muster.faults.heartbeat import Heartbeat, period_s
 from muster.faults.phase import FIRST_S, LONG_S, Phase, Phases, cuda_is_busy
+from muster.faults.preemption import Preemption
+from muster.faults.stillness import Stillness, main_thread
 from muster.faults.survey import Echo, Survey
+from muster.process import STOP_SIGNALS
 
 pytestmark = pytest.mark.unit
 
@@ -162,3 +169,82 @@ def test_a_rank_that_waits_for_a_silent_rank_0_leaves_at_the_timeout(clock):
         clock.sleep(0.1)
     assert found and found.rank == 0 and "rank 0 on n1 (step 7) sends no heartbeat" in str(found)
     assert 4.8 < clock.now - began < 5.2
+
+
+@pytest.fixture
+def standing(clock):
+    """A heartbeat of rank 1 whose main thread stands where `place` says, and what has reached it."""
+    beats = [json.dumps({"phase": vars(phase(7)), "outlook": None}).encode()]
+    said = SimpleNamespace(place=(1, 1), failed=False, stopped=False, beats=True)
+    board = SimpleNamespace(**vars(board_of(beats)), has_failure=lambda: said.failed, post_beat=lambda text: None)
+    world = SimpleNamespace(size=2, rank=1, is_first=False, device=torch.device("cpu"), board=board)
+    still = Stillness(place=lambda: said.place, clock=clock)
+    options = {"stillness": still, "is_asked_to_stop": lambda: said.stopped, "clock": clock}
+    own = Heartbeat(world, timeout_s=300.0, start_s=300.0, on_hang=print, **options)
+    own.enter("step", 7)
+
+    def passes(seconds):
+        """The verdict after `seconds` at most, and how many have passed."""
+        for tenth in range(round(seconds * 10)):
+            if found := own._verdict():
+                return found, tenth / 10
+            if said.beats:
+                beats[0] = json.dumps({"phase": vars(phase(7, age_s=clock.now)), "outlook": None}).encode()
+            own.eye.look(own.phases.now(1), is_wanted=True)
+            own._one_has_failed = own._is_still and board.has_failure()
+            clock.sleep(0.1)
+        return None, seconds
+
+    return said, own, passes
+
+
+def test_a_rank_that_stands_still_leaves_when_another_has_failed(standing):
+    said, _, passes = standing
+    assert passes(10) == (None, 10), "a step may take long"
+    said.failed = True
+    found, seconds = passes(10)
+    assert found and "another rank has failed" in str(found) and seconds < 0.3
+
+
+def test_a_rank_that_moves_or_waits_for_its_own_checkpoint_hears_of_a_failure_by_itself(standing):
+    said, own, passes = standing
+    said.failed, said.place = True, None  # in Thread.join, say
+    assert passes(10) == (None, 10)
+    for step in range(8, 18):
+        own.enter("step", step)
+        said.place = (1, 1)
+        assert passes(1) == (None, 1), "where the same line runs again in another step"
+
+
+def test_after_a_sigterm_a_rank_that_stands_still_waits_for_ranks_that_live(standing):
+    said, _, passes = standing
+    said.stopped = True
+    assert passes(30) == (None, 30), "a preempted rank may be waited for"
+    said.beats = False
+    found, seconds = passes(10)
+    assert found and found.rank == 0 and "sends no heartbeat" in str(found) and 3.8 < seconds < 4.5
+
+
+def test_a_main_thread_that_waits_for_another_one_is_not_still():
+    """As for the writer of a checkpoint."""
+    seen = []
+    looking = threading.Thread(target=lambda: seen.append(until(lambda: main_thread() is None, "join", timeout_s=5)))
+    looking.start()
+    looking.join()
+    assert seen
+
+
+def test_a_stop_signal_is_known_to_other_threads_before_its_handler_runs():
+    preemption, before = Preemption(), {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        preemption.install()
+        assert not preemption.has_arrived()
+        os.write(preemption._arrivals[1], bytes([signal.SIGCHLD]))
+        assert not preemption.has_arrived(), "another signal"
+        os.write(preemption._arrivals[1], bytes([signal.SIGTERM]))  # as Python's part in C does, at once
+        assert preemption.has_arrived() and not preemption.signalled
+    finally:
+        preemption.uninstall()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert signal.set_wakeup_fd(-1) == -1

@@ -163,7 +163,7 @@ class Exit:
 
     def _is_failed_start(self, error: BaseException, code: int) -> bool:
         """Whether `error` counts as a failed start; not if the launcher ended all ranks because a node joins."""
-        ended = code == Preempted.exit_code or (isinstance(error, RankLost) and self.preemption.signalled)
+        ended = code == Preempted.exit_code or (isinstance(error, RankLost) and self.preemption.has_arrived())
         return self.max_idle_attempts is not None and code not in final() and not ended
 
     def _is_lost(self, error: BaseException) -> bool:

@@ -170,7 +170,13 @@ class Lifecycle:
         """
         self._enter(State.met)
         self._world = world
-        self._heartbeat = heartbeat = Heartbeat(world, timeout_s=timeout_s, start_s=START_S, on_hang=self.lose)
+        self._heartbeat = heartbeat = Heartbeat(
+            world,
+            timeout_s=timeout_s,
+            start_s=START_S,
+            on_hang=self.lose,
+            is_asked_to_stop=self.preemption.has_arrived,
+        )
         self.on_end(self._part, failed=self._leave, parted=self._dissolve)
         if self._survival:
             self._survival.met(world)
