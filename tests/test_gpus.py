@@ -1,15 +1,58 @@
 """What is different on GPUs, as far as it can be seen without one: devices without storage, decisions by device."""
 
+import os
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from muster.checkpoint.optimizer_state import empty_state
 from muster.checkpoint.trained import SavedTensor
+from muster.dist import world
+from muster.dist.options import GroupOptions
+from muster.dist.place import Place
+from muster.dist.recorder import VARIABLES
+from muster.dist.rendezvous import network
+from muster.dist.rendezvous.network import choose_interface
 from muster.train.config.compose import compose
 from muster.train.evaluation import EVAL_BATCH, samples_at_once
 from muster.train.numerics import set_numerics
 
 pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """The environment of torch and NCCL, without these variables, and put back at the end."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *VARIABLES):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_nccl_takes_the_interface_that_leads_to_the_master_as_gloo_does(variables):
+    variables.setattr(network, "own_address", lambda: "127.0.0.1")
+    choose_interface(Place(rank=0, world_size=2, local_rank=0, local_world_size=1))
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+    variables.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    choose_interface(Place(rank=0, world_size=2, local_rank=0, local_world_size=1))
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0", "a user's own"
+
+
+@pytest.mark.parametrize(
+    "backend, own, entries",
+    [("cpu:gloo,cuda:nccl", None, "2000"), ("cpu:gloo,cuda:nccl", "0", "0"), ("gloo", None, None)],
+)
+def test_the_flight_recorder_is_on_before_a_group_is_made_on_gpus(variables, backend, own, entries):
+    seen = []
+    if own:
+        variables.setenv(VARIABLES[0], own)
+    variables.setattr(world.dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(VARIABLES[0])))
+    variables.setattr(world.dist, "set_timeout", lambda _: None, raising=False)
+    variables.setattr(world.dist.distributed_c10d, "_set_pg_timeout", lambda _: None)
+    place, board = Place(rank=0, world_size=2, local_rank=0, local_world_size=2), SimpleNamespace(group_store=None)
+    world.form_group(GroupOptions(), place, board, backend=backend, device=torch.device("cuda", 0))
+    assert seen == [entries]
 
 
 @pytest.mark.parametrize("fused", [False, True])

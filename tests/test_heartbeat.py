@@ -11,6 +11,7 @@ import torch
 from kit.clock import ManualClock
 from kit.until import until
 
+from muster.dist.waiting import Waiting
 from muster.faults.blame import NAMED, Outlook, fault, last, outlook, silence
 from muster.faults.heartbeat import Heartbeat, period_s
 from muster.faults.phase import FIRST_S, LONG_S, Phase, Phases, cuda_is_busy
@@ -22,8 +23,8 @@ from muster.process import STOP_SIGNALS
 pytestmark = pytest.mark.unit
 
 
-def phase(number, *, waiting=False, age_s=10.0, limit_s=5.0, host="n1"):
-    return Phase(1, number, f"step {number}", age_s, limit_s, waiting, "mine.py:3 (forward)", host)
+def phase(number, *, waiting=False, age_s=10.0, limit_s=5.0, host="n1", gradients=0):
+    return Phase(1, number, f"step {number}", age_s, limit_s, waiting, "mine.py:3 (forward)", host, gradients)
 
 
 def test_the_fewest_phases_are_last():
@@ -91,6 +92,47 @@ def test_who_is_busy_within_its_time_excuses_the_others():
     assert fault(hung, phase(6), timeout_s=5, patient=True), "which it does"
     found = fault(hung, mine, timeout_s=5, patient=False)
     assert found and found.rank == 2 and "rank 2 on n1 (step 6) is in mine.py:3 (forward)" in str(found)
+
+
+def test_a_device_that_hangs_is_named_although_the_code_of_all_waits_alike():
+    """It has one gradient less than those whose devices wait for it; its code may even be ahead of theirs."""
+    mine = phase(9, waiting=True, gradients=4)
+    hung = seen(r0=mine, r1=phase(9, waiting=True, gradients=4), r2=phase(10, waiting=True, gradients=3))
+    found = fault(hung, mine, timeout_s=5, patient=False)
+    assert found and found.rank == 2 and "its device with gradients that the others have" in str(found)
+    posted = Outlook.of_json(json.loads(json.dumps(hung.as_json())))
+    assert posted.is_behind(phase(10, waiting=True, gradients=3)) and not posted.is_behind(mine)
+
+
+def test_the_device_tells_how_many_steps_it_has_computed(monkeypatch):
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            done.append(False)
+            self.number = len(done) - 1
+
+        def record(self):
+            pass
+
+        def query(self):
+            return done[self.number]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    weight = torch.nn.Parameter(torch.ones(2))
+    waiting = Waiting(SimpleNamespace(device=torch.device("cuda", 0)), [weight])
+    for _ in range(3):
+        waiting.begin()
+        (weight * 2).sum().backward()
+        waiting.end()
+    assert len(done) == 6 and waiting.computed() == 0, "an event at the gradient and one at the end of the exchange"
+    done[0] = True
+    assert waiting.computed() == 1
+    done[4] = True
+    assert waiting.computed() == 1, "in order"
+    done[2] = True
+    assert waiting.computed() == 3
+    assert Waiting(SimpleNamespace(device=torch.device("cpu")), [weight]).computed() == 0
 
 
 def test_all_behind_is_nobodys_fault_alone():

@@ -51,6 +51,7 @@ class Exit:
     max_idle_attempts: failed starts in a row before CrashLoop; None: starts are not counted.
     records: False if outcome.json is left alone, as by an evaluation.
     world, heartbeat, lease, step: those of the attempt so far; they decide which ranks an error concerns.
+    flight_recorder: where each rank's last collectives on GPUs are, after a hang.
     """
 
     folder: Path
@@ -61,6 +62,7 @@ class Exit:
     heartbeat: Heartbeat | None = None
     lease: Lease | None = None
     step: int | None = None
+    flight_recorder: str | None = None
 
     def because(self, error: BaseException) -> int:
         """Report `error` and return the exit code."""
@@ -198,6 +200,7 @@ class Exit:
             "rank": whose.rank if whose else self.world.rank if self.world else 0,
             "failed_host": whose.host if whose else socket.gethostname(),
             "error": in_words(error),
+            "flight_recorder": self.flight_recorder,
             "traceback": redacted(traceback.format_exc()) if lost or not known or error.__cause__ else None,
             "failure": None if lost or known else _digest(f"{self.step} {traceback.format_exc()}"),
         }
