@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch.distributed as dist
+import torch
 
 from muster.dist.board import within
 
@@ -31,7 +31,7 @@ def write(folder: Path, *, attempt: str, rank: int) -> str | None:
     name = f"flight-recorder-{attempt[:8]}"
 
     def dump() -> str:
-        found: bytes = dist.distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]
+        found: bytes = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / f"rank_{rank}").write_bytes(found)
         return name
