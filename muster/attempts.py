@@ -55,6 +55,7 @@ class Attempt:
         times_held: starts in a row that found the run held by another part of their job.
         checkpoint: the newest commit, {step, path}, so that its loss is noticed.
         error, traceback, rank, failed_host: of the first cause, if the attempt failed.
+        flight_recorder: folder with each rank's last collectives on GPUs, if the attempt ended in a hang.
         cause: the error of the previous attempt.
         failure: equal for two errors at the same step with the same traceback.
         failure_before: the `failure` of the previous attempt.
@@ -82,6 +83,7 @@ class Attempt:
     error: str | None = None
     rank: int | None = None
     failed_host: str | None = None
+    flight_recorder: str | None = None
     traceback: str | None = None
     failure: str | None = None
     failure_before: str | None = None

@@ -225,6 +225,21 @@ def test_a_stopped_rank_alone_on_its_node_is_ended(job, ledger):
         assert_clean(cluster, ledger, steps=60)
 
 
+@pytest.mark.parametrize(
+    "how, said", [("false", "rank 0 has a bug"), ("true", "rank 0 on")], ids=["by an error", "by SIGKILL"]
+)
+def test_a_rank_that_waits_in_c_leaves_when_another_fails(tmp_path, how, said):
+    """Its SIGTERM handler does not run, and torchrun kills it after 30 s: so long was each crash of a rank on NCCL."""
+    fails = (
+        "+callbacks.fails._target_=kit.parts.dying.FirstFails",
+        "+callbacks.fails.at=3",
+        f"+callbacks.fails.kills={how}",
+    )
+    result = run(tmp_path / "run", *fails, "max_steps=9", "dist.survive=false", ranks=2, ok=False)
+    assert result.code == 1 and result.seconds < 25, result.out
+    assert said in result.out and result.outcome["step"] == 3, result.out
+
+
 def test_what_is_slow_is_no_hang(tmp_path, ledger):
     """A start, a first step and saves that each take longer than the timeout."""
     env = {"LEDGER": str(ledger), "SLOW_S": "3"}

@@ -1,22 +1,30 @@
 """Whose fault it is that nobody moves; the real processes are in test_faults.py."""
 
 import json
+import os
+import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from kit.clock import ManualClock
+from kit.until import until
 
+from muster.dist.waiting import Waiting
 from muster.faults.blame import NAMED, Outlook, fault, last, outlook, silence
 from muster.faults.heartbeat import Heartbeat, period_s
 from muster.faults.phase import FIRST_S, LONG_S, Phase, Phases, cuda_is_busy
+from muster.faults.preemption import Preemption
+from muster.faults.stillness import Stillness, main_thread
 from muster.faults.survey import Echo, Survey
+from muster.process import STOP_SIGNALS
 
 pytestmark = pytest.mark.unit
 
 
-def phase(number, *, waiting=False, age_s=10.0, limit_s=5.0, host="n1"):
-    return Phase(1, number, f"step {number}", age_s, limit_s, waiting, "mine.py:3 (forward)", host)
+def phase(number, *, waiting=False, age_s=10.0, limit_s=5.0, host="n1", gradients=0):
+    return Phase(1, number, f"step {number}", age_s, limit_s, waiting, "mine.py:3 (forward)", host, gradients)
 
 
 def test_the_fewest_phases_are_last():
@@ -84,6 +92,47 @@ def test_who_is_busy_within_its_time_excuses_the_others():
     assert fault(hung, phase(6), timeout_s=5, patient=True), "which it does"
     found = fault(hung, mine, timeout_s=5, patient=False)
     assert found and found.rank == 2 and "rank 2 on n1 (step 6) is in mine.py:3 (forward)" in str(found)
+
+
+def test_a_device_that_hangs_is_named_although_the_code_of_all_waits_alike():
+    """It has one gradient less than those whose devices wait for it; its code may even be ahead of theirs."""
+    mine = phase(9, waiting=True, gradients=4)
+    hung = seen(r0=mine, r1=phase(9, waiting=True, gradients=4), r2=phase(10, waiting=True, gradients=3))
+    found = fault(hung, mine, timeout_s=5, patient=False)
+    assert found and found.rank == 2 and "its device with gradients that the others have" in str(found)
+    posted = Outlook.of_json(json.loads(json.dumps(hung.as_json())))
+    assert posted.is_behind(phase(10, waiting=True, gradients=3)) and not posted.is_behind(mine)
+
+
+def test_the_device_tells_how_many_steps_it_has_computed(monkeypatch):
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            done.append(False)
+            self.number = len(done) - 1
+
+        def record(self):
+            pass
+
+        def query(self):
+            return done[self.number]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    weight = torch.nn.Parameter(torch.ones(2))
+    waiting = Waiting(SimpleNamespace(device=torch.device("cuda", 0)), [weight])
+    for _ in range(3):
+        waiting.begin()
+        (weight * 2).sum().backward()
+        waiting.end()
+    assert len(done) == 6 and waiting.computed() == 0, "an event at the gradient and one at the end of the exchange"
+    done[0] = True
+    assert waiting.computed() == 1
+    done[4] = True
+    assert waiting.computed() == 1, "in order"
+    done[2] = True
+    assert waiting.computed() == 3
+    assert Waiting(SimpleNamespace(device=torch.device("cpu")), [weight]).computed() == 0
 
 
 def test_all_behind_is_nobodys_fault_alone():
@@ -162,3 +211,82 @@ def test_a_rank_that_waits_for_a_silent_rank_0_leaves_at_the_timeout(clock):
         clock.sleep(0.1)
     assert found and found.rank == 0 and "rank 0 on n1 (step 7) sends no heartbeat" in str(found)
     assert 4.8 < clock.now - began < 5.2
+
+
+@pytest.fixture
+def standing(clock):
+    """A heartbeat of rank 1 whose main thread stands where `place` says, and what has reached it."""
+    beats = [json.dumps({"phase": vars(phase(7)), "outlook": None}).encode()]
+    said = SimpleNamespace(place=(1, 1), failed=False, stopped=False, beats=True)
+    board = SimpleNamespace(**vars(board_of(beats)), has_failure=lambda: said.failed, post_beat=lambda text: None)
+    world = SimpleNamespace(size=2, rank=1, is_first=False, device=torch.device("cpu"), board=board)
+    still = Stillness(place=lambda: said.place, clock=clock)
+    options = {"stillness": still, "is_asked_to_stop": lambda: said.stopped, "clock": clock}
+    own = Heartbeat(world, timeout_s=300.0, start_s=300.0, on_hang=print, **options)
+    own.enter("step", 7)
+
+    def passes(seconds):
+        """The verdict after `seconds` at most, and how many have passed."""
+        for tenth in range(round(seconds * 10)):
+            if found := own._verdict():
+                return found, tenth / 10
+            if said.beats:
+                beats[0] = json.dumps({"phase": vars(phase(7, age_s=clock.now)), "outlook": None}).encode()
+            own.eye.look(own.phases.now(1), is_wanted=True)
+            own._one_has_failed = own._is_still and board.has_failure()
+            clock.sleep(0.1)
+        return None, seconds
+
+    return said, own, passes
+
+
+def test_a_rank_that_stands_still_leaves_when_another_has_failed(standing):
+    said, _, passes = standing
+    assert passes(10) == (None, 10), "a step may take long"
+    said.failed = True
+    found, seconds = passes(10)
+    assert found and "another rank has failed" in str(found) and seconds < 0.3
+
+
+def test_a_rank_that_moves_or_waits_for_its_own_checkpoint_hears_of_a_failure_by_itself(standing):
+    said, own, passes = standing
+    said.failed, said.place = True, None  # in Thread.join, say
+    assert passes(10) == (None, 10)
+    for step in range(8, 18):
+        own.enter("step", step)
+        said.place = (1, 1)
+        assert passes(1) == (None, 1), "where the same line runs again in another step"
+
+
+def test_after_a_sigterm_a_rank_that_stands_still_waits_for_ranks_that_live(standing):
+    said, _, passes = standing
+    said.stopped = True
+    assert passes(30) == (None, 30), "a preempted rank may be waited for"
+    said.beats = False
+    found, seconds = passes(10)
+    assert found and found.rank == 0 and "sends no heartbeat" in str(found) and 3.8 < seconds < 4.5
+
+
+def test_a_main_thread_that_waits_for_another_one_is_not_still():
+    """As for the writer of a checkpoint."""
+    seen = []
+    looking = threading.Thread(target=lambda: seen.append(until(lambda: main_thread() is None, "join", timeout_s=5)))
+    looking.start()
+    looking.join()
+    assert seen
+
+
+def test_a_stop_signal_is_known_to_other_threads_before_its_handler_runs():
+    preemption, before = Preemption(), {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        preemption.install()
+        assert not preemption.has_arrived()
+        os.write(preemption._arrivals[1], bytes([signal.SIGCHLD]))
+        assert not preemption.has_arrived(), "another signal"
+        os.write(preemption._arrivals[1], bytes([signal.SIGTERM]))  # as Python's part in C does, at once
+        assert preemption.has_arrived() and not preemption.signalled
+    finally:
+        preemption.uninstall()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert signal.set_wakeup_fd(-1) == -1

@@ -1,5 +1,6 @@
 """The states of an attempt: which follows which, and how each is undone."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -111,10 +112,13 @@ def test_an_undoing_that_fails_turns_the_end_into_a_failure(tmp_path):
     assert life.exit_code == 1 and "connection reset" in attempts.last(tmp_path).error
 
 
-def test_a_lost_peer_ends_the_process_from_another_thread(tmp_path, monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_lost_peer_ends_the_process_from_another_thread(tmp_path, monkeypatch, device):
+    """On GPUs with the last collectives beside the record."""
     said, ended = [], []
     life = restored(tmp_path, said)
     life.run()
+    monkeypatch.setattr(Alone, "device", torch.device(device))
 
     def leave(code):
         ended.append(code)
@@ -127,3 +131,6 @@ def test_a_lost_peer_ends_the_process_from_another_thread(tmp_path, monkeypatch)
     record = attempts.last(tmp_path)
     assert (ended, record.outcome, record.rank, record.failed_host) == ([1], "rank_lost", 1, "n2")
     assert said == ["report", "strategy left", "group left"]
+    assert record.flight_recorder == ("flight-recorder-attempt" if device == "cuda" else None)
+    kept = [pickle.loads(path.read_bytes()) for path in tmp_path.glob("flight-recorder-*/rank_0")]
+    assert len(kept) == (device == "cuda") and all("version" in each for each in kept)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from muster.checkpoint.trained import SavedTensor
 from muster.dist.pieces import in_pieces, own_piece
 from muster.dist.world import World
 from muster.errors import StorageError
+
+ALIGNMENT = 64
+"""Bytes; a multiple of the size of every dtype."""
 
 
 class Replicated:
@@ -61,13 +64,18 @@ class Replicated:
 
 @dataclass(frozen=True)
 class RankShare:
-    """This rank's part of one state, in host memory."""
+    """This rank's part of one state, in host memory.
+
+    ready: waits until the tensors are there; on CUDA the device copies them while training goes on.
+    """
 
     tensors: list[Tensor]
     values: dict[str, Any]
+    ready: Callable[[], object] = lambda: None
 
     def pieces(self) -> Iterator[Any]:
-        """Yield the content of this rank's file, as buffers."""
+        """Yield the content of this rank's file, as buffers, once it is there."""
+        self.ready()
         for tensor in self.tensors:
             yield as_bytes(tensor)
         blob = io.BytesIO()
@@ -96,19 +104,27 @@ class Shares:
         if self._world.sum([float(structure != self._structure)])[0]:
             self._exchange(state)
             self._structure = structure
-        self._copy([own_piece(state[piece.name]) for piece in self._plan.pieces])
-        return RankShare(self._copies, {name: host_copy(state[name]) for name in self._plan.values})
+        ready = self._copy([own_piece(state[piece.name]) for piece in self._plan.pieces])
+        return RankShare(self._copies, {name: host_copy(state[name]) for name in self._plan.values}, ready)
 
-    def _copy(self, tensors: list[Tensor]) -> None:
-        """Copy tensors to host memory; on CUDA it is page-locked, so that all transfers are asynchronous."""
+    def _copy(self, tensors: list[Tensor]) -> Callable[[], object]:
+        """Copy tensors to host memory, and return what waits until they are there.
+
+        On CUDA the memory is page-locked, and the copies are queued between this step and the next one, whose update may
+        not overtake them: only the device waits for them, and the thread that writes the file.
+        """
         fits = [(tensor.shape, tensor.dtype) for tensor in tensors] == [(c.shape, c.dtype) for c in self._copies]
         cuda = self._world.device.type == "cuda"
         if not fits:
-            self._copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=cuda) for tensor in tensors]
+            self._copies = []  # before the new memory is taken
+            self._copies = _in_one_piece(tensors) if cuda else [torch.empty(t.shape, dtype=t.dtype) for t in tensors]
         for copy, tensor in zip(self._copies, tensors, strict=True):
             copy.copy_(tensor.detach(), non_blocking=cuda)
-        if cuda:
-            torch.cuda.synchronize(self._world.device)
+        if not cuda:
+            return lambda: None
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event.synchronize
 
     def _exchange(self, state: Mapping[str, Any]) -> None:
         world, planner = self._world, self._planner(state)
@@ -130,6 +146,14 @@ class Shares:
         from muster.checkpoint.sharded import Sharded  # imported here: torch's planners take a second
 
         return Sharded(is_first=self._world.is_first)
+
+
+def _in_one_piece(tensors: list[Tensor]) -> list[Tensor]:
+    """Return memory for copies of `tensors` in one page-locked block: the system locks each block anew, and slowly."""
+    sizes = [math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT for tensor in tensors]
+    block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    parts = zip(torch.split(block, sizes), tensors, strict=True)
+    return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in parts]
 
 
 def _structure(name: str, value: Any) -> tuple[Any, ...]:

@@ -177,6 +177,10 @@ class Board:
         rank, first = json.loads(said or mine)
         return rank == self.rank, first
 
+    def has_failure(self) -> bool:
+        """Whether a rank has posted its failure. Answered at once."""
+        return self._quick.check("failed")
+
     def first_failure(self, wait_s: float, *, enough: Callable[[], Any] = lambda: False) -> dict[str, Any] | None:
         """Return the failure posted by `claim_failure`; None after `wait_s`, or when `enough` returns true before."""
         pause_s = max(POLL_S, self.size / LEAVING_PER_S)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +42,9 @@ class Waiting:
         self._arrival: Any = None
         self._seconds, self._steps = 0.0, 0
         self._pairs: list[tuple[Any, Any]] = []
+        self._ended = 0
+        self._lock = threading.Lock()
+        self._unfinished: deque[tuple[int, Any]] = deque()
 
     def begin(self) -> None:
         """Mark the start of a step's forward and backward passes."""
@@ -46,9 +52,12 @@ class Waiting:
 
     def end(self) -> None:
         """Mark the end of the exchange: the gradients are the global ones."""
-        self._steps += 1
+        self._steps, self._ended = self._steps + 1, self._ended + 1
         if self._arrival is None:
             return
+        if self._is_cuda:
+            self._unfinished.append((self._ended, self._arrival))
+            self.computed()
         end = self._moment()
         if self._is_cuda:
             if len(self._pairs) < MOST_PAIRS:
@@ -58,6 +67,16 @@ class Waiting:
         if len(self._hooks) > 1 and self._last is not None:
             for parameter in [each for each in self._hooks if each is not self._last]:
                 self._hooks.pop(parameter).remove()
+
+    def computed(self) -> int:
+        """Return the number of steps whose own gradients the device has computed; 0 on CPU. Any thread may call it."""
+        if not self._is_cuda:
+            return 0
+        with self._lock:
+            with contextlib.suppress(torch.AcceleratorError):  # which the main thread reports
+                while self._unfinished and self._unfinished[0][1].query():
+                    self._unfinished.popleft()
+            return self._unfinished[0][0] - 1 if self._unfinished else self._ended
 
     def read(self) -> float:
         """Return the seconds waited since the last call. On CUDA all steps so far must be complete."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from muster.dist import recorder
 from muster.dist.board import Board
 from muster.dist.device import choose_backend, choose_device
 from muster.dist.options import GroupOptions
@@ -308,6 +309,8 @@ def form_group(options: GroupOptions, place: Place, board: Board, *, backend: st
         RankLost: the group was not formed within `dist.start_timeout_s`, or broke.
     """
     choose_interface(place)
+    if "nccl" in backend:
+        recorder.switch_on()
     try:
         dist.init_process_group(
             backend,

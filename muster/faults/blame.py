@@ -1,13 +1,14 @@
 """Find the rank that blocks the others: pure functions over the posted phases.
 
 - A rank that gives no sign of life is lost: stopped, or behind a cut link.
-- The rank furthest behind hangs: it has entered fewer phases, or runs its own code while the others wait for it.
+- The rank furthest behind hangs: its device has computed the gradients of fewer steps, it has entered fewer phases, or it
+  runs its own code while the others wait for it.
 - A rank that is behind but within its time limit (a long save, a first compile) excuses the others.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from muster.errors import RankLost
@@ -34,6 +35,7 @@ class Outlook:
 
     silent: list[Standing]
     behind: list[Standing]
+    gradients: int
     number: int
     waiting: bool
     overdue: bool
@@ -41,7 +43,7 @@ class Outlook:
 
     def is_behind(self, phase: Phase) -> bool:
         """Whether a rank in `phase` is one that all others wait for."""
-        return bool(self.behind) and (phase.number, phase.waiting) == (self.number, self.waiting)
+        return bool(self.behind) and progress(phase) == (self.gradients, self.number, self.waiting)
 
     def as_json(self) -> dict[str, Any]:
         """Return the outlook as JSON values."""
@@ -54,10 +56,15 @@ class Outlook:
         return cls(**{**said, **lists})
 
 
+def progress(phase: Phase) -> tuple[int, int, bool]:
+    """Return how far a rank is, to compare: a queue lets code run ahead of a device that hangs, so its device comes first."""
+    return phase.gradients, phase.number, phase.waiting
+
+
 def last(phases: dict[int, Phase]) -> list[int]:
-    """Return the ranks that all others wait for: fewest phases entered, and of those the ranks in their own code."""
-    behind = min((phase.number, phase.waiting) for phase in phases.values())
-    return [rank for rank, phase in sorted(phases.items()) if (phase.number, phase.waiting) == behind]
+    """Return the ranks that all others wait for: those of the least progress."""
+    behind = min(map(progress, phases.values()))
+    return [rank for rank, phase in sorted(phases.items()) if progress(phase) == behind]
 
 
 def outlook(phases: dict[int, Phase | None], *, silent_s: dict[int, float], quiet_s: float) -> Outlook:
@@ -72,13 +79,16 @@ def outlook(phases: dict[int, Phase | None], *, silent_s: dict[int, float], quie
     silent = [standing_of(rank, phases[rank], silent_s[rank]) for rank in sorted(longest) if silent_s[rank] > quiet_s]
     known = {rank: phase for rank, phase in phases.items() if phase}
     if len(known) < len(phases):
-        return Outlook(silent, [], 0, False, overdue=False, all_behind=False)
+        return Outlook(silent, [], 0, 0, False, overdue=False, all_behind=False)
     culprits = last(known)
     behind = [standing_of(rank, known[rank], silent_s.get(rank, 0.0)) for rank in culprits[: NAMED // 2]]
     first = known[culprits[0]]
+    if first.gradients < min((p.gradients for rank, p in known.items() if rank not in culprits), default=0):
+        behind = [replace(one, where=f"{one.where}, its device with gradients that the others have") for one in behind]
     return Outlook(
         silent,
         behind,
+        first.gradients,
         first.number,
         first.waiting,
         overdue=all(known[rank].overdue for rank in culprits),

@@ -7,8 +7,13 @@ phase allows reads rank 0's post: the ranks that hang print where their code sta
 them, and the launcher restarts all. If rank 0 posts nothing new, rank 0 is lost. A stopped process is ended by its
 watchdog timer (watchdog.py), which must be re-armed regularly.
 
-Each period costs the store one operation per rank, or two for rank 0 and ranks that stand still. The period grows with
-the number of ranks, which bounds the store's load to a few thousand operations per second.
+A rank that has failed says so to the others, and a launcher by SIGTERM. A rank whose main thread waits in C, as on NCCL
+it does, hears neither, and torchrun kills it 30 s later. So a rank whose main thread stands still (stillness.py) leaves
+as soon as the store says that another one has failed, or if after a SIGTERM another one is silent.
+
+Each period costs the store one operation per rank, or two for rank 0 and ranks that stand still; one more while the main
+thread stands still. The period grows with the number of ranks, which bounds the store's load to a few thousand
+operations per second.
 """
 
 from __future__ import annotations
@@ -26,7 +31,8 @@ from muster.clock import SYSTEM, SystemClock
 from muster.dist.place import store_is_agents
 from muster.errors import RankLost, say
 from muster.faults.blame import fault, silence
-from muster.faults.phase import Phase, Phases, cuda_is_busy
+from muster.faults.phase import Phase, Phases, code_position, cuda_is_busy
+from muster.faults.stillness import Stillness
 from muster.faults.survey import Echo, Eye, Survey
 from muster.faults.watchdog import Watchdog
 
@@ -38,6 +44,7 @@ BEATS_PER_S = 2000.0  # total of all ranks
 GRACE_S = 2.0  # time for the hanging rank to report itself
 LAST_WORDS_S = 30.0
 ABANDONED_S = 4.0  # longer than any live rank is silent
+STILL_S = 2.0  # longer than a main thread that can leave by itself stands still once another rank has failed
 
 
 def period_s(size: int, timeout_s: float) -> float:
@@ -46,7 +53,12 @@ def period_s(size: int, timeout_s: float) -> float:
 
 
 class Heartbeat:
-    """This rank's heartbeat, and its view of the other ranks."""
+    """This rank's heartbeat, and its view of the other ranks.
+
+    Args:
+        on_hang: called with the reason why this rank must leave, from a thread.
+        is_asked_to_stop: returns whether a stop signal has reached this process, although the main thread may not know.
+    """
 
     def __init__(
         self,
@@ -55,9 +67,12 @@ class Heartbeat:
         timeout_s: float,
         start_s: float,
         on_hang: Callable[[RankLost], object],
+        is_asked_to_stop: Callable[[], bool] = lambda: False,
+        stillness: Stillness | None = None,
         clock: SystemClock = SYSTEM,
     ):
         self.world, self.timeout_s, self.on_hang, self.clock = world, timeout_s, on_hang, clock
+        self.is_asked_to_stop, self.stillness = is_asked_to_stop, stillness or Stillness(clock=clock)
         is_busy = partial(cuda_is_busy, world.device)
         self.phases = Phases(timeout_s=timeout_s, start_s=start_s, device_is_busy=is_busy, clock=clock)
         self.period_s = period_s(world.size, timeout_s)
@@ -67,6 +82,8 @@ class Heartbeat:
         self._watching = threading.Event()
         self._watched_for_good = False
         self._store_is_gone = False
+        self._is_still = False
+        self._one_has_failed = False
         self._ended = threading.Event()
         self._watchdog: Watchdog | None = None
 
@@ -146,6 +163,7 @@ class Heartbeat:
                 is_wanted = self._watching.is_set() or mine.age_s > self.timeout_s / 4
                 if self.world.is_first or is_wanted:
                     self.eye.look(mine, is_wanted=is_wanted)
+                self._one_has_failed = self._is_still and self.world.board.has_failure()
                 self.world.board.post_beat(self.eye.post(mine))
                 self.clock.wait(self._ended, self.period_s)
         except RuntimeError:
@@ -170,6 +188,8 @@ class Heartbeat:
     def _verdict(self) -> RankLost | None:
         """Return why this rank must leave; None if all is well or the rank must wait."""
         mine = self.phases.now(self._beat)
+        if found := self._deserted(mine):
+            return found
         if mine.age_s < self.timeout_s / 2:
             if not self._watched_for_good:
                 self._watching.clear()
@@ -185,6 +205,18 @@ class Heartbeat:
             self._told = mine.number
             self._tell(mine)
         return found
+
+    def _deserted(self, mine: Phase) -> RankLost | None:
+        """Return why this rank must leave although its main thread, which stands still, has not heard of it."""
+        self._is_still = self.stillness.seconds(mine.number) >= STILL_S
+        if not self._is_still:
+            return None
+        if self._one_has_failed:
+            return RankLost(f"another rank has failed, while rank {self.world.rank} waited in {code_position()[0]}")
+        if self.is_asked_to_stop():
+            self.watch()
+            return self.silence(ABANDONED_S, waited=f", and rank {self.world.rank} is asked to stop")
+        return None
 
     def _fault(self, mine: Phase) -> RankLost | None:
         seen = self.eye.outlook

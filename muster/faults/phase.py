@@ -29,7 +29,9 @@ class Phase:
     """The current phase of a rank. Times are in seconds, on its own clock: since the phase began, and the most allowed.
 
     `number` counts the phases that the rank has entered. `waiting` is whether its code or its device waits for other
-    ranks: on CUDA the code only launches a collective, and then waits wherever it reads a value.
+    ranks: on CUDA the code only launches a collective, and then waits wherever it reads a value. `gradients` counts the
+    steps whose own gradients the rank's device has computed: a device that hangs has done one less than those that wait
+    for it. 0 on CPU.
     """
 
     beat: int
@@ -40,6 +42,7 @@ class Phase:
     waiting: bool
     where: str
     host: str
+    gradients: int = 0
 
     @property
     def overdue(self) -> bool:
@@ -61,6 +64,8 @@ class Phases:
         self.timeout_s, self.device_is_busy, self.clock = timeout_s, device_is_busy, clock
         self._entered: Counter[str] = Counter()
         self._longest: dict[str, float] = {}
+        self.gradients: Callable[[], int] = lambda: 0
+        """Returns the number of steps whose own gradients the device has computed."""
         self._current = (0, "start-up", start_s, self.clock.monotonic())
 
     def enter(self, kind: str, step: int) -> None:
@@ -91,7 +96,7 @@ class Phases:
         age_s = self.clock.monotonic() - since
         where, waiting = code_position() if age_s > self.timeout_s / 4 else ("", False)
         waiting = waiting or bool(where and self.device_is_busy())
-        return Phase(beat, number, label, age_s, limit_s, waiting, where, socket.gethostname())
+        return Phase(beat, number, label, age_s, limit_s, waiting, where, socket.gethostname(), self.gradients())
 
 
 def cuda_is_busy(device: torch.device) -> bool:

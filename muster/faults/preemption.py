@@ -17,6 +17,7 @@ this grows with the number of ranks, except the last rank's single read of all n
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from types import FrameType
@@ -37,11 +38,22 @@ class Preemption:
 
     def __init__(self) -> None:
         self._is_requested = False
+        self._has_arrived = False
+        self._arrivals: tuple[int, int] | None = None
 
     @property
     def signalled(self) -> bool:
-        """Whether this process has received a stop request."""
+        """Whether this process has received a stop request, as the main thread knows."""
         return self._is_requested
+
+    def has_arrived(self) -> bool:
+        """Whether a stop request has reached this process, also while the main thread is in C and runs no handler."""
+        if self._arrivals and not self._has_arrived:
+            with contextlib.suppress(BlockingIOError):
+                received = os.read(self._arrivals[0], 4096)
+                ours = [number for number in STOP_SIGNALS if signal.getsignal(number) == self._on_signal]
+                self._has_arrived = any(number in received for number in ours)
+        return self._has_arrived or self._is_requested
 
     def request(self) -> None:
         """Stop this process's run at the next step, and with it those of all other ranks."""
@@ -55,6 +67,36 @@ class Preemption:
         """
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
+        self._note_arrivals()
+
+    def uninstall(self) -> None:
+        """Leave the signals to the handlers that the caller sets."""
+        if self._arrivals:
+            if (other := signal.set_wakeup_fd(-1)) != self._arrivals[1]:
+                signal.set_wakeup_fd(other)
+            for end in self._arrivals:
+                os.close(end)
+            self._arrivals = None
+
+    def _note_arrivals(self) -> None:
+        """Have signals written into a pipe on arrival, unless another library uses Python's only place for one."""
+        if self._arrivals:
+            return
+        ends = os.pipe()
+        for end in ends:
+            os.set_blocking(end, False)
+        if (other := signal.set_wakeup_fd(ends[1], warn_on_full_buffer=False)) != -1:
+            signal.set_wakeup_fd(other)
+            for end in ends:
+                os.close(end)
+            return
+        self._arrivals = ends
+        os.register_at_fork(after_in_child=self._forget_arrivals)
+
+    def _forget_arrivals(self) -> None:
+        """In a forked process: its signals are not this process's."""
+        with contextlib.suppress(ValueError):  # forked by another thread than the main one
+            self.uninstall()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signalled:  # a second Ctrl-C: the user does not want to wait
@@ -134,7 +176,7 @@ class Agreement:
         looked_s = pause_s
         while not self._ended.wait(POLL_S):
             looked_s += POLL_S
-            if self._preemption.signalled:
+            if self._preemption.has_arrived():
                 board.ask_to_stop()
                 return True
             if looked_s >= pause_s:

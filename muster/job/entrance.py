@@ -78,6 +78,8 @@ class Entrance:
         if self.life.exit_code:
             self._ignore_signals()
             raise SystemExit(self.life.exit_code) from error
+        if self._before:
+            self.preemption.uninstall()
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: set by something else than Python
 

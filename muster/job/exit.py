@@ -51,6 +51,7 @@ class Exit:
     max_idle_attempts: failed starts in a row before CrashLoop; None: starts are not counted.
     records: False if outcome.json is left alone, as by an evaluation.
     world, heartbeat, lease, step: those of the attempt so far; they decide which ranks an error concerns.
+    flight_recorder: where each rank's last collectives on GPUs are, after a hang.
     """
 
     folder: Path
@@ -61,6 +62,7 @@ class Exit:
     heartbeat: Heartbeat | None = None
     lease: Lease | None = None
     step: int | None = None
+    flight_recorder: str | None = None
 
     def because(self, error: BaseException) -> int:
         """Report `error` and return the exit code."""
@@ -163,7 +165,7 @@ class Exit:
 
     def _is_failed_start(self, error: BaseException, code: int) -> bool:
         """Whether `error` counts as a failed start; not if the launcher ended all ranks because a node joins."""
-        ended = code == Preempted.exit_code or (isinstance(error, RankLost) and self.preemption.signalled)
+        ended = code == Preempted.exit_code or (isinstance(error, RankLost) and self.preemption.has_arrived())
         return self.max_idle_attempts is not None and code not in final() and not ended
 
     def _is_lost(self, error: BaseException) -> bool:
@@ -198,6 +200,7 @@ class Exit:
             "rank": whose.rank if whose else self.world.rank if self.world else 0,
             "failed_host": whose.host if whose else socket.gethostname(),
             "error": in_words(error),
+            "flight_recorder": self.flight_recorder,
             "traceback": redacted(traceback.format_exc()) if lost or not known or error.__cause__ else None,
             "failure": None if lost or known else _digest(f"{self.step} {traceback.format_exc()}"),
         }

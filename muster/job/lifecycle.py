@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from muster.dist import recorder
 from muster.dist.place import restarts_left
 from muster.dist.world import START_S, World, dissolve
 from muster.errors import MusterError, Preempted, RankLost, final, say
@@ -128,6 +129,7 @@ class Lifecycle:
         self._agreement: Agreement | None = None
         self._progress: HasStep | None = None
         self._report: Callable[[], None] | None = None
+        self._flight_recorder: str | None = None
         self._together = False  # the ranks end at the same point, and none of them is gone
         self._undo = contextlib.ExitStack()
         self._failing = threading.Lock()
@@ -170,7 +172,13 @@ class Lifecycle:
         """
         self._enter(State.met)
         self._world = world
-        self._heartbeat = heartbeat = Heartbeat(world, timeout_s=timeout_s, start_s=START_S, on_hang=self.lose)
+        self._heartbeat = heartbeat = Heartbeat(
+            world,
+            timeout_s=timeout_s,
+            start_s=START_S,
+            on_hang=self.lose,
+            is_asked_to_stop=self.preemption.has_arrived,
+        )
         self.on_end(self._part, failed=self._leave, parted=self._dissolve)
         if self._survival:
             self._survival.met(world)
@@ -250,6 +258,8 @@ class Lifecycle:
         """
         if self._survival and self._world and self._survival.replaces(error, self._world):
             return
+        if self._world and self._world.device.type == "cuda" and self.records:
+            self._flight_recorder = recorder.write(self.folder, attempt=self._world.attempt, rank=self._world.rank)
         try:
             self._fail(error)
         finally:
@@ -303,6 +313,7 @@ class Lifecycle:
             heartbeat=self._heartbeat,
             lease=self._lease,
             step=self._progress.step if self._progress else None,
+            flight_recorder=self._flight_recorder,
         )
 
     def _fail(self, error: BaseException) -> None:

@@ -135,6 +135,13 @@ class Strategy(ABC):
         """
         return 0.0
 
+    def gradients_computed(self) -> int:
+        """Steps whose own gradients this rank's device has computed, without waiting for it; 0 if that is unknown.
+
+        Any thread may call it. It tells a device that hangs from those that wait for it.
+        """
+        return 0
+
     @abstractmethod
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
         """Metrics of one micro-batch, summed over its samples, for the model as it would be saved. Collective."""

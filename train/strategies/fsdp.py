@@ -25,6 +25,7 @@ from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.config.keys import Config, Device, Precision
 from muster.train.config.marks import FREE
+from muster.train.optim.meshes import step_by_mesh
 from muster.train.strategies.base import Recipe
 from muster.train.strategies.partition.lockstep import END, Lockstep
 from muster.train.strategies.replicas.broadcast import begin_alike
@@ -152,6 +153,7 @@ class ShardedStep(OptimizerStep):
     def __init__(self, *args: Any, lockstep: Lockstep | None, **options: Any):
         super().__init__(*args, **options)
         self._lockstep = lockstep
+        step_by_mesh(self.optimizer)
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
         """Accumulate the gradient; return this rank's share of the loss, []. Collective.

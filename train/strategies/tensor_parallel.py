@@ -137,8 +137,6 @@ class TensorStep(ShardedStep):
         super().__init__(recipe, world=world, layout=layout, model=model, lockstep=lockstep)
         self._average_over = average_over
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        for group in self.optimizer.param_groups:  # fused and foreach kernels reject mixed DTensors and tensors
-            group.update({key: False for key in ("fused", "foreach") if key in group})
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
         """Accumulate the gradient and average it; return this rank's share of the loss, []. Collective."""

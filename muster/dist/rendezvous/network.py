@@ -155,10 +155,18 @@ def check_descriptors(place: Place) -> None:
 def choose_interface(place: Place) -> None:
     """Set GLOO_SOCKET_IFNAME to the interface that leads to the master, if the job spans nodes and it is not set.
 
-    gloo uses the address that the host's own name resolves to, which on many systems is 127.0.1.1.
+    gloo uses the address that the host's own name resolves to, which on many systems is 127.0.1.1. NCCL, which takes the
+    first interface that is up, gets the same one unless NCCL_SOCKET_IFNAME is set.
     """
-    if place.is_one_node or place.shared_file or "GLOO_SOCKET_IFNAME" in os.environ:
+    if place.is_one_node or place.shared_file:
         return
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        _find_interface()
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")  # "=": this name, not all that begin with it
+
+
+def _find_interface() -> None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         address = own_address()
         for _, name in socket.if_nameindex():

@@ -3,6 +3,7 @@
 MUSTER_TEST_KILL names them, `rank/point/step` with commas between; each happens once, as a file in MUSTER_TEST_MARKS says.
 """
 
+import ctypes
 import math
 import os
 import random
@@ -196,3 +197,22 @@ class SlowAgain(Digits):
         super().__init__(train, augment=False)
         if train and any(Path(os.environ["MUSTER_TEST_MARKS"]).iterdir()):
             time.sleep(2.5)
+
+
+class FirstFails(Callback):
+    """At a step, rank 0 raises an error or dies by SIGKILL while rank 1 waits in C, as for a device: no handler runs there."""
+
+    def __init__(self, at: int, *, kills: bool = False):
+        self.at, self.kills = at, kills
+
+    def on_step_end(self, run):
+        if run.step != self.at:
+            return
+        if run.world.rank == 1:
+            lock = ctypes.create_string_buffer(64)  # a pthread_mutex_t
+            ctypes.CDLL(None).pthread_mutex_lock(lock)
+            ctypes.CDLL(None).pthread_mutex_lock(lock)  # locked already: waits for ever, whatever signal comes
+        time.sleep(0.5)
+        if self.kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("rank 0 has a bug")

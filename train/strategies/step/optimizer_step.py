@@ -366,6 +366,10 @@ class Stepping(Strategy):
         """Exposed communication time in seconds since the last call."""
         return self.optimizer_step.waiting.read()
 
+    def gradients_computed(self) -> int:
+        """Steps whose own gradients this rank's device has computed; 0 on CPU."""
+        return self.optimizer_step.waiting.computed()
+
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
         """Metrics of one micro-batch, summed over its samples. Collective."""
         return self.optimizer_step.evaluate(batch)
