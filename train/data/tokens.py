@@ -52,6 +52,7 @@ class Tokens:
         dtype: Literal["uint16", "uint32"],
     ):
         self.dtype, self.block_size, self.num_classes, self.input_shape = dtype, block_size, vocab_size, (block_size,)
+        self.tokens_per_sample = block_size
         self.files = files_of(Path(root), "train" if train else "val")
         if train and not self.files:
             raise DataError(f"there is no {root}/train.bin and no {root}/train/*.bin: write one, or set data.root")
