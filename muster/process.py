@@ -23,6 +23,12 @@ def launcher_pid() -> int:
     return os.getppid() if _launcher is None else _launcher
 
 
+def ranks_on_host() -> int:
+    """Return the number of ranks that the launcher has started on this host; 1 without one."""
+    number = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(number) if number.isdigit() and int(number) else 1
+
+
 def worker_pid() -> int:
     """Return the pid of the process that the launcher started: this one, or its keeper."""
     return os.getpid() if _launcher is None else os.getppid()

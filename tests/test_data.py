@@ -123,7 +123,7 @@ def test_text_defaults_to_the_standard_library():
 
 @pytest.mark.unit
 def test_synthetic_is_computed_by_index():
-    data = Synthetic(train=True, num_samples=10**12, image_shape=[3, 4, 5], num_classes=7)
+    data = Synthetic(train=True, num_samples=10**12, image_shape=[3, 4, 5], num_classes=7, pool=None)
     images, labels = data.__getitems__([0, 10**12 - 1, 0])
     assert images.shape == (3, 3, 4, 5) and torch.equal(images[0], images[2]) and labels.max() < 7
     many, _ = data.__getitems__(range(2000))

@@ -15,7 +15,7 @@ RUNTIME = (
 )  # fmt: skip
 # The trainer, muster.train: config -> data -> model -> strategy -> loop.
 TRAINER = (
-    "former", "patterns", "config", "numerics", "data", "models", "objectives", "optim", "strategies", "window", "evaluation", "course", "timed", "loop",
+    "former", "patterns", "config", "numerics", "data", "models", "objectives", "optim", "strategies", "throughput", "window", "evaluation", "course", "timed", "loop",
     "callbacks", "announce", "position", "changes", "settings", "outputs", "live", "accepts", "run", "saved_weights", "evaluate", "load", "export", "doctor", "__main__",
 )  # fmt: skip
 FRONT = ("muster/__init__", "muster/__main__")

@@ -25,6 +25,7 @@ from muster.train.data.batches import micro_batches
 from muster.train.evaluation import measure
 from muster.train.objectives.measure import Measures, is_better, value_of
 from muster.train.strategies.base import StepResult, Strategy
+from muster.train.throughput.figures import peak_memory
 from muster.train.timed import Timed
 from muster.train.window import Window
 
@@ -270,15 +271,16 @@ def log(run: Run, result: StepResult) -> None:
     """
     own_loss = run.window.own_loss()  # waits for the device
 
-    def line(losses: list[float]) -> dict[str, Any]:
-        loss, more = run.window.close(losses[0])
+    def line(sums: list[float]) -> dict[str, Any]:
+        loss, more = run.window.close(sums[0])
         if not math.isfinite(loss) and run.config.on_nonfinite is NonFinite.stop:
             raise diverged(run)
         samples = run.course.plan.samples_before(run.step)
         known = {"epoch": epoch(run), "loss": loss, "lr": run.strategy.lr, "grad_norm": float(result.grad_norm)}
-        return {**known, "samples": samples, "more": more}
+        memory = {"peak_memory_gib": round(max(sums[1:]), 2)} if sums[1:] else {}
+        return {**known, "samples": samples, "more": memory | more}
 
-    run.running.log([own_loss], line)
+    run.running.log([own_loss, *peak_memory(run.world)], line)
 
 
 def save(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from muster.dist.world import World
@@ -17,12 +18,18 @@ from muster.train.course import Course
 
 
 def open_records(
-    config: Config, world: World, course: Course, *, is_finished: bool, kept: Metrics | None = None
+    config: Config,
+    world: World,
+    course: Course,
+    *,
+    is_finished: bool,
+    kept: Metrics | None = None,
+    rates: Callable[[float], dict[str, float]] = lambda _: {},
 ) -> Metrics:
     """Open the records of a run at its present step; they do nothing on other ranks than 0.
 
     Collective: every rank must call it. is_finished: the run needs no further step. kept: records of an earlier attempt in
-    this process, to go on with. Raises ConfigError or StorageError if a logger cannot be built.
+    this process, to go on with. rates: see Metrics. Raises ConfigError or StorageError if a logger cannot be built.
     """
     progress, hosts = course.progress, hosts_of(world)
     if kept:
@@ -34,7 +41,7 @@ def open_records(
         else []
     )
     times = record_times(Path(config.output_dir), world, hosts=hosts, step=progress.step)
-    return Metrics(loggers, samples=course.plan.samples_before(progress.step), windows=times)
+    return Metrics(loggers, samples=course.plan.samples_before(progress.step), windows=times, rates=rates)
 
 
 def open_loggers(config: Config, *, step: int, total_steps: int, evaluated: int | None = None) -> list[Logger]:

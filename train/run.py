@@ -45,6 +45,7 @@ from muster.train.strategies.honours import check_honoured
 from muster.train.strategies.recipe import recipe
 from muster.train.strategies.step.eager import stay_eager
 from muster.train.strategies.step.optimizer_step import Stepping
+from muster.train.throughput.figures import throughput
 from muster.train.timed import Timed
 from muster.train.window import Window
 
@@ -172,7 +173,8 @@ def open_run(
     life.restored(progress, report=partial(report, folder.path) if world.is_first and config.log.report else None)
     course = Course(data=data, plan=plan, total_steps=max(total_steps, progress.step), progress=progress)
     kept = live.records if live and source is not None else None
-    records = open_records(config, world, course, is_finished=folder.is_done and course.is_over, kept=kept)
+    rates, is_finished = throughput(config, data, world).rates, folder.is_done and course.is_over
+    records = open_records(config, world, course, is_finished=is_finished, kept=kept, rates=rates)
     facts = identity(config, data, course.total_steps, kinds) | {"averages": callbacks.averages}
     options, keep = run_options(config), config.checkpoint.keep
     newest = live.newest_step if live and source is not None else folder.saved.step if folder.saved else None

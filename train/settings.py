@@ -41,4 +41,4 @@ def run_options(config: Config) -> RunOptions:
 
 def visit_of(config: Config, *, expected: int | None = None, quick: bool = False) -> Visit:
     """Return what the doctor examines for the run; see `muster.doctor.base.Visit`."""
-    return Visit(config.output_dir, workers=config.loader.num_workers, expected=expected, quick=quick)
+    return Visit(config.output_dir, workers=config.loader.num_workers or 0, expected=expected, quick=quick)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -17,7 +15,10 @@ from torch.utils.data import DataLoader
 
 from muster import process
 from muster.batches.fetch import Fetch
-from muster.errors import ConfigError, DataError
+from muster.batches.onto_device import onto
+from muster.batches.stream import Stream
+from muster.batches.workers import by_default, check_shared_memory
+from muster.errors import DataError
 from muster.plan import MicroBatch, Plan, Share
 
 SIGCHLD_S = 1.0
@@ -42,6 +43,7 @@ class Batch:
 class LoaderConfig:
     """How samples are fetched. Only `share` changes which samples a rank gets.
 
+    num_workers: processes that load samples; None: none on the CPU and for a stream, else `workers.by_default`.
     max_bad: number of unreadable samples to tolerate; None: none.
     collate, adapter: a user's own functions; None: torch's default_collate, and the default of `split`.
     """
@@ -49,7 +51,7 @@ class LoaderConfig:
     share: Share
     device: torch.device
     seed: int = 0
-    num_workers: int = 0
+    num_workers: int | None = 0
     max_bad: int | None = None
     collate: Callable[[list[Any]], Any] | None = None
     adapter: Callable[[Any], Any] | None = None
@@ -59,9 +61,26 @@ def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Ite
     """Yield the micro-batches of each step, on the device.
 
     One loader serves the whole range, across epochs: its workers start once, and nothing stalls at an epoch boundary.
+
+    To a GPU go the samples of `dataset.compact()`, if it has that, and `dataset.expand(inputs)` makes of them, on the GPU,
+    the inputs that `dataset` gives; a user's own functions get the latter.
     """
-    fetch = Fetch(dataset, seed=config.seed, max_bad=config.max_bad, collate=config.collate, adapter=config.adapter)
-    if config.num_workers or config.device.type != "cpu":
+    on_gpu = config.device.type == "cuda"
+    is_own = config.collate is not None or config.adapter is not None
+    expand = getattr(dataset, "expand", None) if on_gpu and not is_own and hasattr(dataset, "compact") else None
+    fetch = Fetch(
+        dataset.compact() if expand else dataset,
+        seed=config.seed,
+        max_bad=config.max_bad,
+        collate=config.collate,
+        adapter=config.adapter,
+    )
+    if on_gpu:
+        made = _micro_batches(_loader(fetch, plan, steps, config), plan, steps, config)
+        return onto(
+            config.device, made, _mover(config.device, expand), tensors=_tensors, ahead=not isinstance(dataset, Stream)
+        )
+    if config.num_workers:
         return _micro_batches(_loader(fetch, plan, steps, config), plan, steps, config)
     made = _micro_batches(map(fetch.__getitems__, _shares(plan, steps, config)), plan, steps, config)
     return several_at_a_time(made) if fetch.is_keyed else made
@@ -73,9 +92,22 @@ def _micro_batches(fetched: Iterable[Any], plan: Plan, steps: range, config: Loa
         total = plan.count(step)
         cuts = config.share.cuts(total)
         yield [
-            Batch(to(config.device, inputs), to(config.device, targets), count, total, number)
+            Batch(inputs, targets, count, total, number)
             for (number, *_), (inputs, targets, count) in zip(cuts, islice(fetched, len(cuts)), strict=True)
         ]
+
+
+def _mover(device: torch.device, expand: Callable[[Any], Any] | None) -> Callable[[list[Batch]], list[Batch]]:
+    """Return a function that copies the tensors of micro-batches to `device`, and expands those that are compact."""
+
+    def inputs_of(batch: Batch) -> Any:
+        moved = to(device, batch.inputs)
+        return expand(moved) if expand else moved
+
+    def move(batches: list[Batch]) -> list[Batch]:
+        return [replace(batch, inputs=inputs_of(batch), targets=to(device, batch.targets)) for batch in batches]
+
+    return move
 
 
 def several_at_a_time(made: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
@@ -118,14 +150,19 @@ def _shares(plan: Plan, steps: range, config: LoaderConfig) -> Iterator[MicroBat
 
 
 def _loader(fetch: Fetch, plan: Plan, steps: range, config: LoaderConfig) -> DataLoader[Any]:
-    if config.num_workers:
+    workers = config.num_workers
+    if workers is None and isinstance(fetch.dataset, Stream):
+        workers = 0  # each worker would read all of it
+    if workers != 0:
         samples = max((end - begin for _, begin, end in config.share.cuts(plan.batch_size)), default=0)
-        check_shared_memory(samples * _bytes(fetch.sample(0)), num_workers=config.num_workers)
+        batch_bytes = samples * _bytes(fetch.sample(0))
+        workers = by_default(batch_bytes) if workers is None else workers
+        check_shared_memory(batch_bytes, num_workers=workers)
     return DataLoader(
         fetch,
         batch_sampler=_shares(plan, steps, config),  # type: ignore[arg-type]
         collate_fn=_unchanged,
-        num_workers=config.num_workers,
+        num_workers=workers,
         worker_init_fn=_start_worker,
         pin_memory=config.device.type == "cuda",
         generator=torch.Generator(),  # the default draws from the global one, which a resumed run must find unchanged
@@ -140,24 +177,6 @@ def _start_worker(_: int) -> None:
     # torchrun signals the whole process group: a worker killed by SIGTERM would prevent the last checkpoint.
     process.ignore(*process.STOP_SIGNALS)
     process.die_with_parent()  # do not outlive a rank that was killed
-
-
-def check_shared_memory(batch_bytes: int, *, num_workers: int, place: str = "/dev/shm") -> None:
-    """Check that shared memory, through which workers pass batches, is large enough.
-
-    When it is full, a batch is lost and the trainer waits for it forever.
-
-    Raises:
-        ConfigError: there is not enough for the batches in flight.
-    """
-    if not os.path.isdir(place):
-        return
-    needed, free = batch_bytes * (2 * num_workers + 1), shutil.disk_usage(place).free
-    if needed > free:
-        raise ConfigError(
-            f"loader.num_workers={num_workers} needs about {needed / 2**20:.1f} MiB of {place} a rank, and {free / 2**20:.1f} are free: make it "
-            "larger (docker --shm-size, a Kubernetes emptyDir with medium: Memory), or set fewer workers or a smaller micro_batch_size"
-        )
 
 
 def _bytes(value: Any) -> int:

@@ -75,7 +75,7 @@ class Bar(Logger):
         self._count(record)
         if record["kind"] == "train":  # shown in the bar, so that the terminal does not scroll
             of_step = (f"loss {record['loss']:.4f}",) if record["loss"] is not None else ()
-            speed = (f"{record['samples_per_s']:.0f} samples/s",) if record["samples_per_s"] else ()
+            speed = [OF_A_STEP[name].format(record[name]) for name in speeds(record)]
             said = (*of_step, *speed, self.ranks)
             self.bar.update(self.task, description=", ".join(said))
         else:
@@ -83,6 +83,12 @@ class Bar(Logger):
 
     def close(self) -> None:
         self.bar.stop()
+
+
+def speeds(record: Mapping[str, Any]) -> list[str]:
+    """Return the entries of a `train` record that a bar shows beside the loss; of text, tokens in place of samples."""
+    speed = "tokens_per_s" if record.get("tokens_per_s") else "samples_per_s"
+    return [name for name in (speed, "mfu", "peak_memory_gib") if record.get(name)]
 
 
 def several(number: int, what: str) -> str:
@@ -100,6 +106,9 @@ OF_A_STEP = {
     "lr": "lr {:.3g}",
     "grad_norm": "grad_norm {:.3g}",
     "samples_per_s": "{:.0f} samples/s",
+    "tokens_per_s": "{:.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
+    "peak_memory_gib": "{:.1f} GiB",
 }
 """How the values of a `train` record are shown, in order."""
 

@@ -20,11 +20,25 @@ RECENT = 64  # rank 0's are more: those of checkpoints, and of stragglers
 
 
 class Metrics:
-    """Creates records and passes them to the loggers; does nothing on ranks without loggers."""
+    """Creates records and passes them to the loggers; does nothing on ranks without loggers.
 
-    def __init__(self, loggers: list[Logger], *, samples: int, windows: Timing | None = None):
+    Args:
+        loggers: the loggers.
+        samples: the samples before the first record.
+        windows: writes the ranks' times.
+        rates: returns further entries of a `train` record from its samples per second.
+    """
+
+    def __init__(
+        self,
+        loggers: list[Logger],
+        *,
+        samples: int,
+        windows: Timing | None = None,
+        rates: Callable[[float], dict[str, float]] = lambda _: {},
+    ):
         self._loggers, self._since, self._windows = loggers, (samples, time.perf_counter()), windows
-        self._worked_s = 0.0
+        self._worked_s, self._rates = 0.0, rates
         self._lock = threading.Lock()  # the checkpoint writer reports from its own thread
         self._output_lost = ""
         self.recent = deque[dict[str, Any]](maxlen=RECENT)
@@ -58,9 +72,10 @@ class Metrics:
         """Log a `train` record, with the `more` values at its end. None: not known."""
         (samples_then, then), now = self._since, time.perf_counter()
         self._since = (samples, now)
-        speed = round((samples - samples_then) / (now - then), 1)
+        speed = (samples - samples_then) / (now - then)
+        rates = {"samples_per_s": round(speed, 1), **self._rates(speed)}
         known = {"step": step, "epoch": epoch, "loss": loss, "lr": lr, "grad_norm": grad_norm}
-        self._log("train", **known, samples=samples, samples_per_s=speed, **more)
+        self._log("train", **known, samples=samples, **rates, **more)
 
     def eval(self, *, step: int, epoch: int, seconds: float, values: dict[str, float]) -> None:
         """Log an `eval` record. `seconds`: duration of the evaluation, excluded from the training speed."""

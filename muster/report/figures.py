@@ -19,9 +19,13 @@ COLOURS = {
 }  # fmt: skip
 RUNS = ("#4c8dd6", "#e07b39", "#2e9e6b", "#c94f7c", "#8d6bd1", "#a58a2c", "#3aa6a6", "#d2605b", "#6d7f94", "#7fae3b")
 WORDS = {
-    "lr": "learning rate", "samples_per_s": "samples a second", "loss": "loss", "grad_norm": "gradient norm",
+    "lr": "learning rate", "samples_per_s": "samples a second", "tokens_per_s": "tokens a second",
+    "mfu": "model FLOPs utilization, a share of the devices' peak", "peak_memory_gib": "most memory of a device, GiB",
+    "loss": "loss", "grad_norm": "gradient norm",
     "wait": "waits for others", "data": "waits for data", "compute": "computes and steps",
 }  # fmt: skip
+
+SPEEDS = ("samples_per_s", "tokens_per_s", "mfu")
 
 
 def curves(histories: Sequence[History]) -> list[Figure]:
@@ -32,7 +36,7 @@ def curves(histories: Sequence[History]) -> list[Figure]:
     names = [name for name in dict.fromkeys([*measured, *more]) if name not in known]
     figures = [_curve(histories, "loss")]
     figures += [_curve(histories, name) for name in names]
-    figures += [_curve(histories, name) for name in ("lr", "samples_per_s", "grad_norm")]
+    figures += [_curve(histories, name) for name in ("lr", *SPEEDS, "peak_memory_gib", "grad_norm")]
     return [figure for figure in figures if figure["data"]]
 
 
@@ -61,7 +65,7 @@ def _curve(histories: Sequence[History], name: str) -> Figure:
     layout = {
         "yaxis": {
             "type": "log" if logarithmic else "linear",
-            "rangemode": "tozero" if name in ("samples_per_s", "lr") else "normal",
+            "rangemode": "tozero" if name in ("lr", *SPEEDS, "peak_memory_gib") else "normal",
         }
     }
     marks = _marks(histories[0]) if len(histories) == 1 else []

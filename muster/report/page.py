@@ -83,6 +83,7 @@ def one(history: History, page: Page) -> list[str]:
         "attempts": str(history.attempts),
         **({"deaths survived": _deaths(history)} if history.deaths else {}),
         "samples a second, median": _speed(history),
+        **_of_devices(history),
         **{f"test {name}": f"{value:.4g}" for name, value in history.last_values.items() if value is not None},
     }
     if history.train and history.train[-1]["loss"] is not None:
@@ -214,8 +215,25 @@ def _deaths(history: History) -> str:
 
 
 def _speed(history: History) -> str:
-    speeds = sorted(line["samples_per_s"] for line in history.train)
-    return f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "?"
+    speed = _median(history, "samples_per_s")
+    return "?" if speed is None else f"{speed:,.0f}"
+
+
+def _of_devices(history: History) -> dict[str, str]:
+    """Return tokens a second, utilization and memory, as far as the records have them."""
+    tokens, share = _median(history, "tokens_per_s"), _median(history, "mfu")
+    memory = max((line["peak_memory_gib"] for line in history.train if line.get("peak_memory_gib")), default=None)
+    return {
+        **({"tokens a second, median": f"{tokens:,.0f}"} if tokens else {}),
+        **({"MFU, median": _percent(share)} if share else {}),
+        **({"device memory, most": f"{memory:.1f} GiB"} if memory else {}),
+    }
+
+
+def _median(history: History, name: str) -> float | None:
+    """Return the median of an entry of the `train` lines; None if none has it."""
+    values = sorted(line[name] for line in history.train if line.get(name) is not None)
+    return values[len(values) // 2] if values else None
 
 
 def _percent(share: float | None) -> str:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from muster import attempts
 from muster.faults import output
-from muster.loggers.console import describe, several
+from muster.loggers.console import OF_A_STEP, describe, several, speeds
 from muster.loggers.jsonl import NAME
 from muster.origin import located
 from muster.report.failure import has_failed, where
@@ -122,8 +122,8 @@ def _how_well(history: History, width: int) -> Text:
     parts += [
         f"{name} {value:.4g}" for name, value in history.last_values.items() if name != "loss" and value is not None
     ][:2]
-    if history.train and history.train[-1]["samples_per_s"]:
-        parts.append(f"{history.train[-1]['samples_per_s']:,.0f} samples/s")
+    last = history.train[-1] if history.train else {}
+    parts += [OF_A_STEP[name].replace("{:.0f}", "{:,.0f}").format(last[name]) for name in speeds(last)]
     if history.world_size:
         parts.append(several(history.world_size, "rank"))
     if len(history.begins) > 1:

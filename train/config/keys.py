@@ -52,7 +52,13 @@ def part(meaning: str) -> Any:
 class Loader:
     """Keys of `loader`: how samples are read and batched."""
 
-    num_workers: int = key(0, "number of processes per rank that load samples ahead of training", Ge(0), FREE)
+    num_workers: int | None = key(
+        None,
+        "number of processes per rank that load samples ahead of training; `null`: on GPUs the cores of the rank, at most 16 and "
+        "as far as /dev/shm has room; on the CPU, and for a stream, none",
+        Ge(0),
+        FREE,
+    )
     drop_last: bool = key(False, "drop the last batch of an epoch if it is smaller than `batch_size`")
     collate_fn: Any = key(
         None, "import path of a function that turns a list of samples into a batch; `null`: torch's `default_collate`"

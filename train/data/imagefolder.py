@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -32,11 +33,13 @@ class ImageFolder:
             else [v2.Resize(image_size * 8 // 7, antialias=True), v2.CenterCrop(image_size)]
         )
         normalize = v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-        transform = v2.Compose([v2.ToImage(), *crop, v2.ToDtype(torch.float32, scale=True), normalize])
+        self._normalize = v2.Compose([v2.ToDtype(torch.float32, scale=True), normalize])
+        transform = v2.Compose([v2.ToImage(), *crop])
         try:
             self.pictures = datasets.ImageFolder(str(folder), transform)
         except (FileNotFoundError, OSError) as error:
             raise DataError(f"{folder}: {error}") from error
+        self.is_compact = False
         self.num_classes = len(self.pictures.classes)
         self.input_shape = (3, image_size, image_size)
 
@@ -50,7 +53,18 @@ class ImageFolder:
             raise DataError(
                 f"cannot read picture {self.pictures.samples[index][0]}: {error}; replace or remove it"
             ) from error
-        return picture, label
+        return picture if self.is_compact else self.expand(picture), label
+
+    def compact(self) -> ImageFolder:
+        """Return the same data set with `[3, H, W] uint8` pictures, a quarter of the bytes; `expand` normalizes them."""
+        other = copy.copy(self)
+        other.is_compact = True
+        return other
+
+    def expand(self, pictures: Tensor) -> Tensor:
+        """Return `[..., 3, H, W] uint8` pictures as normalized float32, on their device."""
+        normalized: Tensor = self._normalize(pictures)
+        return normalized
 
     def fingerprint(self) -> str:
         """Return the length and a hash of the file names, labels and sizes."""

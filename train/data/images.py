@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ class Images:
         self.images, self.labels = images, labels.long()
         self.scale = (1 / (255 * torch.tensor(std))).view(1, -1, 1, 1)
         self.offset = (-torch.tensor(mean) / torch.tensor(std)).view(1, -1, 1, 1)
-        self.shift, self.flip = shift, flip
+        self.shift, self.flip, self.is_compact = shift, flip, False
         self.input_shape = tuple(images.shape[1:])
 
     def __len__(self) -> int:
@@ -34,10 +35,23 @@ class Images:
     def __getitems__(self, indices: Sequence[int], keys: Keys | None = None) -> tuple[Tensor, Tensor]:
         """Return `[B, C, H, W] float32` normalized images, shifted and flipped by key, and `[B] int64` labels."""
         chosen = torch.as_tensor(indices)
-        images = torch.addcmul(self.offset, self.images.index_select(0, chosen).float(), self.scale)
+        images, fill = self.images.index_select(0, chosen), torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
+        if not self.is_compact:
+            images, fill = self.expand(images), self.offset
         if keys is not None and (self.shift or self.flip):
-            images = shift_and_flip(images, keys, shift=self.shift, flip=self.flip, fill=self.offset)
+            images = shift_and_flip(images, keys, shift=self.shift, flip=self.flip, fill=fill)
         return images, self.labels.index_select(0, chosen)
+
+    def compact(self) -> Images:
+        """Return the same data set with `[B, C, H, W] uint8` images, a quarter of the bytes; `expand` normalizes them."""
+        other = copy.copy(self)
+        other.is_compact = True
+        return other
+
+    def expand(self, images: Tensor) -> Tensor:
+        """Return `[B, C, H, W] uint8` images as normalized float32, on their device."""
+        scale, offset = (each.to(images.device, non_blocking=True) for each in (self.scale, self.offset))
+        return torch.addcmul(offset, images.float(), scale)
 
     def fingerprint(self) -> str:
         """Return the length and a hash of all images and labels."""

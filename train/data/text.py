@@ -38,7 +38,7 @@ class Text:
             raise DataError(f"cannot read {error.filename}: {error.strerror}") from error
         windows = np.arange((len(self.bytes) - 1) // block_size)
         self.starts = windows[windows % 10 != 9 if train else windows % 10 == 9] * block_size
-        self.block_size, self.input_shape = block_size, (block_size,)
+        self.block_size, self.tokens_per_sample, self.input_shape = block_size, block_size, (block_size,)
         if not len(self.starts):
             raise DataError(
                 f"{len(self.bytes)} bytes under {folder.resolve()} make too few windows of {block_size}: lower data.block_size"

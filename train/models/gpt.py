@@ -39,7 +39,7 @@ class Gpt(nn.Module):
         super().__init__()
         if len(input_shape) != 1:
             raise ConfigError(
-                f"model=gpt expects token sequences [T], but the data's inputs are {list(input_shape)}: use data=text"
+                f"model=gpt expects token sequences [T], but the data's inputs are {list(input_shape)}: use data=text or data=tokens"
             )
         if hidden_dim % num_heads:
             raise ConfigError(f"model.num_heads={num_heads} must divide model.hidden_dim={hidden_dim}")

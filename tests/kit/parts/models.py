@@ -315,3 +315,13 @@ class LateGradient(nn.Module):
         self.calls += self.training
         y = self.head(x.flatten(1))
         return y + self.late(y) if self.calls > self.after else y
+
+
+class ReadsItself(nn.Linear):
+    """Looks at its own weights, which a model without storage has not."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int):
+        super().__init__(int(np.prod(input_shape)), num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(1) * float(self.weight.sum() > 0))

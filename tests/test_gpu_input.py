@@ -1,0 +1,151 @@
+"""What feeds a GPU: workers by default, samples that are small on the way, copies one step ahead. Without a GPU: by a
+device that is the CPU (kit/fake_cuda), on which a run gives the same bits."""
+
+import os
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from kit.fake_cuda import ON_FAKE
+from kit.job import run
+from PIL import Image
+
+from muster.batches import loader, workers
+from muster.batches.loader import LoaderConfig, batches
+from muster.batches.onto_device import one_ahead
+from muster.batches.stream import Stream
+from muster.errors import ConfigError
+from muster.plan import Plan, Share
+from muster.train.data.digits import Digits
+from muster.train.data.imagefolder import ImageFolder
+from muster.train.data.synthetic import Synthetic
+
+GIB = 2**30
+
+
+def folder_of_images(root):
+    (root / "train/cat").mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 40, 50, 3), dtype=np.uint8)
+    for number, each in enumerate(pixels):
+        Image.fromarray(each).save(root / f"train/cat/{number}.png")
+    return ImageFolder(train=True, root=str(root), image_size=16, augment=False)
+
+
+@pytest.mark.unit
+def test_compact_images_expand_to_the_same_bits(tmp_path):
+    for data in (Digits(train=True, augment=True), Digits(train=False, augment=False), folder_of_images(tmp_path)):
+        compact = data.compact()
+        if hasattr(data, "__getitems__"):
+            indices, keys = [2, 0, 1] * 9, np.arange(27, dtype=np.uint64)
+            small, whole = compact.__getitems__(indices, keys)[0], data.__getitems__(indices, keys)[0]
+        else:
+            small, whole = compact[1][0], data[1][0]
+        assert small.dtype == torch.uint8 and whole.dtype == torch.float32
+        assert torch.equal(data.expand(small), whole)
+        assert data[0][0].dtype == torch.float32, "the data set itself has not changed"
+
+
+@pytest.mark.unit
+def test_a_pool_repeats_the_first_images():
+    whole, pool = (Synthetic(False, num_samples=900, image_shape=[1, 4, 4], num_classes=5, pool=p) for p in (None, 7))
+    images, labels = pool.__getitems__([3, 10, 80])
+    assert torch.equal(images[0], whole[3][0]) and torch.equal(images[0], images[1]) and labels[0] == labels[1]
+    assert torch.equal(images[2], whole[3][0]) and len(pool) == len(whole) == 90
+    assert pool.fingerprint() != whole.fingerprint()
+
+
+@pytest.mark.unit
+def test_one_item_is_made_ahead_and_an_error_comes_in_its_turn():
+    made = []
+
+    def items():
+        for number in range(4):
+            if number == 3:
+                raise OSError("broken")
+            made.append(number)
+            yield number
+
+    seen = one_ahead(items())
+    assert next(seen) == 0 and made == [0, 1]
+    assert next(seen) == 1 and made == [0, 1, 2]
+    assert next(seen) == 2
+    with pytest.raises(OSError, match="broken"):
+        next(seen)
+    assert list(one_ahead(iter([]))) == [] and list(one_ahead(iter([5]))) == [5]
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A host whose cores, ranks and free shared memory a test sets."""
+
+    def has(*, cores, ranks, free):
+        usage = namedtuple("usage", "free")
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+        monkeypatch.setattr(workers.os.path, "isdir", lambda _: True)
+        monkeypatch.setattr(workers.shutil, "disk_usage", lambda _: usage(free))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+
+    return has
+
+
+@pytest.mark.unit
+def test_a_rank_has_its_share_of_the_cores_as_far_as_shared_memory_has_room(host):
+    host(cores=96, ranks=8, free=1000 * GIB)
+    assert workers.by_default(GIB // 64) == 12
+    host(cores=256, ranks=8, free=1000 * GIB)
+    assert workers.by_default(GIB // 64) == workers.MOST
+    host(cores=96, ranks=8, free=GIB)  # of which half are for 8 ranks: 4 batches each, one of them at the trainer
+    assert workers.by_default(GIB // 64) == 1
+    host(cores=4, ranks=8, free=64 << 20)  # docker's default
+    assert workers.by_default(GIB // 64) == 0
+
+
+@pytest.mark.unit
+def test_shared_memory_is_checked_for_all_ranks_of_a_host(host):
+    host(cores=8, ranks=1, free=GIB)
+    workers.check_shared_memory(GIB // 16, num_workers=4)
+    host(cores=8, ranks=2, free=GIB)
+    with pytest.raises(ConfigError, match=r"the 2 ranks of this host need about 1152\.0 MiB of /dev/shm, and 1024\.0"):
+        workers.check_shared_memory(GIB // 16, num_workers=4)
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        return iter([(torch.tensor(float(number)), number) for number in range(8)])
+
+
+@pytest.mark.parametrize("dataset, number", [(Digits(train=True, augment=False), 3), (Stream(Numbers()), 0)])
+@pytest.mark.unit
+def test_only_samples_that_can_be_read_by_index_have_workers_unasked(dataset, number, monkeypatch):
+    """Each worker of a stream would read all of it."""
+    chosen = []
+    monkeypatch.setattr(loader, "by_default", lambda _: 3)
+    monkeypatch.setattr(loader, "check_shared_memory", lambda _, num_workers: None)
+    monkeypatch.setattr(loader, "DataLoader", lambda *_, num_workers, **__: chosen.append(num_workers) or [])
+    monkeypatch.setattr(loader, "onto", lambda _, steps, *__, **___: steps)
+    config = LoaderConfig(Share(0, 1), torch.device("cuda", 0), num_workers=None)
+    list(batches(dataset, Plan(8, 4), range(0), config))
+    assert chosen == [number]
+
+
+LINE = ("data.augment=true", "batch_size=20", "micro_batch_size=7", "max_steps=8", "optimizer=adam")
+
+
+def test_a_run_on_a_device_gives_the_bits_of_a_run_on_the_cpu(tmp_path):
+    """Compact on the way, expanded there, copied a step ahead, loaded by workers: the samples are the same."""
+    cpu = run(tmp_path / "cpu", *LINE)
+    fake = run(tmp_path / "fake", *LINE, env=ON_FAKE, cold=True)
+    assert fake.events("start")[0]["device"] == "cuda" and cpu.events("start")[0]["device"] == "cpu"
+    assert fake.sha256 == cpu.sha256 and fake.losses == cpu.losses
+    assert {line["peak_memory_gib"] for line in fake.lines("train")} == {3.0}  # what the fake device says
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_run_on_a_gpu_has_the_samples_of_a_run_on_the_cpu(tmp_path):
+    cpu, gpu = (run(tmp_path / kind, *LINE, f"device={kind}", "tf32=false", cold=True) for kind in ("cpu", "cuda"))
+    assert gpu.losses == pytest.approx(cpu.losses, rel=1e-3)
