@@ -13,7 +13,7 @@ from kit.until import until
 
 from muster.dist.waiting import Waiting
 from muster.faults.blame import NAMED, Outlook, fault, last, outlook, silence
-from muster.faults.heartbeat import Heartbeat, period_s
+from muster.faults.heartbeat import RESCUE, Heartbeat, period_s
 from muster.faults.phase import FIRST_S, LONG_S, Phase, Phases, cuda_is_busy
 from muster.faults.preemption import Preemption
 from muster.faults.stillness import Stillness, main_thread
@@ -256,6 +256,13 @@ def test_a_rank_that_moves_or_waits_for_its_own_checkpoint_hears_of_a_failure_by
         own.enter("step", step)
         said.place = (1, 1)
         assert passes(1) == (None, 1), "where the same line runs again in another step"
+
+
+def test_a_rank_that_saves_the_last_step_or_waits_for_that_is_let_be(standing):
+    said, own, passes = standing
+    said.failed = said.stopped = True
+    own.enter(RESCUE, 7)
+    assert passes(20) == (None, 20)
 
 
 def test_after_a_sigterm_a_rank_that_stands_still_waits_for_ranks_that_live(standing):

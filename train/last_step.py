@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from muster.errors import StorageError
+from muster.faults.heartbeat import RESCUE
 from muster.faults.notes import Notes
 from muster.job.folder import RunFolder
 from muster.job.rescue import rescue
@@ -22,7 +23,7 @@ def save_last_step(run: Run, folder: RunFolder, notes: Notes) -> None:
     """
     noted = notes.read(run.step - 1) if run.step else None
     is_whole = run.progress.stage >= ENDED and not run.callbacks.are_cut_short
-    run.running.enter("save")
+    run.running.enter(RESCUE)
 
     def save() -> None:
         assert noted

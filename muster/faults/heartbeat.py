@@ -44,6 +44,8 @@ BEATS_PER_S = 2000.0  # total of all ranks
 GRACE_S = 2.0  # time for the hanging rank to report itself
 LAST_WORDS_S = 30.0
 ABANDONED_S = 4.0  # longer than any live rank is silent
+RESCUE = "rescue"
+"""The phase in which a rank that has heard of a loss saves its last step, or waits for another one to (job/rescue.py)."""
 STILL_S = 2.0  # longer than a main thread that can leave by itself stands still once another rank has failed
 
 
@@ -208,7 +210,8 @@ class Heartbeat:
 
     def _deserted(self, mine: Phase) -> RankLost | None:
         """Return why this rank must leave although its main thread, which stands still, has not heard of it."""
-        self._is_still = self.stillness.seconds(mine.number) >= STILL_S
+        still_s = self.stillness.seconds(mine.number)
+        self._is_still = still_s >= STILL_S and mine.label.split()[0] != RESCUE
         if not self._is_still:
             return None
         if self._one_has_failed:
