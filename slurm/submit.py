@@ -44,9 +44,9 @@ from muster.loggers.jsonl import read
 from muster.redact import redacted
 from muster.train.config.command_line import parsed, readable
 from muster.train.config.compose import compose as compose_run
-from muster.train.config.compose import folder_name
 from muster.train.config.explain import explain
 from muster.train.config.options import conf_folder
+from muster.train.config.sweep_folder import folder_of
 
 
 @dataclass
@@ -257,8 +257,8 @@ def own_folders(runs: list[list[str]], folders: list[str]) -> list[str]:
     if len(set(folders)) == len(folders):
         return folders
     common = set.intersection(*(set(run) for run in runs))
-    names = [",".join(text for text in run if text not in common) or str(n) for n, run in enumerate(runs)]
-    return [f"{folder}/{folder_name(redacted(name))}" for folder, name in zip(folders, names, strict=True)]
+    names = [folder_of([text for text in run if text not in common]) or str(n) for n, run in enumerate(runs)]
+    return [f"{folder}/{name}" for folder, name in zip(folders, names, strict=True)]
 
 
 def quoted(path: str) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from muster.batches.generators import kept_generators
 from muster.batches.loader import Batch
+from muster.checkpoint.records import is_better
 from muster.dist.world import World
 from muster.errors import Diverged
 from muster.job.lifecycle import Ending
@@ -23,7 +24,7 @@ from muster.train.config.keys import Config, NonFinite, Precision
 from muster.train.course import ENDED, EVALUATED, LOGGED, SAVED, Course, Progress
 from muster.train.data.batches import micro_batches
 from muster.train.evaluation import measure
-from muster.train.objectives.measure import Measures, is_better, value_of
+from muster.train.objectives.measure import Measures, value_of
 from muster.train.strategies.base import StepResult, Strategy
 from muster.train.timed import Timed
 from muster.train.window import Window

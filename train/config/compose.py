@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -31,13 +29,12 @@ from muster.train.config.keys import GROUPS, Config
 from muster.train.config.mode import quick_mode
 from muster.train.config.options import conf_folder
 from muster.train.config.parts import TARGET
+from muster.train.config.sweep_folder import folder_of
 from muster.train.config.sweeper import quiet_sweeper
 
 LOOKS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 OWN = "own"
 """Name of each group's empty option, to which the `_target_` of a user's own class is added."""
-LONGEST_NAME = 200
-"""Maximum length of a folder name in bytes; file systems allow 255."""
 
 
 def run_each(job: Callable[[Config | ConfigError, Mapping[str, str]], int]) -> int:
@@ -58,13 +55,13 @@ def run_each(job: Callable[[Config | ConfigError, Mapping[str, str]], int]) -> i
     register()
     quiet_sweeper()
     quick_mode()
-    swept = swept_keys(sys.argv[1:])
     codes: list[int] = []
     is_composing = True
 
     @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")  # type: ignore[untyped-decorator]
     def compose_and_do(composed: DictConfig) -> None:
         nonlocal is_composing
+        swept = swept_keys(sys.argv[1:]) | {*(HydraConfig.get().sweeper.get("params") or {})}
         config = _typed(composed, swept)
         is_composing = False
         codes.append(job(config, _swept_values(swept)))
@@ -76,7 +73,7 @@ def run_each(job: Callable[[Config | ConfigError, Mapping[str, str]], int]) -> i
     except Exception as error:
         if not is_composing:
             raise
-        return job(explain(error), {})
+        return job(error if isinstance(error, ConfigError) else explain(error), {})
     return max(codes, default=0)
 
 
@@ -208,17 +205,8 @@ def _own_folder(config: Config, swept: set[str]) -> Config:
     job = HydraConfig.get()
     if swept & {"name", "output_dir"}:  # the swept values already set the folder
         return config
-    given = [redacted(text) for text in _task() if parsed([text])[0].key_or_group in swept]
-    name = folder_name(",".join(given) or str(job.job.num))
+    given = [text for text in _task() if parsed([text])[0].key_or_group in swept]
+    name = folder_of(given) or str(job.job.num)
     storage = config.checkpoint.storage
     checkpoint = replace(config.checkpoint, storage=storage and f"{storage.rstrip('/')}/{name}")
     return replace(config, output_dir=str(Path(config.output_dir) / name), checkpoint=checkpoint)
-
-
-def folder_name(text: str) -> str:
-    """Return a folder name that is unique for `text`; a digest stands for characters that a name cannot hold."""
-    plain = re.sub(r"[^\w.=,+-]+", "_", text)
-    if len(plain.encode()) < LONGEST_NAME and not re.search(r"[^\w.=,+\[\]-]", text):
-        return plain
-    short = plain.encode()[:LONGEST_NAME].decode(errors="ignore")
-    return f"{short}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:6]}"

@@ -1,4 +1,4 @@
-"""Metrics beside the loss: the objective's sums, metrics with state, and which value is better."""
+"""Metrics beside the loss: the objective's sums, and metrics with state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from muster.train.objectives.loss import loss_of, measured
 
 OF = "/of"
 """Suffix of the name of a sum's own count; a sum without such a count is over samples."""
-LESS_IS_BETTER = ("loss", "error", "perplexity")
 
 
 def sums(
@@ -158,13 +157,3 @@ def value_of(metric: str, values: Mapping[str, float], *, key: str) -> float:
     if metric not in values:
         raise ConfigError(f"{key}={metric} is not measured: an evaluation measures {', '.join(values)}")
     return values[metric]
-
-
-def is_better(metric: str, value: float, best: float, *, by: float = 0.0) -> bool:
-    """Return True if `value` is better than `best` by more than `by`; NaN is worse than any number.
-
-    Lower is better for `loss`, `error`, `perplexity` and names that end with them; otherwise higher is better.
-    """
-    if math.isnan(value) or math.isnan(best):
-        return not math.isnan(value)
-    return value < best - by if metric.endswith(LESS_IS_BETTER) else value > best + by
