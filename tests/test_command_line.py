@@ -283,3 +283,27 @@ def test_submit_shows_its_text_also_where_there_is_no_slurm(tmp_path):
             [*line[:2], *words, "--", "my.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
         )
         assert refused.returncode == 2 and said in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr
+
+
+def test_submit_takes_a_folder_of_yaml_files(tmp_path):
+    import subprocess
+
+    conf = tmp_path / "my conf"
+    for file, text in {
+        "experiment/mine.yaml": "# @package _global_\nname: mine\n",
+        "cluster/box.yaml": "defaults: [/schema/cluster/slurm@_here_, _self_]\npartition: mine\n",
+        "cluster/bare.yaml": "partition: mine\n",
+    }.items():
+        (conf / file).parent.mkdir(parents=True, exist_ok=True)
+        (conf / file).write_text(text)
+
+    def submit(*words):
+        line = [sys.executable, str(ROOT / "slurm/submit.py"), "--dry-run", *words]
+        return subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+
+    shown = submit("--config-dir", "my conf", "cluster=box", "+experiment=mine").stdout
+    assert "#SBATCH --partition=mine" in shown and f"{tmp_path}/runs/mine" in shown
+    assert shown.rstrip().endswith(f"--config-dir '{conf}'"), "the nodes compose the same config, wherever they start"
+    for words, said in ((["nowhere"], "it does not exist"), (["my conf", "cluster=bare"], "begin it with `defaults")):
+        refused = submit("--config-dir", *words)
+        assert refused.returncode == 2 and said in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr

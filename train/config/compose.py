@@ -15,7 +15,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
@@ -23,7 +23,7 @@ from muster.errors import ConfigError
 from muster.redact import redacted
 from muster.train.config.check import check
 from muster.train.config.command_line import arranged, parsed, swept_keys
-from muster.train.config.explain import explain
+from muster.train.config.explain import explain, no_folder
 from muster.train.config.help import help_template
 from muster.train.config.keys import GROUPS, Config
 from muster.train.config.mode import quick_mode
@@ -89,9 +89,13 @@ def _shown_without_secrets() -> Iterator[None]:
         sys.stdout.flush()
 
 
-def compose(overrides: list[str]) -> Config:
-    """Compose and check the config of one run from `overrides`, without a command line. Raises ConfigError."""
+def compose(overrides: list[str], *, config_dir: Path | None = None) -> Config:
+    """Compose and check the config of one run from `overrides`, without a command line. Raises ConfigError.
+
+    config_dir: a folder of the user's own options, as `--config-dir` names it.
+    """
     register()
+    overrides = [*overrides, *searched(config_dir)]
     try:
         with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
             composed = hydra.compose("config", overrides=overrides, return_hydra_config=True)
@@ -103,6 +107,15 @@ def compose(overrides: list[str]) -> Config:
         raise
     except Exception as error:
         raise explain(error, overrides) from None
+
+
+def searched(config_dir: Path | None) -> list[str]:
+    """Return the override for Hydra's compose API that stands for `--config-dir`. Raises ConfigError."""
+    if config_dir is None:
+        return []
+    if not config_dir.is_dir():
+        raise ConfigError(no_folder(str(config_dir)))
+    return [f"hydra.searchpath=[{QuotedString(f'file://{config_dir.absolute()}', Quote.single).with_quotes()}]"]
 
 
 def of_run(folder: Path, overrides: list[str]) -> Config:

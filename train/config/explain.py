@@ -23,6 +23,8 @@ from muster.train.config.options import hydra_groups, options, values
 from muster.train.config.parts import TARGET
 from muster.train.config.sweeper import elsewhere
 
+YOURS = "give the folder that holds your model/, data/ or experiment/ with their yaml files"
+
 
 def explain(error: Exception, overrides: Sequence[str] | None = None) -> ConfigError:
     """Convert an error of Hydra, OmegaConf or a YAML reader to a one-line ConfigError with the nearest valid name.
@@ -98,16 +100,20 @@ def _read_there(error: Exception) -> str:
 
 def _of_option(text: str) -> str | None:
     """Describe an error in the value of a command-line option; None for other errors."""
-    yours = "give the folder that holds your model/, data/ or experiment/ with their yaml files"
     if match := re.search(r"Additional config directory '(.+)' not found", text, re.S):
-        return f"--config-dir {match[1]}: {_missing(match[1])}; {yours}"
+        return no_folder(match[1])
     if match := re.search(r"Primary config directory not found.*?'(.+)'", text, re.S):
-        return f"--config-path {match[1]}: {_missing(match[1])}; leave it out, or use --config-dir: {yours}"
+        return f"--config-path {match[1]}: {_missing(match[1])}; leave it out, or use --config-dir: {YOURS}"
     if match := re.search(r"Cannot find primary config '([^']+)'", text):
-        return f"--config-name {match[1]}: there is no {match[1]}.yaml; leave it out, or {yours} by --config-dir"
+        return f"--config-name {match[1]}: there is no {match[1]}.yaml; leave it out, or {YOURS} by --config-dir"
     if match := re.search(r"The (--\S+) flag can only be used .*", text):
         return one_line(Exception(text))
     return None
+
+
+def no_folder(path: str) -> str:
+    """Return the message for a `--config-dir` that is not a folder."""
+    return f"--config-dir {path}: {_missing(path)}; {YOURS}"
 
 
 def _missing(folder: str) -> str:
