@@ -44,9 +44,10 @@ from muster.loggers.jsonl import read
 from muster.redact import redacted
 from muster.train.config.command_line import parsed, readable
 from muster.train.config.compose import compose as compose_run
-from muster.train.config.compose import folder_name
+from muster.train.config.compose import searched
 from muster.train.config.explain import explain
 from muster.train.config.options import conf_folder
+from muster.train.config.sweep_folder import folder_of
 
 
 @dataclass
@@ -152,6 +153,7 @@ def main() -> int:
     parser.add_argument("-m", "--multirun", action="store_true", help="sweep: one job per combination of a=1,2")
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch script without submitting it")
     parser.add_argument("--wait", action="store_true", help="follow the runs until they end; exit 1 if one failed")
+    parser.add_argument("--config-dir", "-cd", type=Path, metavar="FOLDER", help="a folder of your own options")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = sys.argv[1:]
     at = given.index(MARK) if MARK in given else len(given)
@@ -162,12 +164,13 @@ def main() -> int:
         if each.key_or_group.partition(".")[0] == "cluster"
     ]
     of_run = [text for text in arguments.overrides if text not in of_cluster]
+    own = arguments.config_dir and arguments.config_dir.absolute()
     try:
-        cluster = compose_cluster(of_cluster)
+        cluster = compose_cluster(of_cluster, config_dir=own)
         if script := script_of([*of_run, *given[at:]]):
             agents = [agent_of(script, cluster, multirun=arguments.multirun)]
         else:
-            agents = agents_of(expand(of_run) if arguments.multirun else [of_run], cluster)
+            agents = agents_of(expand(of_run) if arguments.multirun else [of_run], cluster, config_dir=own)
     except ConfigError as error:
         tell(error)
         return error.exit_code
@@ -196,11 +199,12 @@ def main() -> int:
     return wait(jobs, agents) if arguments.wait else 0
 
 
-def agents_of(runs: list[list[str]], cluster: Cluster) -> list[Agent]:
+def agents_of(runs: list[list[str]], cluster: Cluster, *, config_dir: Path | None = None) -> list[Agent]:
     """Return the agent of each run, given by its overrides. Raises ConfigError."""
-    folders = own_folders(runs, [run_folder(overrides) for overrides in runs])
+    folders = own_folders(runs, [run_folder(overrides, config_dir=config_dir) for overrides in runs])
+    options = ["--config-dir", str(config_dir)] if config_dir else []
     return [
-        Agent([*overrides, f"output_dir={quoted(folder)}"], cluster, folder)
+        Agent([*overrides, f"output_dir={quoted(folder)}", *options], cluster, folder)
         for overrides, folder in zip(runs, folders, strict=True)
     ]
 
@@ -213,20 +217,24 @@ def agent_of(script: Script, cluster: Cluster, *, multirun: bool) -> Agent:
     return Agent(script.given, cluster, "")
 
 
-def compose_cluster(overrides: list[str]) -> Cluster:
-    """Compose the keys of `cluster` from its overrides. Raises ConfigError."""
+def compose_cluster(overrides: list[str], *, config_dir: Path | None = None) -> Cluster:
+    """Compose the keys of `cluster` from its overrides and the user's own options. Raises ConfigError."""
     store = ConfigStore.instance()
     store.store(group="schema/cluster", name="slurm", node=Cluster)
     store.store(group="schema/cluster", name="local", node=Local)
     try:
         with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-            cluster = OmegaConf.to_object(compose("submit", overrides=overrides).cluster)
+            cluster = OmegaConf.to_object(compose("submit", overrides=[*overrides, *searched(config_dir)]).cluster)
     except (HydraException, OmegaConfBaseException, OSError) as error:
         valid = ", ".join(vars(Cluster()))
         raise ConfigError(
             f"{' '.join(str(error).split())}; valid: cluster=slurm or local, and cluster. {valid}"
         ) from None
-    assert isinstance(cluster, Cluster)
+    if not isinstance(cluster, Cluster):
+        raise ConfigError(
+            "the yaml file of your cluster has no schema: begin it with `defaults: [/schema/cluster/slurm@_here_, _self_]`, "
+            "or with /schema/cluster/local@_here_"
+        )
     for key, least in (("nodes", 1), ("timeout_min", 1), ("signal_delay_s", MARGIN_S + 1)):
         if getattr(cluster, key) < least:
             raise ConfigError(f"cluster.{key}={getattr(cluster, key)} is out of range: use a value of at least {least}")
@@ -246,9 +254,9 @@ def expand(overrides: list[str]) -> list[list[str]]:
     return [list(job) for batch in batches for job in batch]
 
 
-def run_folder(overrides: list[str]) -> str:
+def run_folder(overrides: list[str], *, config_dir: Path | None = None) -> str:
     """Return the absolute folder of the run with these overrides. Raises ConfigError if the run would refuse them."""
-    config = compose_run(overrides)
+    config = compose_run(overrides, config_dir=config_dir)
     return str(Path(config.output_dir).resolve())
 
 
@@ -257,8 +265,8 @@ def own_folders(runs: list[list[str]], folders: list[str]) -> list[str]:
     if len(set(folders)) == len(folders):
         return folders
     common = set.intersection(*(set(run) for run in runs))
-    names = [",".join(text for text in run if text not in common) or str(n) for n, run in enumerate(runs)]
-    return [f"{folder}/{folder_name(redacted(name))}" for folder, name in zip(folders, names, strict=True)]
+    names = [folder_of([text for text in run if text not in common]) or str(n) for n, run in enumerate(runs)]
+    return [f"{folder}/{name}" for folder, name in zip(folders, names, strict=True)]
 
 
 def quoted(path: str) -> str:

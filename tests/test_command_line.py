@@ -14,8 +14,9 @@ from kit.warm import run as start
 
 from muster.train.config import compose as composition
 from muster.train.config import mode, options
-from muster.train.config.compose import compose, folder_name, run_each
+from muster.train.config.compose import compose, run_each
 from muster.train.config.differences import to_dict
+from muster.train.config.sweep_folder import folder_name
 
 OWN = ["optimizer._target_=torch.optim.Adam", "model._target_=kit.parts.models.Stateful"]
 HOSTILE = [
@@ -84,7 +85,6 @@ def test_jobs_of_a_sweep_never_share_a_folder():
     texts = ["init_from=/a/b", "init_from=/a_b", "init_from=/a?b", "x=" + "y" * 300, "x=" + "y" * 301]
     assert len({folder_name(text) for text in texts}) == len(texts)
     assert all(len(folder_name(text).encode()) < 256 and "/" not in folder_name(text) for text in texts)
-    assert folder_name("optimizer.lr=0.1,model.hidden=[7]") == "optimizer.lr=0.1,model.hidden=_7_"
 
 
 SWEEP = "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {optimizer.lr: '0.1,0.2'}}}\n"
@@ -282,4 +282,28 @@ def test_submit_shows_its_text_also_where_there_is_no_slurm(tmp_path):
         refused = subprocess.run(
             [*line[:2], *words, "--", "my.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
         )
+        assert refused.returncode == 2 and said in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr
+
+
+def test_submit_takes_a_folder_of_yaml_files(tmp_path):
+    import subprocess
+
+    conf = tmp_path / "my conf"
+    for file, text in {
+        "experiment/mine.yaml": "# @package _global_\nname: mine\n",
+        "cluster/box.yaml": "defaults: [/schema/cluster/slurm@_here_, _self_]\npartition: mine\n",
+        "cluster/bare.yaml": "partition: mine\n",
+    }.items():
+        (conf / file).parent.mkdir(parents=True, exist_ok=True)
+        (conf / file).write_text(text)
+
+    def submit(*words):
+        line = [sys.executable, str(ROOT / "slurm/submit.py"), "--dry-run", *words]
+        return subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+
+    shown = submit("--config-dir", "my conf", "cluster=box", "+experiment=mine").stdout
+    assert "#SBATCH --partition=mine" in shown and f"{tmp_path}/runs/mine" in shown
+    assert shown.rstrip().endswith(f"--config-dir '{conf}'"), "the nodes compose the same config, wherever they start"
+    for words, said in ((["nowhere"], "it does not exist"), (["my conf", "cluster=bare"], "begin it with `defaults")):
+        refused = submit("--config-dir", *words)
         assert refused.returncode == 2 and said in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr

@@ -492,7 +492,7 @@ def test_a_sweep_ends_with_a_table_of_its_jobs(tmp_path):
     assert done.returncode == 0, done.stderr
     for rate in ("0.1", "0.2"):
         assert f"│ {rate} " in done.stdout and "accuracy" in done.stdout and "runs: runs/grid" in done.stdout
-        assert torch.load(tmp_path / f"runs/grid/optimizer.lr={rate}/model.pt")["1.weight"].shape == (8, 64)
+        assert torch.load(tmp_path / f"runs/grid/lr-{rate}/model.pt")["1.weight"].shape == (8, 64)
 
 
 # Mistakes

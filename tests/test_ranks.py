@@ -246,5 +246,5 @@ def test_a_sweep_gives_each_job_its_own_folder(tmp_path):
     done = warm.Popen([*line, f"checkpoint.storage={tmp_path}/kept"], env=environment(), cwd=tmp_path)
     out, _ = done.communicate(timeout=120)
     assert done.returncode == 0, out
-    assert sorted(p.name for p in (tmp_path / "runs/run").iterdir()) == ["optimizer.lr=0.01", "optimizer.lr=0.1"]
-    assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["optimizer.lr=0.01", "optimizer.lr=0.1"]
+    assert sorted(p.name for p in (tmp_path / "runs/run").iterdir()) == ["lr-0.01", "lr-0.1"]
+    assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["lr-0.01", "lr-0.1"]

@@ -348,7 +348,7 @@ def submit(slurm, checkout, *arguments, ok=True, **env):
 def test_submit_a_sweep_of_three(slurm, checkout):
     out = submit(slurm, checkout, "-m", "--wait", "cluster.nodes=1", "optimizer.lr=0.1,0.05,0.01", "max_steps=5")
     assert sorted(path.name for path in (checkout / "runs/run").iterdir()) == [
-        f"optimizer.lr={lr}" for lr in ("0.01", "0.05", "0.1")
+        f"lr-{lr}" for lr in ("0.01", "0.05", "0.1")
     ], out
     assert len(re.findall(r"^\[\d+_\d\] done  /", out, re.M)) == 3, out
 

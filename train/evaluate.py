@@ -29,7 +29,7 @@ from muster.train.evaluation import measure
 from muster.train.numerics import set_numerics
 from muster.train.objectives.build import build_measures
 from muster.train.run import join
-from muster.train.saved_weights import Source
+from muster.train.saved_weights import Source, chosen_run
 from muster.train.strategies.base import Recipe, Strategy
 from muster.train.strategies.recipe import recipe
 
@@ -94,7 +94,7 @@ def restored(recipe: Recipe, source: Source, world: World) -> nn.Module:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="muster evaluate", description=__doc__)
-    parser.add_argument("run", type=Path, help="a run's folder")
+    parser.add_argument("run", type=Path, help="a run's folder, or a sweep's: then its best run")
     parser.add_argument(
         "--checkpoint", help="a step, newest or best (default: model.pt if the run is done, else newest)"
     )
@@ -105,14 +105,15 @@ def main() -> None:
     preemption, code = Preemption(), 0
     preemption.install()
     try:
-        config = of_run(given.run, overrides)
+        run, checkpoint = chosen_run(given.run, given.checkpoint)
+        config = of_run(run, overrides)
         keys = [each.key_or_group for each in readable(overrides)]
         if not any(key.startswith("strategy.") for key in keys):  # ddp loads the weights of any strategy
             options = values("strategy", "ddp")
             config = replace(config, strategy=Part.of("strategy", options))
         evaluates = replace(config.eval, every_steps=None)
         config = replace(config, virtual_world_size=None, callbacks={}, freeze=[], eval=evaluates)
-        source = Source(given.run, given.checkpoint, storage=config.checkpoint.storage)
+        source = Source(run, checkpoint, storage=config.checkpoint.storage)
         code = attempt(config, preemption, source, split=given.split, as_json=given.json)
     except MusterError as error:
         tell(error)

@@ -23,7 +23,7 @@ from muster.loggers import jsonl
 from muster.train.data.load import load as load_data
 from muster.train.models.inputs import described
 from muster.train.models.record import ModelRecord
-from muster.train.saved_weights import Source
+from muster.train.saved_weights import Source, chosen_run
 
 CPU = torch.device("cpu")
 CONFIG = "config.yaml"
@@ -55,7 +55,7 @@ def load(
         gan = muster.load("runs/gan", into={"generator": Generator(), "discriminator": Discriminator()})
 
     Args:
-        folder: the run's folder.
+        folder: the run's folder, or a sweep's: then its best run.
         into: a module to fill instead of building the model, or modules by the names that a `muster.Job` tracks them
             by. Names and shapes must be equal. A job's run needs it, because the model is built in the user's script.
         checkpoint: a step, `newest` or `best`; None: `model.pt` if the run is done, else the newest checkpoint.
@@ -87,6 +87,7 @@ def filled(modules: Any, source: Source, *, device: Any = None) -> Any:
 
 def open_source(folder: Path, checkpoint: str | None, *, storage: str | None = None) -> Source:
     """Return the weights of the run in `folder`. Raises ConfigError if there is no run, or no such checkpoint."""
+    folder, checkpoint = chosen_run(folder, checkpoint)
     config = config_of(folder)
     settings = config if is_of_job(config) else config.get("checkpoint") or {}
     return Source(folder, checkpoint, storage=storage or settings.get("storage"))
@@ -183,7 +184,7 @@ def call_of(source: Source, checkpoint: str | None) -> str:
 def parser_of(tool: str, *, said: str | None) -> argparse.ArgumentParser:
     """Return the parser of a tool whose arguments name the weights of a run."""
     parser = argparse.ArgumentParser(prog=f"muster {tool}", description=said)
-    parser.add_argument("run", type=Path, help="a run's folder")
+    parser.add_argument("run", type=Path, help="a run's folder, or a sweep's: then its best run")
     parser.add_argument(
         "--checkpoint", help="a step, newest or best (default: model.pt if the run is done, else newest)"
     )
@@ -195,8 +196,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return its exit code."""
     given = parser_of("load", said=__doc__).parse_args(arguments)
     try:
-        source = open_source(given.run, given.checkpoint, storage=given.storage)
-        lines = [*summary(source), "", "import muster", call_of(source, given.checkpoint)]
+        run, checkpoint = chosen_run(given.run, given.checkpoint)
+        source = open_source(run, checkpoint, storage=given.storage)
+        lines = [*summary(source), "", "import muster", call_of(source, checkpoint)]
     except MusterError as error:
         tell(error)
         return error.exit_code

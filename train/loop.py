@@ -10,21 +10,25 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from muster.batches.generators import kept_generators
 from muster.batches.loader import Batch
+from muster.checkpoint.records import is_better
 from muster.dist.world import World
-from muster.errors import Diverged
+from muster.errors import ConfigError, Diverged
 from muster.job.lifecycle import Ending
 from muster.job.running import Running
-from muster.loggers.metrics import Metrics
+from muster.loggers.metrics import TRAIN_FIELDS, Metrics
+from muster.origin import described
 from muster.plan import Plan
 from muster.train.config.keys import Config, NonFinite, Precision
 from muster.train.course import ENDED, EVALUATED, LOGGED, SAVED, Course, Progress
 from muster.train.data.batches import micro_batches
 from muster.train.evaluation import measure
-from muster.train.objectives.measure import Measures, is_better, value_of
+from muster.train.objectives.measure import Measures, value_of
 from muster.train.strategies.base import StepResult, Strategy
+from muster.train.strategies.step.optimizer_step import Stepping
 from muster.train.throughput.figures import peak_memory
 from muster.train.timed import Timed
 from muster.train.window import Window
@@ -79,6 +83,20 @@ class Run:
         return self.course.progress
 
     @property
+    def model(self) -> nn.Module:
+        """The model as the strategy holds it: of a sharded or divided one, this rank's part.
+
+        Raises:
+            ConfigError: the strategy does not have it in one module.
+        """
+        model = getattr(self.strategy, "model", None)
+        if model is None and isinstance(self.strategy, Stepping):
+            model = self.strategy.optimizer_step.model
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"run.model: {type(self.strategy).__name__} has no module `model` on this rank")
+        return model
+
+    @property
     def total_steps(self) -> int:
         """The number of steps of the whole run."""
         return self.course.total_steps
@@ -97,6 +115,25 @@ class Run:
     def is_preempted(self) -> bool:
         """True once the ranks have stopped between two phases of work, as they agreed to."""
         return self.running.peers.agreement.is_reached
+
+    def log(self, **values: float | Tensor) -> None:
+        """Add values by name to the next `train` line; of a name that is logged again before it, the last value counts.
+
+        The line has rank 0's values, so a value over all ranks is to be reduced before. Values that are logged after the
+        last line, as in the last evaluation, make an event `logged`. Does not wait for the device.
+
+        Raises:
+            ConfigError: a value is not a number, or has a name of the line's own.
+        """
+        for name, value in values.items():
+            if name in TRAIN_FIELDS:
+                raise ConfigError(f"run.log({name}=...): a train line has {name} of its own: choose another name")
+            is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+            if not is_number:
+                raise ConfigError(
+                    f"run.log({name}=...): {described(value)} is not a number: give a number or a tensor []"
+                )
+            self.window.logged[name] = value.detach() if isinstance(value, Tensor) else float(value)
 
     def stop(self, reason: str) -> None:
         """End training after this step, as if it were the last. Every rank must call it at the same step."""
@@ -140,6 +177,8 @@ def train(run: Run) -> Ending:
     if run.is_preempted:  # perhaps during that evaluation
         save(run)
         return running.stopped()
+    if late := run.window.take_logged():
+        run.records.event("logged", step=run.step, **late)
     return running.done()
 
 
@@ -278,7 +317,7 @@ def log(run: Run, result: StepResult) -> None:
         samples = run.course.plan.samples_before(run.step)
         known = {"epoch": epoch(run), "loss": loss, "lr": run.strategy.lr, "grad_norm": float(result.grad_norm)}
         memory = {"peak_memory_gib": round(max(sums[1:]), 2)} if sums[1:] else {}
-        return {**known, "samples": samples, "more": memory | more}
+        return {**known, "samples": samples, "more": memory | more | run.window.take_logged()}
 
     run.running.log([own_loss, *peak_memory(run.world)], line)
 

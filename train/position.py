@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from muster.checkpoint import manager
-from muster.checkpoint.records import read_best
+from muster.checkpoint.records import is_better, read_best
 from muster.checkpoint.storage import Saved
 from muster.dist.world import World
 from muster.errors import say
@@ -22,7 +22,6 @@ from muster.train.config.keys import Config
 from muster.train.course import Progress
 from muster.train.data.load import Data
 from muster.train.numerics import seed_all
-from muster.train.objectives.measure import is_better
 from muster.train.strategies.base import Strategy
 from muster.train.window import Window
 

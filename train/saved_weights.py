@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from functools import cached_property
 from pathlib import Path
 
@@ -16,8 +17,23 @@ from muster.checkpoint.weights import Evaluated, lists_beside, modules_of, read_
 from muster.dist.world import World
 from muster.errors import ConfigError, MusterError, say
 from muster.redact import redacted
+from muster.report.results import best_in
 from muster.train.models.prepare import take
 from muster.train.strategies.replicas.buffers import Buffers
+
+
+def chosen_run(folder: Path, checkpoint: str | None = None) -> tuple[Path, str | None]:
+    """Return the run and the checkpoint that `folder` stands for: of a sweep's folder, its best run, which rank 0 prints.
+
+    If `checkpoint.best` chose the run, its best checkpoint is taken unless `checkpoint` is given. Raises ConfigError.
+    """
+    found = best_in(folder)
+    if not found:
+        return folder, checkpoint
+    best, line = found
+    if os.environ.get("RANK", "0") == "0":
+        say(line)
+    return best.folder, checkpoint or ("best" if best.metric else None)
 
 
 class Source:

@@ -34,6 +34,8 @@ class Window:
 
     def __init__(self, world: World, *, slices: int | None, measures: bool = False):
         self._world, self._slices, self._measures = world, slices, measures
+        self.logged: dict[str, Any] = {}
+        """What callbacks have logged for the next line: numbers, or tensors [] on any device."""
         self._begin()
 
     def _begin(self) -> None:
@@ -59,8 +61,9 @@ class Window:
         return self._samples
 
     def clear(self) -> None:
-        """Forget the sums, which a log line has."""
+        """Forget the sums and the logged values, which a log line has."""
         self._begin()
+        self.logged = {}
 
     def own_loss(self) -> float:
         """Return this rank's part of the sum of losses. Waits for the device."""
@@ -78,6 +81,11 @@ class Window:
         more.pop(LOSS, None)
         return loss / samples, more
 
+    def take_logged(self) -> dict[str, float]:
+        """Return what callbacks have logged, and forget it. Waits for the device."""
+        logged, self.logged = {name: float(value) for name, value in self.logged.items()}, {}
+        return logged
+
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint. Collective: every rank must call it."""
         own = self.own()
@@ -87,7 +95,9 @@ class Window:
     def own(self) -> dict[str, Any]:
         """Return this rank's sums, as JSON values, for `load_own`. Waits for the device."""
         sums = {name: float(value) for name, value in self._sums.items()}
-        return {"samples": self._samples, "measured": self._measured, "made": self._made, "sums": sums}
+        logged = {name: float(value) for name, value in self.logged.items()}
+        made = {"samples": self._samples, "measured": self._measured, "made": self._made, "sums": sums}
+        return {**made, "logged": logged} if logged else made
 
     def load_own(self, found: Mapping[str, Any]) -> None:
         """Restore this rank's sums."""
@@ -103,6 +113,7 @@ class Window:
         if found := own or state.get(NAME):
             self._samples, self._made = found["samples"], found["made"]
             self._measured = found.get("measured", self._samples if self._measures else 0)
+            self.logged = dict(found.get("logged", {}))
             sums = found["sums"] if own else {name: v for name, v in found["sums"].items() if self._takes(name)}
             self._sums = {
                 name: torch.tensor(value, dtype=torch.float64, device=self._world.device)

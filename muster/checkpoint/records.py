@@ -21,6 +21,7 @@ from muster.errors import Damaged
 
 INDEX, BEST = "index.json", "best.json"
 DIGEST = "digest"
+LESS_IS_BETTER = ("loss", "error", "perplexity")
 PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 
@@ -194,6 +195,16 @@ def read_best(folder: Path) -> Best | None:
         return _checked(Best, _json((folder / BEST).read_bytes()))
     except (OSError, Damaged):
         return None
+
+
+def is_better(metric: str, value: float, best: float, *, by: float = 0.0) -> bool:
+    """Return True if `value` is better than `best` by more than `by`; NaN is worse than any number.
+
+    Lower is better for `loss`, `error`, `perplexity` and names that end with them; otherwise higher is better.
+    """
+    if math.isnan(value) or math.isnan(best):
+        return not math.isnan(value)
+    return value < best - by if metric.endswith(LESS_IS_BETTER) else value > best + by
 
 
 def _digest(manifest: dict[str, Any]) -> str:

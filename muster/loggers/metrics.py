@@ -16,6 +16,7 @@ from muster.redact import redacted_all
 from muster.timing.clock import Times
 from muster.timing.record import Timing
 
+TRAIN_FIELDS = ("kind", "step", "epoch", "loss", "lr", "grad_norm", "samples", "samples_per_s")
 RECENT = 64  # rank 0's are more: those of checkpoints, and of stragglers
 
 

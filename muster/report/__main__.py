@@ -12,6 +12,7 @@ from muster.loggers import jsonl
 from muster.origin import located
 from muster.report.history import History
 from muster.report.page import NAME, write_page
+from muster.report.results import runs_in
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--once", action="store_true", help="with --watch: show the status once")
     given = parser.parse_args(arguments)
-    folders = [folder for run in given.runs for folder in of(run)]
+    folders = [folder for run in given.runs for folder in runs_in(run) or [run]]
     nothing = [str(folder) for folder in folders if not (folder / jsonl.NAME).exists()]
     if given.watch:
         from muster.report.watch import watch
@@ -48,14 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 5
     return 0
-
-
-def of(run: Path) -> list[Path]:
-    """Return the folder itself if it is a run's, else the run folders in it, sorted by name."""
-    if (run / jsonl.NAME).exists():
-        return [run]
-    inside = sorted(path.parent for path in run.glob(f"*/{jsonl.NAME}"))
-    return inside or [run]
 
 
 if __name__ == "__main__":

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from muster.loggers.jsonl import NAME, read
-
-COORDINATES = ("kind", "step", "epoch")
+from muster.report.results import Result, metric_of, ranked
 
 
 class SweptJob(NamedTuple):
@@ -24,30 +23,64 @@ class SweptJob(NamedTuple):
 
 
 def print_table(jobs: Sequence[SweptJob]) -> None:
-    """Print a row per job: the values of its last evaluation, or its last loss. No column is cut off at any width."""
-    rows = [(job, *_last(job.folder)) for job in jobs]
-    keys = list(dict.fromkeys(key for job in jobs for key in job.values))
-    names = list(dict.fromkeys(name for *_, values in rows for name in values))
-    table = Table(*(keys or ["run"]), "exit code", "step", *names)
+    """Print a row per job, the best first, and the columns that differ between jobs. No column is cut off at any width.
+
+    A row has the values of the job's best evaluation if `checkpoint.best` is set, else of its last one, else its last
+    loss. Jobs are compared by `checkpoint.best`, else by the loss.
+    """
+    results = {id(job): Result.of(Path(job.folder)) if job.folder else Result(folder=Path()) for job in jobs}
+    order = [id(result) for result in ranked([*results.values()])]
+    rows = sorted(jobs, key=lambda job: order.index(id(results[id(job)])))
+    metric = metric_of([*results.values()])
+    best = next((job for job in rows if not job.exit_code), None)
+    if best and not math.isfinite(results[id(best)].value(metric)):
+        best = None
+    columns = _columns(rows, [results[id(job)] for job in rows], metric)
+    if best:
+        columns[""] = ["best" if job is best else "" for job in rows]
+    table = Table(*columns)
     for column in table.columns:
         column.no_wrap, column.overflow = True, "ignore"
-    for job, step, values in rows:
-        first = [job.values.get(key, "") for key in keys] if keys else [job.folder or "-"]
-        cells = [f"{values[name]:.4g}" if isinstance(values.get(name), float) else "" for name in names]
-        table.add_row(*first, str(job.exit_code), step, *cells)
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
     console = Console(soft_wrap=True)
     widest = console.measure(table, options=console.options.update(max_width=10_000)).maximum
     console.width = max(console.width, widest)
     console.print(table)
-    if keys and (folders := [job.folder for job in jobs if job.folder]):
+    if folders := [job.folder for job in jobs if job.folder]:
         place = os.path.commonpath([Path(folder).parent for folder in folders])
         console.print(f"runs: {place or '.'}", markup=False, highlight=False)
+    if best:
+        found = results[id(best)]
+        value = f"{metric} {found.value(metric):.4g} at step {found.step}"
+        console.print(f"best: {best.folder} ({value})", markup=False, highlight=False)
 
 
-def _last(folder: str | None) -> tuple[str, dict[str, Any]]:
-    """Return (step, values) of a run's last evaluation, or else of its last log line."""
-    lines = read(Path(folder) / NAME) if folder else []
-    ordered = [line for kind in ("eval", "train") for line in reversed(lines) if line["kind"] == kind]
-    last: dict[str, Any] = ordered[0] if ordered else {}
-    values = {name: value for name, value in last.items() if name not in COORDINATES}
-    return str(last.get("step", "")), {"train loss": last["loss"]} if last.get("kind") == "train" else values
+def _columns(jobs: Sequence[SweptJob], results: Sequence[Result], metric: str) -> dict[str, list[str]]:
+    """Return the cells of each column by its title: of keys, exit code, step and values, those that differ.
+
+    The metric that jobs are compared by is always shown, and one column that names the job.
+    """
+    keys = dict.fromkeys(key for job in jobs for key in job.values)
+    names = dict.fromkeys(name for result in results for name in result.values)
+    swept = {key: [job.values.get(key, "") for job in jobs] for key in keys}
+    first = {key: cells for key, cells in swept.items() if _differ(cells)} or {
+        "run": [job.folder or "-" for job in jobs]
+    }
+    others = {
+        "exit code": [str(job.exit_code) for job in jobs],
+        "step": ["" if result.step is None else str(result.step) for result in results],
+    }
+    if all(job.exit_code for job in jobs):
+        first["exit code"] = others.pop("exit code")
+    measured = {name: [_cell(result.values.get(name)) for result in results] for name in names}
+    shown = {name: cells for name, cells in (others | measured).items() if _differ(cells) or name == metric}
+    return first | shown
+
+
+def _differ(cells: Sequence[str]) -> bool:
+    return len({*cells}) > 1
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else ""

@@ -20,8 +20,9 @@ class Callback:
     Methods are called on every rank, in the order of the config; `on_eval_end` and `on_checkpoint` in reverse order. An
     exception ends the run.
 
-    A callback may read `run.step`, `run.progress`, `run.config`, `run.world` and `run.strategy.parameters()`. It ends
-    training early with `run.stop(reason)`. Its `state` holds the values that it needs on resume.
+    A callback may read `run.step`, `run.progress`, `run.config`, `run.world`, `run.model` (as the strategy holds it) and
+    `run.strategy.parameters()`. It adds values to the next `train` line with `run.log(name=value)` and ends training early
+    with `run.stop(reason)`. Its `state` holds the values that it needs on resume.
 
     needs_evaluations: True if the callback does nothing without evaluations; a run without them is then refused.
     averages: True if evaluation uses the tensors of its `state` in place of the parameters of the same names;

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any
 
+from muster.checkpoint.records import is_better
 from muster.train.callbacks.base import Callback
 from muster.train.config.marks import Ge
-from muster.train.objectives.measure import is_better, value_of
+from muster.train.objectives.measure import value_of
 
 if TYPE_CHECKING:
     from muster.train.loop import Run

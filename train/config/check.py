@@ -16,7 +16,7 @@ from muster.train.config.parts import Part, callable_of, checked_values
 
 ENDPOINT = ("port", "host")
 """Keys of `metrics` that set where metrics are served; they are not metrics."""
-ASIDE = {"optimizer": ("groups",)}
+ASIDE = {"optimizer": ("groups",), "metrics": ("of",)}
 """Keys of a group that are not passed to its part's constructor."""
 
 
@@ -35,7 +35,8 @@ def check(composed: DictConfig) -> Config:
     parts: dict[str, Any] = {group: Part.of(group, getattr(config, group), ASIDE.get(group, ())) for group in GROUPS}
     endpoint = {name: config.metrics.pop(name, None) for name in ENDPOINT}
     for group in SEVERAL:
-        parts[group] = {name: Part.of(f"{group}.{name}", node) for name, node in getattr(config, group).items()}
+        nodes, aside = getattr(config, group).items(), ASIDE.get(group, ())
+        parts[group] = {name: Part.of(f"{group}.{name}", node, aside) for name, node in nodes}
     if config.profile:
         parts["callbacks"] |= {"profile": Part("callbacks.profile", "muster.train.callbacks.profile.Profile")}
     if endpoint["port"] is not None:

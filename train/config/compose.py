@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -17,7 +15,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
@@ -25,19 +23,18 @@ from muster.errors import ConfigError
 from muster.redact import redacted
 from muster.train.config.check import check
 from muster.train.config.command_line import arranged, parsed, swept_keys
-from muster.train.config.explain import explain
+from muster.train.config.explain import explain, no_folder
 from muster.train.config.help import help_template
 from muster.train.config.keys import GROUPS, Config
 from muster.train.config.mode import quick_mode
 from muster.train.config.options import conf_folder
 from muster.train.config.parts import TARGET
+from muster.train.config.sweep_folder import folder_of
 from muster.train.config.sweeper import quiet_sweeper
 
 LOOKS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 OWN = "own"
 """Name of each group's empty option, to which the `_target_` of a user's own class is added."""
-LONGEST_NAME = 200
-"""Maximum length of a folder name in bytes; file systems allow 255."""
 
 
 def run_each(job: Callable[[Config | ConfigError, Mapping[str, str]], int]) -> int:
@@ -58,13 +55,13 @@ def run_each(job: Callable[[Config | ConfigError, Mapping[str, str]], int]) -> i
     register()
     quiet_sweeper()
     quick_mode()
-    swept = swept_keys(sys.argv[1:])
     codes: list[int] = []
     is_composing = True
 
     @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")  # type: ignore[untyped-decorator]
     def compose_and_do(composed: DictConfig) -> None:
         nonlocal is_composing
+        swept = swept_keys(sys.argv[1:]) | {*(HydraConfig.get().sweeper.get("params") or {})}
         config = _typed(composed, swept)
         is_composing = False
         codes.append(job(config, _swept_values(swept)))
@@ -76,7 +73,7 @@ def run_each(job: Callable[[Config | ConfigError, Mapping[str, str]], int]) -> i
     except Exception as error:
         if not is_composing:
             raise
-        return job(explain(error), {})
+        return job(error if isinstance(error, ConfigError) else explain(error), {})
     return max(codes, default=0)
 
 
@@ -92,9 +89,13 @@ def _shown_without_secrets() -> Iterator[None]:
         sys.stdout.flush()
 
 
-def compose(overrides: list[str]) -> Config:
-    """Compose and check the config of one run from `overrides`, without a command line. Raises ConfigError."""
+def compose(overrides: list[str], *, config_dir: Path | None = None) -> Config:
+    """Compose and check the config of one run from `overrides`, without a command line. Raises ConfigError.
+
+    config_dir: a folder of the user's own options, as `--config-dir` names it.
+    """
     register()
+    overrides = [*overrides, *searched(config_dir)]
     try:
         with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
             composed = hydra.compose("config", overrides=overrides, return_hydra_config=True)
@@ -106,6 +107,15 @@ def compose(overrides: list[str]) -> Config:
         raise
     except Exception as error:
         raise explain(error, overrides) from None
+
+
+def searched(config_dir: Path | None) -> list[str]:
+    """Return the override for Hydra's compose API that stands for `--config-dir`. Raises ConfigError."""
+    if config_dir is None:
+        return []
+    if not config_dir.is_dir():
+        raise ConfigError(no_folder(str(config_dir)))
+    return [f"hydra.searchpath=[{QuotedString(f'file://{config_dir.absolute()}', Quote.single).with_quotes()}]"]
 
 
 def of_run(folder: Path, overrides: list[str]) -> Config:
@@ -208,17 +218,8 @@ def _own_folder(config: Config, swept: set[str]) -> Config:
     job = HydraConfig.get()
     if swept & {"name", "output_dir"}:  # the swept values already set the folder
         return config
-    given = [redacted(text) for text in _task() if parsed([text])[0].key_or_group in swept]
-    name = folder_name(",".join(given) or str(job.job.num))
+    given = [text for text in _task() if parsed([text])[0].key_or_group in swept]
+    name = folder_of(given) or str(job.job.num)
     storage = config.checkpoint.storage
     checkpoint = replace(config.checkpoint, storage=storage and f"{storage.rstrip('/')}/{name}")
     return replace(config, output_dir=str(Path(config.output_dir) / name), checkpoint=checkpoint)
-
-
-def folder_name(text: str) -> str:
-    """Return a folder name that is unique for `text`; a digest stands for characters that a name cannot hold."""
-    plain = re.sub(r"[^\w.=,+-]+", "_", text)
-    if len(plain.encode()) < LONGEST_NAME and not re.search(r"[^\w.=,+\[\]-]", text):
-        return plain
-    short = plain.encode()[:LONGEST_NAME].decode(errors="ignore")
-    return f"{short}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:6]}"

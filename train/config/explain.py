@@ -19,8 +19,11 @@ from muster.train.config.command_line import divided, readable
 from muster.train.config.differences import to_dict
 from muster.train.config.foreign import said_elsewhere
 from muster.train.config.keys import GROUPS, SEVERAL, Config, keys
-from muster.train.config.options import options, values
+from muster.train.config.options import hydra_groups, options, values
 from muster.train.config.parts import TARGET
+from muster.train.config.sweeper import elsewhere
+
+YOURS = "give the folder that holds your model/, data/ or experiment/ with their yaml files"
 
 
 def explain(error: Exception, overrides: Sequence[str] | None = None) -> ConfigError:
@@ -39,8 +42,10 @@ def explain(error: Exception, overrides: Sequence[str] | None = None) -> ConfigE
     if match := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text):
         group, option = match[1], match[2]
         there = options(group)
+        if group == "hydra/launcher":
+            return ConfigError(elsewhere(f"{group}={option}"))
         if not there:
-            return ConfigError(f"{group}={option}: there is no config group {group}; {nearest(group, GROUPS)}")
+            return _no_group(f"{group}={option}", group)
         own = f", or {group}._target_=your.Own" if group in GROUPS else ""
         return ConfigError(f"{group}={option} is unknown; {nearest(option, there)}{own}")
     if match := re.search(r"Ambiguous value for argument '([^=]+)=(.*?)'\s*1\.", text, re.S):
@@ -95,16 +100,20 @@ def _read_there(error: Exception) -> str:
 
 def _of_option(text: str) -> str | None:
     """Describe an error in the value of a command-line option; None for other errors."""
-    yours = "give the folder that holds your model/, data/ or experiment/ with their yaml files"
     if match := re.search(r"Additional config directory '(.+)' not found", text, re.S):
-        return f"--config-dir {match[1]}: {_missing(match[1])}; {yours}"
+        return no_folder(match[1])
     if match := re.search(r"Primary config directory not found.*?'(.+)'", text, re.S):
-        return f"--config-path {match[1]}: {_missing(match[1])}; leave it out, or use --config-dir: {yours}"
+        return f"--config-path {match[1]}: {_missing(match[1])}; leave it out, or use --config-dir: {YOURS}"
     if match := re.search(r"Cannot find primary config '([^']+)'", text):
-        return f"--config-name {match[1]}: there is no {match[1]}.yaml; leave it out, or {yours} by --config-dir"
+        return f"--config-name {match[1]}: there is no {match[1]}.yaml; leave it out, or {YOURS} by --config-dir"
     if match := re.search(r"The (--\S+) flag can only be used .*", text):
         return one_line(Exception(text))
     return None
+
+
+def no_folder(path: str) -> str:
+    """Return the message for a `--config-dir` that is not a folder."""
+    return f"--config-dir {path}: {_missing(path)}; {YOURS}"
 
 
 def _missing(folder: str) -> str:
@@ -127,6 +136,8 @@ def _of_choice(error: Exception, overrides: Sequence[str]) -> str | None:
 
 def unknown_key(key: str) -> ConfigError:
     """Return the ConfigError for an unknown key, with the nearest valid names."""
+    if key.startswith("hydra/"):
+        return _no_group(key, key)
     if elsewhere := said_elsewhere(key):
         return ConfigError(f"unknown key {key}: {elsewhere}")
     parent, _, last = key.rpartition(".")
@@ -141,6 +152,11 @@ def unknown_key(key: str) -> ConfigError:
     if names is None:
         return ConfigError(f"unknown key {key}; {nearest(key.split('.')[0], known_keys('') or [])}")
     return ConfigError(f"unknown key {key}; {nearest(last, names)}{own}")
+
+
+def _no_group(given: str, group: str) -> ConfigError:
+    valid = hydra_groups() if group.startswith("hydra/") else GROUPS
+    return ConfigError(f"{given}: there is no config group {group}; {nearest(group, valid)}")
 
 
 def known_keys(parent: str) -> list[str] | None:

@@ -223,7 +223,8 @@ class Config:
     eval: Eval = field(default_factory=Eval)
     metrics: dict[str, Any] = key_of(
         lambda: {"port": None, "host": "127.0.0.1"},
-        "additional metrics, objects with update, compute and reset: `+metrics.f1._target_=torchmetrics.F1Score`; "
+        "additional metrics, objects with update, compute and reset: `+metrics.f1._target_=torchmetrics.F1Score`, "
+        "`+metrics.f1.of=logits` for one entry of the model's outputs; "
         "`metrics.port=9400`: serve Prometheus on rank 0 at `metrics.host`",
         FREE,
     )

@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import hydra.conf
 import yaml
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from muster.train.config.command_line import config_dir, given
+
+HYDRA = Path(hydra.conf.__file__).parent
+"""Folder of Hydra's own groups."""
 
 
 def conf_folder() -> Path:
@@ -29,8 +34,22 @@ def folders() -> list[Path]:
 
 
 def options(group: str) -> list[str]:
-    """Return the sorted option names of a group; empty if the group does not exist."""
+    """Return the sorted option names of a group, also of Hydra's own; empty if the group does not exist."""
+    if group in hydra_groups():
+        return sorted({*_of_plugins(group), *(path.stem for path in (HYDRA / group).glob("*.yaml"))})
     return sorted({path.stem for folder in folders() for path in (folder / group).glob("*.yaml")})
+
+
+def hydra_groups() -> list[str]:
+    """Return the names of Hydra's own groups: `hydra/launcher`, ..., including those of its plugins."""
+    own = {f"hydra/{path.name}" for path in (HYDRA / "hydra").iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
+    nodes = ConfigStore.instance().repo.get("hydra", {})
+    return sorted(own | {f"hydra/{name}" for name, node in nodes.items() if isinstance(node, dict)})
+
+
+def _of_plugins(group: str) -> list[str]:
+    nodes = ConfigStore.instance().repo.get("hydra", {}).get(group.removeprefix("hydra/"), {})
+    return [Path(name).stem for name in nodes]
 
 
 def values(group: str, option: str) -> dict[str, Any]:

@@ -47,7 +47,9 @@ class Part:
         target = values.pop(TARGET, None)
         if not isinstance(target, str):
             raise ConfigError(f"{key}.{TARGET}={target} names no part: give {key} by name, or {key}.{TARGET}=your.Own")
-        return cls(key, present(target), values, {name: node[name] for name in aside if node.get(name)})
+        return cls(
+            key, present(target), values, {name: node[name] for name in aside if node.get(name) not in (None, [], {})}
+        )
 
 
 def build(part: Part, *args: Any, **offered: Any) -> Any:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from muster.checkpoint.backends.base import name
 from muster.checkpoint.download import local_copy
 from muster.checkpoint.weights import read_weights
 from muster.dist.world import World
-from muster.errors import MusterError, StorageError
+from muster.errors import MusterError, StorageError, say
+from muster.report.results import best_in
 from muster.train.config.keys import Config
 
 
@@ -24,11 +26,23 @@ def first_weights(config: Config, world: World) -> dict[str, Any] | None:
     failure, weights, source = None, dict[str, Any](), config.init_from
     with world.local_first(torch.hub.get_dir()) as goes_first:
         try:
-            source = str(local_copy(source, ask=goes_first)) if "://" in source else source
-            weights = read_weights(source)
+            if "://" in source:
+                source = str(local_copy(source, ask=goes_first))
+            weights = read_weights(source if "://" in config.init_from else _chosen(source, says=world.is_first))
         except MusterError as error:
             failure = error
     world.together(failure)
     if source != config.init_from and len({*world.gather(Path(source).name)}) > 1:  # the file name is its digest
         raise StorageError(f"init_from={config.init_from} changed while the nodes downloaded it: run again")
     return weights
+
+
+def _chosen(source: str, *, says: bool) -> str:
+    """Return `source`; for a sweep's folder, its best run, or the best checkpoint of it if `checkpoint.best` chose it."""
+    if not (found := best_in(Path(source))):
+        return source
+    best, line = found
+    if says:
+        say(line)
+    checkpoint = best.folder / "checkpoints" / name(best.step or 0)
+    return str(checkpoint if best.metric and checkpoint.is_dir() else best.folder)

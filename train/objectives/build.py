@@ -40,7 +40,8 @@ def build_measures(parts: Mapping[str, Part], *, world: World, sliced: bool = Fa
     if sliced or world.size > 1:
         for name, metric in named.items():
             _see_sync(name, metric, part="slice" if sliced else "rank")
-    return Measures(named, sliced=sliced)
+    of = {name: part.aside["of"] for name, part in parts.items() if "of" in part.aside}
+    return Measures(named, sliced=sliced, of=of)
 
 
 def _see_sync(name: str, metric: Any, *, part: str) -> None:

@@ -1,4 +1,4 @@
-"""Metrics beside the loss: the objective's sums, metrics with state, and which value is better."""
+"""Metrics beside the loss: the objective's sums, and metrics with state."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from muster.dist.world import World
 from muster.errors import ConfigError, MusterError
 from muster.origin import defined, described, is_raised_by_own, kind_and_message, name_of
 from muster.train.objectives.by_slice import BySlice, by_slice
+from muster.train.objectives.entry import entry, logits_of, scalars
 from muster.train.objectives.lists import fill_lists
 from muster.train.objectives.loss import loss_of, measured
 
 OF = "/of"
 """Suffix of the name of a sum's own count; a sum without such a count is over samples."""
-LESS_IS_BETTER = ("loss", "error", "perplexity")
 
 
 def sums(
     objective: Any, outputs: Any, targets: Any, count: int, *, model: Any, loss: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return the objective's metrics summed over the `count` samples of a micro-batch; for a bare loss function, the
-    loss.
+    """Return the objective's metrics summed over the `count` samples of a micro-batch.
+
+    Without a method `metrics`: the loss, and the scalars that the model's outputs have by name, each a mean over the
+    micro-batch.
 
     A metric may be a pair (sum, count) if it is a mean over something other than samples, such as tokens or pixels.
 
@@ -35,7 +37,7 @@ def sums(
     """
     if not hasattr(objective, "metrics"):
         known = loss_of(objective, outputs, targets, model=model, trains=False) if loss is None else loss
-        return {"loss": known * count}
+        return {"loss": known * count, **{name: value * count for name, value in scalars(outputs).items()}}
     found: dict[str, Any] = {}
     for name, value in measured(objective, outputs, targets, model=model).items():
         if isinstance(value, tuple) and len(value) == 2:
@@ -79,23 +81,35 @@ class Measures:
     """Metrics of `metrics.NAME` with the interface of torchmetrics: `update(outputs, targets)`, `compute()`, `reset()`.
 
     Their `compute` adds up their states over the ranks and is collective. It returns a number, or several by name.
+
+    of: the entry of the model's outputs that a metric takes, by the metric's name. Without one a metric takes the
+        outputs as they are, and one of torchmetrics their `logits` if they are as Hugging Face's models give them.
     """
 
-    def __init__(self, named: Mapping[str, Any], *, sliced: bool = False):
+    def __init__(self, named: Mapping[str, Any], *, sliced: bool = False, of: Mapping[str, str | int] | None = None):
+        self._of = of or {}
+        self._picks = {name for name, metric in named.items() if type(metric).__module__.startswith("torchmetrics.")}
         self.named = {name: by_slice(metric) if sliced else metric for name, metric in named.items()}
 
     def update(self, outputs: Any, targets: Any, *, slice: int) -> None:
         """Update all metrics with the outputs for a micro-batch of a slice of the global batch."""
         for name, metric in self.named.items():
+            taken = self._taken(name, outputs)
             try:
                 if isinstance(metric, BySlice):
-                    metric.update(outputs, targets, slice=slice)
+                    metric.update(taken, targets, slice=slice)
                 else:
-                    metric.update(outputs, targets)
+                    metric.update(taken, targets)
             except Exception as error:
                 if isinstance(error, MusterError | torch.OutOfMemoryError) or is_raised_by_own(error):
                     raise
-                raise _misfit(name, metric, outputs, targets, error) from error
+                raise _misfit(name, metric, taken, targets, error) from error
+
+    def _taken(self, name: str, outputs: Any) -> Any:
+        """Return what the metric takes of the outputs. Raises ConfigError."""
+        if name in self._of:
+            return entry(outputs, self._of[name], key=f"metrics.{name}.of")
+        return logits_of(outputs) if name in self._picks else outputs
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -138,7 +152,13 @@ def _misfit(name: str, metric: Any, outputs: Any, targets: Any, error: Exception
     kind = name_of(metric.metric if isinstance(metric, BySlice) else metric)
     remedy = "give it values that it accepts, or use a class of your own"
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        remedy = f"derive a class from it whose update(outputs, targets) picks the tensors, and write metrics.{name}._target_=package.module.Class"
+        named = (
+            next((name for name, value in outputs.items() if isinstance(value, Tensor)), None)
+            if isinstance(outputs, Mapping)
+            else None
+        )
+        remedy = f"write +metrics.{name}.of={named} for one entry of the outputs, or derive" if named else "derive"
+        remedy += f" a class from it whose update(outputs, targets) picks the tensors, and write metrics.{name}._target_=package.module.Class"
     return ConfigError(
         f"metrics.{name}: {kind} cannot be updated with outputs that are {described(outputs)} and targets that are {described(targets)} "
         f"({': '.join(kind_and_message(error))[:200]}): {remedy}"
@@ -158,13 +178,3 @@ def value_of(metric: str, values: Mapping[str, float], *, key: str) -> float:
     if metric not in values:
         raise ConfigError(f"{key}={metric} is not measured: an evaluation measures {', '.join(values)}")
     return values[metric]
-
-
-def is_better(metric: str, value: float, best: float, *, by: float = 0.0) -> bool:
-    """Return True if `value` is better than `best` by more than `by`; NaN is worse than any number.
-
-    Lower is better for `loss`, `error`, `perplexity` and names that end with them; otherwise higher is better.
-    """
-    if math.isnan(value) or math.isnan(best):
-        return not math.isnan(value)
-    return value < best - by if metric.endswith(LESS_IS_BETTER) else value > best + by
