@@ -1,9 +1,10 @@
-"""The current process: its death with its parent, the signals that it ignores, and processes that outlive it."""
+"""The current process: its processors, its death with its parent, the signals that it ignores, and processes that outlive it."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -42,6 +43,23 @@ def become_kept(launcher: int, *, is_first: bool) -> None:
 def beginning_pid() -> int:
     """Return the pid of the process whose start began this one's work: a keeper has done the imports of its first child."""
     return worker_pid() if _is_first else os.getpid()
+
+
+def usable_processors() -> list[int]:
+    """Return the numbers of the processors that this process may use; all of the machine's, where no call says (macOS)."""
+    if sys.platform == "linux":
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def handle_of(pid: int) -> int:
+    """Return a file descriptor that is readable when process `pid` has ended (pidfd_open(2)). Raises OSError.
+
+    Linux 5.3 or newer; a container may forbid it.
+    """
+    if sys.platform == "linux" and hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
 def die_with_parent(number: int = signal.SIGKILL, *, parent: int | None = None) -> None:

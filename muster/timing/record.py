@@ -142,6 +142,8 @@ _ended = 0.0  # time at which the sweep's previous job in this process ended
 
 def began() -> float:
     """Return when this process began to work for this run, in seconds since the epoch; now if that is not known."""
+    if sys.platform != "linux":
+        return time.time()
     try:
         ticks = int(Path(f"/proc/{beginning_pid()}/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
