@@ -45,6 +45,26 @@ def beginning_pid() -> int:
     return worker_pid() if _is_first else os.getpid()
 
 
+def command_line() -> list[str]:
+    """Return the words that started this process's job, as far as they can be seen: the launcher's of a rank, else its own.
+
+    Empty if they do not start it again: the agent of `muster.launch` is started by a program of the user's.
+    """
+    words = list(sys.orig_argv)
+    if "RANK" in os.environ:
+        try:
+            words = Path(f"/proc/{launcher_pid()}/cmdline").read_text().rstrip("\0").split("\0")
+        except OSError:
+            return []
+    if not words or any(word.startswith("muster.launcher.") for word in words):
+        return []
+    if Path(words[0]).name.startswith("python"):
+        script = next((word for word in words[1:] if not word.startswith("-")), "")
+        shown = Path(script).name == "torchrun" and words.index(script) == 1
+        return ["torchrun", *words[2:]] if shown else ["python", *words[1:]]
+    return words
+
+
 def usable_processors() -> list[int]:
     """Return the numbers of the processors that this process may use; all of the machine's, where no call says (macOS)."""
     if sys.platform == "linux":

@@ -171,13 +171,25 @@ def test_the_page_of_a_run_at_its_every_end(tmp_path):
     page = Seen(folder / "report.html")
     assert "preempted" in page.text and page.loads == []
     failed = run(
-        folder, *line, "optimizer.lr=1e30", "checkpoint.accept_changes=true", ranks=2, ok=False, env={"LATE_S": "0"}
+        folder,
+        *line,
+        "optimizer.lr=1e30",
+        "checkpoint.accept_changes=true",
+        ranks=2,
+        ok=False,
+        env={"LATE_S": "0"},
+        cold=True,
     )
     text = Seen(folder / "report.html").text
     assert failed.code != 0 and failed.outcome["error"][:60] in text
     assert (
         f"on {failed.outcome['failed_host']} after step" in text
         and "resumes the run from the checkpoint of step" in text
+    )
+    (told,) = failed.events("failed")
+    assert (told["rank"], told["exit_code"], told["host"]) == (failed.outcome["rank"], 6, failed.outcome["failed_host"])
+    assert "torch.distributed.run --standalone --nproc-per-node=2 -m train output_dir=" in text, (
+        "the command resumes it"
     )
     watched = tool("--watch", "--once", folder, cwd=tmp_path, columns=200).stdout
     assert "diverged" in watched and failed.outcome["error"][:60] in watched

@@ -79,6 +79,8 @@ def _marks(history: History) -> list[dict[str, Any]]:
             what = f"resumed on {line['world_size']} ranks" if grown else "resumed"
         elif line["event"] == "preempted":
             what = "preempted"
+        elif line["event"] == "failed":
+            what = f"rank {line.get('rank')} failed"
         elif line["event"] == "straggler":
             what = f"rank {line['rank']} late"
         elif line["event"] == "survived":

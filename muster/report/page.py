@@ -189,7 +189,7 @@ def _environment(history: History) -> dict[str, Any]:
     facts = history.stretches[-1].facts if history.stretches else {}
     begin = history.begins[-1] if history.begins else {}
     known = {"hosts": ", ".join(facts.get("hosts", ())), "device": begin.get("device"), **facts.get("environment", {})}
-    return {name: value for name, value in known.items() if value}
+    return {name: value for name, value in known.items() if value and name != "resumes"}
 
 
 def _best(history: History) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from muster.errors import say, storage_error
-from muster.process import beginning_pid
+from muster.process import beginning_pid, command_line
 from muster.redact import redacted
 from muster.timing.clock import Times
 from muster.timing.straggler import Late, Stragglers
@@ -153,12 +153,13 @@ def began() -> float:
 
 
 def environment() -> dict[str, Any]:
-    """Return command, versions, processor, GPU and threads of this process."""
+    """Return command, whether it resumes the run, versions, processor, GPU and threads of this process."""
     import torch  # here, so that readers of timing.jsonl do not import it
 
     on_cuda = torch.cuda.is_available()
     return {
-        "command": shlex.join(map(redacted, sys.argv)),
+        "command": shlex.join(map(redacted, command_line() or sys.argv)),
+        "resumes": bool(command_line()),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_cuda else None,
