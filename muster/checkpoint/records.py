@@ -59,6 +59,11 @@ class Facts(Record):
     sha256: str
 
 
+def lower_is_better(metric: str) -> bool:
+    """Return True for `loss`, `error`, `perplexity` and names that end with them; of other metrics higher is better."""
+    return metric.endswith(("loss", "error", "perplexity"))
+
+
 class Best(Record):
     """best.json, and `best` of a manifest: the best evaluation so far."""
 

@@ -43,6 +43,6 @@ def shown(history: History) -> list[str]:
         f'<p class="cause">{escape(str(history.outcome.get("error") or "no cause is recorded"))}</p>',
         f"<p>{escape(where(history))}, exit code {escape(str(history.outcome.get('exit_code', '?')))}. "
         f"The same command resumes the run {escape(point)}{':' if again else '.'}</p>",
-        f"<pre>{escape(again)}</pre>" if again else "",
+        f'<pre class="command">{escape(again)}</pre>' if again else "",
         f"<details><summary>Traceback</summary><pre>{escape(str(trace))}</pre></details>" if trace else "",
     ]

@@ -2,7 +2,7 @@
 
 Each line has a `kind`: `attempt` {time, began, step, attempt, world_size, hosts, host_of_rank, environment},
 `window` {time, first, step, seconds, data, wait, evaluation, checkpoint} or
-`end` {time, first, step, seconds, evaluation, checkpoint}. Times are in seconds; `data` and `wait` have one number per
+`end` {time, first, step, seconds, evaluation, checkpoint, memory_mb}. Times are in seconds; `data` and `wait` have one number per
 rank.
 """
 
@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shlex
 import sys
 import time
@@ -103,7 +104,7 @@ class Timing:
         global _ended
         if self._window[0].seconds:
             self._write_window()
-        self._write("end", first=self._step, step=step, **_totals(rest))
+        self._write("end", first=self._step, step=step, **_totals(rest), memory_mb=peak_memory_mb())
         _ended = time.time()
 
     def _write_window(self) -> None:
@@ -168,6 +169,17 @@ def environment() -> dict[str, Any]:
         "system": platform.platform(),
         "threads": torch.get_num_threads(),
     }
+
+
+def peak_memory_mb() -> dict[str, int]:
+    """Return the most memory that rank 0 has held in MB: `ram`, and `gpu` if it has used one."""
+    import torch
+
+    unit = 1 if sys.platform == "darwin" else 1024  # see getrusage(2) of each
+    peak = {"ram": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if torch.cuda.is_available() and (most := torch.cuda.max_memory_allocated()):
+        peak["gpu"] = most
+    return {name: round(size / 1e6) for name, size in peak.items()}
 
 
 def processor() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muster.checkpoint.records import lower_is_better
 from muster.dist.world import World
 from muster.errors import ConfigError, MusterError
 from muster.origin import defined, described, is_raised_by_own, kind_and_message, name_of
@@ -20,7 +21,6 @@ from muster.train.objectives.loss import loss_of, measured
 
 OF = "/of"
 """Suffix of the name of a sum's own count; a sum without such a count is over samples."""
-LESS_IS_BETTER = ("loss", "error", "perplexity")
 
 
 def sums(
@@ -163,8 +163,8 @@ def value_of(metric: str, values: Mapping[str, float], *, key: str) -> float:
 def is_better(metric: str, value: float, best: float, *, by: float = 0.0) -> bool:
     """Return True if `value` is better than `best` by more than `by`; NaN is worse than any number.
 
-    Lower is better for `loss`, `error`, `perplexity` and names that end with them; otherwise higher is better.
+    See `lower_is_better` for the direction.
     """
     if math.isnan(value) or math.isnan(best):
         return not math.isnan(value)
-    return value < best - by if metric.endswith(LESS_IS_BETTER) else value > best + by
+    return value < best - by if lower_is_better(metric) else value > best + by
