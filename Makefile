@@ -16,7 +16,7 @@ endif
 
 .PHONY: help train quick test test-docker test-slurm test-kubernetes lint format bench recovery soak rooms docs clean
 help: ## list the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); ARGS="model=convnet" adds overrides
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(NPROC) -m train $(ARGS)
@@ -24,7 +24,7 @@ train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); AR
 test: $(VENV)/.test ## run the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
 	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=40 -m "not docker and not slurm and not kubernetes and not kubeconfig"
-	$(MAKE) --jobs=3 --output-sync=target --no-print-directory test-kubernetes test-docker test-slurm
+	$(MAKE) --jobs=3 $(filter --output-sync=target,$(.FEATURES:%=--%=target)) --no-print-directory test-kubernetes test-docker test-slurm
 else
 	$(BIN)/python -m pytest -rs $(ARGS)
 endif
@@ -44,7 +44,8 @@ lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck, hadolint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
-	git ls-files '*.sh' '*.sbatch' .ci/run | xargs -r $(BIN)/shellcheck
+	$(BIN)/python -m mypy --platform darwin --cache-dir .mypy_cache/darwin
+	git ls-files '*.sh' '*.sbatch' .ci/run | xargs $(BIN)/shellcheck
 	$(BIN)/hadolint docker/Dockerfile docker/wheel.Dockerfile
 
 format: $(VENV)/.test ## format the sources with ruff

@@ -1,9 +1,10 @@
-"""The current process: its death with its parent, the signals that it ignores, and processes that outlive it."""
+"""The current process: its processors, its death with its parent, the signals that it ignores, and processes that outlive it."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -48,6 +49,43 @@ def become_kept(launcher: int, *, is_first: bool) -> None:
 def beginning_pid() -> int:
     """Return the pid of the process whose start began this one's work: a keeper has done the imports of its first child."""
     return worker_pid() if _is_first else os.getpid()
+
+
+def command_line() -> list[str]:
+    """Return the words that started this process's job, as far as they can be seen: the launcher's of a rank, else its own.
+
+    Empty if they do not start it again: the agent of `muster.launch` is started by a program of the user's.
+    """
+    words = list(sys.orig_argv)
+    if "RANK" in os.environ:
+        try:
+            words = Path(f"/proc/{launcher_pid()}/cmdline").read_text().rstrip("\0").split("\0")
+        except OSError:
+            return []
+    if not words or any(word.startswith("muster.launcher.") for word in words):
+        return []
+    if Path(words[0]).name.startswith("python"):
+        script = next((word for word in words[1:] if not word.startswith("-")), "")
+        shown = Path(script).name == "torchrun" and words.index(script) == 1
+        return ["torchrun", *words[2:]] if shown else ["python", *words[1:]]
+    return words
+
+
+def usable_processors() -> list[int]:
+    """Return the numbers of the processors that this process may use; all of the machine's, where no call says (macOS)."""
+    if sys.platform == "linux":
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def handle_of(pid: int) -> int:
+    """Return a file descriptor that is readable when process `pid` has ended (pidfd_open(2)). Raises OSError.
+
+    Linux 5.3 or newer; a container may forbid it.
+    """
+    if sys.platform == "linux" and hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
 def die_with_parent(number: int = signal.SIGKILL, *, parent: int | None = None) -> None:

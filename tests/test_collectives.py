@@ -170,6 +170,7 @@ def test_a_run_by_itself_leaves_a_picture_and_the_figures(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "out/collectives.png").read_bytes().startswith(b"\x89PNG")
     figures = json.loads((tmp_path / "out/collectives.json").read_text())
+    assert "processors (" in figures["setting"] and "load average" in figures["setting"], "on what it was measured"
     found = {(each["world_size"], each["nbytes"], each["name"]) for each in figures["measured"]}
     names = [*NAMES, "gloo all_reduce", "gloo all_gather", "gloo broadcast"]
     assert found == {(size, nbytes, name) for size in (2, 3) for nbytes in (4096, 10000) for name in names}

@@ -10,7 +10,9 @@ from kit.job import ROOT, environment, run
 from muster.doctor.base import Visit
 from muster.doctor.checks.gpus import told
 from muster.doctor.lint import lint
+from muster.doctor.show import verdict
 from muster.doctor.visit import all_checks
+from muster.doctor.visit import judged as judged_of
 
 CHECKS = {check.name: check for check in all_checks()}
 GOOD = {
@@ -103,6 +105,21 @@ def test_what_is_wrong_is_named_with_its_host_and_a_remedy(name, changes, fails,
     assert [finding for finding in found if says in finding.what and finding.fails is fails and finding.remedy], found
 
 
+@pytest.mark.unit
+def test_a_check_that_no_rank_can_make_is_not_here_and_one_that_some_cannot_is_a_warning():
+    """As on a system without /proc; if only one node has none, it differs from the others."""
+    check = CHECKS["ports"]
+    sees = {"rank": 0, "host": "a", "local_rank": 0, **GOOD["ports"]}
+    blind = {"rank": 1, "host": "b", "local_rank": 0, "cannot": "FileNotFoundError: /proc"}
+    none = judged_of(check, [blind], Visit("runs/a"))
+    assert not none["here"] and none["findings"] == [] and "/proc" in none["seen"]
+    some = judged_of(check, [sees, blind], Visit("runs/a"))
+    assert some["here"] and "rank 1 on b could not look" in some["findings"][0]["what"]
+    assert not some["findings"][0]["fails"]
+    results = [{"check": "ports", "ranks": [blind], **none}]
+    assert verdict(results) == "this cluster can train, with 1 rank on 1 host"
+
+
 def doctor(folder, *arguments, ranks=None, before=()):
     launcher = [] if ranks is None else ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     return subprocess.run(
@@ -123,17 +140,19 @@ def test_what_nvidia_smi_prints_is_understood():
 def test_a_machine_that_can_train(tmp_path):
     done = doctor(tmp_path, "output_dir=runs/a", ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "doctor.json").read_text())
+    found = json.loads((tmp_path / "runs/doctor.json").read_text())
     assert found["ok"] and {check["check"] for check in found["checks"]} == CHECKS.keys()
     assert all(len(check["ranks"]) == 2 for check in found["checks"])
-    assert (tmp_path / "links.png").exists() and "GFLOP/s" in done.stdout
-    assert not list(tmp_path.glob(".muster-doctor*"))
+    assert (tmp_path / "runs/links.png").exists() and "GFLOP/s" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("this cluster can train, with 2 ranks on 1 host")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # nothing is left where one stands
 
 
 def test_a_rank_that_is_not_there_fails_the_visit(tmp_path):
     done = doctor(tmp_path, "--quick", "--expect", "3", ranks=2)
     assert done.returncode == 1 and "fail: ranks: 2 of 3 ranks are here" in done.stdout
-    assert json.loads((tmp_path / "doctor.json").read_text())["failed"] == ["ranks"]
+    assert done.stdout.splitlines()[-1].startswith("this cluster cannot train yet: mend first ranks: 2 of 3 ranks")
+    assert json.loads((tmp_path / "runs/doctor.json").read_text())["failed"] == ["ranks"]
 
 
 def test_more_threads_than_processors_are_seen(tmp_path):

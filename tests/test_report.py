@@ -18,7 +18,9 @@ import pytest
 from kit.job import ROOT, environment, finish, free_port, reached, run, start, wait_for
 from kit.until import until
 
+from muster.report.figures import curves
 from muster.report.history import History
+from muster.report.page import spans
 from muster.timing import clock as clock_module
 from muster.timing.clock import Clock, Times, gathered, spread
 from muster.timing.straggler import WINDOWS, Stragglers
@@ -38,7 +40,7 @@ class Seen(HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.words, self.loads, self.tag = [], [], ""
+        self.words, self.loads, self.links, self.tag = [], [], [], ""
         text = path.read_text()
         self.feed(text)
         found = re.search(r"const figures = (.*), dark = ", text)
@@ -46,7 +48,11 @@ class Seen(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tag = tag
-        self.loads += [value for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        links = [value for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        if tag == "a":  # loads nothing before a click: a file of the run, beside the page
+            self.links += links
+            links = [link for link in links if "://" in link or link.startswith("/")]
+        self.loads += links
         self.loads += [tag] if tag in ("link", "iframe", "object", "embed") else []
 
     def handle_data(self, data):
@@ -170,8 +176,16 @@ def test_the_page_of_a_run_at_its_every_end(tmp_path):
     finish(process, folder)
     page = Seen(folder / "report.html")
     assert "preempted" in page.text and page.loads == []
+    assert {"metrics.jsonl", "checkpoints"} <= set(page.links) and all((folder / link).exists() for link in page.links)
     failed = run(
-        folder, *line, "optimizer.lr=1e30", "checkpoint.accept_changes=true", ranks=2, ok=False, env={"LATE_S": "0"}
+        folder,
+        *line,
+        "optimizer.lr=1e30",
+        "checkpoint.accept_changes=true",
+        ranks=2,
+        ok=False,
+        env={"LATE_S": "0"},
+        cold=True,
     )
     text = Seen(folder / "report.html").text
     assert failed.code != 0 and failed.outcome["error"][:60] in text
@@ -179,12 +193,19 @@ def test_the_page_of_a_run_at_its_every_end(tmp_path):
         f"on {failed.outcome['failed_host']} after step" in text
         and "resumes the run from the checkpoint of step" in text
     )
+    (told,) = failed.events("failed")
+    assert (told["rank"], told["exit_code"], told["host"]) == (failed.outcome["rank"], 6, failed.outcome["failed_host"])
+    assert "torch.distributed.run --standalone --nproc-per-node=2 -m train output_dir=" in text, (
+        "the command resumes it"
+    )
     watched = tool("--watch", "--once", folder, cwd=tmp_path, columns=200).stdout
     assert "diverged" in watched and failed.outcome["error"][:60] in watched
     shutil.rmtree(folder / "checkpoints" / sorted(p.name for p in (folder / "checkpoints").glob("step-*"))[-1])
     (folder / "outcome.json").unlink()
     run(folder, *line, "checkpoint.accept_changes=true", ranks=3, env={"LATE_S": "0"})
     page = Seen(folder / "report.html")
+    assert "memory, rank 0 at most" in page.text and "2 rank" in page.text and "waits for the next batch" in page.text
+    assert (folder / "report.html").stat().st_size < 3e6, "Plotly is compressed"
     assert "done" in page.text and "200 of 200" in page.text and "as planned, each once" in page.text
     loss = page.figure("loss")
     assert [trace["name"] for trace in loss["data"]] == ["train", "test"]
@@ -226,6 +247,25 @@ def test_no_text_of_a_run_ends_the_script(tmp_path):
     assert evil in Seen(folder / "report.html").text
 
 
+@pytest.mark.unit
+def test_no_figure_stands_alone_in_its_row():
+    """Of 12 columns: rows of three, and of two where a third would be alone."""
+    rows = {number: spans(number) for number in range(1, 9)}
+    assert rows[1] == [12] and rows[2] == [6, 6] and rows[3] == [4] * 3 and rows[5] == [4] * 3 + [6] * 2
+    assert all(len(row) == number and sum(row) % 12 == 0 for number, row in rows.items())
+
+
+@pytest.mark.unit
+def test_a_sweep_has_no_figure_of_what_is_the_same(tmp_path):
+    line = {"kind": "train", "epoch": 0, "lr": 0.1, "grad_norm": 2.0, "samples": 1, "samples_per_s": 1.0}
+    runs = [
+        History(tmp_path / str(number), [{**line, "step": step, "loss": 1.0 + number} for step in (1, 2)], [], {})
+        for number in range(3)
+    ]
+    assert [figure["title"] for figure in curves(runs)] == ["loss"]
+    assert "learning rate" in {figure["title"] for figure in curves(runs[:1])}, "of one run it says the rate"
+
+
 def test_runs_beside_each_other(tmp_path):
     line = [
         sys.executable,
@@ -243,7 +283,14 @@ def test_runs_beside_each_other(tmp_path):
     page = Seen(tmp_path / "sweep.html")
     axes = page.figure("what was tried and what came of it")["data"][0]["dimensions"]
     assert [axis["label"] for axis in axes] == ["optimizer.lr", "accuracy", "loss"]
-    assert axes[0]["values"] == [0.01, 0.1, 1.0]
+    losses = [History.of(tmp_path / "runs/grid" / f"optimizer.lr={lr}").last_values["loss"] for lr in (0.01, 0.1, 1)]
+    ordered = sorted(zip(losses, (0.01, 0.1, 1.0), strict=True))
+    assert axes[0]["values"] == [lr for _, lr in ordered] and axes[0]["log"], (
+        "the best comes first; rates are on a log axis"
+    )
+    assert axes[2]["values"] == sorted(losses) and "The best loss" in page.text
+    assert page.links == [f"runs/grid/optimizer.lr%3D{lr:g}/report.html" for _, lr in ordered] and page.loads == []
+    assert {figure["title"] for figure in page.figures} >= {"learning rate", "loss"}
     assert len(page.figure("loss")["data"]) == 6 and "3 runs" in page.text
     two = tool(*sorted((tmp_path / "runs/grid").iterdir())[:2], cwd=tmp_path)
     assert two.stdout.strip() == "report.html" and (tmp_path / "report.html").exists()

@@ -1,6 +1,7 @@
 """The model of large worlds: its formulas hold together, and agree with what torch really issues at 1,024 ranks."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from kit.ranks import on_ranks
 
 from bench.scale.__main__ import main, predict
 from bench.scale.job import Machine, ScaledJob, Workload
+from bench.scale.show import assumed
 from bench.scale.strategies import (
     STRATEGIES,
     ddp,
@@ -146,6 +148,9 @@ def test_a_table_a_picture_and_the_numbers(tmp_path, capsys):
     assert (tmp_path / "out/scale.png").read_bytes().startswith(b"\x89PNG")
     steps = json.loads((tmp_path / "out/scale.json").read_text())["steps"]
     assert {name: len(sizes) for name, sizes in steps.items()} == dict.fromkeys(STRATEGIES, 12)
+    assert re.fullmatch(
+        r"Assumed: .+ parameters; .+ TFLOP/s a rank; .+ us and .+ GB/s between nodes of \d+, .+ inside", assumed(JOB)
+    )
     assert set(predict(JOB)["ddp"]) == {int(size) for size in steps["ddp"]}
 
 

@@ -67,7 +67,7 @@ def test_the_doctor_visits_two_nodes(slurm, checkout):
     job = slurm.sbatch(checkout, "output_dir=runs/visited", script="slurm/doctor.sbatch")
     state = slurm.ended(job)
     assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), logs(checkout)
-    found = json.loads((checkout / "doctor.json").read_text())
+    found = json.loads((checkout / "runs/doctor.json").read_text())
     assert found["ok"] and len({rank["host"] for rank in found["checks"][0]["ranks"]}) == 2
     alone = slurm.sbatch(checkout, "output_dir=runs/visited", "--expect=3", script="slurm/doctor.sbatch")
     assert slurm.ended(alone)["JobState"] == "FAILED"

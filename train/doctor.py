@@ -15,7 +15,7 @@ from rich.console import Console
 from muster.dist.place import Place
 from muster.dist.world import start
 from muster.doctor.lint import lint
-from muster.doctor.show import show, write
+from muster.doctor.show import show, verdict, write
 from muster.doctor.visit import examine
 from muster.errors import MusterError
 from muster.faults import output
@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="muster doctor", description=__doc__)
     parser.add_argument("--expect", type=int, metavar="RANKS", help="expected number of ranks")
     parser.add_argument("--quick", action="store_true", help="skip the speed measurements")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder of doctor.json and links.png (default: here)")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of doctor.json and links.png (runs)")
     parser.add_argument(
         "--lint", nargs="+", type=Path, metavar="FILE", help="check batch scripts and manifests instead"
     )
@@ -59,6 +59,8 @@ def visited(config: Config, given: argparse.Namespace) -> int:
     if world.is_first:
         show(results, Console(soft_wrap=True))
         write(results, given.out)
+        print(f"facts of every rank: {given.out / 'doctor.json'}")
+        print(verdict(results), flush=True)
         fails = any(finding["fails"] for result in results for finding in result["findings"])
     fails = bool(world.sum([float(fails)])[0])
     world.close()

@@ -37,6 +37,7 @@ from muster.job.survival import Survival
 from muster.loggers.jsonl import NAME, tail
 from muster.loggers.metrics import Metrics, is_same
 from muster.plan import Plan
+from muster.process import handle_of
 from muster.train.callbacks.all import Callbacks
 from muster.train.config.keys import Config, Device, NonFinite, Precision
 from muster.train.config.parts import locate
@@ -375,10 +376,12 @@ def note_why_not(records: Metrics, why: str) -> None:
 
 def why_not(config: Config) -> str:
     """Return why a rank that dies ends all ranks, although dist.survive=true; empty if it is born again."""
-    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return "ranks are not started by torchrun on Linux"
+    if sys.platform != "linux":
+        return "it needs Linux"
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return "ranks are not started by torchrun"
     try:
-        os.close(os.pidfd_open(os.getpid()))
+        os.close(handle_of(os.getpid()))
     except OSError as error:  # Linux before 5.3, or a container that forbids it
         return f"the system has no pidfd_open ({error.strerror})"
     if not _is_replicated(locate(config.strategy)):

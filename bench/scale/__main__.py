@@ -39,7 +39,7 @@ def leave(prediction: Prediction, job: ScaledJob, folder: Path) -> None:
     """Print the table, and write plot and numbers to the output folder. Raises StorageError."""
     steps = {name: {size: asdict(step) for size, step in steps.items()} for name, steps in prediction.items()}
     write_json(folder / "scale.json", {"job": asdict(job), "steps": steps})
-    draw(prediction, folder / "scale.png")
+    draw(prediction, job, folder / "scale.png")
     show(prediction)
     say(f"{folder}/scale.json and scale.png", sys.stdout)
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.scale.job import ScaledJob
 from bench.scale.strategies import CostedStep
+from muster.collectives.model import Network
 from muster.collectives.table import WIDTH
 from muster.files import replace_file
 
@@ -39,7 +41,7 @@ def table(prediction: Prediction, title: str, value: Callable[[CostedStep], str]
     return result
 
 
-def draw(prediction: Prediction, path: Path) -> None:
+def draw(prediction: Prediction, job: ScaledJob, path: Path) -> None:
     """Write a PNG with one panel each for time, memory and bytes. Raises StorageError."""
     import matplotlib
 
@@ -66,11 +68,25 @@ def draw(prediction: Prediction, path: Path) -> None:
         axis.set_xlabel("ranks")
         axis.set_title(title)
         axis.grid(alpha=0.3)
-    picture.suptitle("A model, not a measurement")
+    picture.suptitle(f"A model, not a measurement: no hardware ran this. {assumed(job)}", fontsize=10)
     picture.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=len(prediction), frameon=False)
     picture.tight_layout(rect=(0, 0.07, 1, 1))
     replace_file(path, lambda draft: picture.savefig(draft, format="png", dpi=100))
     plt.close(picture)
+
+
+def assumed(job: ScaledJob) -> str:
+    """Return the constants of a prediction in one line."""
+    machine, parameters = job.machine, job.workload.parameters
+    size = f"{parameters / 1e9:.3g} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"
+    return (
+        f"Assumed: {size} parameters; {machine.flops_per_s / 1e12:.3g} TFLOP/s a rank; "
+        f"{_network(machine.outer)} between nodes of {machine.node_size}, {_network(machine.inner)} inside"
+    )
+
+
+def _network(network: Network) -> str:
+    return f"{network.alpha_s * 1e6:.3g} us and {1e-9 / network.beta_s:.3g} GB/s"
 
 
 def _seconds(step: CostedStep) -> str:

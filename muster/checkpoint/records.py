@@ -60,6 +60,11 @@ class Facts(Record):
     sha256: str
 
 
+def lower_is_better(metric: str) -> bool:
+    """Return True for `loss`, `error`, `perplexity` and names that end with them; of other metrics higher is better."""
+    return metric.endswith(("loss", "error", "perplexity"))
+
+
 class Best(Record):
     """best.json, and `best` of a manifest: the best evaluation so far."""
 
@@ -200,11 +205,11 @@ def read_best(folder: Path) -> Best | None:
 def is_better(metric: str, value: float, best: float, *, by: float = 0.0) -> bool:
     """Return True if `value` is better than `best` by more than `by`; NaN is worse than any number.
 
-    Lower is better for `loss`, `error`, `perplexity` and names that end with them; otherwise higher is better.
+    See `lower_is_better` for the direction.
     """
     if math.isnan(value) or math.isnan(best):
         return not math.isnan(value)
-    return value < best - by if metric.endswith(LESS_IS_BETTER) else value > best + by
+    return value < best - by if lower_is_better(metric) else value > best + by
 
 
 def _digest(manifest: dict[str, Any]) -> str:

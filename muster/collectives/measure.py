@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,8 @@ from muster.collectives.link import Link
 from muster.collectives.model import Network, fit
 from muster.collectives.wire import written_bytes
 from muster.errors import MusterError
+from muster.process import usable_processors
+from muster.timing.record import processor
 
 ENOUGH_BYTES = 256 * 1024  # minimum per turn: ranks leave a barrier up to a message's time apart
 MOST_CALLS = 50
@@ -40,11 +43,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Figures:
-    """All measurements of one run. ping_pong: (bytes, one-way seconds) of messages between ranks 0 and 1."""
+    """All measurements of one run.
+
+    setting: rank 0's hardware, torch, load and date. ping_pong: (bytes, one-way seconds) between ranks 0 and 1.
+    """
 
     backend: str
     device: str
     torch: str
+    setting: str
     network: Network
     ping_pong: list[tuple[int, float]]
     measured: list[Measured]
@@ -52,6 +59,14 @@ class Figures:
     def as_json(self) -> dict[str, Any]:
         """Return the figures as nested dicts and lists."""
         return asdict(self)
+
+
+def setting(device: torch.device) -> str:
+    """Return in one line on what, with what and when figures are measured, and how busy rank 0's machine was by then."""
+    processors = f"{len(usable_processors())} processors ({processor()})"
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else processors
+    load = f"load average {os.getloadavg()[0]:.0f}"
+    return f"{hardware}, torch {torch.__version__}, {load}, {time.strftime('%Y-%m-%d')}"
 
 
 class Bench:
@@ -81,7 +96,9 @@ class Bench:
             for nbytes in sizes
             for each in self.compare(links[world_size], world_size, nbytes, network)
         ]
-        return Figures(self.backend, self.device.type, torch.__version__, network, ping_pong, measured)
+        return Figures(
+            self.backend, self.device.type, torch.__version__, setting(self.device), network, ping_pong, measured
+        )
 
     def link(self, world_size: int) -> Link | None:
         """Return the link among the first `world_size` ranks; None on the other ranks."""

@@ -39,7 +39,11 @@ def draw(figures: Figures, path: Path) -> None:
         draw_world(axis, figures, world_size)
     for axis in axes[: 1 + len(world_sizes)]:
         dress(axis, sizes)
-    picture.suptitle(f"{figures.backend} on {figures.device}: points as measured, lines by the alpha-beta model")
+    picture.suptitle(
+        f"Points: measured with {figures.backend} on {figures.setting}\n"
+        "Lines: the alpha-beta model, fitted to the points of the first panel",
+        fontsize=10,
+    )
     handles, labels = axes[1].get_legend_handles_labels()
     picture.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
     picture.tight_layout(rect=(0, 0.06, 1, 1))

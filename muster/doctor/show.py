@@ -11,8 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from muster.errors import storage_error
 from muster.files import replace_file
 
+STYLES = {"fail": "bold red", "warn": "yellow", "ok": "green", "not here": "dim"}
+"""Colors of a check's result. A check that no rank can make is not here."""
 SHADES = ("green", "yellow", "dark_orange", "red")
 """Colors of links from the median's speed up, from a half, from a quarter, and slower."""
 
@@ -21,17 +24,39 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> None:
     """Print the table of checks, the findings with their remedies, and the link speeds of more than two ranks."""
     table = Table("check", "", "seen", "s", box=None, pad_edge=False)
     for result in results:
-        worst = "fail" if any(f["fails"] for f in result["findings"]) else "warn" if result["findings"] else "ok"
-        style = {"fail": "bold red", "warn": "yellow", "ok": "green"}[worst]
-        table.add_row(result["check"], Text(worst, style=style), Text(result["seen"]), f"{result['seconds']:.1f}")
+        word = _word(result)
+        table.add_row(result["check"], Text(word, style=STYLES[word]), Text(result["seen"]), f"{result['seconds']:.1f}")
     console.print(table)
     for result in results:
         for finding in result["findings"]:
-            word = Text("fail: " if finding["fails"] else "warn: ", style="bold red" if finding["fails"] else "yellow")
-            console.print(word + Text(f"{result['check']}: {finding['what']}; {finding['remedy']}"), soft_wrap=True)
+            name = "fail" if finding["fails"] else "warn"
+            console.print(
+                Text(f"{name}: ", style=STYLES[name])
+                + Text(f"{result['check']}: {finding['what']}; {finding['remedy']}"),
+                soft_wrap=True,
+            )
     speeds = matrix(results)
     if len(speeds) > 2:
         heat_map(speeds, console)
+
+
+def _word(result: dict[str, Any]) -> str:
+    if not result["here"]:
+        return "not here"
+    return "fail" if any(each["fails"] for each in result["findings"]) else "warn" if result["findings"] else "ok"
+
+
+def verdict(results: Sequence[dict[str, Any]]) -> str:
+    """Return whether this cluster can train, in one sentence; if it cannot, what to mend first."""
+    failed, warned = wrong(results)
+    if failed:
+        rest = f" (and {len(failed) - 1} more: see above)" if len(failed) > 1 else ""
+        return f"this cluster cannot train yet: mend first {failed[0]}{rest}"
+    ranks = results[0]["ranks"]
+    hosts = len({facts["host"] for facts in ranks})
+    there = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    but = f"; {len(warned)} warning{'s' * (len(warned) > 1)} above may cost speed" if warned else ""
+    return f"this cluster can train, with {there}{but}"
 
 
 def wrong(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[str]]:
@@ -70,9 +95,15 @@ def heat_map(speeds: dict[int, dict[int, float]], console: Console) -> None:
 
 
 def write(results: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write doctor.json and, if links were measured, links.png to `folder`. Raises StorageError."""
+    """Write doctor.json and, if links were measured, links.png to `folder`, which is created. Raises StorageError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise storage_error(f"create {folder}:", error) from error
     failed = [result["check"] for result in results if any(f["fails"] for f in result["findings"])]
-    text = json.dumps({"ok": not failed, "failed": failed, "checks": list(results)}, indent=1)
+    text = json.dumps(
+        {"ok": not failed, "verdict": verdict(results), "failed": failed, "checks": list(results)}, indent=1
+    )
     replace_file(folder / "doctor.json", lambda draft: draft.write_text(text + "\n"))
     if len(speeds := matrix(results)) > 1:
         _draw(speeds, folder / "links.png")

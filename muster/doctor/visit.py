@@ -5,14 +5,21 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from torch.distributed import DistError
+
 from muster.dist.world import World
 from muster.doctor import checks
-from muster.doctor.base import Check, Finding, Visit, whereabouts
+from muster.doctor.base import Check, Facts, Finding, Visit, whereabouts
+from muster.errors import MusterError
 from muster.origin import located
 from muster.redact import redacted_all
+
+CANNOT = "cannot"
+"""Name of the fact that says why a rank could not look."""
 
 
 def all_checks() -> list[Check]:
@@ -24,7 +31,9 @@ def all_checks() -> list[Check]:
 
 
 def examine(world: World, visit: Visit) -> list[dict[str, Any]]:
-    """Return for each check its name, summary, seconds, findings and the ranks' facts; empty except on rank 0.
+    """Return for each check its name, summary, findings, seconds and the ranks' facts; empty except on rank 0.
+
+    An error within a check ends only that check; see `judged`.
 
     Collective: every rank must call it.
     """
@@ -32,28 +41,40 @@ def examine(world: World, visit: Visit) -> list[dict[str, Any]]:
     for check in all_checks():
         if check.slow and visit.quick:
             continue
-        began, facts = time.perf_counter(), dict[str, Any]()
-        try:
-            facts = check.look(world, visit)
-        except (OSError, ValueError, KeyError) as error:  # a machine may lack a file or tool that others have
-            facts = {"cannot": located(error)}
-        ranks = world.gather({**whereabouts(world), **facts})
-        if not world.is_first:
-            continue
-        seconds = time.perf_counter() - began
-        blind = [each for each in ranks if "cannot" in each]
-        if blind:
-            said = f"rank {blind[0]['rank']} on {blind[0]['host']} could not look: {blind[0]['cannot']}"
-            summary, findings = "", [Finding(said, "check that this node is set up like the others", fails=False)]
-        else:
-            summary, findings = check.summary(ranks), check.judge(ranks, visit)
-        results.append(
-            {
-                "check": check.name,
-                "seen": summary,
-                "seconds": round(seconds, 2),
-                "findings": [asdict(finding) for finding in findings],
-                "ranks": ranks,
-            }
-        )
+        began = time.perf_counter()
+        ranks = world.gather({**whereabouts(world), **_facts(check, world, visit)})
+        if world.is_first:
+            seconds = time.perf_counter() - began
+            results.append(
+                {"check": check.name, **judged(check, ranks, visit), "seconds": round(seconds, 2), "ranks": ranks}
+            )
     return list(redacted_all(results))
+
+
+def judged(check: Check, ranks: Sequence[Facts], visit: Visit) -> dict[str, Any]:
+    """Return a check's summary, whether it was possible, and its findings, from the facts of all ranks.
+
+    A check that no rank can make, as on a system without /proc, is not here and finds nothing. If only some ranks
+    cannot make it, their nodes differ from the others: that is a finding.
+    """
+    blind = [each for each in ranks if CANNOT in each]
+    if not blind:
+        return {
+            "here": True,
+            "seen": check.summary(ranks),
+            "findings": [asdict(each) for each in check.judge(ranks, visit)],
+        }
+    if len(blind) == len(ranks):
+        return {"here": False, "seen": blind[0][CANNOT], "findings": []}
+    said = f"rank {blind[0]['rank']} on {blind[0]['host']} could not look: {blind[0][CANNOT]}"
+    finding = Finding(said, "check that this node is set up like the others", fails=False)
+    return {"here": True, "seen": "", "findings": [asdict(finding)]}
+
+
+def _facts(check: Check, world: World, visit: Visit) -> dict[str, Any]:
+    try:
+        return check.look(world, visit)
+    except (MusterError, DistError):  # a lost rank ends the visit
+        raise
+    except Exception as error:  # a machine may lack a file, a tool or a call that others have
+        return {CANNOT: located(error)}

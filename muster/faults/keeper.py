@@ -169,7 +169,7 @@ def _pass_on(child: int, preemption: Preemption) -> None:
 
 def _awaited(child: int, notes: Notes) -> int:
     """Wait until `child` ends; return its exit code, or the negative signal. Imports meanwhile what it has imported."""
-    handle = os.pidfd_open(child)
+    handle = process.handle_of(child)
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     is_warm = False

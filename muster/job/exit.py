@@ -31,6 +31,7 @@ from muster.errors import (
 from muster.faults import agent
 from muster.faults.heartbeat import BEAT_S, Heartbeat
 from muster.job.lease import Lease, newest_claim
+from muster.loggers.jsonl import append_event
 from muster.origin import kind_and_message, located, place
 from muster.redact import redacted
 
@@ -222,8 +223,15 @@ class Exit:
             elif self.lease.is_held() if self.lease else first:
                 known = {key: value for key, value in record.items() if key not in OF_A_START}
                 attempts.write(self.folder, replace(now, **known, cause=None))  # `cause` was an earlier attempt's error
+                if record["outcome"] != Preempted.outcome and (self.lease or record["rank"] == 0):
+                    self._log(record)  # once: by the rank that holds the run, or for it if it is gone
                 return self.folder / attempts.OUTCOME
         return None
+
+    def _log(self, record: dict[str, Any]) -> None:
+        known = {name: record[name] for name in ("rank", "outcome", "exit_code", "error")}
+        step = {} if record["step"] is None else {"step": record["step"]}
+        append_event(self.folder, "failed", **step, host=record["failed_host"], **known)
 
     def _refuse(self, record: dict[str, Any], attempt: str) -> Path:
         """Record the end of a start that never had the run, and return the record's path."""

@@ -30,6 +30,7 @@ from muster.launcher import loopback
 from muster.launcher.spec import Spec, environment
 from muster.launcher.variables import whole
 from muster.launcher.verdict import Policy, decide
+from muster.process import usable_processors
 
 T = TypeVar("T")
 
@@ -95,8 +96,7 @@ def _devices() -> int:
     """Return the number of GPUs; without any, of the cores that this process may use."""
     import torch  # here, so that the commands do not import it
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return torch.cuda.device_count() or cores
+    return torch.cuda.device_count() or len(usable_processors())
 
 
 def _spec(nproc: int, max_restarts: int) -> Spec:

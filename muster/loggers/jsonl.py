@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from muster.errors import say, storage_error
 from muster.files import replace_file
 from muster.loggers.base import Logger
+from muster.redact import redacted_all
 
 NAME = "metrics.jsonl"
 TAIL_BYTES = 1 << 16
@@ -95,6 +97,19 @@ class Jsonl(Logger):
             if not self._warned:
                 say(f"muster: {storage_error('write metrics.jsonl:', error)}")
             self._warned = True
+
+
+def append_event(folder: Path, event: str, **details: Any) -> None:
+    """Append an `event` line to an existing metrics.jsonl, after its logger may have closed it. Raises OSError."""
+    path = folder / NAME
+    if path.exists():
+        with path.open("rb") as file:
+            end = file.seek(0, 2)
+            file.seek(max(0, end - 1))
+            begin = b"" if file.read(1) in (b"", b"\n") else b"\n"  # the last line was cut short
+        record = {"kind": "event", "event": event, "time": round(time.time(), 3), **redacted_all(details)}
+        with path.open("ab", buffering=0) as file:
+            file.write(begin + json.dumps(_plain(record)).encode() + b"\n")
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any]:

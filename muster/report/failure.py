@@ -23,6 +23,12 @@ def where(history: History) -> str:
     return " ".join(part for part in (*said, "before the first step" if step is None else f"after step {step}") if part)
 
 
+def command(history: History) -> str:
+    """Return the shell command of the last attempt that reached training, which resumes the run; empty if not known."""
+    facts = history.stretches[-1].facts.get("environment", {}) if history.stretches else {}
+    return str(facts["command"]) if facts.get("resumes") else ""
+
+
 def shown(history: History) -> list[str]:
     """Return the HTML of the failure: the first cause, where it happened, what resumes the run, and the traceback."""
     if not has_failed(history):
@@ -31,10 +37,12 @@ def shown(history: History) -> list[str]:
     point = (
         f"from the checkpoint of step {saves[-1]['step']}" if saves else "from the beginning: there is no checkpoint"
     )
+    again = command(history)
     trace = history.outcome.get("traceback")
     return [
         f'<p class="cause">{escape(str(history.outcome.get("error") or "no cause is recorded"))}</p>',
         f"<p>{escape(where(history))}, exit code {escape(str(history.outcome.get('exit_code', '?')))}. "
-        f"The same command resumes the run {escape(point)}.</p>",
+        f"The same command resumes the run {escape(point)}{':' if again else '.'}</p>",
+        f'<pre class="command">{escape(again)}</pre>' if again else "",
         f"<details><summary>Traceback</summary><pre>{escape(str(trace))}</pre></details>" if trace else "",
     ]

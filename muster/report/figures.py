@@ -10,6 +10,10 @@ from muster.loggers.console import OF_A_STEP
 from muster.report.history import LOSSES, History, differing
 
 Figure = dict[str, Any]
+LABELLED = 8.0
+"""Minimum share of a bar, in percent, that has its label in it; smaller ones are in the legend."""
+DECADES = 30.0
+"""Positive values of a sweep whose largest is this many times the smallest are on a logarithmic axis."""
 MOST_POINTS = 2000
 """Maximum number of points of a curve; longer curves are thinned out evenly."""
 COLOURS = {
@@ -37,7 +41,12 @@ def curves(histories: Sequence[History]) -> list[Figure]:
     figures = [_curve(histories, "loss")]
     figures += [_curve(histories, name) for name in names]
     figures += [_curve(histories, name) for name in ("lr", *SPEEDS, "peak_memory_gib", "grad_norm")]
-    return [figure for figure in figures if figure["data"]]
+    return [figure for figure in figures if figure["data"] and not (len(histories) > 1 and _is_constant(figure))]
+
+
+def _is_constant(figure: Figure) -> bool:
+    """Return True if all runs have one value: a figure of several runs is there for what differs."""
+    return len({value for trace in figure["data"] for value in trace["y"]}) == 1
 
 
 def _curve(histories: Sequence[History], name: str) -> Figure:
@@ -57,7 +66,7 @@ def _curve(histories: Sequence[History], name: str) -> Figure:
                     "times": [_rounded(history.time_of(line["step"])) for line in points],
                     "name": label, "legendgroup": history.name, "mode": "lines+markers" if dot else "lines",
                     "line": {"width": 2 if dot else 1.2, "color": colour if several else RUNS[dot], "dash": "dot" if dot and several else "solid"},
-                    "marker": {"size": 5},
+                    "marker": {"size": 5}, "noisy": kind == "train" and name != "lr",
                     "hovertemplate": f"%{{y:.5~g}} at %{{x}}<extra>{label}</extra>",
                 }
             )  # fmt: skip
@@ -68,11 +77,11 @@ def _curve(histories: Sequence[History], name: str) -> Figure:
             "rangemode": "tozero" if name in ("lr", *SPEEDS, "peak_memory_gib") else "normal",
         }
     }
-    marks = _marks(histories[0]) if len(histories) == 1 else []
-    return {"title": WORDS.get(name, name), "data": data, "layout": layout, "marks": marks, "steps": True}
+    shown = marks(histories[0]) if len(histories) == 1 else []
+    return {"title": WORDS.get(name, name), "data": data, "layout": layout, "marks": shown, "steps": True}
 
 
-def _marks(history: History) -> list[dict[str, Any]]:
+def marks(history: History) -> list[dict[str, Any]]:
     """Return the steps and times of restarts, preemptions, deaths, world size changes and stragglers; at most the last 60."""
     found: list[dict[str, Any]] = []
     size = None
@@ -83,6 +92,8 @@ def _marks(history: History) -> list[dict[str, Any]]:
             what = f"resumed on {line['world_size']} ranks" if grown else "resumed"
         elif line["event"] == "preempted":
             what = "preempted"
+        elif line["event"] == "failed":
+            what = f"rank {line.get('rank')} failed"
         elif line["event"] == "straggler":
             what = f"rank {line['rank']} late"
         elif line["event"] == "survived":
@@ -105,6 +116,8 @@ def where_time_went(histories: Sequence[History]) -> Figure | None:
             "name": part, "y": [history.name for history in known],
             "x": [round(100 * history.spent[part] / history.seconds, 2) for history in known],
             "customdata": [duration(history.spent[part]) for history in known],
+            "text": [f"{part} {share:.0f} %" if (share := 100 * history.spent[part] / history.seconds) >= LABELLED else "" for history in known],
+            "textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "constraintext": "none", "cliponaxis": False,
             "hovertemplate": f"{part}: %{{x:.1f}} %, %{{customdata}}<extra></extra>", "marker": {"color": COLOURS[part]},
         }
         for part in ("steps", *LOSSES)
@@ -172,6 +185,7 @@ def parallel(histories: Sequence[History]) -> Figure | None:
     ]
     for name in dict.fromkeys(name for each in results for name in each):
         axes.append(_axis(name, [each.get(name) for each in results]))
+    axes = [axis for axis in axes if len(set(axis["values"])) > 1]
     if len(axes) < 2:
         return None
     last = axes[-1]["values"]
@@ -192,7 +206,8 @@ def parallel(histories: Sequence[History]) -> Figure | None:
 def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
     """Return an axis: numbers unchanged, other values as the index of their first occurrence."""
     if all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
-        return {"label": name, "values": list(values)}
+        spread = min(values) > 0 and max(values) >= DECADES * min(values)
+        return {"label": name, "values": list(values), **({"log": True} if spread else {})}
     words = list(dict.fromkeys(str(value) for value in values))
     return {
         "label": name,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 
 from muster import attempts
+from muster.checkpoint.records import lower_is_better
 from muster.flat import flatten
 from muster.loggers import jsonl
 from muster.plan import Plan
@@ -274,6 +276,28 @@ def _config(path: Path) -> Line:
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def measure(histories: Sequence[History]) -> str:
+    """Return the metric by which runs are compared: that of `checkpoint.best` if all name one, else `loss`."""
+    named = {(history.config.get("checkpoint") or {}).get("best") for history in histories}
+    return str(named.pop()) if len(named) == 1 and named != {None} else "loss"
+
+
+def known(history: History, metric: str) -> bool:
+    """Return True if the run's last evaluation has a finite value of `metric`."""
+    value = history.last_values.get(metric)
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def ranked(histories: Sequence[History]) -> list[History]:
+    """Return the runs, the best last value of `measure` first; runs without one come last, in the given order."""
+    metric = measure(histories)
+    sign = 1 if lower_is_better(metric) else -1
+    return sorted(
+        histories,
+        key=lambda history: sign * history.last_values[metric] if known(history, metric) else math.inf,
+    )
 
 
 UNTOLD = ("name", "output_dir")

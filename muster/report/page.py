@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
@@ -19,7 +23,7 @@ from muster.files import replace_file
 from muster.loggers.console import several
 from muster.report import failure, figures
 from muster.report.figures import Figure, duration
-from muster.report.history import History, differing
+from muster.report.history import History, differing, known, measure, ranked
 
 NAME = "report.html"
 LAST = 200
@@ -36,10 +40,10 @@ def write_page(histories: Sequence[History], path: Path) -> Path:
     page = Page()
     if len(histories) == 1:
         title = f"Run {histories[0].name}"
-        body = one(histories[0], page)
+        body = one(histories[0], page, links(histories[0].folder, path.parent))
     else:
         title = f"{len(histories)} runs"
-        body = compared(histories, page)
+        body = compared(ranked(histories), page, path.parent)
     text = Template(Path(__file__).with_name("page.html").read_text()).substitute(
         title=escape(title), body="\n".join(body), figures=_json(page.figures), script=plotly()
     )
@@ -48,11 +52,38 @@ def write_page(histories: Sequence[History], path: Path) -> Path:
 
 
 def plotly() -> str:
-    """Return Plotly's script from its installed package. Raises FileNotFoundError."""
+    """Return Plotly's script from its installed package, compressed, in base64. Raises FileNotFoundError.
+
+    The script is 4.7 MB, 1.9 MB so, and a sweep has a page for each run. Every browser since 2023 has DecompressionStream.
+    """
     found = find_spec("plotly")  # not imported: that would take longer than the rest of the page
     if not found or not found.origin:
         raise FileNotFoundError("plotly is not installed: pip install plotly")
-    return Path(found.origin).with_name("package_data").joinpath("plotly.min.js").read_text()
+    script = Path(found.origin).with_name("package_data").joinpath("plotly.min.js").read_bytes()
+    return base64.b64encode(gzip.compress(script, compresslevel=6, mtime=0)).decode()
+
+
+FILES = (
+    "metrics.jsonl",
+    "timing.jsonl",
+    "outcome.json",
+    "config.yaml",
+    "checkpoints",
+    "tensorboard",
+    "model.pt",
+    "model.json",
+)
+
+
+def links(folder: Path, start: Path) -> str:
+    """Return the HTML of links to a run's files, relative to the page's folder `start`."""
+    there = [name for name in FILES if (folder / name).exists()]
+    return f'<p class="dim">{" · ".join(_link(folder / name, start, name) for name in there)}</p>'
+
+
+def _link(path: Path, start: Path, words: str) -> str:
+    target = quote(Path(os.path.relpath(path.absolute(), start.absolute())).as_posix())
+    return f'<a href="{escape(target)}">{escape(words)}</a>'
 
 
 class Page:
@@ -63,18 +94,27 @@ class Page:
 
     def plots(self, wanted: Iterable[Figure | None]) -> str:
         """Add figures, except None, and return the HTML for them."""
-        return f'<div class="plots">{"".join(self._plot(figure) for figure in wanted if figure)}</div>'
+        known = [figure for figure in wanted if figure]
+        narrow = iter(spans(sum(not figure.get("wide") for figure in known)))
+        each = [self._plot(figure, 12 if figure.get("wide") else next(narrow)) for figure in known]
+        return f'<div class="plots">{"".join(each)}</div>'
 
-    def _plot(self, figure: Figure) -> str:
+    def _plot(self, figure: Figure, span: int) -> str:
         number = len(self.figures)
         self.figures.append(figure)
-        log = f'<button data-log="{number}">log / linear</button>' if figure.get("steps") else ""
-        wide = ' class="wide"' if figure.get("wide") else ""
-        return f'<figure{wide}><figcaption>{escape(figure["title"])}{log}</figcaption><div id="plot{number}"></div></figure>'
+        log = f'<button data-log="{number}"></button>' if figure.get("steps") else ""
+        title = escape(figure["title"])
+        return f'<figure class="span{span}"><figcaption>{title}{log}</figcaption><div id="plot{number}"></div></figure>'
 
 
-def one(history: History, page: Page) -> list[str]:
-    """Return the body of a page about one run."""
+def spans(number: int) -> list[int]:
+    """Return how many of 12 columns each of `number` figures takes: rows of three, and of two where one would be alone."""
+    pairs = {0: 0, 1: 2, 2: 1}[number % 3] if number > 1 else 0
+    return [12] if number == 1 else [4] * (number - 2 * pairs) + [6] * (2 * pairs)
+
+
+def one(history: History, page: Page, files: str = "") -> list[str]:
+    """Return the body of a page about one run. `files`: HTML of links to its files."""
     facts = {
         "steps": f"{history.step:,}" + (f" of {history.total_steps:,}" if history.total_steps else ""),
         "duration": duration(history.seconds),
@@ -84,6 +124,7 @@ def one(history: History, page: Page) -> list[str]:
         **({"deaths survived": _deaths(history)} if history.deaths else {}),
         "samples a second, median": _speed(history),
         **_of_devices(history),
+        **_memory(history),
         **{f"test {name}": f"{value:.4g}" for name, value in history.last_values.items() if value is not None},
     }
     if history.train and history.train[-1]["loss"] is not None:
@@ -99,16 +140,18 @@ def one(history: History, page: Page) -> list[str]:
     return [
         f'<h1>{escape(history.name)} <span class="state {_class(history)}">{escape(history.state.replace("_", " "))}</span></h1>',
         f'<p class="dim">{escape(_when(history))}</p>',
+        files,
         *failure.shown(history),
         _facts(facts),
-        '<h2>Curves <button id="over">over time</button></h2>',
+        CURVES,
         page.plots(figures.curves([history])),
+        _marks(figures.marks(history)),
         "<h2>Time</h2>",
         page.plots([figures.where_time_went([history]), figures.ranks(history), figures.checkpoints(history)]),
         _table(
-            ("", "seconds", "share"),
+            ("", "seconds", "share", "what it is"),
             [
-                (part, f"{seconds:.1f}", _percent(seconds / history.seconds))
+                (part, f"{seconds:.1f}", _percent(seconds / history.seconds), MEANINGS[part])
                 for part, seconds in history.spent.items()
                 if history.seconds and seconds > 0.0005 * history.seconds
             ],
@@ -131,36 +174,67 @@ def one(history: History, page: Page) -> list[str]:
     ]
 
 
+CURVES = '<h2>Curves <button id="over"></button> <button id="smooth"></button></h2>'
+MEANINGS = {
+    "steps": "training steps that count, with the waits of ranks for each other",
+    "down": "between the end of an attempt and the start of the next process",
+    "start": "from the first process to the first step: imports, ranks that meet, data and model",
+    "restart": "from the process of a later attempt to its first step, with the checkpoint that is read",
+    "survived deaths": "stops until a rank that died was born again in place",
+    "repeated steps": "steps that were done again, as no checkpoint had them",
+    "data wait": "waits for the next batch",
+    "checkpoint": "stops for copying the state; it is written behind the training",
+    "evaluation": "evaluations",
+}
+
+
+def _memory(history: History) -> dict[str, str]:
+    """Return the peaks of rank 0's memory over all attempts whose end is on record, and the GPU's name."""
+    known = [(stretch.end or {}).get("memory_mb", {}) for stretch in history.stretches]
+    environment = history.stretches[-1].facts.get("environment", {}) if history.stretches else {}
+    peaks = {
+        f"{words}, rank 0 at most": f"{max(values) / 1000:.2f} GB"
+        for name, words in (("ram", "memory"), ("gpu", "GPU memory"))
+        if (values := [each[name] for each in known if name in each])
+    }
+    return peaks | ({"GPU": str(environment["gpu"])} if environment.get("gpu") else {})
+
+
+def _marks(marks: Sequence[dict[str, Any]]) -> str:
+    """Return the HTML that explains the numbers above the curves' dotted lines."""
+    told = " · ".join(f"<b>{n}</b> {escape(mark['what'])} (step {mark['step']:,})" for n, mark in enumerate(marks, 1))
+    return f'<p class="dim">{told}</p>' if marks else ""
+
+
 def _class(history: History) -> str:
     return "bad" if failure.has_failed(history) else escape(history.state)
 
 
-def compared(histories: Sequence[History], page: Page) -> list[str]:
-    """Return the body of a page about several runs."""
-    differs = differing(list(histories))
+def compared(histories: Sequence[History], page: Page, start: Path) -> list[str]:
+    """Return the body of a page about several runs, the best of which comes first. `start`: the page's folder."""
+    differs, key = differing(list(histories)), measure(histories)
     values = list(dict.fromkeys(name for history in histories for name in history.last_values))
     head = ("run", "", *differs, "step", *values, "samples/s", "duration", "goodput")
     rows = [
         (
-            history.name,
-            history.state,
-            *(str(column[number]) for column in differs.values()),
+            _named(history, start),
+            escape(history.state),
+            *(escape(str(column[number])) for column in differs.values()),
             f"{history.step:,}",
-            *(
-                f"{history.last_values[name]:.4g}" if history.last_values.get(name) is not None else ""
-                for name in values
-            ),
+            *(f"{history.last_values[name]:.4g}" if known(history, name) else "" for name in values),
             _speed(history),
             duration(history.seconds),
             _percent(history.goodput),
         )
         for number, history in enumerate(histories)
     ]
+    is_known = bool(key) and known(histories[0], key)
     return [
         f"<h1>{len(histories)} runs</h1>",
-        _table(head, rows),
+        f'<p class="dim">The best {escape(key)} of a last evaluation comes first.</p>' if is_known else "",
+        _table(head, rows, best=is_known, escaped=True),
         page.plots([figures.parallel(histories)]),
-        '<h2>Curves <button id="over">over time</button></h2>',
+        CURVES,
         page.plots(figures.curves(histories)),
         "<h2>Time</h2>",
         page.plots([figures.where_time_went(histories)]),
@@ -171,6 +245,12 @@ def compared(histories: Sequence[History], page: Page) -> list[str]:
         ),
         "</details>",
     ]
+
+
+def _named(history: History, start: Path) -> str:
+    """Return a run's name, as a link to its own page if it has one."""
+    there = (history.folder / NAME).exists()
+    return _link(history.folder / NAME, start, history.name) if there else escape(history.name)
 
 
 def _events(history: History) -> str:
@@ -190,7 +270,7 @@ def _environment(history: History) -> dict[str, Any]:
     facts = history.stretches[-1].facts if history.stretches else {}
     begin = history.begins[-1] if history.begins else {}
     known = {"hosts": ", ".join(facts.get("hosts", ())), "device": begin.get("device"), **facts.get("environment", {})}
-    return {name: value for name, value in known.items() if value}
+    return {name: value for name, value in known.items() if value and name != "resumes"}
 
 
 def _best(history: History) -> dict[str, Any]:
@@ -244,15 +324,20 @@ def _facts(facts: dict[str, str]) -> str:
     return f'<div class="facts">{"".join(f"<div><span>{escape(name)}</span><b>{escape(value)}</b></div>" for name, value in facts.items())}</div>'
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, best: bool = False, escaped: bool = False) -> str:
+    """Return an HTML table. best: the first row is marked. escaped: the cells are HTML already."""
     top = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>" if head else ""
-    body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in rows)
+    body = "".join(
+        f"<tr{' class=best' if best and not number else ''}>"
+        f"{''.join(_cell(cell if escaped else escape(cell)) for cell in row)}</tr>"
+        for number, row in enumerate(rows)
+    )
     return f'<div class="scroll"><table>{top}{body}</table></div>'
 
 
-def _cell(text: str) -> str:
-    number = text.replace(",", "").replace(".", "", 1).replace(" %", "").removeprefix("-").isdigit()
-    return f"<td{' class=n' if number else ''}>{escape(text)}</td>"
+def _cell(html: str) -> str:
+    number = html.replace(",", "").replace(".", "", 1).replace(" %", "").removeprefix("-").isdigit()
+    return f"<td{' class=n' if number else ''}>{html}</td>"
 
 
 def _json(value: Any) -> str:

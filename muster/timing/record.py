@@ -2,7 +2,7 @@
 
 Each line has a `kind`: `attempt` {time, began, step, attempt, world_size, hosts, host_of_rank, environment},
 `window` {time, first, step, seconds, data, wait, evaluation, checkpoint} or
-`end` {time, first, step, seconds, evaluation, checkpoint}. Times are in seconds; `data` and `wait` have one number per
+`end` {time, first, step, seconds, evaluation, checkpoint, memory_mb}. Times are in seconds; `data` and `wait` have one number per
 rank.
 """
 
@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shlex
 import sys
 import time
@@ -24,7 +25,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from muster.errors import say, storage_error
-from muster.process import beginning_pid
+from muster.process import beginning_pid, command_line
 from muster.redact import redacted
 from muster.timing.clock import Times
 from muster.timing.straggler import Late, Stragglers
@@ -103,7 +104,7 @@ class Timing:
         global _ended
         if self._window[0].seconds:
             self._write_window()
-        self._write("end", first=self._step, step=step, **_totals(rest))
+        self._write("end", first=self._step, step=step, **_totals(rest), memory_mb=peak_memory_mb())
         _ended = time.time()
 
     def _write_window(self) -> None:
@@ -142,6 +143,8 @@ _ended = 0.0  # time at which the sweep's previous job in this process ended
 
 def began() -> float:
     """Return when this process began to work for this run, in seconds since the epoch; now if that is not known."""
+    if sys.platform != "linux":
+        return time.time()
     try:
         ticks = int(Path(f"/proc/{beginning_pid()}/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -151,12 +154,13 @@ def began() -> float:
 
 
 def environment() -> dict[str, Any]:
-    """Return command, versions, processor, GPU and threads of this process."""
+    """Return command, whether it resumes the run, versions, processor, GPU and threads of this process."""
     import torch  # here, so that readers of timing.jsonl do not import it
 
     on_cuda = torch.cuda.is_available()
     return {
-        "command": shlex.join(map(redacted, sys.argv)),
+        "command": shlex.join(map(redacted, command_line() or sys.argv)),
+        "resumes": bool(command_line()),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_cuda else None,
@@ -165,6 +169,17 @@ def environment() -> dict[str, Any]:
         "system": platform.platform(),
         "threads": torch.get_num_threads(),
     }
+
+
+def peak_memory_mb() -> dict[str, int]:
+    """Return the most memory that rank 0 has held in MB: `ram`, and `gpu` if it has used one."""
+    import torch
+
+    unit = 1 if sys.platform == "darwin" else 1024  # see getrusage(2) of each
+    peak = {"ram": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if torch.cuda.is_available() and (most := torch.cuda.max_memory_allocated()):
+        peak["gpu"] = most
+    return {name: round(size / 1e6) for name, size in peak.items()}
 
 
 def processor() -> str:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed import DistBackendError
 
 from muster.errors import say
+from muster.process import handle_of
 
 if TYPE_CHECKING:
     from muster.dist.world import World
@@ -58,7 +59,7 @@ class SharedMemory:
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=LINE * self.size)
         self._slots = slots.view(SETS, self.size, SLOT_BYTES)
         self._count, self._turn = 0, 0
-        self._peers = {each: os.pidfd_open(pid) for each, pid in enumerate(pids) if each != rank}
+        self._peers = {each: handle_of(pid) for each, pid in enumerate(pids) if each != rank}
         self._poll = select.poll()
         for handle in self._peers.values():
             self._poll.register(handle, select.POLLIN)
@@ -176,6 +177,8 @@ def share_memory(world: World) -> SharedMemory | None:
     handle = _create(world.size) if world.is_first else None
     facts = world.gather([_host(), os.getpid(), handle])
     (host, pid, first), *others = facts
+    if world.is_first and world.place.local_world_size == world.size and (why := why_none()):
+        say(f"muster: gradients go through gloo: {why}")
     if host is None or first is None or any(other[0] != host for other in others):
         _close(handle)
         return None
@@ -189,9 +192,20 @@ def share_memory(world: World) -> SharedMemory | None:
     return shared if failed is None else None
 
 
+def why_none() -> str:
+    """Return why ranks of this machine share no memory; empty if they may.
+
+    The counters rely on stores that become visible in program order. On ARM they do not without a fence, which Python has
+    no call for.
+    """
+    if sys.platform == "linux" and platform.machine() == "x86_64":
+        return ""
+    return f"ranks share memory on Linux on x86-64, and this is {sys.platform} on {platform.machine()}"
+
+
 def _host() -> str | None:
     """Return an id that is equal for all processes that see each other; None if such memory is not available."""
-    if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
+    if why_none() or not hasattr(os, "pidfd_open"):
         return None
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -202,6 +216,8 @@ def _host() -> str | None:
 
 
 def _create(size: int) -> int | None:
+    if sys.platform != "linux":
+        return None
     try:
         handle = os.memfd_create("muster", os.MFD_CLOEXEC)
         os.ftruncate(handle, LINE * size + SETS * size * SLOT_BYTES)

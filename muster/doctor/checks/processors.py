@@ -11,6 +11,7 @@ import torch
 
 from muster.dist.world import World
 from muster.doctor.base import Check, Facts, Finding, Visit
+from muster.process import usable_processors
 
 
 class Processors(Check):
@@ -20,7 +21,7 @@ class Processors(Check):
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
         return {
-            "usable": sorted(os.sched_getaffinity(0)),
+            "usable": usable_processors(),
             "quota": quota(),
             "threads": torch.get_num_threads(),
             "local_world_size": world.place.local_world_size,
