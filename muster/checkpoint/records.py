@@ -21,7 +21,6 @@ from muster.errors import Damaged
 
 INDEX, BEST = "index.json", "best.json"
 DIGEST = "digest"
-LESS_IS_BETTER = ("loss", "error", "perplexity")
 PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 
