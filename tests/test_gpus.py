@@ -1,5 +1,6 @@
 """What is different on GPUs, as far as it can be seen without one: devices without storage, decisions by device."""
 
+import contextlib
 import os
 from types import SimpleNamespace
 
@@ -11,17 +12,23 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from muster.checkpoint.optimizer_state import empty_state
 from muster.checkpoint.trained import SavedTensor
-from muster.dist import world
+from muster.dist import timeouts, world
+from muster.dist.layout import Layout, form_alone
 from muster.dist.options import GroupOptions
 from muster.dist.pieces import own_piece
 from muster.dist.place import Place
 from muster.dist.recorder import VARIABLES
 from muster.dist.rendezvous import network
 from muster.dist.rendezvous.network import choose_interface
+from muster.errors import ConfigError
 from muster.train.config.compose import compose
+from muster.train.config.parts import build
 from muster.train.evaluation import EVAL_BATCH, samples_at_once
 from muster.train.numerics import set_numerics
 from muster.train.optim.meshes import step_by_mesh
+from muster.train.strategies.base import check_slices
+from muster.train.strategies.model_parallel import ModelParallel
+from muster.train.strategies.step.optimizer_step import _prefers_channels_last
 
 pytestmark = pytest.mark.unit
 
@@ -53,8 +60,7 @@ def test_the_flight_recorder_is_on_before_a_group_is_made_on_gpus(variables, bac
     if own:
         variables.setenv(VARIABLES[0], own)
     variables.setattr(world.dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(VARIABLES[0])))
-    variables.setattr(world.dist, "set_timeout", lambda _: None, raising=False)
-    variables.setattr(world.dist.distributed_c10d, "_set_pg_timeout", lambda _: None)
+    variables.setattr(timeouts, "extend", lambda _: None)
     place, board = Place(rank=0, world_size=2, local_rank=0, local_world_size=2), SimpleNamespace(group_store=None)
     world.form_group(GroupOptions(), place, board, backend=backend, device=torch.device("cuda", 0))
     assert seen == [entries]
@@ -129,3 +135,64 @@ def test_sharded_layers_and_plain_ones_are_stepped_by_two_kernels(mesh, options,
     whole = stepped(build)
     assert calls == [3, 3]
     assert all(map(torch.equal, stepped(build, mesh=mesh), whole)) and calls[2:] == [2, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "line, device, prefers",
+    [([], "cuda", True), (["tf32=false"], "cuda", False), (["tf32=false", "precision=bf16"], "cuda", True), ([], "cpu", False),
+     (["deterministic=true"], "cuda", False)],
+)  # fmt: skip
+def test_convolutions_are_channels_last_where_tensor_cores_compute_them(line, device, prefers, monkeypatch):
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda _: None)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    config = compose(line)
+    set_numerics(config)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1))
+    assert _prefers_channels_last(model, SimpleNamespace(precision=config.precision), torch.device(device)) is prefers
+    assert not _prefers_channels_last(
+        torch.nn.Linear(1, 1), SimpleNamespace(precision=config.precision), torch.device("cuda")
+    )
+
+
+@pytest.mark.parametrize("line, is_refused", [([], True), (["deterministic=true"], False), (["device=cpu"], False)])
+def test_one_hash_on_gpus_requires_deterministic_kernels(line, is_refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = compose(["virtual_world_size=4", *line])
+    with pytest.raises(ConfigError, match="deterministic=true") if is_refused else contextlib.nullcontext():
+        check_slices(config, build(config.strategy), 2)
+
+
+@pytest.mark.parametrize("backend, device_id", [("cpu:gloo,cuda:nccl", torch.device("cuda", 3)), ("gloo", None)])
+def test_a_group_of_one_rank_knows_its_device(backend, device_id, monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **more: given.append(more["device_id"]))
+    form_alone(backend, device_type="cuda")
+    assert given == [device_id]
+
+
+def test_the_groups_of_a_mesh_wait_as_long_as_the_default_group(mesh, monkeypatch):
+    monkeypatch.setattr(timeouts, "_extended", [])
+    timeouts.extend(60.0)
+    given = []
+    monkeypatch.setattr(
+        dist, "set_timeout", lambda timeout, group: given.append((timeout.total_seconds(), group)), raising=False
+    )
+    found = Layout.of(1, data=1, tensor=1).mesh("cpu")
+    expected = timeouts.LAST_RESORT_S + 60.0
+    assert given == [(expected, found.get_group("data")), (expected, found.get_group("tensor"))]
+
+
+def test_the_second_device_of_a_process_draws_its_own_numbers_by_step_as_well(monkeypatch):
+    generators = [torch.Generator() for _ in range(4)]
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    place = Place(rank=1, world_size=2, local_rank=1, local_world_size=2)
+    strategy = ModelParallel(split=["last"], gpus=[0, 1, 2, 3])
+    strategy.world = SimpleNamespace(device=torch.device("cuda", 1), rank=1, place=place)
+    strategy.optimizer_step = SimpleNamespace(recipe=SimpleNamespace(seed=5, slices=None))
+    before = generators[1].initial_seed()
+    seeds = []
+    for step in (7, 8, 7):
+        strategy.seed(step)
+        seeds.append(generators[3].initial_seed())
+    assert seeds[0] == seeds[2] != seeds[1] and generators[1].initial_seed() == before

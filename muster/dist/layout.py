@@ -71,14 +71,31 @@ class Layout:
         return not any(place for name, place in self.coordinates(rank).items() if name not in self.samples_over)
 
     def mesh(self, device_type: str) -> Any:
-        """Return the grid as torch's DeviceMesh, with the same dimension names. Collective: every rank must call it."""
+        """Return the grid as torch's DeviceMesh, with the same dimension names. Collective: every rank must call it.
+
+        Its groups wait as long as the default group.
+        """
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
+        from muster.dist import timeouts
+
         if self.world_size == 1 and not dist.is_initialized():  # a run of one rank has no process group
-            backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+            form_alone("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", device_type=device_type)
+        mesh = init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+        for name in self.sizes:
+            timeouts.set_timeout(mesh.get_group(name))
+        return mesh
+
+
+def form_alone(backend: str, *, device_type: str) -> None:
+    """Form a process group of this process only. NCCL then knows its device, and does not guess it by the rank."""
+    import torch
+    import torch.distributed as dist
+
+    is_on_gpu = device_type == "cuda" and "nccl" in backend
+    device = torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else None
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
 
 
 def _either(words: list[str]) -> str:

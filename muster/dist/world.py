@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster.dist import recorder
+from muster.dist import recorder, timeouts
 from muster.dist.board import Board
 from muster.dist.device import choose_backend, choose_device
 from muster.dist.options import GroupOptions
@@ -28,8 +28,6 @@ from muster.dist.rendezvous.reach import closed
 from muster.dist.rendezvous.shared_file import SharedFile
 from muster.errors import ConfigError, DataError, MusterError, RankLost, environment_error, of_code, one_line
 
-# faults/heartbeat.py finds hangs: it tells a long phase from a hang, which a collective's own timeout cannot.
-LAST_RESORT_S = 3 * 3600.0
 START_S = 2 * 3600.0
 """The longest that a start may take, for example for a download or the digests of a large checkpoint."""
 
@@ -328,8 +326,7 @@ def form_group(options: GroupOptions, place: Place, board: Board, *, backend: st
         raise RankLost(
             f"no process group was formed within dist.start_timeout_s={options.start_timeout_s:g}, although all ranks had met: {why}"
         ) from error
-    extend = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # its name before torch 2.15
-    extend(timedelta(seconds=LAST_RESORT_S + options.timeout_s))
+    timeouts.extend(options.timeout_s)
 
 
 def _bytes(text: bytes, length: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from muster.dist import borrowed
 from muster.dist.device import choose_backend
+from muster.dist.layout import form_alone
 from muster.dist.place import Place
 from muster.dist.world import World, start
 from muster.errors import ConfigError
@@ -94,7 +95,7 @@ class Entrance:
         if self.world.size > 1 or borrowed.exists():
             return
         backend = choose_backend(group_options_of(self.options), self.world.device)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        form_alone(backend, device_type=self.world.device.type)
         self.life.on_end(dist.destroy_process_group, failed=dist.destroy_process_group)
 
     def _install(self) -> None:

@@ -196,7 +196,9 @@ class Config:
     )
     compile: bool = key(False, "compile the model with torch.compile", FREE)
     channels_last: bool | None = key(
-        None, "use the channels-last memory format; `null`: only for convolutions on GPUs in `bf16` or `fp16`", FREE
+        None,
+        "use the channels-last memory format; `null`: for convolutions on GPUs, unless in `fp32` without `tf32`",
+        FREE,
     )
     grad_clip: float | None = key(None, "maximum L2 norm of the global gradient; `null`: no clipping", Gt(0))
     on_nonfinite: NonFinite = key(

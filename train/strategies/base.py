@@ -25,7 +25,7 @@ from muster.checkpoint.trained import SavedTensor
 from muster.dist.layout import DATA, Layout
 from muster.dist.world import World
 from muster.errors import ConfigError
-from muster.train.config.keys import Config, NonFinite, Precision
+from muster.train.config.keys import Config, Device, NonFinite, Precision
 from muster.train.objectives.measure import Measures
 from muster.train.strategies.honours import honoured
 
@@ -195,6 +195,10 @@ def check_slices(config: Config, strategy: Strategy, world_size: int) -> None:
     said = f"virtual_world_size={slices}"
     if "virtual_world_size" not in honoured(type(strategy)):
         raise ConfigError(f"{said} requires strategy=ddp or strategy=single: use one of them, or leave it out")
+    if config.device is not Device.cpu and torch.cuda.is_available() and not config.deterministic:
+        raise ConfigError(
+            f"{said} on GPUs requires deterministic=true: other kernels add up in any order; or device=cpu"
+        )
     if slices < world_size:
         raise ConfigError(f"{said} is less than the world size {world_size}: give {world_size} or more, or start fewer")
     if config.compile:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
@@ -41,8 +41,10 @@ class Fsdp(Stepping):
 
     Args:
         units: patterns of names or classes of the modules that are gathered one at a time; None: see `units_of`.
-        param_dtype: dtype for all-gathers and computation in units; shards and reductions stay in fp32.
-        reshard_after_forward: free a unit's parameters after forward and gather them again for backward.
+        param_dtype: dtype for all-gathers and computation in units; shards stay in fp32.
+        reduce_dtype: dtype in which gradients are reduced over the ranks; None: fp32.
+        reshard_after_forward: free a unit's parameters after forward and gather them again for backward. Those outside of
+            units are needed at the end of forward and at the start of backward, so they are kept in between.
         activation_checkpointing: store no activations within a unit; recompute them in backward.
         cpu_offload: keep shards, gradients and optimizer state in host memory; CUDA only.
     """
@@ -51,6 +53,7 @@ class Fsdp(Stepping):
 
     units: Sequence[str] | None
     param_dtype: Literal["bf16"] | None
+    reduce_dtype: Literal["bf16"] | None
     reshard_after_forward: Annotated[bool, FREE]
     activation_checkpointing: Annotated[bool, FREE]
     cpu_offload: Annotated[bool, FREE]
@@ -58,9 +61,9 @@ class Fsdp(Stepping):
     def check(self, config: Config, world_size: int) -> None:
         """Raise ConfigError for options that do not combine with sharding."""
         self.layout(world_size)
-        if self.param_dtype and config.precision is Precision.fp16:
+        if (chosen := self._dtypes()) and config.precision is Precision.fp16:
             raise ConfigError(
-                "strategy.param_dtype=bf16 cannot be combined with precision=fp16: use precision=fp32 or bf16"
+                f"strategy.{chosen[0]}=bf16 cannot be combined with precision=fp16: use precision=fp32 or bf16"
             )
         if config.channels_last:
             raise ConfigError(
@@ -98,8 +101,11 @@ class Fsdp(Stepping):
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }
         policy = MixedPrecisionPolicy()
-        if self.param_dtype:
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if self._dtypes():
+            reduced = torch.bfloat16 if self.reduce_dtype else torch.float32
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16 if self.param_dtype else None, reduce_dtype=reduced
+            )
         for unit in units:
             if self.activation_checkpointing:
                 unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
@@ -107,12 +113,17 @@ class Fsdp(Stepping):
                 unit.compile()
             fully_shard(unit, mp_policy=policy, **options)
         whole = replace(policy, output_dtype=torch.float32) if self.param_dtype else policy  # fp32 outputs for the loss
+        options["reshard_after_forward"] = None if self.reshard_after_forward else False  # None: all units but the root
         self.sharded = fully_shard(self.model, mp_policy=whole, **options)
         shards = [*layout.sizes.values()][-1]
         lockstep = Lockstep(self.model, units, world, shards=shards) if world.size > 1 else None
         self.optimizer_step = ShardedStep(
             recipe, world=world, layout=layout, model=self.model, no_sync=self._no_sync, lockstep=lockstep
         )
+
+    def _dtypes(self) -> list[str]:
+        """The names of the options that reduce precision."""
+        return [name for name in ("param_dtype", "reduce_dtype") if getattr(self, name)]
 
     def _refuse_model(self, units: Sequence[nn.Module]) -> None:
         """Raise ConfigError for a model that torch cannot shard, or whose training would change."""
@@ -175,9 +186,15 @@ class ShardedStep(OptimizerStep):
             ConfigError: ranks call different units.
         """
         measured = super().evaluate(batch)
+        self._reshard()
         if self._lockstep:
             self._lockstep.agree(END)
         return measured
+
+    def _reshard(self) -> None:
+        """Free the parameters outside of units: no backward pass does it after an evaluation."""
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from muster.batches.generators import key_of
 from muster.dist.place import Place
 from muster.dist.world import World
 from muster.errors import ConfigError, nearest
@@ -65,6 +66,14 @@ class ModelParallel(Replicas):
     def device_ids(self) -> None:
         """None, as the layers move their inputs themselves."""
         return None
+
+    def seed(self, step: int) -> None:
+        """Seed the generators for this rank's part of a step, and the second device's with another word."""
+        super().seed(step)
+        recipe = self.optimizer_step.recipe
+        if self.world.device.type == "cuda" and not recipe.slices:
+            key = key_of("second device", recipe.seed, step, self.world.rank)
+            torch.cuda.default_generators[self._second().index].manual_seed(key)
 
     def _second(self) -> torch.device:
         place = self.world.place

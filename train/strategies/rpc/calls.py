@@ -19,7 +19,8 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from muster.dist.place import Place
-from muster.dist.world import LAST_RESORT_S, World
+from muster.dist.timeouts import LAST_RESORT_S
+from muster.dist.world import World
 from muster.errors import RankLost
 
 CLOSE_S = 60.0

@@ -403,6 +403,6 @@ class Stepping(Strategy):
 
 
 def _prefers_channels_last(model: nn.Module, recipe: Recipe, device: torch.device) -> bool:
-    """True for convolutions on tensor cores (CUDA, reduced precision); elsewhere channels-last gains too little."""
-    reduced = recipe.precision is not Precision.fp32
+    """True for convolutions on tensor cores (CUDA, reduced precision or TF32); elsewhere channels-last gains too little."""
+    reduced = recipe.precision is not Precision.fp32 or torch.backends.cudnn.allow_tf32
     return device.type == "cuda" and reduced and any(isinstance(module, nn.Conv2d) for module in model.modules())
