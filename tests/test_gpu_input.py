@@ -138,9 +138,10 @@ LINE = ("data.augment=true", "batch_size=20", "micro_batch_size=7", "max_steps=8
 def test_a_run_on_a_device_gives_the_bits_of_a_run_on_the_cpu(tmp_path):
     """Compact on the way, expanded there, copied a step ahead, loaded by workers: the samples are the same."""
     cpu = run(tmp_path / "cpu", *LINE)
-    fake = run(tmp_path / "fake", *LINE, env=ON_FAKE, cold=True)
+    fake = run(tmp_path / "fake", *LINE, env=ON_FAKE | {"FAKE_CUDA_NAME": "NVIDIA H100 80GB HBM3"}, cold=True)
     assert fake.events("start")[0]["device"] == "cuda" and cpu.events("start")[0]["device"] == "cpu"
     assert fake.sha256 == cpu.sha256 and fake.losses == cpu.losses
+    assert all("mfu" in line for line in fake.lines("train"))
     assert {line["peak_memory_gib"] for line in fake.lines("train")} == {3.0}  # what the fake device says
 
 
