@@ -10,6 +10,7 @@ import torch
 from kit.fake_cuda import ON_FAKE
 from kit.job import run
 from PIL import Image
+from torchvision.transforms import v2
 
 from muster.batches import loader, workers
 from muster.batches.loader import LoaderConfig, batches
@@ -44,6 +45,15 @@ def test_compact_images_expand_to_the_same_bits(tmp_path):
         assert small.dtype == torch.uint8 and whole.dtype == torch.float32
         assert torch.equal(data.expand(small), whole)
         assert data[0][0].dtype == torch.float32, "the data set itself has not changed"
+
+
+@pytest.mark.unit
+def test_pictures_are_normalized_as_torchvision_does(tmp_path):
+    data = folder_of_images(tmp_path)
+    by_torchvision = v2.Compose(
+        [v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
+    )
+    assert torch.equal(by_torchvision(data.compact()[0][0]), data[0][0])
 
 
 @pytest.mark.unit
