@@ -10,6 +10,7 @@ import torch
 from kit.fake_cuda import ON_FAKE
 from kit.job import run
 from PIL import Image
+from torchvision.transforms import v2
 
 from muster.batches import loader, workers
 from muster.batches.loader import LoaderConfig, batches
@@ -44,6 +45,15 @@ def test_compact_images_expand_to_the_same_bits(tmp_path):
         assert small.dtype == torch.uint8 and whole.dtype == torch.float32
         assert torch.equal(data.expand(small), whole)
         assert data[0][0].dtype == torch.float32, "the data set itself has not changed"
+
+
+@pytest.mark.unit
+def test_pictures_are_normalized_as_torchvision_does(tmp_path):
+    data = folder_of_images(tmp_path)
+    by_torchvision = v2.Compose(
+        [v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
+    )
+    assert torch.equal(by_torchvision(data.compact()[0][0]), data[0][0])
 
 
 @pytest.mark.unit
@@ -138,9 +148,10 @@ LINE = ("data.augment=true", "batch_size=20", "micro_batch_size=7", "max_steps=8
 def test_a_run_on_a_device_gives_the_bits_of_a_run_on_the_cpu(tmp_path):
     """Compact on the way, expanded there, copied a step ahead, loaded by workers: the samples are the same."""
     cpu = run(tmp_path / "cpu", *LINE)
-    fake = run(tmp_path / "fake", *LINE, env=ON_FAKE, cold=True)
+    fake = run(tmp_path / "fake", *LINE, env=ON_FAKE | {"FAKE_CUDA_NAME": "NVIDIA H100 80GB HBM3"}, cold=True)
     assert fake.events("start")[0]["device"] == "cuda" and cpu.events("start")[0]["device"] == "cpu"
     assert fake.sha256 == cpu.sha256 and fake.losses == cpu.losses
+    assert all("mfu" in line for line in fake.lines("train"))
     assert {line["peak_memory_gib"] for line in fake.lines("train")} == {3.0}  # what the fake device says
 
 

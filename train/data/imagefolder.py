@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -32,8 +33,6 @@ class ImageFolder:
             if augment and train
             else [v2.Resize(image_size * 8 // 7, antialias=True), v2.CenterCrop(image_size)]
         )
-        normalize = v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-        self._normalize = v2.Compose([v2.ToDtype(torch.float32, scale=True), normalize])
         transform = v2.Compose([v2.ToImage(), *crop])
         try:
             self.pictures = datasets.ImageFolder(str(folder), transform)
@@ -63,10 +62,17 @@ class ImageFolder:
 
     def expand(self, pictures: Tensor) -> Tensor:
         """Return `[..., 3, H, W] uint8` pictures as normalized float32, on their device."""
-        normalized: Tensor = self._normalize(pictures)
-        return normalized
+        mean, std = mean_and_std(pictures.device)
+        return pictures.as_subclass(Tensor).float().mul_(1 / 255).sub_(mean).div_(std)
 
     def fingerprint(self) -> str:
         """Return the length and a hash of the file names, labels and sizes."""
         files = ((Path(path).name, label, Path(path).stat().st_size) for path, label in self.pictures.samples)
         return f"{len(self)}:{hash_of(files)}"
+
+
+@cache  # a copy from memory that is not pinned would wait for the device, for each batch
+def mean_and_std(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return ImageNet's mean and standard deviation, `[3, 1, 1] float32` each, on `device`."""
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    return mean.view(3, 1, 1).to(device), std.view(3, 1, 1).to(device)

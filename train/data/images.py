@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -20,8 +21,8 @@ class Images:
         self, images: Tensor, labels: Tensor, *, mean: Sequence[float], std: Sequence[float], shift: int, flip: bool
     ):
         self.images, self.labels = images, labels.long()
-        self.scale = (1 / (255 * torch.tensor(std))).view(1, -1, 1, 1)
-        self.offset = (-torch.tensor(mean) / torch.tensor(std)).view(1, -1, 1, 1)
+        self._scaled_by = tuple(mean), tuple(std)
+        self.offset, self.scale = offset_and_scale(*self._scaled_by, torch.device("cpu"))
         self.shift, self.flip, self.is_compact = shift, flip, False
         self.input_shape = tuple(images.shape[1:])
 
@@ -50,12 +51,19 @@ class Images:
 
     def expand(self, images: Tensor) -> Tensor:
         """Return `[B, C, H, W] uint8` images as normalized float32, on their device."""
-        scale, offset = (each.to(images.device, non_blocking=True) for each in (self.scale, self.offset))
+        offset, scale = offset_and_scale(*self._scaled_by, images.device)
         return torch.addcmul(offset, images.float(), scale)
 
     def fingerprint(self) -> str:
         """Return the length and a hash of all images and labels."""
         return f"{len(self)}:{hash_of([self.images.numpy().tobytes(), self.labels.numpy().tobytes()])}"
+
+
+@cache  # a copy from memory that is not pinned would wait for the device, for each batch
+def offset_and_scale(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return what normalizes pixels from 0 to 255, offset + pixel * scale: `[1, C, 1, 1] float32` each, on `device`."""
+    offset, scale = -torch.tensor(mean) / torch.tensor(std), 1 / (255 * torch.tensor(std))
+    return offset.view(1, -1, 1, 1).to(device), scale.view(1, -1, 1, 1).to(device)
 
 
 def shift_and_flip(images: Tensor, keys: Keys, *, shift: int, flip: bool, fill: Tensor) -> Tensor:
