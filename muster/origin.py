@@ -18,6 +18,8 @@ LIBRARIES = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib
 FROM_WORKER = "Original Traceback (most recent call last):"
 """Header that torch puts before the original traceback when it re-raises an error of a loader worker or a
 DataParallel thread."""
+NOTE = "(reading sample "
+"""How a note on an exception begins that belongs to its message."""
 MOST_PARTS, MOST_CHARACTERS = 4, 300
 
 
@@ -45,7 +47,8 @@ def kind_and_message(error: BaseException) -> tuple[str, str]:
         said = re.split(r"\n(?=\S)", text.partition(FROM_WORKER)[2].rstrip())[1:] or [text]
         kind, _, text = " ".join(said).partition(": ")
         kind = kind.rpartition(".")[2]
-    return kind, redacted(" ".join(text.split()))
+    notes = [note for note in getattr(error, "__notes__", []) if note.startswith(NOTE)]
+    return kind, redacted(" ".join([*text.split(), *notes]))
 
 
 def place(error: BaseException) -> SourceLine | None:

@@ -243,6 +243,16 @@ def test_a_sweep_s_table_names_each_job_by_what_is_swept(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
+def test_help_of_evaluate_imports_no_torch(tmp_path):
+    import subprocess
+
+    line = [sys.executable, "-X", "importtime", "-m", "muster", "evaluate", "--help"]
+    done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    imported = [words.rpartition("|")[2].strip() for words in done.stderr.splitlines()]
+    assert done.returncode == 0 and "--checkpoint" in done.stdout and "muster.faults.preemption" in imported
+    assert not {"torch", "hydra", "omegaconf", "pydantic"} & {*imported}, "which take seconds"
+
+
 def test_muster_refuses_a_tool_that_there_is_not(tmp_path):
     """`muster run` is a module of the kit and no tool: it would end with 0 and have done nothing."""
     import subprocess

@@ -2,10 +2,13 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 
 import pytest
+import test_checkpoint
+import test_mistakes
 from kit.job import ROOT, environment, finish, free_port, run, start
 
 MISTAKES = {
@@ -17,6 +20,9 @@ MISTAKES = {
     "unknown experiment": (["+experiment=mnist"], 2, "mnist", "mnist_mlp"),
     "wrong type": (["epochs=many"], 2, "many", "epochs"),
     "wrong choice": (["precision=fp8"], 2, "fp8", "bf16"),
+    "negative batch": (["batch_size=-8"], 2, "batch_size=-8", "at least 1"),
+    "a rate that is not a number": (["optimizer.lr=nan"], 2, "optimizer.lr=nan", "not a finite number"),
+    "no such folder of yaml files": (["+experiment=mine", "--config-dir", "nowhere"], 2, "nowhere", "give the folder"),
     "impossible value": (["batch_size=0"], 2, "batch_size=0", "at least 1"),
     "impossible in a component": (["strategy.bucket_cap_mb=-1"], 2, "bucket_cap_mb", "above 0"),
     "no such module": (["model._target_=nowhere.Net"], 2, "nowhere", "install"),
@@ -55,6 +61,7 @@ def test_a_mistake_is_one_line(tmp_path, name):
     assert result.code == code, result.out
     assert len(result.said) == 1 and given in result.said[0] and remedy in result.said[0], result.out
     assert "Traceback" not in result.out
+    assert result.out.splitlines()[-1] == result.said[0], "something comes after it"
     assert result.seconds < 20
 
 
@@ -246,3 +253,66 @@ def test_a_node_whose_gpus_do_not_answer_is_named():
     code, message = judge(hellos, 2, timeout_s=60)
     assert code == 2 and "rank 1 on n2 would train on cpu, rank 0 on n1 on cuda" in message
     assert difference(first, first, {}, {}, rank=1) is None
+
+
+@pytest.mark.unit
+def test_a_folder_of_another_run_is_refused_with_the_word_to_add(tmp_path):
+    from types import SimpleNamespace
+
+    from muster.train.changes import refuse_changes
+    from muster.train.config.compose import compose
+    from muster.train.config.differences import to_dict
+
+    saved = SimpleNamespace(manifest={"config": to_dict(compose([])), "fingerprint": "x"}, path="")
+    for given, word in (
+        ([], "Add name=convnet,"),
+        (["name=other"], "Add name=convnet,"),
+        (["batch_size=9"], "Add name=convnet,"),
+    ):
+        config = compose(["model=convnet", *given, f"output_dir={tmp_path}/${{name}}"])
+        assert word in str(refuse_changes(config, saved, fingerprint="x", total_steps=1))
+    (tmp_path / "convnet").mkdir()
+    assert "Add name=convnet-2," in str(refuse_changes(config, saved, fingerprint="x", total_steps=1))
+    same_model = compose(["batch_size=9", f"output_dir={tmp_path}/${{name}}"])
+    assert "Add name=run-new," in str(refuse_changes(same_model, saved, fingerprint="x", total_steps=1))
+    elsewhere = compose(["batch_size=9", f"output_dir={tmp_path}/x"])
+    assert "Give another output_dir," in str(refuse_changes(elsewhere, saved, fingerprint="x", total_steps=1))
+
+
+def test_a_port_in_use_is_one_line_with_what_to_give(tmp_path):
+    """The page for Prometheus is not worth a run; a store of rank 0's is."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run(tmp_path / "run", "max_steps=1", f"metrics.port={port}")
+    assert len(result.said) == 1 and result.lines("train"), result.out
+    assert f"metrics.port={port} on 127.0.0.1: Address already in use; give another port" in result.said[0]
+
+
+# Fifteen typical mistakes, and the test that holds each to one line, with what to do, and nothing after it.
+FIFTEEN = {
+    "typo": ("errors", "unknown key"),
+    "wrong import path": ("errors", "no such module"),
+    "NaN rate": ("errors", "a rate that is not a number"),
+    "negative batch": ("errors", "negative batch"),
+    "GPU on a CPU machine": ("errors", "no such device"),
+    "missing YAML": ("errors", "no such folder of yaml files"),
+    "wrong shape": ("mistakes", "wrong shape"),
+    "forgotten num_classes": ("mistakes", "classes"),
+    "PIL images": ("mistakes", "pictures"),
+    "labels out of range": ("mistakes", "labels out of range"),
+    "dict without adapter": ("mistakes", "dict"),
+    "vector loss": ("mistakes", "vector"),
+    "forgotten return": ("mistakes", "forgotten return"),
+    "port in use": ("errors", test_a_port_in_use_is_one_line_with_what_to_give),
+    "two terminals": ("checkpoint", test_checkpoint.test_two_jobs_in_one_folder),
+}
+"""`mistakes`: with the user's own file and line, too; what is typed has none."""
+
+
+@pytest.mark.unit
+def test_fifteen_typical_mistakes_are_held_to_one_line():
+    tables = {"errors": MISTAKES, "mistakes": test_mistakes.MISTAKES}
+    assert len(FIFTEEN) == 15
+    for name, (table, row) in FIFTEEN.items():
+        assert callable(row) or row in tables[table], name
+        assert callable(row) or all(tables[table][row][2:]), f"{name}: what was given and what to do"

@@ -54,8 +54,9 @@ MISTAKES = {
     "classes": ([data("Counted")], 3, "classes is 3", "write self.num_classes = 3"),
     "no length": ([data("NoLength")], 3, "no __len__", "write `def __len__(self)`"),
     "unreadable": ([data("Unreadable")], 3, "ValueError: no such sample", "loader.on_bad_sample=skip"),
-    "raises in the data set": ([data("Misspelt")], 1, "has no attribute 'points'", "outcome.json"),
+    "raises in the data set": ([data("Misspelt")], 1, "has no attribute 'points' (reading sample ", "outcome.json"),
     "raises in a transform": ([data("Transformed")], 1, "TypeError: unsupported operand", "outcome.json"),
+    "raises RuntimeError in the data set": ([data("Stuck")], 1, "RuntimeError: no such decoder (reading sample 21) (", "outcome.json"),
     "pictures": (
         [data("Pictures")],
         3,
@@ -141,9 +142,12 @@ def test_a_metric_that_takes_no_dict_is_named(tmp_path):
         assert text in result.said[0].replace("[8, 3]", "[30, 3]"), result.said[0]
 
 
-def test_a_worker_of_the_loader_is_no_other_case(tmp_path):
-    result = run(tmp_path / "run", *BASE, data("Misspelt"), "loader.num_workers=1", ok=False)
-    check(result, "raises in the data set", code=1)
+@pytest.mark.parametrize(
+    "kind, mark", [("Misspelt", "raises in the data set"), ("Stuck", "raises RuntimeError in the data set")]
+)
+def test_a_worker_of_the_loader_is_no_other_case(tmp_path, kind, mark):
+    result = run(tmp_path / "run", *BASE, data(kind), "loader.num_workers=1", ok=False)
+    check(result, mark, code=1)
     assert "Traceback" not in result.out and "DataLoader worker" not in result.said[0]
 
 

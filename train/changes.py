@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from muster.checkpoint.storage import Saved
 from muster.errors import ConfigError, DataError, MusterError
 from muster.train.config.differences import differences
 from muster.train.config.keys import Config
-from muster.train.config.parts import locate, signature
+from muster.train.config.parts import TARGET, locate, signature
 
 
 def refuse_changes(config: Config, saved: Saved, *, fingerprint: str, total_steps: int) -> MusterError | None:
@@ -18,7 +20,7 @@ def refuse_changes(config: Config, saved: Saved, *, fingerprint: str, total_step
     if changed := differences(saved.manifest.get("config", {}), config):
         return ConfigError(
             f"{config.checkpoint.storage or config.output_dir} holds another run: {'; '.join(changed[:5])}{'; ...' if len(changed) > 5 else ''}. "
-            f"Give another {'checkpoint.storage' if config.checkpoint.storage else 'name or output_dir'}, resume all the same with checkpoint.accept_changes=true, or start over with checkpoint.resume=never"
+            f"{_elsewhere(config, changed)}, resume all the same with checkpoint.accept_changes=true, or start over with checkpoint.resume=never"
         )
     if saved.manifest.get("fingerprint") != fingerprint:
         return DataError(
@@ -39,3 +41,17 @@ def refuse_changes(config: Config, saved: Saved, *, fingerprint: str, total_step
             f"{total_steps}: it would jump. Give max_steps={planned}, or resume all the same with checkpoint.accept_changes=true"
         )
     return None
+
+
+def _elsewhere(config: Config, changed: list[str]) -> str:
+    """Return what to write to train in another folder: a name that is free, if the folder is named after `name`."""
+    if config.checkpoint.storage:
+        return "Give another checkpoint.storage"
+    folder = Path(config.output_dir)
+    if folder.name != config.name:
+        return "Give another output_dir"
+    chosen = [line.rpartition(".")[2].lower() for line in changed if line.partition(":")[0].endswith(TARGET)]
+    names = (
+        f"{base}{n}" for n in ("", *(f"-{n}" for n in range(2, 1000))) for base in chosen or [f"{config.name}-new"]
+    )
+    return f"Add name={next((name for name in names if not (folder.parent / name).exists()), 'another')}"

@@ -3,92 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from torch import nn
-
-from muster.dist.world import World
-from muster.errors import ConfigError, MusterError
+from muster.errors import MusterError
 from muster.faults import output
 from muster.faults.preemption import Preemption
-from muster.job.exit import tell
-from muster.job.lifecycle import Ending, Lifecycle, Peers
-from muster.plan import Plan
-from muster.train.config.command_line import readable
-from muster.train.config.compose import of_run
-from muster.train.config.keys import Config
-from muster.train.config.options import values
-from muster.train.config.parts import Part
-from muster.train.data.load import load
-from muster.train.evaluation import measure
-from muster.train.numerics import set_numerics
-from muster.train.objectives.build import build_measures
-from muster.train.run import join
-from muster.train.saved_weights import Source, chosen_run
-from muster.train.strategies.base import Recipe, Strategy
-from muster.train.strategies.recipe import recipe
-
-
-class Print:
-    """Prints values to standard output, one per line or as JSON."""
-
-    def __init__(self, *, as_json: bool):
-        self.as_json = as_json
-
-    def __call__(self, facts: dict[str, Any], values: dict[str, float]) -> None:
-        """Print the `values` of an evaluation, and the `facts` about it."""
-        if self.as_json:
-            print(json.dumps({**facts, **values}), flush=True)
-        else:
-            header = "  ".join(f"{name}={value}" for name, value in facts.items())
-            print(header, *(f"{name} {value:.6g}" for name, value in values.items()), sep="\n", flush=True)
-
-
-def attempt(config: Config, preemption: Preemption, source: Source, *, split: str, as_json: bool) -> int:
-    """Evaluate with the other ranks and return the exit code. Writes nothing to the run's folder."""
-    with Lifecycle(Path(config.output_dir), preemption, records=False) as life:
-        world, strategy = join(config, preemption)
-        life.meet(world, timeout_s=config.dist.timeout_s)
-        peers = life.run()
-        show = Print(as_json=as_json) if world.is_first else None
-        ending = carry_out(config, peers, strategy, source, split=split, show=show)
-        life.on_end(strategy.close)
-        life.end(ending)
-    return life.exit_code
-
-
-def carry_out(
-    config: Config, peers: Peers, strategy: Strategy, source: Source, *, split: str, show: Print | None
-) -> Ending:
-    """Print the metrics of `source`'s weights on `split`. Collective: every rank must call it. Raises MusterError."""
-    world = peers.world
-    set_numerics(config)
-    data = load(config, world)
-    test = data.train if split == "train" else data.test
-    if test is None:
-        raise ConfigError(f"data._target_={config.data.target} has no test split: give --split train")
-    plan = Plan(len(data.train), config.batch_size, config.seed)
-    measures = build_measures(config.metrics, world=world)
-    parts = recipe(config, data, plan, 1, world, measures=measures)
-    strategy.build(replace(parts, build_model=lambda: restored(parts, source, world)), world)
-    values = measure(config, test, strategy, world, measures, begin=lambda: peers.begin("evaluation", 0))
-    if values is None:
-        return Ending(preempted="stopped during an evaluation: run the same command again")
-    if show:
-        show({"weights": str(source), "split": split, "samples": len(test), "world_size": world.size}, values)
-    return Ending()
-
-
-def restored(recipe: Recipe, source: Source, world: World) -> nn.Module:
-    """Build the model of `recipe`; load it and the objective from `source`. Raises MusterError."""
-    model, objective = recipe.build_model(), recipe.objective
-    source.fill(model, world, objective=objective if isinstance(objective, nn.Module) else None)
-    return model
 
 
 def main() -> None:
@@ -102,20 +23,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     given, overrides = parser.parse_known_args()
     output.endure()
-    preemption, code = Preemption(), 0
+    preemption = Preemption()
     preemption.install()
+    from muster.train.evaluate_run import evaluate  # imports torch, which --help does without
+
     try:
-        run, checkpoint = chosen_run(given.run, given.checkpoint)
-        config = of_run(run, overrides)
-        keys = [each.key_or_group for each in readable(overrides)]
-        if not any(key.startswith("strategy.") for key in keys):  # ddp loads the weights of any strategy
-            options = values("strategy", "ddp")
-            config = replace(config, strategy=Part.of("strategy", options))
-        evaluates = replace(config.eval, every_steps=None)
-        config = replace(config, virtual_world_size=None, callbacks={}, freeze=[], eval=evaluates)
-        source = Source(run, checkpoint, storage=config.checkpoint.storage)
-        code = attempt(config, preemption, source, split=given.split, as_json=given.json)
+        how = {"checkpoint": given.checkpoint, "split": given.split, "as_json": given.json}
+        code = evaluate(given.run, overrides, preemption, **how)
     except MusterError as error:
+        from muster.job.exit import tell
+
         tell(error)
         code = error.exit_code
     sys.stdout.flush()

@@ -15,8 +15,8 @@ from muster.batches.drawn import Watch
 from muster.batches.generators import kept_generators, seed_generators
 from muster.batches.split import split
 from muster.batches.stream import Stream
-from muster.errors import DataError, one_line, say
-from muster.origin import defined, described, located
+from muster.errors import DataError, MusterError, one_line, say
+from muster.origin import NOTE, defined, described, located
 from muster.plan import Indices, Keys, MicroBatch, mix, sample_keys
 
 UNREADABLE = (
@@ -165,6 +165,8 @@ class Fetch(Dataset[Any]):
                         f"sample {index} cannot be read: {located(error)}; fix it, or skip such samples with loader.on_bad_sample=skip"
                     ) from error
                 if self.max_bad is None:
+                    if not isinstance(error, MusterError):
+                        error.add_note(f"{NOTE}{index})")
                     raise
                 self._tolerate(index, error)
                 index = (index + 1) % len(self.dataset)

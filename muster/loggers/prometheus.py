@@ -54,7 +54,10 @@ class Prometheus(Logger):
         )
         self._run = name
         self._step.set(step)
-        self._server, self._thread = start_http_server(port, host, registry)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise OSError(f"metrics.port={port} on {host}: {error.strerror or error}; give another port") from error
 
     def log(self, record: dict[str, Any]) -> None:
         self._time.set_to_current_time()

@@ -157,6 +157,13 @@ class Misspelt(Data):
         return self.points[index], self.y[index]  # here: raises in the data set
 
 
+class Stuck(Data):
+    def __getitem__(self, index):
+        if index == 21:
+            raise RuntimeError("no such decoder")  # here: raises RuntimeError in the data set
+        return super().__getitem__(index)
+
+
 class Transformed(Data):
     def __getitem__(self, index):
         return transform(self.x[index]), self.y[index]
