@@ -4,21 +4,26 @@ PYTHON ?= python3
 NPROC  ?= 2
 ARGS   ?=
 MINUTES ?= 3
+PINS   ?= constraints.txt
+# CPU=1 takes torch from PyTorch's own index of CPU wheels, without CUDA's 4.5 GB. TORCH_INDEX names another index.
+CPU    ?=
+TORCH_INDEX ?= $(if $(CPU),https://download.pytorch.org/whl/cpu)
 BIN    := $(VENV)/bin
 export PYTHONUNBUFFERED = 1
 # pip takes a few minutes the first time; uv, if installed, half a minute. (uv does not install the requirements of an
 # editable build: `editables` is named here.)
 ifneq ($(shell uv --version 2> /dev/null),)
-INSTALL = uv pip install --compile-bytecode --python $(BIN)/python -c constraints.txt editables
+PIP = uv pip install --compile-bytecode --python $(BIN)/python -c $(PINS)
 else
-INSTALL = $(BIN)/pip install --disable-pip-version-check -c constraints.txt editables
+PIP = $(BIN)/pip install --disable-pip-version-check -c $(PINS)
 endif
+INSTALL = $(PIP) editables
 
 .PHONY: help train quick test test-docker test-slurm test-kubernetes lint format bench recovery soak rooms docs clean
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); ARGS="model=convnet" adds overrides
+train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); ARGS="model=convnet" adds overrides; CPU=1: CPU wheels
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(NPROC) -m train $(ARGS)
 
 test: $(VENV)/.test ## run the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
@@ -77,7 +82,12 @@ $(VENV)/.venv:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-$(VENV)/.train: $(VENV)/.venv pyproject.toml constraints.txt
+# Without their requirements, which that index may have in other versions than the pinned ones.
+$(VENV)/.torch: $(VENV)/.venv $(PINS)
+	$(if $(TORCH_INDEX),$(PIP) --no-deps --index-url $(TORCH_INDEX) torch torchvision)
+	touch $@
+
+$(VENV)/.train: $(VENV)/.torch pyproject.toml $(PINS)
 	$(INSTALL) -e .
 	touch $@
 

@@ -17,12 +17,16 @@ RUN apt-get update \
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # The root file system may be read-only: caches go to /tmp, a run's files to /job/runs.
 ENV HOME=/tmp MPLCONFIGDIR=/tmp/matplotlib TORCHINDUCTOR_CACHE_DIR=/tmp/inductor TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
+ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL TORCH_INDEX
 COPY *.whl /opt/
+# hadolint ignore=DL3013
 RUN --mount=type=secret,id=ca,target=/run/secrets/ca \
     --mount=type=secret,id=pip,target=/run/secrets/pip.conf \
     if [ -e /run/secrets/pip.conf ]; then export PIP_CONFIG_FILE=/run/secrets/pip.conf; fi \
  && if [ -e /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi \
+ && if [ -n "${TORCH_INDEX:-}" ]; then \
+      pip install --no-cache-dir --disable-pip-version-check --no-deps --index-url "$TORCH_INDEX" torch torchvision; \
+    fi \
  && pip install --no-cache-dir --disable-pip-version-check /opt/*.whl
 RUN install -d -o muster -g muster /job/runs && echo "PATH=/opt/venv/bin:\$PATH" > /etc/profile.d/muster.sh
 WORKDIR /job

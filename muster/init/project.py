@@ -163,7 +163,7 @@ def filled(given: Project, template: str) -> str:
         (r"muster-runs", f"{given.name}-runs"),
         (r"muster-0\.muster", f"{given.name}-0.{given.name}"),
         (r" *- name=muster\n *- model=convnet\n *- epochs=20", args),
-        (r", target: cpu\}", "}"),
+        (r", target: cpu, args: \{.*?\}\}", "}"),
         (r"\$\{COMPOSE_PROJECT_NAME:-muster\}", f"${{COMPOSE_PROJECT_NAME:-{given.name}}}"),
         (r"\$\{ARGS:-\}", f"${{ARGS:-{json.dumps(shlex.join(given.words))[1:-1]}}}"),
         (r"(?<=job-name=)muster$", given.name),
