@@ -56,7 +56,7 @@ class Attempt:
         checkpoint: the newest commit, {step, path}, so that its loss is noticed.
         error, traceback, rank, failed_host: of the first cause, if the attempt failed.
         cause: the error of the previous attempt.
-        failure: equal for two errors at the same step with the same traceback.
+        failure: equal for two errors with the same traceback.
         failure_before: the `failure` of the previous attempt.
         job, meets_at, restarts: only in a claim, see lease.py.
     """
