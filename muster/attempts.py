@@ -57,7 +57,7 @@ class Attempt:
         error, traceback, rank, failed_host: of the first cause, if the attempt failed.
         flight_recorder: folder with each rank's last collectives on GPUs, if the attempt ended in a hang.
         cause: the error of the previous attempt.
-        failure: equal for two errors at the same step with the same traceback.
+        failure: equal for two errors with the same traceback.
         failure_before: the `failure` of the previous attempt.
         job, meets_at, restarts: only in a claim, see lease.py.
     """

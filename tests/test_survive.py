@@ -17,10 +17,14 @@ import torch
 from kit.job import environment, finish, pace, reached, run, start, wait_for
 from kit.loopback import rank_of
 
+from muster.attempts import Attempt
 from muster.batches.generators import Draws
+from muster.checkpoint.storage import Saved, Storage
 from muster.dist.waiting import Waiting
 from muster.dist.world import alone
 from muster.faults.notes import SLOT_BYTES, Notes
+from muster.job.folder import RunFolder, RunOptions, _newest
+from muster.job.rescue import rescue
 from muster.report.history import History
 from muster.report.page import write_report
 
@@ -317,6 +321,70 @@ def test_no_step_is_repeated_when_a_rank_is_lost_for_good(tmp_path, kind, rank, 
     if "log.every_steps=1" in more:  # no line is of several steps, of which a lost rank had a part
         pairs = [(one, other) for one, other in zip(numbers(done), numbers(undisturbed), strict=True) if one != other]
         assert all(one == {**other, "loss": None} for one, other in pairs) and len(pairs) <= 1, pairs
+
+
+OWN_LOSS = "objective._target_=kit.parts.dying.Remembering"
+
+
+@pytest.mark.parametrize(
+    ("kill", "more"),
+    [
+        ("1/step_end/50", ()),  # model.pt has the mean of all ranks' statistics
+        ("1/forward/1", ("model._target_=kit.parts.dying.Backwards",)),  # the last note is of older statistics
+        ("1/forward/25", ("model._target_=kit.parts.dying.Plain", OWN_LOSS)),
+        ("1/forward/25", ("model._target_=kit.parts.dying.Late",)),
+    ],
+    ids=["over", "buffers", "objective", "draws"],
+)
+def test_what_the_other_ranks_do_not_know_is_not_saved_without_the_lost_one(tmp_path, monkeypatch, kill, more):
+    undisturbed = trained(tmp_path / "undisturbed", "memory", *more)
+    monkeypatch.setenv("MUSTER_TEST_FOR_GOOD", "1")
+    result = trained(tmp_path / "run", "memory", *more, kill=kill)
+    assert result.events("restart") and result.sha256 == undisturbed.sha256, result.out
+
+
+def test_the_best_checkpoint_is_made_again_if_it_was_still_being_written(tmp_path):
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    line = [*LINE, "model._target_=kit.parts.dying.Plain", "checkpoint.every_steps=1000", "checkpoint.best=loss"]
+    line += [
+        "eval.every_steps=20",
+        "max_steps=30",
+        f"checkpoint.storage=kit.parts.dying.SlowStorage://{tmp_path}/saved",
+    ]
+    kill = {"MUSTER_TEST_KILL": "0/forward/25", "MUSTER_TEST_MARKS": str(marks), "MUSTER_TEST_FOR_GOOD": "1"}
+    result = run(tmp_path / "run", *line, ranks=2, torchrun=RESTARTS, env=kill)
+    assert result.events("restart"), result.out
+    best = json.loads((result.folder / "best.json").read_text())
+    assert best["step"] == 30 or Path(best["path"]).is_dir(), best
+    assert (tmp_path / "saved" / "step-00000020").is_dir(), result.out
+
+
+def test_an_error_of_one_rank_after_each_step_is_a_crash_loop_although_the_others_save_the_step(tmp_path):
+    more = ("+callbacks.raises._target_=kit.parts.dying.Raises", "dist.survive=true", "max_steps=20")
+    result = run(tmp_path / "run", *more, ranks=2, torchrun=("--max-restarts=5",), ok=False)
+    assert result.outcome["exit_code"] == 7 and "the same error at the same place" in result.outcome["error"], (
+        result.out
+    )
+    assert len(result.events("resume")) == 1 and result.events("resume")[0]["step"] == 5
+
+
+@pytest.mark.unit
+def test_the_save_of_a_lost_rank_s_peers_does_not_wait_for_a_folder_that_is_gone(tmp_path):
+    began, folder = (
+        time.monotonic(),
+        RunFolder(tmp_path / "gone", Attempt(), None, is_done=False, lease=None, owner=None),
+    )
+    rescue(alone(torch.device("cpu")), folder, step=1, save=lambda: None)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.unit
+def test_a_newer_checkpoint_that_was_found_bad_does_not_count_as_saved(tmp_path):
+    options = RunOptions(tmp_path)
+    own = _newest(options, Saved(options.checkpoints, {"step": 20}))
+    assert own == {"step": 20, "path": f"{tmp_path}/checkpoints/step-00000020"}
+    assert _newest(options, Saved(Storage(str(tmp_path / "other")), {"step": 20})) is None
 
 
 def is_rank(keeper, number):

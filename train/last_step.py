@@ -13,6 +13,7 @@ from muster.job.folder import RunFolder
 from muster.job.rescue import rescue
 from muster.train.course import ENDED, LOGGED
 from muster.train.loop import Run, epoch, is_time_to_evaluate, is_time_to_log, position
+from muster.train.strategies.replicas.buffers import OBJECTIVE
 from muster.train.strategies.replicas.replicated import Replicas
 
 
@@ -27,26 +28,41 @@ def save_last_step(run: Run, folder: RunFolder, notes: Notes) -> None:
 
     def save() -> None:
         assert noted
-        _save(run, buffers=noted[1])
+        _save(run, buffers=noted[1], drawn=noted[0]["drawn"])
 
-    can = noted and is_whole and _has_common_buffers(run) and folder.may_commit()
+    can = noted and is_whole and _is_followed(run) and _has_common_buffers(run) and folder.may_commit()
     rescue(run.world, folder, step=run.step, save=save if can else None)
+
+
+def _is_followed(run: Run) -> bool:
+    """Return True if the notes are of the end of the step: they are no longer written once buffers change outside of it."""
+    assert isinstance(run.strategy, Replicas)
+    return run.strategy.optimizer_step.before_sum is not None
 
 
 def _has_common_buffers(run: Run) -> bool:
     """Return True if training goes on with this rank's buffers.
 
-    Where each rank has its own, DDP broadcasts rank 0's in the next step; an evaluation before that needs those of all.
+    Where each rank has its own, DDP broadcasts rank 0's in the next step, but not those of the objective. An evaluation
+    before that needs those of all, and so do the weights of a run that is over.
     """
     assert isinstance(run.strategy, Replicas)
     buffers = run.strategy.optimizer_step.buffers
-    return buffers.agree or buffers.none_here() or (run.world.is_first and not is_time_to_evaluate(run))
+    if buffers.agree or buffers.none_here():
+        return True
+    are_broadcast = not any(name.startswith(OBJECTIVE) for name in buffers.own)
+    return run.world.is_first and are_broadcast and not run.is_over and not is_time_to_evaluate(run)
 
 
-def _save(run: Run, *, buffers: dict[str, torch.Tensor]) -> None:
-    """Write and commit a checkpoint alone. `buffers`: this rank's at the end of the step, which the next has changed."""
+def _save(run: Run, *, buffers: dict[str, torch.Tensor], drawn: bool) -> None:
+    """Write and commit a checkpoint alone.
+
+    buffers: this rank's at the end of the step, which the next has changed. drawn: see `Draws`.
+    """
     assert isinstance(run.strategy, Replicas)
-    step = run.strategy.optimizer_step
+    step, best = run.strategy.optimizer_step, run.progress.best
+    if best and (run.running.checkpoints.newest_step or 0) < best["step"] < run.step:
+        raise StorageError(f"the best checkpoint, of step {best['step']}, was still being written")
     if run.callbacks.are_within:
         run.callbacks.on_checkpoint(run)
     step.buffers.put(buffers)
@@ -55,7 +71,7 @@ def _save(run: Run, *, buffers: dict[str, torch.Tensor]) -> None:
     lines = [record for record in run.records.recent if record["kind"] in ("train", "eval")][-2:]
     if run.progress.stage < LOGGED and is_time_to_log(run):
         lines.append(_line_without_loss(run))
-    beside = {"step": run.step, "recent": lines, "unlogged": run.window.samples}
+    beside = {"step": run.step, "recent": lines, "unlogged": run.window.samples, "drawn": drawn}
     state = {**step.replica(), **run.callbacks.state()}
     run.running.checkpoints.save_alone(state=state, position={**position(run), **beside})
 

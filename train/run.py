@@ -168,7 +168,9 @@ def open_run(
     else:
         progress = restore(config, world, folder, strategy, callbacks, window)
     if isinstance(strategy, Stepping):
-        strategy.draws.begin(config.seed, world.rank, are_restored=folder.saved is not None)
+        # a rank that saves alone has no other rank's generators
+        are_restored = folder.saved is not None and folder.saved.manifest.get("drawn", True)
+        strategy.draws.begin(config.seed, strategy.draws_as, are_restored=are_restored)
     world.on_first(partial(note_model, folder.path, config, data))
     life.restored(progress, report=partial(report, folder.path) if world.is_first and config.log.report else None)
     course = Course(data=data, plan=plan, total_steps=max(total_steps, progress.step), progress=progress)

@@ -153,7 +153,7 @@ class Exit:
                 record["idle_attempts"] = count + 1
                 if count >= (self.max_idle_attempts or 0):
                     again = f"{count + 1} attempts in a row failed before training began"
-        if record["failure"] and failed_before == record["failure"]:
+        if record["failure"] and failed_before == record["failure"] and self._is_no_further(last):
             again = "the same error at the same place as in the previous attempt"
         if not again:
             return error, code
@@ -163,6 +163,10 @@ class Exit:
         loop = CrashLoop(f"{what}: {again}{where}; fix it, and run the same command again")
         record |= {"outcome": loop.outcome, "exit_code": loop.exit_code, "error": one_line(loop)}
         return loop, loop.exit_code
+
+    def _is_no_further(self, last: Attempt) -> bool:
+        """Whether this attempt got at most a step further than the one before, whose last step other ranks may have saved."""
+        return not last.token or self.step is None or 0 <= self.step - last.furthest <= 1
 
     def _is_failed_start(self, error: BaseException, code: int) -> bool:
         """Whether `error` counts as a failed start; not if the launcher ended all ranks because a node joins."""
@@ -203,7 +207,7 @@ class Exit:
             "error": in_words(error),
             "flight_recorder": self.flight_recorder,
             "traceback": redacted(traceback.format_exc()) if lost or not known or error.__cause__ else None,
-            "failure": None if lost or known else _digest(f"{self.step} {traceback.format_exc()}"),
+            "failure": None if lost or known else _digest(traceback.format_exc()),
         }
 
     def _write(self, record: dict[str, Any], *, first: bool = False) -> Path | None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from muster import attempts
-from muster.attempts import Attempt
+from muster.attempts import Attempt, Commit
 from muster.checkpoint.resume import find_checkpoint
 from muster.checkpoint.storage import SEEN_WITHIN_S, Saved, Storage
 from muster.dist.place import asked_for
@@ -226,6 +226,7 @@ def _take_over(
         outcome=attempts.RUNNING, attempt=world.attempt, token=held.token if held else 0, agents=tuple(world.agents), step=furthest,
         world_size=world.size, asked_for=asked_for(world.place.local_world_size),
         furthest=furthest, idle_attempts=failures, idle_preemptions=stops, cause=cause, failure_before=before.failure,
+        checkpoint=_newest(options, saved),
     )  # fmt: skip
     attempts.write(path, now)
     if failures > options.max_idle_attempts:
@@ -241,6 +242,12 @@ def _take_over(
     if options.config:
         replace_file(path / "config.yaml", lambda draft: draft.write_text(options.config))
     return before.outcome == attempts.DONE and (path / "model.pt").exists()
+
+
+def _newest(options: RunOptions, saved: Saved | None) -> Commit | None:
+    """Return the run's own newest checkpoint: a newer one that was noted has been found bad."""
+    is_own = saved is not None and saved.storage.root == options.checkpoints.root
+    return {"step": saved.step, "path": saved.path} if saved and is_own else None
 
 
 def _set_aside(path: Path, options: RunOptions) -> None:

@@ -40,11 +40,16 @@ def rescue(world: World, folder: RunFolder, *, step: int, save: Callable[[], Non
     marker = folder.path / f"{DRAFT}rescue-{world.attempt}"  # a later claim deletes one that is left
     pause_s, began = max(POLL_S, world.size / POLLS_PER_S), time.monotonic()
     while time.monotonic() - began < SAVED_S and not _is_saved(folder.path, step):
-        if save and _takes(marker):
+        try:
+            is_mine = save is not None and _takes(marker)
+        except OSError:  # the folder is gone, or read-only: nobody can save
+            return
+        if save and is_mine:
             try:
                 _save(world, folder, step=step, save=save)
             finally:
-                marker.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    marker.unlink(missing_ok=True)
             return
         if not save and time.monotonic() - began > NOTICED_S and not marker.exists():
             return
@@ -68,7 +73,7 @@ def _is_saved(folder: Path, step: int) -> bool:
 
 
 def _takes(marker: Path) -> bool:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileExistsError):
         marker.open("x").close()
         return True
     return False

@@ -1,6 +1,7 @@
 """A model, an optimizer and a callback that end their own process by SIGKILL at named points.
 
 MUSTER_TEST_KILL names them, `rank/point/step` with commas between; each happens once, as a file in MUSTER_TEST_MARKS says.
+With MUSTER_TEST_FOR_GOOD, their keepers die with them.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from muster.checkpoint.backends.folder import Directory
 from muster.train.callbacks.base import Callback
 from muster.train.data.digits import Digits
 
@@ -28,6 +30,9 @@ def die(point):
                 Path(os.environ["MUSTER_TEST_MARKS"], entry.replace("/", "-")).touch(exist_ok=False)
             except FileExistsError:
                 continue
+            if "MUSTER_TEST_FOR_GOOD" in os.environ:  # with its keeper
+                os.kill(os.getppid(), signal.SIGKILL)
+                signal.pause()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -124,6 +129,49 @@ class Drawn(Net):
 
     def forward(self, x):
         return super().forward(x * (1 + 0.01 * random.random() if self.training else 1))
+
+
+class Late(Plain):
+    """Draws from Python's generator from step 28 on."""
+
+    def forward(self, x):
+        return super().forward(x * (1 + 0.5 * random.random() if self.training and DONE[0] >= 28 else 1))
+
+
+class Remembering(nn.Module):
+    """A loss that depends on the mean of those before it, which each rank has for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, outputs, targets):
+        loss = nn.functional.cross_entropy(outputs, targets)
+        if self.training:
+            self.mean.lerp_(loss.detach(), 0.1)
+        return loss * (1 + self.mean)
+
+
+class Raises(Callback):
+    """Raises on rank 1 after each step from the fifth on, of which the other ranks know nothing."""
+
+    def on_step_end(self, run):
+        if run.step >= 5 and run.world.rank == 1:
+            raise ValueError("the user's own mistake")
+
+
+class SlowStorage(Directory):
+    """A folder in which the commit of step 20 takes half a minute."""
+
+    def __init__(self, url):
+        super().__init__(Path(url.partition("://")[2]))
+
+    def publish(self, draft, name, manifest):
+        mark = Path(os.environ["MUSTER_TEST_MARKS"], "slow")
+        if name.endswith("20") and not mark.exists():
+            mark.touch()
+            time.sleep(30)
+        super().publish(draft, name, manifest)
 
 
 class Subset(Digits):
