@@ -43,7 +43,7 @@ def announce(run: Run, folder: RunFolder, *, kinds: list[str]) -> None:
     record_start(run.records, folder, world, step=run.step, **known)
     if folder.saved is None:
         return
-    if run.world.is_first:
+    if folder.saved.storage.root == run.running.checkpoints.storage.root:  # else it is another run's, to start from
         make_up(run, folder.path, folder.saved.manifest)
     then, now = folder.saved.manifest.get("config", {}).get("micro_batch_size"), run.config.micro_batch_size
     if then != now and world.is_first:
