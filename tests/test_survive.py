@@ -343,7 +343,8 @@ def test_what_the_other_ranks_do_not_know_is_not_saved_without_the_lost_one(tmp_
     assert result.events("restart") and result.sha256 == undisturbed.sha256, result.out
 
 
-def test_the_best_checkpoint_is_made_again_if_it_was_still_being_written(tmp_path):
+@pytest.mark.parametrize("more", [{}, {"MUSTER_TEST_FOR_GOOD": "1"}], ids=["born again", "for good"])
+def test_the_best_checkpoint_is_made_again_if_it_was_still_being_written(tmp_path, more):
     marks = tmp_path / "marks"
     marks.mkdir()
     line = [*LINE, "model._target_=kit.parts.dying.Plain", "checkpoint.every_steps=1000", "checkpoint.best=loss"]
@@ -352,7 +353,7 @@ def test_the_best_checkpoint_is_made_again_if_it_was_still_being_written(tmp_pat
         "max_steps=30",
         f"checkpoint.storage=kit.parts.dying.SlowStorage://{tmp_path}/saved",
     ]
-    kill = {"MUSTER_TEST_KILL": "0/forward/25", "MUSTER_TEST_MARKS": str(marks), "MUSTER_TEST_FOR_GOOD": "1"}
+    kill = {"MUSTER_TEST_KILL": "0/forward/25", "MUSTER_TEST_MARKS": str(marks), **more}
     result = run(tmp_path / "run", *line, ranks=2, torchrun=RESTARTS, env=kill)
     assert result.events("restart"), result.out
     best = json.loads((result.folder / "best.json").read_text())

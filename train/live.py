@@ -143,8 +143,11 @@ class Live:
     def keep(self, run: Run) -> None:
         """Keep the state of `run`, one of whose other ranks has died; no communication."""
         assert isinstance(run.strategy, Replicas)
-        step, progress = run.strategy.optimizer_step, run.progress
-        if progress.stage < ENDED or run.callbacks.are_cut_short:  # by the death: not all of a callback has happened
+        step, progress, checkpoints = run.strategy.optimizer_step, run.progress, run.running.checkpoints
+        self.owes_save = checkpoints.give_up()
+        best = progress.best["step"] if progress.best and self.owes_save else 0
+        is_best_lost = (checkpoints.newest_step or 0) < best < progress.step  # nobody has that step's weights any more
+        if progress.stage < ENDED or run.callbacks.are_cut_short or is_best_lost:  # not all of a callback has happened
             self._strategy = self._window = progress.result = None
             return
         if run.callbacks.are_within:  # only then: a callback may count its calls
@@ -162,11 +165,10 @@ class Live:
             "loss": float(step.loss) if isinstance(step, SlicedStep) else None,
             "recent": [*run.records.recent][-RECENT:],
             "since_last": run.records.since_last(),
-            "newest_step": run.running.checkpoints.newest_step,
+            "newest_step": checkpoints.newest_step,
             "fingerprint": run.course.data.fingerprint,
             "frozen": [name for name, each in run.strategy.parameters().items() if not each.requires_grad],
         }
-        self.owes_save = run.running.checkpoints.give_up()
         self._strategy = self._window = progress.result = None  # which hold the group and its connections
 
     # In the next attempt.
