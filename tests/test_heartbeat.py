@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -297,3 +298,18 @@ def test_a_stop_signal_is_known_to_other_threads_before_its_handler_runs():
         for number, handler in before.items():
             signal.signal(number, handler)
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_heartbeat_does_not_keep_what_counts_gradients(clock):
+    """A strategy holds the process group: while it lives, other ranks wait for connections that nobody uses."""
+
+    class Counting:
+        def computed(self):
+            return 3
+
+    phases, counting = Phases(timeout_s=5, start_s=5, clock=clock), Counting()
+    phases.count_gradients(counting.computed)
+    assert phases.now(1).gradients == 3
+    held = weakref.ref(counting)
+    del counting
+    assert held() is None and phases.now(2).gradients == 0

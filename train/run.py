@@ -190,7 +190,7 @@ def open_run(
         ),
         clock=Clock(strategy.waited_s),
     )
-    running.peers.heartbeat.phases.gradients = strategy.gradients_computed
+    running.peers.heartbeat.phases.count_gradients(strategy.gradients_computed)
     run = Run(
         config=config,
         running=running,

@@ -44,6 +44,8 @@ BEATS_PER_S = 2000.0  # total of all ranks
 GRACE_S = 2.0  # time for the hanging rank to report itself
 LAST_WORDS_S = 30.0
 ABANDONED_S = 4.0  # longer than any live rank is silent
+FREED_S = 10.0
+"""Within so long, a rank gets an error that waited for one that was ended and is born again; else it is ended, too."""
 RESCUE = "rescue"
 """The phase in which a rank that has heard of a loss saves its last step, or waits for another one to (job/rescue.py)."""
 STILL_S = 2.0  # longer than a main thread that can leave by itself stands still once another rank has failed
@@ -185,6 +187,8 @@ class Heartbeat:
             if verdict and not self._ended.is_set():
                 self._watchdog.wind(self.timeout_s + LAST_WORDS_S)
                 self.on_hang(verdict)
+                if not self._ended.is_set():
+                    self._watchdog.wind(FREED_S)
                 return
 
     def _verdict(self) -> RankLost | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,9 +65,15 @@ class Phases:
         self.timeout_s, self.device_is_busy, self.clock = timeout_s, device_is_busy, clock
         self._entered: Counter[str] = Counter()
         self._longest: dict[str, float] = {}
-        self.gradients: Callable[[], int] = lambda: 0
-        """Returns the number of steps whose own gradients the device has computed."""
+        self._gradients: Callable[[], Callable[[], int] | None] = lambda: None
         self._current = (0, "start-up", start_s, self.clock.monotonic())
+
+    def count_gradients(self, computed: Callable[[], int]) -> None:
+        """Post what the method `computed` returns, the number of steps whose own gradients the device has computed.
+
+        Its object is not kept: it holds the process group, whose connections close only when nothing holds it any more.
+        """
+        self._gradients = weakref.WeakMethod(computed)
 
     def enter(self, kind: str, step: int) -> None:
         """Leave the current phase and enter the next: `step`, `evaluation`, `save` or `finish`."""
@@ -96,7 +103,9 @@ class Phases:
         age_s = self.clock.monotonic() - since
         where, waiting = code_position() if age_s > self.timeout_s / 4 else ("", False)
         waiting = waiting or bool(where and self.device_is_busy())
-        return Phase(beat, number, label, age_s, limit_s, waiting, where, socket.gethostname(), self.gradients())
+        count = self._gradients()
+        gradients = count() if count else 0
+        return Phase(beat, number, label, age_s, limit_s, waiting, where, socket.gethostname(), gradients)
 
 
 def cuda_is_busy(device: torch.device) -> bool:
