@@ -9,7 +9,7 @@ watchdog timer (watchdog.py), which must be re-armed regularly.
 
 A rank that has failed says so to the others, and a launcher by SIGTERM. A rank whose main thread waits in C, as on NCCL
 it does, hears neither, and torchrun kills it 30 s later. So a rank whose main thread stands still (stillness.py) leaves
-as soon as the store says that another one has failed, or if after a SIGTERM another one is silent.
+a few seconds after the store says that another one has failed, or if after a SIGTERM another one is silent.
 
 Each period costs the store one operation per rank, or two for rank 0 and ranks that stand still; one more while the main
 thread stands still. The period grows with the number of ranks, which bounds the store's load to a few thousand
@@ -48,6 +48,8 @@ FREED_S = 10.0
 """Within so long, a rank gets an error that waited for one that was ended and is born again; else it is ended, too."""
 RESCUE = "rescue"
 """The phase in which a rank that has heard of a loss saves its last step, or waits for another one to (job/rescue.py)."""
+HEARD_S = 3.0
+"""Within so long after a failure the rank has gone, and those that wait for it, but not on NCCL, have got an error."""
 STILL_S = 2.0  # longer than a main thread that can leave by itself stands still once another rank has failed
 
 
@@ -88,6 +90,7 @@ class Heartbeat:
         self._store_is_gone = False
         self._is_still = False
         self._one_has_failed = False
+        self._failed_at = 0.0
         self._ended = threading.Event()
         self._watchdog: Watchdog | None = None
 
@@ -218,7 +221,9 @@ class Heartbeat:
         self._is_still = still_s >= STILL_S and mine.label.split()[0] != RESCUE
         if not self._is_still:
             return None
-        if self._one_has_failed:
+        if not self._one_has_failed:
+            self._failed_at = self.clock.monotonic()
+        elif self.clock.monotonic() - self._failed_at > HEARD_S:
             return RankLost(f"another rank has failed, while rank {self.world.rank} waited in {code_position()[0]}")
         if self.is_asked_to_stop():
             self.watch()
