@@ -48,6 +48,8 @@ FREED_S = 10.0
 """Within so long, a rank gets an error that waited for one that was ended and is born again; else it is ended, too."""
 RESCUE = "rescue"
 """The phase in which a rank that has heard of a loss saves its last step, or waits for another one to (job/rescue.py)."""
+DESERTED_S = 8.0
+"""Longer than ranks that have heard of a loss wait for a birth and save, upon which those that wait for them hear of it."""
 HEARD_S = 3.0
 """Within so long after a failure the rank has gone, and those that wait for it, but not on NCCL, have got an error."""
 STILL_S = 2.0  # longer than a main thread that can leave by itself stands still once another rank has failed
@@ -227,7 +229,7 @@ class Heartbeat:
             return RankLost(f"another rank has failed, while rank {self.world.rank} waited in {code_position()[0]}")
         if self.is_asked_to_stop():
             self.watch()
-            return self.silence(ABANDONED_S, waited=f", and rank {self.world.rank} is asked to stop")
+            return self.silence(DESERTED_S, waited=f", and rank {self.world.rank} is asked to stop")
         return None
 
     def _fault(self, mine: Phase) -> RankLost | None:
