@@ -10,7 +10,6 @@ import json
 import traceback
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -91,19 +90,41 @@ class Event:
         wait("event.synchronize")
 
 
+class Stream:
+    """A stream whose work is done at once."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: Any) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, *_: Any) -> Event:
+        return Event()
+
+    def wait_event(self, event: Event) -> None: ...  # the device waits, and not the host
+    def wait_stream(self, stream: Stream) -> None: ...
+    def synchronize(self) -> None:
+        wait("stream.synchronize")
+
+
 def install(count: int = 1) -> None:
     """Give this process `count` GPUs, until it ends."""
-    cuda, stream = torch.cuda, SimpleNamespace(query=lambda: True, synchronize=lambda: wait("stream.synchronize"))
+    cuda = torch.cuda
     given = {
         "is_available": lambda: True, "device_count": lambda: count, "current_device": lambda: 0, "set_device": lambda _: None,
         "is_initialized": lambda: True, "synchronize": lambda *_: wait("cuda.synchronize"), "Event": Event,
-        "current_stream": lambda *_: stream, "get_device_name": lambda *_: "a fake", "manual_seed": lambda _: None,
+        "Stream": Stream, "current_stream": lambda *_: Stream(), "stream": lambda stream: stream, "get_device_name": lambda *_: "a fake", "manual_seed": lambda _: None,
         "manual_seed_all": lambda _: None, "get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": lambda *_: None,
         "mem_get_info": lambda *_: (79 << 30, 80 << 30), "max_memory_allocated": lambda *_: 0,
         "reset_peak_memory_stats": lambda *_: None,
     }  # fmt: skip
     for name, value in given.items():
         mock.patch.object(cuda, name, value).start()
+    mock.patch.object(torch.accelerator, "is_available", lambda: False).start()  # a DataLoader would pin in a thread
+    mock.patch.object(torch.Tensor, "record_stream", lambda *_: None).start()
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         mock.patch.object(torch.optim.Optimizer, name, lambda self: None, create=True).start()
     autocast, scaler, form = torch.autocast, torch.amp.GradScaler, dist.init_process_group
