@@ -283,13 +283,13 @@ def test_runs_beside_each_other(tmp_path):
     page = Seen(tmp_path / "sweep.html")
     axes = page.figure("what was tried and what came of it")["data"][0]["dimensions"]
     assert [axis["label"] for axis in axes] == ["optimizer.lr", "accuracy", "loss"]
-    losses = [History.of(tmp_path / "runs/grid" / f"optimizer.lr={lr}").last_values["loss"] for lr in (0.01, 0.1, 1)]
+    losses = [History.of(tmp_path / "runs/grid" / f"lr-{lr}").last_values["loss"] for lr in (0.01, 0.1, 1)]
     ordered = sorted(zip(losses, (0.01, 0.1, 1.0), strict=True))
     assert axes[0]["values"] == [lr for _, lr in ordered] and axes[0]["log"], (
         "the best comes first; rates are on a log axis"
     )
     assert axes[2]["values"] == sorted(losses) and "The best loss" in page.text
-    assert page.links == [f"runs/grid/optimizer.lr%3D{lr:g}/report.html" for _, lr in ordered] and page.loads == []
+    assert page.links == [f"runs/grid/lr-{lr:g}/report.html" for _, lr in ordered] and page.loads == []
     assert {figure["title"] for figure in page.figures} >= {"learning rate", "loss"}
     assert len(page.figure("loss")["data"]) == 6 and "3 runs" in page.text
     two = tool(*sorted((tmp_path / "runs/grid").iterdir())[:2], cwd=tmp_path)
