@@ -173,7 +173,9 @@ def test_the_rank_that_failed_is_the_root_cause(tmp_path):
     """Rank 0 has lost it, and torchrun's report would begin with whoever wrote first."""
     given = (model("Raising"), "+model.rank=1", "+model.at=2")
     result = run(tmp_path / "run", *BASE, *given, ranks=2, ok=False)
-    assert len(result.said) == 1 and result.outcome["rank"] == 1, result.out
+    failed, saved = result.said
+    assert place("raises in forward") in failed and "rank 0 has saved step 1" in saved, result.out
+    assert result.outcome["rank"] == 1, result.out
     assert place("raises in forward") in result.out.splitlines()[-2], result.out
     assert "ValueError: no such thing" in result.out.splitlines()[-2]
 
