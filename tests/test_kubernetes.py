@@ -66,11 +66,14 @@ def ends_as(job, plain):
 @pytest.mark.alone
 def test_an_api_server_that_comes_back_is_not_missed(space, plain):
     job = at_work(space, "pytorchjob")
-    before, pods = job.step(), [pod["metadata"]["uid"] for pod in job.pods()]
+    before, containers = (
+        job.step(),
+        [each["containerID"].rpartition("/")[2] for pod in job.pods() for each in pod["status"]["containerStatuses"]],
+    )
     assert space.cluster.script("api", "down").returncode == 0
     try:
         job.reach(before + 40)  # whoever trains needs nobody there
-        kill_rank(1, *pods)
+        kill_rank(1, *containers)
         job.until(lambda: any(line.get("event") == "survived" for line in job.lines()), "birth of rank 1")
     finally:
         done = space.cluster.script("api", "up", timeout_s=150)
