@@ -1,28 +1,20 @@
-"""What the trainer keeps from one attempt to the next when a rank dies and is born again: see muster/job/survival.py.
+"""What the trainer keeps from one attempt to the next when a rank dies and is born again: see muster/job/hand_over.py.
 
 A survivor keeps its model, its optimizer and its records; a rank's notes have its own part of the sums of the log and its
-buffers. In the next attempt the furthest rank hands its state on, in place of a checkpoint.
+buffers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
-import math
-import os
-import socket
 import sys
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from muster.batches.drawn import Watch
@@ -30,14 +22,12 @@ from muster.batches.stream import Stream
 from muster.checkpoint.trained import EXTRA, SavedTensor
 from muster.dist.options import GroupOptions
 from muster.dist.place import Place
-from muster.dist.rendezvous.network import Unheard
-from muster.dist.world import World, alone, start
+from muster.dist.world import World, alone
 from muster.errors import RankLost, one_line, say
-from muster.job.survival import Survival
-from muster.loggers.jsonl import NAME, tail
-from muster.loggers.metrics import Metrics, is_same
+from muster.job.hand_over import RECENT, HandOver, spread
+from muster.job.survival import Survival, note_why_not, why_no_survival
+from muster.loggers.metrics import Metrics
 from muster.plan import Plan
-from muster.process import handle_of
 from muster.train.callbacks.all import Callbacks
 from muster.train.config.keys import Config, Device, NonFinite, Precision
 from muster.train.config.parts import locate
@@ -54,17 +44,12 @@ from muster.train.strategies.state import GROUPS
 from muster.train.strategies.step.slices import SlicedStep
 from muster.train.window import Window
 
-CHUNK_BYTES = 64 << 20
 KEPT = ("build", "state", "targets", "load", "sync_parameters")
 """Methods of a strategy that has the state of ddp, and no other."""
 SLOW_S = 2.0
-RECENT = 8
-"""The number of last records that are handed on: rank 0 dies before it has written at most those of one step."""
-Mark = list[int]
-"""How far a rank has come: step, stage of the step, and step of the last evaluation. Marks are compared in this order."""
 
 
-class Live:
+class Live(HandOver):
     """The state of one rank between two attempts.
 
     Args:
@@ -72,15 +57,10 @@ class Live:
     """
 
     def __init__(self, survival: Survival):
-        self.survival, self.notes = survival, survival.notes
+        super().__init__(survival)
         self.data: Data | None = None
         self._loaded: Watch | None = None
         self.records: Metrics | None = None
-        self.newest_step: int | None = None
-        self.owes_save = False
-        self._mark: Mark | None = None
-        self._state: dict[str, Any] = {}
-        self._facts: dict[str, Any] = {}
         self._window: Window | None = None
         self._noted: list[tuple[int, int]] = []
         self._strategy: Replicas | None = None
@@ -91,7 +71,7 @@ class Live:
         """Note from now on what only this rank knows of each step."""
         assert isinstance(run.strategy, Replicas)
         self._strategy, self._window, self.records = run.strategy, run.window, run.records
-        self._mark, self._state = None, {}
+        self.begin()
         optimizer_step = run.strategy.optimizer_step
         optimizer_step.before_sum, optimizer_step.before_forward = self._note, self._see_buffers
         self._write(run.step - 1, {"window": run.window.own()})
@@ -153,9 +133,9 @@ class Live:
         if run.callbacks.are_within:  # only then: a callback may count its calls
             run.callbacks.on_checkpoint(run)
         result = progress.result if progress.stage < LOGGED else None
-        self._mark = [progress.step, progress.stage, progress.evaluated]
-        self._state = {**step.replica(), **run.callbacks.state()}
-        self._facts = {
+        self.mark = [progress.step, progress.stage, progress.evaluated]
+        self.state = {**step.replica(), **run.callbacks.state()}
+        self.facts = {
             "progress": {
                 each.name: getattr(progress, each.name)
                 for each in dataclasses.fields(progress)
@@ -175,22 +155,12 @@ class Live:
 
     def join(self, config: Config, options: GroupOptions, place: Place, *, stopping: Callable[[], bool]) -> World:
         """Meet the other ranks, after this process has loaded the data if they have it. Collective. Raises MusterError."""
-        survival = self.survival
-        if survival.is_again:  # the others wait for it, and then stop together, at a step that is saved
 
-            def stopping() -> bool:
-                return False
+        def prepare() -> None:
+            with self._said_if_slow(place.rank):
+                self.load_data(config)
 
-        try:
-            survival.announce(place, timeout_s=config.dist.start_timeout_s, stopping=stopping)
-            if survival.is_again:
-                with self._said_if_slow(place.rank):
-                    self.load_data(config)
-            return start(options, place, stopping=stopping, birth=survival.birth, on_meeting=survival.meet)
-        except Unheard as error:
-            if survival.is_again:  # not the fault of a config: a restart may help
-                raise RankLost(str(error)) from error
-            raise
+        return self.meet(options, place, stopping=stopping, prepare=prepare)
 
     @contextlib.contextmanager
     def _said_if_slow(self, rank: int) -> Iterator[None]:
@@ -219,17 +189,11 @@ class Live:
 
     def go_on(self, run: Run, folder: Path) -> None:
         """Bring the records up to date, and repeat a save that was cut short. Collective: every rank must call it."""
-        self._make_up_records(run.world, run.records, folder)
-        self._record(run.world, run.records, run.step)
+        self.make_up_records(run.world, run.records, folder, are_kept=self.records is run.records)
+        self.record(run.world, run.records, run.step)
         if run.world.sum([float(self.owes_save)])[0]:
             self.owes_save = False
             save(run)
-
-    def furthest(self, world: World) -> int | None:
-        """Return the rank whose state is handed on; None if no rank has one. Collective: every rank must call it."""
-        marks = world.gather(self._mark)
-        held = [rank for rank, mark in enumerate(marks) if mark]
-        return max(held, key=lambda rank: (marks[rank], -rank)) if held else None
 
     def hand_over(
         self,
@@ -248,12 +212,12 @@ class Live:
             DataError: a rank has other data.
         """
         assert isinstance(strategy, Replicas)
-        self._facts = world.broadcast(self._facts, source=source)
+        self.facts = world.broadcast(self.facts, source=source)
         world.same(
             "training data: fingerprint", data.fingerprint, remedy="give every node the same data, see data.root"
         )
-        progress = Progress(**self._facts["progress"])
-        found = spread(self._state, world, source)
+        progress = Progress(**self.facts["progress"])
+        found = spread(self.state, world, source)
         saved = {name: SavedTensor(each.shape, each.dtype) for name, each in found.items() if isinstance(each, Tensor)}
         targets = strategy.targets(saved) | callbacks.targets(saved)
         with torch.no_grad():
@@ -265,14 +229,13 @@ class Live:
         for group, theirs in zip(strategy.optimizer_step.optimizer.param_groups, found[GROUPS], strict=True):
             group.update({**theirs, "params": group["params"]})  # callbacks may have changed what the config sets
         for name, parameter in strategy.parameters().items():
-            parameter.requires_grad_(name not in self._facts["frozen"])
+            parameter.requires_grad_(name not in self.facts["frozen"])
         strategy.optimizer_step.stand_at(progress.step)
         failure = self._restore_own(world, plan, progress, strategy, window)
         world.together(failure)
-        if progress.stage < LOGGED and self._facts["norm"] is not None:
-            progress.result = StepResult(torch.zeros(()), torch.tensor(self._facts["norm"]))
-        self.newest_step = self._facts["newest_step"]
-        self._state = {}
+        if progress.stage < LOGGED and self.facts["norm"] is not None:
+            progress.result = StepResult(torch.zeros(()), torch.tensor(self.facts["norm"]))
+        self.newest_step = self.facts["newest_step"]
         return progress
 
     def _restore_own(
@@ -287,7 +250,7 @@ class Live:
         window.load_own(facts["window"])
         strategy.draws.used = facts["drawn"]
         if "loss" in facts:
-            loss = facts["loss"] if facts["loss"] is not None else self._facts["loss"] * world.is_first
+            loss = facts["loss"] if facts["loss"] is not None else self.facts["loss"] * world.is_first
             metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in facts["metrics"].items()}
             own = torch.tensor(loss, dtype=torch.float64)
             result = StepResult(own, own, skipped=progress.skipped_in_a_row > 0, metrics=metrics)
@@ -296,96 +259,15 @@ class Live:
             window.clear()
         return None
 
-    def _make_up_records(self, world: World, records: Metrics, folder: Path) -> None:
-        """Write the last records that rank 0 has not written."""
-        known, recent = [*records.recent], self._facts["recent"]
-        if world.is_first and self.records is not records:
-            _, known = tail(folder / NAME, until=partial(is_same, recent[0]) if recent else bool)
-            records.recent.extend(known)
-        records.make_up(recent, known=known)
-        records.go_on(*self._facts["since_last"])
-
-    def _record(self, world: World, records: Metrics, step: int) -> None:
-        """Write which ranks have died, and how often ranks of the same host have. Collective: every rank must call it."""
-        life, died = self.survival.life, None
-        if life.died_of and not self.survival.told:
-            died = [life.died_of, time.monotonic() - life.died_at]
-        self.survival.told = True
-        lives = world.gather([socket.gethostname(), life.number, died])
-        deaths = Counter[str]()
-        for host, number, _ in lives:
-            deaths[host] += number
-        for rank, (host, _, died) in enumerate(lives):
-            if died:
-                cause, seconds = died
-                facts = {"rank": rank, "host": host, "cause": cause, "seconds": round(seconds, 3)}
-                records.event("survived", step=step, **facts, deaths_on_host=deaths[host])
-
-
-def spread(state: Mapping[str, Any], world: World, source: int) -> dict[str, Any]:
-    """Return the flat state of rank `source`: its tensors and plain values by name. Collective: every rank must call it."""
-    is_source = world.rank == source
-    tensors = {name: each.detach() for name, each in state.items() if isinstance(each, Tensor)} if is_source else {}
-    blob = io.BytesIO()
-    torch.save({name: value for name, value in state.items() if name not in tensors}, blob)
-    heads = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()]
-    heads, length = world.broadcast([heads, blob.tell()], source=source)
-    raw = (
-        torch.frombuffer(bytearray(blob.getvalue()), dtype=torch.uint8)
-        if is_source
-        else torch.empty(length, dtype=torch.uint8)
-    )
-    dist.broadcast(raw, source)
-    found: dict[str, Any] = torch.load(io.BytesIO(raw.numpy().tobytes()), weights_only=True)
-    for chunk in _chunks(heads):
-        size = sum(_bytes(head) for head in chunk)
-        flat = torch.empty(size, dtype=torch.uint8)
-        if is_source:
-            torch.cat([tensors[name].contiguous().reshape(-1).view(torch.uint8) for name, *_ in chunk], out=flat)
-        dist.broadcast(flat, source)
-        parts = torch.split(flat, [_bytes(head) for head in chunk])
-        for (name, kind, shape), part in zip(chunk, parts, strict=True):
-            found[name] = tensors[name] if is_source else part.clone().view(getattr(torch, kind)).view(shape)
-    return found
-
 
 def _differ(one: Tensor, other: Tensor) -> bool:
     return one.shape != other.shape or one.dtype != other.dtype or bool(differs(one, other).any())
 
 
-def _bytes(head: Any) -> int:
-    _, kind, shape = head
-    size: int = math.prod(shape) * getattr(torch, kind).itemsize
-    return size
-
-
-def _chunks(heads: list[Any]) -> list[list[Any]]:
-    """Divide the tensors into groups of at most `CHUNK_BYTES`; a larger tensor is a group of its own."""
-    chunks, room = list[list[Any]](), 0
-    for head in heads:
-        if _bytes(head) > room:
-            chunks.append([])
-            room = CHUNK_BYTES
-        chunks[-1].append(head)
-        room -= _bytes(head)
-    return chunks
-
-
-def note_why_not(records: Metrics, why: str) -> None:
-    """Record why a rank that dies ends all ranks, although dist.survive=true."""
-    records.event("note", text=f"a rank that dies ends all ranks (dist.survive=true does not apply: {why})")
-
-
 def why_not(config: Config) -> str:
     """Return why a rank that dies ends all ranks, although dist.survive=true; empty if it is born again."""
-    if sys.platform != "linux":
-        return "it needs Linux"
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return "ranks are not started by torchrun"
-    try:
-        os.close(handle_of(os.getpid()))
-    except OSError as error:  # Linux before 5.3, or a container that forbids it
-        return f"the system has no pidfd_open ({error.strerror})"
+    if why := why_no_survival():
+        return why
     if not _is_replicated(locate(config.strategy)):
         return f"strategy={_name(config.strategy.target)} does not hand on its state"
     reasons = {

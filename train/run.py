@@ -18,7 +18,7 @@ from muster.job.folder import RunFolder
 from muster.job.lifecycle import Lifecycle
 from muster.job.records import report
 from muster.job.running import Running, open_checkpoints
-from muster.job.survival import Survival, is_of_peer
+from muster.job.survival import Survival, is_of_peer, note_why_not
 from muster.timing.clock import Clock
 from muster.train.announce import announce
 from muster.train.callbacks.all import Callbacks
@@ -31,7 +31,7 @@ from muster.train.data.load import load as load_data
 from muster.train.data.source import origin_of_samples
 from muster.train.evaluation import refuse_unevaluated
 from muster.train.last_step import save_last_step
-from muster.train.live import Live, note_why_not
+from muster.train.live import Live
 from muster.train.loop import Run, train
 from muster.train.models.initial import first_weights
 from muster.train.models.record import note_model

@@ -1,7 +1,7 @@
 """Memory of a rank that outlives it: its keeper maps it, and the process that is born in the rank's place reads it.
 
 A rank notes what only it knows, before its part of a step's sum leaves it: so whatever step the survivors have complete,
-the notes of the dead rank have its own part of that step. Of two steps the older one is overwritten.
+the notes of the dead rank have its own part of that step. Of the last steps the oldest one is overwritten.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ OVER, LAUNCH, STEP = 0, 8, 64  # offsets in the first page
 class Notes:
     """One rank's notes. Pages that are never touched cost no memory.
 
+    Args:
+        last: the number of last steps that are kept.
+
     Raises:
         OSError: the system does not give the memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, last: int = 2) -> None:
+        self._last = last
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self._memory = mmap.mmap(-1, BASE + MODULES_BYTES + 2 * SLOT_BYTES, flags=flags)
+        self._memory = mmap.mmap(-1, BASE + MODULES_BYTES + last * SLOT_BYTES, flags=flags)
         self._array = np.frombuffer(self._memory, dtype=np.uint8)
         self._words = memoryview(self._memory).cast("q")
 
@@ -80,7 +84,7 @@ class Notes:
         shapes = [(name, str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in tensors.items()]
         values: Any = (facts, shapes)
         text = marshal.dumps(values)  # the reader is a fork of the same process
-        begin = self._at(step % 2)
+        begin = self._at(step)
         if tensors and len(text) + sum(each.nbytes + 2 * ALIGN for each in tensors.values()) > SLOT_BYTES:
             raise ValueError(f"more than {SLOT_BYTES >> 20} MiB")
         head = begin // 8
@@ -99,7 +103,7 @@ class Notes:
 
     def read(self, step: int) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Return copies of the facts and tensors of `step`; None if they are not there."""
-        at = self._at(step % 2)
+        at = self._at(step)
         is_valid, noted, length = self._words[at // 8 : at // 8 + 3]
         if not is_valid or noted != step:
             return None
@@ -115,9 +119,8 @@ class Notes:
             at = _aligned(at + empty.nbytes)
         return facts, tensors
 
-    @staticmethod
-    def _at(number: int) -> int:
-        return BASE + MODULES_BYTES + number * SLOT_BYTES
+    def _at(self, step: int) -> int:
+        return BASE + MODULES_BYTES + step % self._last * SLOT_BYTES
 
 
 def _aligned(at: int) -> int:

@@ -32,6 +32,10 @@ class Between:
         """Count a step of the job."""
         self._idle, self._stepped = self._optimizers.keys() - self._stepped, set()
 
+    def is_within(self) -> bool:
+        """Return True after an optimizer's step that the job has not counted."""
+        return bool(self._stepped)
+
     def refuse(self, what: str) -> None:
         """Raise ConfigError after an optimizer's step that the job has not counted: weights and position do not fit."""
         if self._stepped:

@@ -19,7 +19,8 @@ from muster.faults import agent, output
 from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import Preemption
 from muster.job.folder import RunFolder
-from muster.job.lifecycle import Lifecycle, State
+from muster.job.kept import Kept
+from muster.job.lifecycle import Lifecycle, State, without_sigchld
 from muster.job.options import JobOptions, check_options, group_options_of, run_options_of
 from muster.process import STOP_SIGNALS, ignore
 
@@ -27,13 +28,41 @@ _entered: list[Entrance] = []
 """The entrance of the job that is open in this process."""
 
 
-class Entrance:
-    """A job's group, its claimed folder and its lifecycle, from `enter` to `leave`."""
+class Parted(Exception):
+    """A rank has died and is born again: this process goes on in the next attempt."""
 
-    def __init__(self, options: JobOptions):
-        self.options, self.preemption = options, Preemption()
-        self.life = Lifecycle(Path(options.folder), self.preemption, max_idle_attempts=options.max_idle_attempts)
+
+class Entrance:
+    """A job's group, its claimed folder and its lifecycle, from `enter` to `leave`.
+
+    Args:
+        options: the job's settings.
+        preemption: whether this process has received a stop request.
+        kept: what this rank keeps if another one dies; None: it does not survive that.
+        seeds_steps: whether the generators are seeded in each step.
+        why_no_survival: why the rank does not survive the death of another, although the settings ask for it.
+    """
+
+    def __init__(
+        self,
+        options: JobOptions,
+        *,
+        preemption: Preemption | None = None,
+        kept: Kept | None = None,
+        seeds_steps: bool = False,
+        why_no_survival: str = "",
+    ):
+        self.options, self.preemption = options, preemption or Preemption()
+        self.kept, self.seeds_steps, self.why_no_survival = kept, seeds_steps, why_no_survival
+        self.life = Lifecycle(
+            Path(options.folder),
+            self.preemption,
+            max_idle_attempts=options.max_idle_attempts,
+            survival=kept.survival if kept else None,
+        )
         self.folder: RunFolder
+        self.source: int | None = None
+        """The rank whose state is handed on, in place of a checkpoint."""
         self._world: World | None = None
         self._heartbeat: Heartbeat | None = None
         self._before: dict[int, Any] = {}
@@ -51,6 +80,7 @@ class Entrance:
         Raises:
             ConfigError: a job is open in this process.
             SystemExit: the attempt has ended already; its error is reported.
+            Parted: a rank has died meanwhile, and is born again.
         """
         if self.life.state != State.started:
             raise ConfigError(f"this Job({str(self.options.folder)!r}) has been used: create one for each `with` block")
@@ -66,16 +96,34 @@ class Entrance:
             self._world = self._start()
             self._heartbeat = self.life.meet(self.world, timeout_s=self.options.timeout_s)
             self._group_alone()
-            self.folder = self.life.claim(run_options_of(self.options), refusal=lambda saved: None)
+            if self.kept and self._world.again:
+                self.source = self.kept.furthest(self._world)
+            lives = self.source is not None
+            self.folder = self.life.claim(run_options_of(self.options), refusal=lambda saved: None, lives=lives)
         except BaseException as error:
-            self.leave(error)
+            if self.leave(error):
+                raise Parted from None
 
-    def leave(self, error: BaseException | None) -> None:
-        """End the attempt: with other ranks an error ends this process. Raises SystemExit unless the run is done."""
+    @property
+    def has_parted(self) -> bool:
+        """True if this process goes on in the next attempt."""
+        return self.life.has_parted
+
+    def leave(self, error: BaseException | None) -> bool:
+        """End the attempt: with other ranks an error ends this process. Raises SystemExit unless the run is done.
+
+        Returns True if `error` comes from the death of a rank that is born again: this process goes on.
+        """
+        if error is not None and self.kept:
+            with without_sigchld():
+                if self.life.survives(error):
+                    self.kept.keep()
         self.life.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
         if self._heartbeat:
             self._heartbeat.disarm()
         _entered.clear()
+        if self.life.has_parted:
+            return True
         if self.life.exit_code:
             self._ignore_signals()
             raise SystemExit(self.life.exit_code) from error
@@ -83,12 +131,15 @@ class Entrance:
             self.preemption.uninstall()
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: set by something else than Python
+        return False
 
     def _start(self) -> World:
-        options = group_options_of(self.options)
+        options, stopping = group_options_of(self.options), lambda: self.preemption.signalled
         if borrowed.exists():
             return borrowed.borrow(options)
-        return start(options, Place.from_env(), stopping=lambda: self.preemption.signalled)
+        if self.kept:
+            return self.kept.meet(options, Place.from_env(), stopping=stopping, prepare=lambda: None)
+        return start(options, Place.from_env(), stopping=stopping)
 
     def _group_alone(self) -> None:
         """Form a group of one rank, for DistributedDataParallel and fully_shard in a loop that is the same for all."""
@@ -99,6 +150,8 @@ class Entrance:
         self.life.on_end(dist.destroy_process_group, failed=dist.destroy_process_group)
 
     def _install(self) -> None:
+        if self.kept:  # its keeper has done so
+            return
         output.endure()
         agent.die_with_it()
         with contextlib.suppress(ValueError):  # not in the main thread: a stop comes from another rank then

@@ -20,10 +20,12 @@ from muster.job.entrance import Entrance
 from muster.job.evaluation import evaluate
 from muster.job.feed import Feed, Portion, feed
 from muster.job.lifecycle import State
+from muster.job.lives import run
 from muster.job.options import JobOptions
+from muster.job.replicas import settle_buckets
 from muster.job.session import AgreedStop, Session
 from muster.job.totals import check_names, number_of
-from muster.job.tracked import Tracked
+from muster.job.tracked import Tracked, wrappers
 from muster.plan import Share
 
 
@@ -63,14 +65,16 @@ class Job(JobOptions):
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    ) -> bool:
         if os.getpid() != self._process:
-            return  # a forked child leaves: the run is its parent's
+            return False  # a forked child leaves: the run is its parent's
         try:
             error = self._end(error)
         except BaseException as late:
             error = late
-        self._entrance.leave(error)
+        return self._entrance.leave(
+            error
+        )  # of a rank that is born again; any other error has ended the run or is raised
 
     def _end(self, error: BaseException | None) -> BaseException | None:
         """Bring a run that is done or has stopped to its end; return any other error."""
@@ -95,6 +99,31 @@ class Job(JobOptions):
             session.stop()
         except AgreedStop as stop:
             return stop
+
+    def entered_by(self, entrance: Entrance) -> Self:
+        """Use another entrance. For `run`."""
+        self._entrance = entrance
+        return self
+
+    @property
+    def has_parted(self) -> bool:
+        """True if a rank has died, and this process goes on in the next attempt. For `run`."""
+        return self._entrance.has_parted
+
+    def run(self, function: Callable[[Job], object]) -> None:
+        """Call `function(job)` in the `with` block of this job: a rank that a signal kills is born again in place.
+
+            muster.Job("runs/mine", save_every=100).run(main)
+
+        Under torchrun on CPUs the function runs in a child of this process. When a rank dies, all others leave the function
+        by an exception, meet the newborn, and the function is called again on all ranks, in the same process: `track` then
+        restores the state of a rank that is alive, and `batches` goes on with the next step. So what the function does
+        before the loop is done again, and nothing outside of the tracked objects may remember the steps. What is loaded
+        before `run` is there at once. In each step the random number generators are seeded by `seed`, step and rank.
+
+        Where ranks cannot be born again, the records say why, and the death of one restarts all.
+        """
+        run(self, function)
 
     # What the loop calls
 
@@ -127,6 +156,7 @@ class Job(JobOptions):
         shapes = tracked.shapes()
         world.same("shapes of the modules: digest", shapes, remedy="build the same on every rank", error=ConfigError)
         self._session = Session(self, self._entrance, tracked)
+        settle_buckets(wrappers(things.values()), world)
 
     def batches(
         self,
@@ -204,7 +234,7 @@ class Job(JobOptions):
         if portion.ends:
             session.advance(samples=portion.total or (samples or 0) * self.world_size)
         if not session.feed:
-            session.save_if_due()
+            session.end_step()
             session.begin_step()
 
     def save(self) -> None:
@@ -388,12 +418,13 @@ class Job(JobOptions):
                     f"no step() came for batch {self.steps_done}: call it once for each batch of batches()"
                 )
             if portion.ends:
-                session.save_if_due()
+                session.end_step()
 
     def _note_weight(self, session: Session) -> None:
         """Say once that the batches of a step are unequal, or several, and that the loop has not asked for their weights."""
         portion = self._portion
-        if portion.count * self.world_size != portion.total and not self._is_weighed and not self._is_warned:
+        is_told = self._is_warned or self._entrance.source is not None
+        if portion.count * self.world_size != portion.total and not self._is_weighed and not is_told:
             self._is_warned = True
             session.running.records.event(
                 "note",

@@ -15,9 +15,9 @@ from muster.errors import ConfigError
 from muster.job.folder import RunOptions
 from muster.loggers.base import Logger
 
-COUNTS = ("save_every", "keep", "log_every", "seed", "max_idle_attempts")
+COUNTS = ("save_every", "keep", "log_every", "seed", "max_idle_attempts", "max_survivals_per_hour")
 SECONDS = ("timeout_s", "start_timeout_s")
-NOT_NEGATIVE = {"seed": 0, "max_idle_attempts": 0}
+NOT_NEGATIVE = {"seed": 0, "max_idle_attempts": 0, "max_survivals_per_hour": 0}
 TOO_LARGE = 2**63
 DEVICES = ("auto", "cpu", "cuda")
 NOT_PLAIN = ("loggers", "own")
@@ -40,6 +40,8 @@ class JobOptions:
             run to `previous-N/`; a path or URL: the checkpoint to start from while the run has none of its own.
         timeout_s: seconds without progress after which a rank is reported as hung and ended.
         start_timeout_s: seconds within which all ranks must join.
+        survive: whether a rank that a signal kills is born again in place, in a loop that `Job.run` calls.
+        max_survivals_per_hour: the most times that a rank is born again within an hour; once more restarts all ranks.
         max_idle_attempts: consecutive failed attempts without progress to tolerate; one more ends with exit code 7.
         tensorboard: write `tensorboard/`.
         metrics_port: port at which rank 0 serves Prometheus; None: it does not.
@@ -59,6 +61,8 @@ class JobOptions:
     resume: str = "auto"
     timeout_s: float = 300.0
     start_timeout_s: float = 60.0
+    survive: bool = True
+    max_survivals_per_hour: int = 20
     max_idle_attempts: int = 3
     tensorboard: bool = True
     metrics_port: int | None = None

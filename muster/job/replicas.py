@@ -7,9 +7,12 @@ step those of the other ranks differ. A checkpoint must have the buffers of one 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from muster.checkpoint.state import as_bytes, host_copy
 from muster.checkpoint.trained import own_prefix
@@ -21,6 +24,42 @@ LOOKED_AT = 8
 """Number of elements of a parameter that are compared between ranks."""
 TOLERANCE = 1e-3
 """The largest difference by rounding, as on hosts with different processors, in parts of the largest element."""
+
+
+class _Sum(nn.Module):
+    """A module whose gradients are zero, and are there in the reverse order of `parameters`."""
+
+    def __init__(self, parameters: Sequence[Tensor]):
+        super().__init__()
+        self._parameters_of_another = [*parameters]
+
+    def forward(self) -> Tensor:
+        return torch.stack([(each * 0).sum().double() for each in self._parameters_of_another]).sum()
+
+
+def settle_buckets(modules: Iterator[Any], world: World) -> None:
+    """Have DistributedDataParallel lay out its buckets for good, by a backward pass of zeros. Collective.
+
+    It does so after its first backward pass, in the order in which the gradients came. With three or more ranks the place
+    of a gradient in a bucket is the order of its summands, so the first step of each attempt would round otherwise than it
+    does in a run without an interruption.
+    """
+    for module in modules:
+        rebuilds = isinstance(module, DistributedDataParallel) and not (
+            module.static_graph or module.find_unused_parameters
+        )
+        if world.size < 3 or not rebuilds or not module.require_backward_grad_sync:
+            continue
+        trained = [each for each in module.module.parameters() if each.requires_grad]
+        own, broadcasts, grads = module.module, module.broadcast_buffers, [each.grad for each in trained]
+        module.module, module.broadcast_buffers = _Sum(trained), False
+        try:
+            with torch.enable_grad():
+                module().backward()
+        finally:
+            module.module, module.broadcast_buffers = own, broadcasts
+            for each, grad in zip(trained, grads, strict=True):
+                each.grad = grad
 
 
 def names_of_buffers(modules: Mapping[str, nn.Module]) -> set[str]:
@@ -50,12 +89,22 @@ def check_replicas(modules: Mapping[str, nn.Module], world: World, *, tolerance:
     Raises:
         ConfigError: a parameter differs by more than `tolerance` times its largest element.
     """
+    apart = _first_apart(modules, world, tolerance=tolerance)
+    world.together(ConfigError(f"the parameter {apart} differs from rank 0's: {remedy}") if apart else None)
+
+
+def are_apart(modules: Mapping[str, nn.Module], world: World, *, tolerance: float) -> bool:
+    """Return whether some rank's replicated parameters differ from rank 0's. Collective: every rank must call it."""
+    return world.lowest(bool(_first_apart(modules, world, tolerance=tolerance))) is not None
+
+
+def _first_apart(modules: Mapping[str, nn.Module], world: World, *, tolerance: float) -> str:
+    """Return the first parameter that differs from rank 0's; empty if none does. Collective."""
     if world.size == 1:
-        return
+        return ""
     own = dict(_samples(modules))
     first = world.broadcast([*own.values()])
-    apart = next((name for name, theirs in zip(own, first, strict=True) if _is_apart(own[name], theirs, tolerance)), "")
-    world.together(ConfigError(f"the parameter {apart} differs from rank 0's: {remedy}") if apart else None)
+    return next((name for name, theirs in zip(own, first, strict=True) if _is_apart(own[name], theirs, tolerance)), "")
 
 
 def _samples(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, list[float]]]:

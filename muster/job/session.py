@@ -19,11 +19,13 @@ from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempt
 from muster.files import replace_file
 from muster.job.entrance import Entrance
 from muster.job.feed import Feed
+from muster.job.kept import KEY, seed_step
 from muster.job.lifecycle import Ending
 from muster.job.options import JobOptions, as_yaml, run_options_of
 from muster.job.records import loggers_of, open_records, record_start, report
 from muster.job.replicas import TOLERANCE, check_replicas
 from muster.job.running import Running, open_checkpoints
+from muster.job.survival import note_why_not
 from muster.job.totals import Totals
 from muster.job.tracked import Tracked
 from muster.loggers.metrics import Metrics
@@ -78,7 +80,11 @@ class Session:
         saved = self.folder.saved
         self.reached = Reached(saved.step, int(saved.manifest.get("samples", 0))) if saved else Reached()
         seed_generators(key_of(options.seed, self.world.rank, self.reached.step), on_device=True)
-        if saved:
+        self.owes_save = False
+        """True between the end of a step after which a checkpoint is due, and its beginning."""
+        if entrance.kept and entrance.source is not None:
+            self.reached = Reached(*entrance.kept.restore(entrance.source, self))
+        elif saved:
             self._refuse("tracked", tracked.names, "track the same names")
             manager.restore(saved, tracked, self.totals)
         else:
@@ -134,11 +140,22 @@ class Session:
         self.running = running = self._run(records, facts)
         self.entrance.life.on_end(running.close, failed=running.close)
         known = {name: value for name, value in known.items() if value}
-        record_start(records, self.folder, self.world, step=self.reached.step, total_steps=self.total_steps, **known)
-        if str(facts.get("fingerprint")).endswith(DRAWN):
-            records.event("note", text=OWN_DRAWS)
+        kept, lives = self.entrance.kept, self.entrance.source is not None
+        if not lives:
+            record_start(
+                records, self.folder, self.world, step=self.reached.step, total_steps=self.total_steps, **known
+            )
+            if str(facts.get("fingerprint")).endswith(DRAWN):
+                records.event("note", text=OWN_DRAWS)
+            if why := self.entrance.why_no_survival:
+                note_why_not(records, why, key=KEY)
         self.is_open = True
         running.start()
+        if kept and lives:
+            kept.go_on(self)
+        if kept:
+            kept.follow(self)
+        self._seed_step()
 
     def _run(self, records: Metrics, facts: dict[str, Any]) -> Running:
         saved = {"tracked": self.tracked.names, "batches": facts, "total_steps": self.total_steps}
@@ -155,10 +172,16 @@ class Session:
                 records=records,
                 keep=keep,
                 facts=saved,
-                newest_step=self.folder.saved.step if self.folder.saved else None,
+                newest_step=self._newest_step(),
             ),
             clock=self.clock,
         )
+
+    def _newest_step(self) -> int | None:
+        kept = self.entrance.kept
+        if kept and self.entrance.source is not None:
+            return kept.newest_step
+        return self.folder.saved.step if self.folder.saved else None
 
     def note(self, values: Mapping[str, Any], *, weight: int) -> None:
         """Add means over `weight` samples of this rank to those of the next record."""
@@ -171,8 +194,26 @@ class Session:
         self.reached.step += 1
         self.reached.samples += samples
         self.running.records.advance(self.reached.step)
-        if self.reached.step % self.options.log_every == 0 or self.is_over:
+        if self.is_time_to_log():
             self.log()
+
+    def is_time_to_log(self) -> bool:
+        """Return True if a `train` record is due after this step."""
+        return self.reached.step % self.options.log_every == 0 or self.is_over
+
+    def end_step(self) -> None:
+        """Save at the interval, after the body of the loop has ended. Collective: every rank must call it."""
+        self.owes_save = self.reached.step % self.options.save_every == 0 and not self.is_over
+        if self.entrance.kept:
+            self.entrance.kept.end_step()
+        if self.owes_save:  # after the last step it is done at the end
+            self.save()
+            self.owes_save = False
+        self._seed_step()
+
+    def _seed_step(self) -> None:
+        if self.entrance.seeds_steps:
+            seed_step(self.options.seed, self.world, self.reached.step)
 
     def begin_step(self) -> None:
         """Begin the next step, unless the ranks have agreed to stop before it. Collective. Raises AgreedStop."""
@@ -188,11 +229,6 @@ class Session:
         known = {"epoch": self.epoch, "loss": loss, "lr": means.pop("lr", self.tracked.lr)}
         known |= {"grad_norm": means.pop("grad_norm", None), "samples": self.reached.samples}
         self.running.log([], lambda _: {**known, "more": means})
-
-    def save_if_due(self) -> None:
-        """Save at the interval, but not after the last step, which is saved at the end. Collective."""
-        if self.reached.step % self.options.save_every == 0 and not self.is_over:
-            self.save()
 
     def save(self) -> None:
         """Start to write a checkpoint of this step. Collective: every rank must call it. Raises Diverged, StorageError."""

@@ -33,9 +33,11 @@ from muster.dist.rendezvous.meeting import Birth
 from muster.dist.rendezvous.network import connect
 from muster.errors import RankLost
 from muster.faults.keeper import Life
+from muster.process import handle_of
 
 if TYPE_CHECKING:
     from muster.dist.world import World
+    from muster.loggers.metrics import Metrics
 
 BORN_S = 3.0
 """The longest wait for a birth after an error that may come from a death. Without one, all ranks restart."""
@@ -147,3 +149,21 @@ def is_of_peer(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     return type(error).__module__ == "torch.distributed" or bool(re.search(r"\bgloo\b|NCCL|nccl", str(error)))
+
+
+def why_no_survival() -> str:
+    """Return why a rank of this process's launch cannot be born again; empty if it can."""
+    if sys.platform != "linux":
+        return "it needs Linux"
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return "ranks are not started by torchrun"
+    try:
+        os.close(handle_of(os.getpid()))
+    except OSError as error:  # Linux before 5.3, or a container that forbids it
+        return f"the system has no pidfd_open ({error.strerror})"
+    return ""
+
+
+def note_why_not(records: Metrics, why: str, *, key: str = "dist.survive=true") -> None:
+    """Record why a rank that dies ends all ranks, although the setting `key` asks for its survival."""
+    records.event("note", text=f"a rank that dies ends all ranks ({key} does not apply: {why})")

@@ -55,6 +55,14 @@ class Totals:
         own = self._plain()
         return {NAME: self._world.sum_named(own), f"{own_prefix(self._world.rank)}{NAME}": own}
 
+    def own(self) -> dict[str, float]:
+        """Return this rank's sums. Waits for the device."""
+        return self._plain()
+
+    def put(self, sums: Mapping[str, float]) -> None:
+        """Set this rank's sums."""
+        self._sums, self._added = dict(sums), {}
+
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Return no tensors to read into: the state is plain values."""
         return {}
@@ -63,7 +71,7 @@ class Totals:
         """Restore the saved state: this rank's own, or at another world size the sum over all ranks on rank 0."""
         own = state.get(f"{own_prefix(self._world.rank)}{NAME}")
         shared = state.get(NAME, {}) if self._world.is_first else {}
-        self._sums, self._added = dict(shared if own is None else own), {}
+        self.put(shared if own is None else own)
 
     def _plain(self) -> dict[str, float]:
         """Return the sums, with what was added since the last call. Waits for the device."""

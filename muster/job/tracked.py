@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from muster.job.replicas import kept_buffers, names_of_buffers
 
 GROUPS = "groups"
 GRADIENTS = "gradients"
+COMPILED = "OptimizedModule"  # torch.compile's; its own module takes seconds to import
 RESERVED = ("loop", "callbacks", GRADIENTS)
 """Names that checkpoints have for other entries."""
 
@@ -51,6 +52,7 @@ class Tracked:
         for name, thing in things.items():
             _refuse(name, thing)
         self.modules = {name: unwrapped(thing) for name, thing in things.items() if isinstance(thing, nn.Module)}
+        self.are_compiled = any(map(_is_compiled, things.values()))
         self.optimizers = {name: thing for name, thing in things.items() if isinstance(thing, Optimizer)}
         self.others = {name: things[name] for name in things.keys() - self.modules.keys() - self.optimizers.keys()}
         self._names = dict(self._named_parameters())
@@ -62,6 +64,7 @@ class Tracked:
                 _check_plain(name, value)
         for name, other in self.others.items():
             _check_plain(name, other.state_dict())
+        self._saved_buffers = {*self._buffers()}
 
     @property
     def names(self) -> list[str]:
@@ -78,19 +81,38 @@ class Tracked:
         """Return a digest of the names and global shapes of the modules' entries."""
         return hash_of((name, _shape(value)) for name, value in sorted(self._of_modules().items()))
 
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters of all modules."""
+        return [parameter for module in self.modules.values() for parameter in module.parameters()]
+
     def is_finite(self) -> bool:
         """Return True if all parameters are finite on all ranks. Collective: every rank must call it."""
-        parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
-        own = all(bool(_local(each.detach()).isfinite().all()) for each in parameters)
+        own = all(bool(_local(each.detach()).isfinite().all()) for each in self.parameters())
         return self.world.lowest(not own) is None
 
     def state(self) -> dict[str, Any]:
         """Return the flat state for a checkpoint. Collective: every rank must call it."""
         found = self._of_modules()
         buffers = {name: found.pop(name) for name in self._buffers()}
-        for name, optimizer in self.optimizers.items():
-            found |= self._of_optimizer(name, optimizer)
-        return found | kept_buffers(buffers, self.world) | self._of_others()
+        return found | self._of_optimizers() | kept_buffers(buffers, self.world) | self._of_others()
+
+    def replica(self) -> dict[str, Any]:
+        """Return this rank's state, without communication; what is only this rank's own is among it."""
+        others = {name: host_copy(other.state_dict()) for name, other in self.others.items()}
+        return self._of_modules() | self._of_optimizers() | others
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the replicated buffers that the modules save, as they are now: a module may have assigned others."""
+        return {
+            f"{name}/{inner}": buffer
+            for name, module in self.modules.items()
+            for inner, buffer in module.named_buffers(remove_duplicate=False)
+            if f"{name}/{inner}" in self._saved_buffers
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the modules' parameters and buffers by name."""
+        return {name: value for name, value in self._of_modules().items() if isinstance(value, Tensor)}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Return the tensors to read the `saved` ones into, in this rank's layout.
@@ -171,6 +193,12 @@ class Tracked:
             if f"{own}{name}" in saved and f"{last}{name}" in saved and f"{beyond}{name}" not in saved
         }
 
+    def _of_optimizers(self) -> dict[str, Any]:
+        found = dict[str, Any]()
+        for name, optimizer in self.optimizers.items():
+            found |= self._of_optimizer(name, optimizer)
+        return found
+
     def _of_optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
         """Return `name/PARAMETER/KEY` for the optimizer's state, and its groups' options with parameter names."""
         if strange := next((key for key in optimizer.state if key not in self._names), None):
@@ -230,8 +258,22 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def wrappers(things: Iterable[Any]) -> Iterator[nn.Module]:
+    """Yield each module of `things` with those inside it that `unwrapped` would reach."""
+    for thing in things:
+        module = thing if isinstance(thing, nn.Module) else None
+        while module is not None:
+            yield module
+            module = _inner(module)
+
+
+def _is_compiled(thing: Any) -> bool:
+    """Return True for a module that torch.compile has made, perhaps within DistributedDataParallel."""
+    return isinstance(thing, nn.Module) and any(type(each).__name__ == COMPILED for each in thing.modules())
+
+
 def _inner(module: nn.Module) -> Any:
-    if type(module).__name__ == "OptimizedModule":  # torch.compile's; its own module takes seconds to import
+    if type(module).__name__ == COMPILED:
         return module._orig_mod
     return module.module if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) else None
 

@@ -1,0 +1,213 @@
+"""What a job whose loop is a user's own keeps from one attempt to the next when a rank dies: see hand_over.py.
+
+Between two steps the state of a rank is whole: the optimizer's step is counted, and the loop's body has ended. A survivor
+keeps its state if it has changed no parameter since then, as in a backward pass, which waits for the sum of the gradients. A
+rank's notes have its own sums of the log, between two steps, and its own buffers, also after each forward pass: so before
+its part of the step's sum leaves it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from muster.batches.generators import key_of, seed_generators
+from muster.checkpoint.trained import SavedTensor
+from muster.dist.pieces import in_pieces
+from muster.dist.world import World
+from muster.errors import RankLost, one_line
+from muster.job.hand_over import RECENT, HandOver, spread
+from muster.job.replicas import are_apart
+from muster.job.survival import Survival, note_why_not
+from muster.job.tracked import GRADIENTS, Tracked
+
+if TYPE_CHECKING:
+    from muster.job.session import Session
+
+KEY = "survive=True"
+NOTES = 3
+"""The last notes that are needed: two of a step, and the one before."""
+
+
+FIRST = 2
+"""The steps after which parameters are compared in any case: a loop that averages them does not do so after each step."""
+
+
+class Kept(HandOver):
+    """The state of one rank of a job between two attempts.
+
+    Args:
+        survival: how the rank survives.
+    """
+
+    def __init__(self, survival: Survival):
+        super().__init__(survival)
+        self._session: Session | None = None
+        self._whole = self._ended = 0
+        self._versions: list[tuple[int, int]] = []
+        self._noted: list[tuple[int, int]] = []
+        self._has_buffers = self._is_lost = False
+
+    # In an attempt.
+
+    def follow(self, session: Session) -> None:
+        """Note from now on what only this rank knows. Collective: every rank must call it."""
+        self.begin()
+        self._session, self._ended = session, 0
+        if why := _why_not(session.tracked):
+            self._refuse(why)
+            return
+        self._has_buffers = bool(session.tracked.buffers())
+        if self._has_buffers:
+            for module in session.tracked.modules.values():
+                module.register_forward_hook(self._after_forward)
+        self._note()
+        if not self.notes.modules:
+            self.notes.modules = sorted(sys.modules)
+
+    def end_step(self) -> None:
+        """Note that a step and the loop's body have ended: the state is whole, until a parameter changes.
+
+        Collective: every rank must call it.
+        """
+        session = self._session
+        if session is None:
+            return
+        self._note()
+        self._ended += 1
+        is_looked_at = self._ended <= FIRST or session.is_time_to_log()
+        if is_looked_at and are_apart(session.tracked.modules, session.world, tolerance=0.0):
+            self._refuse("parameters differ between ranks, so no rank has those of another")
+
+    def _note(self) -> None:
+        assert self._session
+        session, self._whole = self._session, 2 * self._session.reached.step
+        self._write(self._whole, {"totals": session.totals.own(), "noted": session.noted})
+        self._versions = _versions(session.tracked.parameters())
+
+    def _after_forward(self, *_: Any) -> None:
+        if self._session and _versions(self._session.tracked.buffers().values()) != self._noted:
+            self._write(self._whole + 1, {})
+
+    def _write(self, number: int, facts: dict[str, Any]) -> None:
+        assert self._session
+        buffers = self._session.tracked.buffers() if self._has_buffers else {}
+        try:
+            self.notes.write(number, facts, buffers)
+            self._noted = _versions(buffers.values())
+        except (ValueError, RuntimeError) as error:
+            self._refuse(f"a rank's own buffers cannot be noted: {one_line(error)}")
+
+    def _refuse(self, why: str) -> None:
+        self.survival.refuse()
+        assert self._session
+        note_why_not(self._session.running.records, why, key=KEY)
+        self._session = None
+
+    # Between two attempts.
+
+    def keep(self) -> None:
+        """Keep the state of the attempt, one of whose other ranks has died; no communication."""
+        session, self._session = self._session, None
+        if session is None:  # not yet at work: what was kept before stays
+            return
+        running, tracked, records = session.running, session.tracked, session.running.records
+        self.owes_save = running.checkpoints.give_up() or session.owes_save
+        if (
+            self._versions != _versions(tracked.parameters())
+            or tracked.between.is_within()
+            or tracked.between.gradients()
+        ):
+            return
+        self.mark = [session.reached.step]
+        self.state = {**tracked.replica(), GRADIENTS: {}}
+        self.facts = {
+            "reached": [session.reached.step, session.reached.samples],
+            "recent": [*records.recent][-RECENT:],
+            "since_last": records.since_last(),
+            "newest_step": running.checkpoints.newest_step,
+            "is_logged": session.is_time_to_log(),
+        }
+
+    # In the next attempt.
+
+    def restore(self, source: int, session: Session) -> tuple[int, int]:
+        """Load the state of rank `source`, and this rank's own from its notes; return the step and the samples done.
+
+        Collective: every rank must call it.
+
+        Raises:
+            RankLost: a rank has no notes of the last step.
+        """
+        world, tracked = session.world, session.tracked
+        self.facts = world.broadcast(self.facts, source=source)
+        step, samples = self.facts["reached"]
+        found = spread(self.state, world, source)
+        saved = {name: SavedTensor(each.shape, each.dtype) for name, each in found.items() if isinstance(each, Tensor)}
+        targets = tracked.targets(saved)
+        with torch.no_grad():
+            for name, target in targets.items():
+                target.copy_(found[name])
+        own = self._own(step)
+        failure = None if own else RankLost(f"rank {world.rank} died twice at step {step}: all ranks restart")
+        world.together(failure)
+        assert own
+        facts, buffers = own
+        tracked.load({**found, **targets, **buffers})
+        session.totals.put(facts["totals"])
+        session.noted = facts["noted"]
+        self.newest_step = self.facts["newest_step"]
+        return step, samples
+
+    def _own(self, step: int) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """Return this rank's own sums and buffers after `step`; None if it has not noted them."""
+        self._is_lost = False
+        if whole := self.notes.read(2 * step):
+            return whole
+        _, buffers = self.notes.read(2 * step - 1) or ({}, {})
+        before = self.notes.read(2 * step - 2)
+        if before is None or before[1].keys() != buffers.keys():
+            return None
+        self._is_lost = not self.facts["is_logged"]
+        return (before[0] if self._is_lost else {"totals": {}, "noted": {}}), buffers
+
+    def go_on(self, session: Session) -> None:
+        """Bring the records up to date, and repeat a save that was cut short. Collective: every rank must call it."""
+        world, records, step = session.world, session.running.records, session.reached.step
+        self.make_up_records(world, records, session.folder.path, are_kept=False)
+        self.record(world, records, step)
+        if (rank := world.lowest(self._is_lost)) is not None:
+            text = f"rank {rank} has died before it could report its loss of step {step}: the next train line is without it"
+            records.event("note", step=step, text=text)
+        if world.sum([float(self.owes_save)])[0]:
+            self.owes_save = False
+            session.save()
+
+
+def _why_not(tracked: Tracked) -> str:
+    """Return why a rank that dies ends all ranks; empty if its state is that of the others."""
+    replicated = LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler
+    for name, other in tracked.others.items():
+        if not isinstance(other, replicated):
+            return f"the state of {name}, a {type(other).__name__}, may differ between ranks"
+    for name, optimizer in tracked.optimizers.items():
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            return f"{name} is a {type(optimizer).__name__}, whose steps cannot be followed"
+    if name := next((name for name, each in tracked.tensors().items() if in_pieces(each)), ""):
+        return f"{name} is in pieces, of which each rank holds its own"
+    return "a module is compiled" if tracked.are_compiled else ""
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return what changes with each change of a tensor: its address and its version."""
+    return [(each.data_ptr(), each._version) for each in tensors]
+
+
+def seed_step(seed: int, world: World, step: int) -> None:
+    """Seed the generators for this rank's part of a step: so a rank that is born again draws alike."""
+    seed_generators(key_of(seed, world.rank, step, "step"), on_device=True)

@@ -1,0 +1,83 @@
+"""The lives of a rank whose loop is a user's own: a keeper, and a child that calls the loop, again after each death."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muster.dist import borrowed
+from muster.dist.place import Place
+from muster.dist.rendezvous.meeting import code_hash
+from muster.dist.rendezvous.network import host_store
+from muster.errors import ConfigError
+from muster.faults import agent, output
+from muster.faults.keeper import Life, keep, why_no_fork
+from muster.faults.notes import Notes
+from muster.faults.preemption import Preemption
+from muster.job.entrance import Entrance, Parted
+from muster.job.kept import NOTES, Kept
+from muster.job.options import JobOptions
+from muster.job.survival import Survival, why_no_survival
+
+if TYPE_CHECKING:
+    from muster.job.job import Job
+
+
+def run(job: Job, function: Callable[[Job], object]) -> None:
+    """Call `function(job)` in the job's block, in a child that is born again if it dies by a signal. See `Job.run`.
+
+    Raises:
+        SystemExit: the run is not done.
+    """
+    notes = _notes_of(job)
+    if not isinstance(notes, Notes):
+        with job.entered_by(Entrance(job, seeds_steps=True, why_no_survival=notes)):
+            function(job)
+        return
+    output.endure()
+    agent.die_with_it()
+    preemption = Preemption()
+    preemption.install()
+    code_hash()  # once for all lives
+
+    def live(life: Life) -> int:
+        return _live(job, function, Kept(Survival(life)), preemption)
+
+    store = host_store if Place.from_env().hosts_store else None
+    if code := keep(live, notes, preemption=preemption, most_per_hour=job.max_survivals_per_hour, store=store):
+        raise SystemExit(code)
+    preemption.uninstall()
+
+
+def _live(job: Job, function: Callable[[Job], object], kept: Kept, preemption: Preemption) -> int:
+    """Take part in one attempt after another, until the run ends; return the exit code."""
+    while True:
+        attempt = dataclasses.replace(job)
+        try:
+            with attempt.entered_by(Entrance(attempt, preemption=preemption, kept=kept, seeds_steps=True)) as entered:
+                function(entered)
+        except Parted:
+            continue
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else bool(end.code)
+        if not attempt.has_parted:
+            return 0
+        del attempt, entered
+
+
+def _notes_of(options: JobOptions) -> Notes | str:
+    """Return memory for the notes of a rank that is born again if it dies; why not, if it is not."""
+    try:
+        if not options.survive or Place.from_env().world_size == 1:
+            return ""
+        if borrowed.exists():
+            return "the process group is not the job's own"
+        if options.device_type != "cpu" and (options.device_type == "cuda" or Path("/dev/nvidiactl").exists()):
+            return "it trains on GPUs"
+        return why_no_survival() or why_no_fork() or Notes(last=NOTES)
+    except OSError:
+        return "the system gives no memory for its notes"
+    except ConfigError:  # which the attempt reports
+        return ""

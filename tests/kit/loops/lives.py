@@ -1,0 +1,114 @@
+"""A loop that `Job.run` calls: `python lives.py FOLDER`; KILL=POINT@STEP:RANK,... kills ranks where they are, once each."""
+
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import muster
+
+RANK = int(os.environ.get("RANK", "0"))
+EVERY = int(os.environ.get("EVERY", "7"))
+
+
+def at(point, step):
+    for place in filter(None, os.environ.get("KILL", "").split(",")):
+        if place == f"{point}@{step}:{RANK}" and not Path(place).exists():
+            Path(place).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Numbered(torch.utils.data.Dataset):
+    """Sample i is (x, y); x has noise from the global generators."""
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        x = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return x + 0.1 * torch.rand(8), int(x.sum() > 0)
+
+
+class Net(nn.Module):
+    def __init__(self, job):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.job = job
+        self.net[0].weight.register_hook(lambda _: self.at("within-backward"))
+
+    def at(self, point):
+        if self.training:
+            at(point, self.job.steps_done)
+
+    def forward(self, x):
+        self.at("forward")
+        self.seen = self.seen + len(x)  # assigned, not changed in place
+        found = self.net(x)
+        self.at("after-forward")
+        return found
+
+
+def right(model):
+    def measure(batch):
+        at("within-evaluation", STEP[0])
+        return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).double()}
+
+    return measure
+
+
+def average(model):
+    """Average the parameters over the ranks, as a loop with local steps does."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= dist.get_world_size()
+
+
+STEP = [0]
+
+
+def main(job):
+    at("build", 0)
+    data = Numbered()
+    model = DistributedDataParallel(Net(job))
+    averages_at = int(os.environ.get("ALONE", "0"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    at("before-track", 0)
+    job.track(model=model, optimizer=optimizer, schedule=schedule)
+    at("after-track", 0)
+    for inputs, targets in job.batches(data, batch_size=10, epochs=5):
+        STEP[0] = job.steps_done
+        at("begin", job.steps_done)
+        optimizer.zero_grad()
+        with model.no_sync() if averages_at else contextlib.nullcontext():
+            loss = cross_entropy(model(inputs), targets)
+            at("before-backward", job.steps_done)
+            loss.backward()
+        at("after-backward", job.steps_done)
+        optimizer.step()
+        schedule.step()
+        if averages_at and job.steps_done % averages_at == 1:
+            average(model)
+        at("after-update", job.steps_done)
+        job.step(loss=loss, noise=torch.rand(()))
+        at("after-step", job.steps_done)
+        if job.ends_epoch:
+            at("before-evaluation", job.steps_done)
+            job.evaluate(data, right(model), batch_size=30)
+            at("after-evaluation", job.steps_done)
+    at("after-loop", job.steps_done)
+    job.evaluate(data, right(model), batch_size=30)
+    at("end", job.steps_done)
+
+
+if __name__ == "__main__":
+    survive = "SURVIVE" not in os.environ
+    muster.Job(sys.argv[1], save_every=10, log_every=EVERY, timeout_s=20, survive=survive).run(main)

@@ -1,0 +1,116 @@
+"""`Job.run`: a rank that dies in a loop of a user's own is born again in place, and the weights are the same."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+from kit import warm
+from kit.job import ROOT, environment, finish
+
+from muster.dist.world import alone
+from muster.job.tracked import Tracked
+
+
+def trained(folder, ranks, kill="", *, code=0, restarts=3, script="lives", **env):
+    folder.mkdir()
+    shutil.copy(ROOT / f"tests/kit/loops/{script}.py", folder)
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    line += [f"--max-restarts={restarts}", "-m", script, "run"]
+    done = finish(warm.Popen(line, env=environment(KILL=kill, **env), cwd=folder), folder / "run")
+    assert done.code == code, done.out
+    kills = [*filter(None, kill.split(","))]
+    assert all((folder / each).exists() for each in kills), f"not all were killed:\n{done.out}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The same run without a death, by world size; made once."""
+    made = {}
+
+    def of(ranks):
+        if ranks not in made:
+            made[ranks] = trained(tmp_path_factory.mktemp("undisturbed") / f"of-{ranks}", ranks)
+        return made[ranks]
+
+    return of
+
+
+def numbers(result):
+    """The train and eval lines, without the speed."""
+    lines = (line for line in result.metrics if line["kind"] != "event")
+    return [{key: value for key, value in line.items() if key != "samples_per_s"} for line in lines]
+
+
+IN_PLACE = {
+    "first": (2, "begin@0:1,before-backward@1:0,within-backward@3:0,forward@10:1,begin@20:0"),
+    "second": (2, "forward@0:0,after-forward@2:1,within-backward@6:1,begin@10:0,before-backward@29:1,after-loop@30:0"),
+    "three": (3, "within-backward@4:2,begin@11:1,forward@14:0,begin@20:0"),
+    "four": (4, "within-backward@10:0,within-backward@20:3,begin@22:0,begin@22:1"),
+}
+
+
+@pytest.mark.parametrize("which", IN_PLACE)
+def test_a_rank_that_dies_before_its_sum_costs_nothing(tmp_path, undisturbed, which):
+    ranks, kill = IN_PLACE[which]
+    result, whole = trained(tmp_path / "job", ranks, kill), undisturbed(ranks)
+    assert len(result.events("survived")) == len(kill.split(",")), result.out
+    assert not result.events("restart") and not result.events("resume"), result.out
+    assert result.sha256 == whole.sha256 and numbers(result) == numbers(whole)
+
+
+AFTER_ITS_SUM = "after-backward@4:0,after-update@12:1,after-step@16:0,after-evaluation@24:1"
+
+
+def test_a_rank_that_dies_after_its_sum_costs_its_part_of_one_loss_at_most(tmp_path, undisturbed):
+    result, whole = trained(tmp_path / "job", 2, AFTER_ITS_SUM), undisturbed(2)
+    assert len(result.events("survived")) == 4 and not result.events("restart"), result.out
+    assert result.sha256 == whole.sha256
+    noted = [line["step"] for line in result.events("note") if "before it could report its loss" in line["text"]]
+    assert noted == [5, 13, 16, 24], "a line says what it lacks"
+    steps = [(line["kind"], line["step"]) for line in numbers(result)]
+    assert steps == [(line["kind"], line["step"]) for line in numbers(whole)], "each step is there once"
+
+
+FROM_THE_CHECKPOINT = "after-track@0:1,before-evaluation@18:0,within-evaluation@29:1"
+
+
+def test_a_rank_that_dies_in_what_follows_a_step_is_back_at_the_checkpoint_in_warm_processes(tmp_path, undisturbed):
+    result, whole = trained(tmp_path / "job", 2, FROM_THE_CHECKPOINT, restarts=0), undisturbed(2)
+    assert [line["step"] for line in result.events("resume")] == [10, 20], result.out
+    assert result.sha256 == whole.sha256 and numbers(result) == numbers(whole)
+
+
+def test_a_rank_that_dies_in_the_building_restarts_all(tmp_path, undisturbed):
+    result = trained(tmp_path / "job", 2, "build@0:1,before-track@0:0")
+    assert result.sha256 == undisturbed(2).sha256 and not result.events("survived")
+
+
+def test_without_a_launcher_and_without_survival_the_loop_is_the_same(tmp_path, undisturbed):
+    result = trained(tmp_path / "job", 2, "within-backward@13:1", SURVIVE="")
+    assert len(result.events("restart")) == 1 and not result.events("survived")
+    assert result.sha256 == undisturbed(2).sha256
+    assert numbers(result) == numbers(undisturbed(2))
+
+
+def test_ranks_of_which_each_has_its_own_weights_do_not_hand_them_on(tmp_path):
+    result = trained(tmp_path / "job", 2, "within-backward@13:1", ALONE="2", EVERY="2")
+    assert not result.events("survived") and result.events("restart"), result.out
+    assert "parameters differ between ranks" in result.events("note")[0]["text"], (
+        "also where lines come after an average"
+    )
+
+
+@pytest.mark.unit
+def test_buffers_are_looked_up_since_a_module_may_assign_others():
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+            self.register_buffer("scratch", torch.zeros(()), persistent=False)
+
+    module = Counting()
+    tracked = Tracked({"model": module}, alone(torch.device("cpu")))
+    module.seen = module.seen + 1
+    assert {name: float(value) for name, value in tracked.buffers().items()} == {"model/seen": 1.0}
