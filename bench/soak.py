@@ -1,8 +1,10 @@
-"""Inject random faults at random times, then check that nothing was lost: `make soak MINUTES=5`.
+"""Inject random faults at random times, then check that nothing was lost: `make soak MINUTES=5`, or only kill ranks: `make soak KILLS=1000`.
 
 Two nodes of one rank each train without an end. Every few seconds a process is killed, paused, preempted or started
 twice, or a checkpoint is damaged; each kind of fault comes once before any is repeated. Nodes that end are started again
-with the same command, as by a scheduler. At the end the run is finished and compared with an undisturbed one. Exit code
+with the same command, as by a scheduler. With --kills, ranks alone are killed, one half of the times the first one and then
+the second, each after a random time once the last death is survived; what the other rank and the keepers hold of memory,
+descriptors and threads is looked at along the way. At the end the run is finished and compared with an undisturbed one. Exit code
 1 if they differ.
 """
 
@@ -228,6 +230,52 @@ def soak(cluster: Nodes, minutes: float, within_s: float) -> tuple[Counter[str],
         took = time.monotonic() - began
         print(f"{fault}: {took:.1f} s, step {cluster.step()}", flush=True)
         seconds += [] if fault in HARMLESS else [took]
+    finish_run(cluster, job, within_s)
+    return done, seconds
+
+
+def held(pid: int) -> dict[str, int]:
+    """Return what a process holds: memory of its own and shared with none (MB), descriptors, threads."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    own = sum(
+        int(line.split()[1]) for line in rollup.splitlines() if line.startswith(("Private_Clean", "Private_Dirty"))
+    )
+    return {
+        "own MB": own // 1024,
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": len(os.listdir(f"/proc/{pid}/task")),
+    }
+
+
+def kill_ranks(cluster: Nodes, kills: int, within_s: float) -> tuple[Counter[str], list[float]]:
+    """Kill ranks `kills` times; return the number of kills, and the seconds from each to the next new step."""
+    job, seconds = Soak(cluster, within_s), list[float]()
+    job.keep_two()
+    cluster.reach(5, timeout_s=within_s)
+    victims = [job.agents[0]] * (kills // 2) + [job.agents[1]] * (kills - kills // 2)
+    looked_at = {*range(kills // 20, kills, max(1, kills // 10))}
+    for number, agent in enumerate(victims):
+        time.sleep(random.uniform(0.0, 0.3))
+        before, began = len(turns(cluster)), time.monotonic()
+        os.kill(cluster.ranks(agent)[0], signal.SIGKILL)
+
+        def goes_on(before: int = before) -> bool:
+            done = turns(cluster)
+            return len(done) > before and cluster.step() > done[-1]["step"]
+
+        cluster.until(goes_on, f"step after death {number + 1}", timeout_s=within_s)
+        seconds.append(time.monotonic() - began)
+        if number in looked_at:
+            other = next(each for each in job.agents if each is not agent)
+            parts = {"survivor": cluster.ranks(other)[0], "its keeper": cluster.workers(other)[0]}
+            parts["keeper of the dead"] = cluster.workers(agent)[0]
+            print(f"after {number + 1} deaths: { ({name: held(pid) for name, pid in parts.items()}) }", flush=True)
+    finish_run(cluster, job, within_s)
+    return Counter({"rank killed": kills}), seconds
+
+
+def finish_run(cluster: Nodes, job: Soak, within_s: float) -> None:
+    """Stop the run, and let it go on to an end that it comes to soon."""
     for agent in job.agents:
         agent.send_signal(signal.SIGTERM)
     for agent in job.agents:
@@ -242,7 +290,6 @@ def soak(cluster: Nodes, minutes: float, within_s: float) -> tuple[Counter[str],
 
     cluster.until(done_at_last, "end of the run", timeout_s=within_s * 2)
     cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=within_s / 4)
-    return done, seconds
 
 
 def repeated(ledger: Path) -> int:
@@ -285,6 +332,7 @@ def check(cluster: Nodes, ledger: Path, place: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--kills", type=int, default=0, help="only kill ranks, so many times, whatever the minutes")
     parser.add_argument(
         "--within-s", type=float, default=60.0, help="without a step for as long, the run is called lost"
     )
@@ -297,9 +345,13 @@ def main() -> None:
         place = Path(text)
         ledger = place / "ledger"
         ledger.mkdir()
-        with nodes(place / "run", *LINE, "max_steps=1000000", "max_idle_attempts=20", LEDGER=str(ledger)) as cluster:
+        more = ("max_steps=1000000", "max_idle_attempts=20", f"dist.max_survivals_per_hour={20 + arguments.kills}")
+        with nodes(place / "run", *LINE, *more, LEDGER=str(ledger)) as cluster:
             try:
-                done, seconds = soak(cluster, arguments.minutes, arguments.within_s)
+                if arguments.kills:
+                    done, seconds = kill_ranks(cluster, arguments.kills, arguments.within_s)
+                else:
+                    done, seconds = soak(cluster, arguments.minutes, arguments.within_s)
                 facts = check(cluster, ledger, place)
             except AssertionError as error:
                 print(f"FAILED (seed {arguments.seed}): {error}")
