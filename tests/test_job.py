@@ -692,13 +692,16 @@ def test_an_example_is_killed_and_preempted_and_resumes_exactly(example, name):
     arguments, how = of_example(name)
     whole, folder = run(example("whole"), *arguments, **how), example("cut")
     stopped = killed_and_preempted(folder, name)
-    assert [line["step"] for line in stopped.events("resume")] == [20]
+    lives = name == "after"  # which is a function that Job.run calls
+    assert [line["step"] for line in stopped.events("resume")] == ([] if lives else [20]), stopped.out
+    assert len(stopped.events("survived")) == lives
     said = stopped.outcome
     assert said["outcome"] == "preempted" and said["exit_code"] == 75, stopped.out
     shutil.copytree(folder, folder.with_name("other"), symlinks=True)
     resumed = run(folder, *arguments, **how)
-    assert [line["step"] for line in resumed.events("resume")] == [20, said["step"]]
-    assert lines_of(whole) == lines_of(resumed)
+    assert [line["step"] for line in resumed.events("resume")] == [*([] if lives else [20]), said["step"]]
+    measured = ("samples_per_s", "loss") if lives else ("samples_per_s",)  # its loss of step 23 is gone with the rank
+    assert lines_of(whole, without=measured) == lines_of(resumed, without=measured)
     if name != "gan":  # which has two models, and no model.pt
         assert whole.sha256 == resumed.sha256
     if name == "fsdp2":

@@ -29,5 +29,4 @@ def main(job):
 
 
 if __name__ == "__main__":
-    with muster.Job("runs/digits", save_every=20) as job:
-        main(job)
+    muster.Job("runs/digits", save_every=20).run(main)

@@ -19,8 +19,8 @@ from muster.faults import agent, output
 from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import Preemption
 from muster.job.folder import RunFolder
-from muster.job.kept import Kept
 from muster.job.lifecycle import Lifecycle, State, without_sigchld
+from muster.job.live_job import LiveJob
 from muster.job.options import JobOptions, check_options, group_options_of, run_options_of
 from muster.process import STOP_SIGNALS, ignore
 
@@ -48,7 +48,7 @@ class Entrance:
         options: JobOptions,
         *,
         preemption: Preemption | None = None,
-        kept: Kept | None = None,
+        kept: LiveJob | None = None,
         seeds_steps: bool = False,
         why_no_survival: str = "",
     ):

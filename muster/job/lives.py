@@ -17,7 +17,7 @@ from muster.faults.keeper import Life, keep, why_no_fork
 from muster.faults.notes import Notes
 from muster.faults.preemption import Preemption
 from muster.job.entrance import Entrance, Parted
-from muster.job.kept import NOTES, Kept
+from muster.job.live_job import NOTES, LiveJob
 from muster.job.options import JobOptions
 from muster.job.survival import Survival, why_no_survival
 
@@ -43,7 +43,7 @@ def run(job: Job, function: Callable[[Job], object]) -> None:
     code_hash()  # once for all lives
 
     def live(life: Life) -> int:
-        return _live(job, function, Kept(Survival(life)), preemption)
+        return _live(job, function, LiveJob(Survival(life)), preemption)
 
     store = host_store if Place.from_env().hosts_store else None
     if code := keep(live, notes, preemption=preemption, most_per_hour=job.max_survivals_per_hour, store=store):
@@ -51,7 +51,7 @@ def run(job: Job, function: Callable[[Job], object]) -> None:
     preemption.uninstall()
 
 
-def _live(job: Job, function: Callable[[Job], object], kept: Kept, preemption: Preemption) -> int:
+def _live(job: Job, function: Callable[[Job], object], kept: LiveJob, preemption: Preemption) -> int:
     """Take part in one attempt after another, until the run ends; return the exit code."""
     while True:
         attempt = dataclasses.replace(job)

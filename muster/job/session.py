@@ -19,8 +19,8 @@ from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempt
 from muster.files import replace_file
 from muster.job.entrance import Entrance
 from muster.job.feed import Feed
-from muster.job.kept import KEY, seed_step
 from muster.job.lifecycle import Ending
+from muster.job.live_job import KEY, seed_step
 from muster.job.options import JobOptions, as_yaml, run_options_of
 from muster.job.records import loggers_of, open_records, record_start, report
 from muster.job.replicas import TOLERANCE, check_replicas

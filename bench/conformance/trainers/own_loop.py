@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,17 +16,16 @@ from bench.conformance.trainers.base import Trainer, numbered, script
 from bench.conformance.trainers.ours import logged
 
 
-def main(folder: Path, epochs: int) -> None:
-    with muster.Job(folder, save_every=SAVE_EVERY, keep=KEEP, log_every=1, tensorboard=False) as job:
-        model = DistributedDataParallel(Net())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-        job.track(model=model, optimizer=optimizer)
-        for inputs, targets in job.batches(Points(), batch_size=BATCH, epochs=epochs, num_workers=1):
-            optimizer.zero_grad()
-            loss = cross_entropy(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            job.step(loss=loss)
+def main(job: muster.Job, epochs: int) -> None:
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    job.track(model=model, optimizer=optimizer)
+    for inputs, targets in job.batches(Points(), batch_size=BATCH, epochs=epochs, num_workers=1):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        job.step(loss=loss)
 
 
 TRAINER = Trainer(
@@ -38,4 +38,5 @@ TRAINER = Trainer(
 )
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    job = muster.Job(Path(sys.argv[1]), save_every=SAVE_EVERY, keep=KEEP, log_every=1, tensorboard=False)
+    job.run(partial(main, epochs=int(sys.argv[2])))

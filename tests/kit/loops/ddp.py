@@ -37,7 +37,7 @@ def disturb(step, rank):
     if os.environ.get("KILL_AT", "") == f"{step}:{rank}" and not os.path.exists("killed"):
         Path("killed").touch()
         saved = Path(f"run/checkpoints/step-{int(os.environ.get('SAVED', step // 5 * 5)):08d}")
-        until(saved.exists, f"{saved}")
+        until(saved.exists, f"{saved}", timeout_s=30)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -38,7 +38,7 @@ FIRST = 2
 """The steps after which parameters are compared in any case: a loop that averages them does not do so after each step."""
 
 
-class Kept(HandOver):
+class LiveJob(HandOver):
     """The state of one rank of a job between two attempts.
 
     Args:
