@@ -86,6 +86,14 @@ def test_the_last_attempt_at_a_step_counts():
     assert ledger.seconds_to_next(lines, 4.0) is None
 
 
+@pytest.mark.unit
+def test_a_step_that_is_begun_again_in_place_counts_once_for_each_rank():
+    lines = [line(0, [1]), line(0, [2], rank=1), line(1, [3], time=1.0), line(1, [4], rank=1, time=1.1)]
+    lines += [line(1, [3], time=2.0), line(1, [4], rank=1, time=2.2), line(2, [5], time=3.0)]
+    assert ledger.samples_by_step(lines) == {0: [1, 2], 1: [3, 4], 2: [5]}
+    assert ledger.seconds_to_next([*lines, line(2, [6], rank=1, time=3.5)], 1.5) == 2.0
+
+
 @pytest.mark.parametrize(
     ("samples", "metrics", "says"),
     [

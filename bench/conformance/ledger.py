@@ -65,17 +65,19 @@ class Ledger:
 
 
 def samples_by_step(lines: Iterable[Line]) -> dict[int, list[int]]:
-    """Return for each step the sorted samples of the last attempt at it: those that the final weights have seen."""
+    """Return for each step the sorted samples of the last attempt at it: those that the final weights have seen.
+
+    Of a rank that begins a step again in the same attempt, since another one has died, the last line counts.
+    """
     last: dict[int, Line] = {}
-    lines = list(lines)
+    lines = sorted(lines, key=lambda line: line.time)
     for line in lines:
-        if line.step not in last or line.time > last[line.step].time:
-            last[line.step] = line
-    found: dict[int, list[int]] = {step: [] for step in last}
-    for line in lines:
-        if line.attempt == last[line.step].attempt:
-            found[line.step] += line.samples
-    return {step: sorted(samples) for step, samples in sorted(found.items())}
+        last[line.step] = line
+    parts = {(line.step, line.rank): line.samples for line in lines if line.attempt == last[line.step].attempt}
+    found: dict[int, list[int]] = {step: [] for step in sorted(last)}
+    for (step, _), samples in parts.items():
+        found[step] += samples
+    return {step: sorted(samples) for step, samples in found.items()}
 
 
 def steps_repeated(lines: Iterable[Line]) -> int:
@@ -85,12 +87,14 @@ def steps_repeated(lines: Iterable[Line]) -> int:
 
 
 def seconds_to_next(lines: Iterable[Line], fault: float) -> float | None:
-    """Return the seconds from a fault to the first new step of a later attempt; None if there is none."""
+    """Return the seconds from a fault until all ranks that then train have begun a new step; None if none has."""
     lines = list(lines)
-    before = {line.attempt for line in lines if line.time <= fault}
-    furthest = max((line.step for line in lines if line.attempt in before), default=-1)
-    after = [line.time for line in lines if line.attempt not in before and line.step > furthest]
-    return min(after) - fault if after else None
+    furthest = max((line.step for line in lines if line.time <= fault), default=-1)
+    begun: dict[int, float] = {}
+    for line in sorted(lines, key=lambda line: line.time):
+        if line.time > fault and line.step > furthest:
+            begun.setdefault(line.rank, line.time)
+    return max(begun.values()) - fault if begun else None
 
 
 def seconds_per_step(lines: Iterable[Line]) -> float:
