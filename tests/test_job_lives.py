@@ -94,12 +94,37 @@ def test_without_a_launcher_and_without_survival_the_loop_is_the_same(tmp_path, 
     assert numbers(result) == numbers(undisturbed(2))
 
 
-def test_ranks_of_which_each_has_its_own_weights_do_not_hand_them_on(tmp_path):
-    result = trained(tmp_path / "job", 2, "within-backward@13:1", ALONE="2", EVERY="2")
+@pytest.mark.parametrize(("begins", "says"), [(0, "parameters differ between ranks"), (9, "had parameters of its own")])
+def test_ranks_of_which_each_has_its_own_weights_do_not_hand_them_on(tmp_path, begins, says):
+    """Parameters are averaged after every second step, from the first step on or later, and lines come after an average."""
+    result = trained(tmp_path / "job", 2, "begin@15:1", ALONE="2", BEGINS=str(begins), EVERY="2")
     assert not result.events("survived") and result.events("restart"), result.out
-    assert "parameters differ between ranks" in result.events("note")[0]["text"], (
-        "also where lines come after an average"
-    )
+    assert says in result.out + str(result.events("note")), result.out
+
+
+FORMS = {  # ranks, kills, how many of the deaths are survived in place
+    "early": (2, "before-backward@13:1,begin@18:0", 2),
+    "global": (2, "before-backward@13:1,within-backward@19:0", 2),
+    "own": (2, "before-backward@13:1", 1),
+    "inner": (3, "before-backward@13:1", 1),
+    "counted": (2, "within-backward@6:1,after-backward@12:0", 1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_loops_as_people_write_them(tmp_path, form):
+    ranks, kill, in_place = FORMS[form]
+    whole = trained(tmp_path / "whole", ranks, FORM=form)
+    result = trained(tmp_path / "job", ranks, kill, FORM=form)
+    assert len(result.events("survived")) == in_place, result.out
+    assert result.sha256 == whole.sha256 and numbers(result) == numbers(whole)
+
+
+def test_a_model_that_outlives_the_function_does_not_begin_anew_with_what_it_has_learned(tmp_path):
+    whole = trained(tmp_path / "whole", 2, FORM="global")
+    result = trained(tmp_path / "job", 2, "before-evaluation@6:1", FORM="global")
+    assert len(result.events("restart")) == 1 and result.sha256 == whole.sha256, result.out
+    assert numbers(result) == numbers(whole)
 
 
 @pytest.mark.unit

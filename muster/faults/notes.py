@@ -119,6 +119,11 @@ class Notes:
             at = _aligned(at + empty.nbytes)
         return facts, tensors
 
+    def is_torn(self, step: int) -> bool:
+        """Return whether the note of `step` was begun, and not ended."""
+        at = self._at(step) // 8
+        return not self._words[at] and self._words[at + 1] == step
+
     def _at(self, step: int) -> int:
         return BASE + MODULES_BYTES + step % self._last * SLOT_BYTES
 

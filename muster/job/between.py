@@ -57,6 +57,11 @@ class Between:
         for parameter, name in self._names.items():
             if name in gradients:
                 parameter.grad = _like(parameter, gradients[name])
+        self._idle = {
+            name
+            for name, optimizer in self._optimizers.items()
+            if any(self._names[each] in gradients for group in optimizer.param_groups for each in group["params"])
+        }
 
     def _pending(self) -> Iterator[tuple[str, Any]]:
         for name in sorted(self._idle):

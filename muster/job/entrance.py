@@ -14,7 +14,7 @@ from muster.dist.device import choose_backend
 from muster.dist.layout import form_alone
 from muster.dist.place import Place
 from muster.dist.world import World, start
-from muster.errors import ConfigError
+from muster.errors import ConfigError, RankLost
 from muster.faults import agent, output
 from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import Preemption
@@ -100,9 +100,18 @@ class Entrance:
                 self.source = self.kept.furthest(self._world)
             lives = self.source is not None
             self.folder = self.life.claim(run_options_of(self.options), refusal=lambda saved: None, lives=lives)
+            self._refuse_memory()
         except BaseException as error:
             if self.leave(error):
                 raise Parted from None
+
+    def _refuse_memory(self) -> None:
+        """Raise RankLost if ranks that have made steps would begin anew: what is not tracked may remember them. Collective."""
+        if not (self.kept and self.world.again) or self.source is not None or self.folder.saved is not None:
+            return
+        rank = self.world.lowest(self.kept.has_worked)
+        if rank is not None:
+            raise RankLost("no rank has the state of the run, and there is no checkpoint: all ranks restart", rank=rank)
 
     @property
     def has_parted(self) -> bool:

@@ -156,7 +156,7 @@ class Job(JobOptions):
         shapes = tracked.shapes()
         world.same("shapes of the modules: digest", shapes, remedy="build the same on every rank", error=ConfigError)
         self._session = Session(self, self._entrance, tracked)
-        settle_buckets(wrappers(things.values()), world)
+        settle_buckets(wrappers(things.values()), tracked.modules.values(), world)
 
     def batches(
         self,

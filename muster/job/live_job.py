@@ -9,7 +9,7 @@ its part of the step's sum leaves it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from muster.batches.generators import key_of, seed_generators
+from muster.checkpoint.state import host_copy
 from muster.checkpoint.trained import SavedTensor
 from muster.dist.pieces import in_pieces
 from muster.dist.world import World
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
     from muster.job.session import Session
 
 KEY = "survive=True"
-NOTES = 3
-"""The last notes that are needed: two of a step, and the one before."""
-
-
+NOTES = 4
+"""The last notes that are needed: at the end of a step, in the middle of it, at its beginning, and one that is being written."""
 FIRST = 2
 """The steps after which parameters are compared in any case: a loop that averages them does not do so after each step."""
+SAMPLED = 8
+"""Number of elements that are compared between ranks."""
 
 
 class LiveJob(HandOver):
@@ -48,17 +49,20 @@ class LiveJob(HandOver):
     def __init__(self, survival: Survival):
         super().__init__(survival)
         self._session: Session | None = None
+        self.has_worked = False
+        """True if this process has begun to make steps: what it has outside of the tracked objects may remember them."""
         self._whole = self._ended = 0
+        self._plain: dict[str, Any] = {}
         self._versions: list[tuple[int, int]] = []
         self._noted: list[tuple[int, int]] = []
-        self._has_buffers = self._is_lost = False
+        self._has_buffers = self._is_lost = self._is_within = False
 
     # In an attempt.
 
     def follow(self, session: Session) -> None:
         """Note from now on what only this rank knows. Collective: every rank must call it."""
         self.begin()
-        self._session, self._ended = session, 0
+        self._session, self._is_within, self._ended, self.has_worked = session, False, 0, True
         if why := _why_not(session.tracked):
             self._refuse(why)
             return
@@ -78,17 +82,26 @@ class LiveJob(HandOver):
         session = self._session
         if session is None:
             return
+        before, self._is_within = self._versions, False
         self._note()
         self._ended += 1
-        is_looked_at = self._ended <= FIRST or session.is_time_to_log()
-        if is_looked_at and are_apart(session.tracked.modules, session.world, tolerance=0.0):
+        if self._ended <= FIRST and are_apart(session.tracked.modules, session.world):
             self._refuse("parameters differ between ranks, so no rank has those of another")
+        elif not session.tracked.optimizers and before == self._versions:
+            self._refuse("a step has changed no parameter that torch could see: change them in place, and not by .data")
+
+    def begin_body(self) -> None:
+        """Note that a step is counted, and the rest of the loop's body belongs to it."""
+        self._is_within = True
 
     def _note(self) -> None:
         assert self._session
         session, self._whole = self._session, 2 * self._session.reached.step
-        self._write(self._whole, {"totals": session.totals.own(), "noted": session.noted})
-        self._versions = _versions(session.tracked.parameters())
+        tracked = session.tracked
+        self._write(
+            self._whole, {"totals": session.totals.own(), "noted": session.noted, "point": _point(tracked.parameters())}
+        )
+        self._versions, self._plain = _versions(tracked.parameters()), tracked.plain()
 
     def _after_forward(self, *_: Any) -> None:
         if self._session and _versions(self._session.tracked.buffers().values()) != self._noted:
@@ -118,20 +131,22 @@ class LiveJob(HandOver):
             return
         running, tracked, records = session.running, session.tracked, session.running.records
         self.owes_save = running.checkpoints.give_up() or session.owes_save
-        if (
-            self._versions != _versions(tracked.parameters())
-            or tracked.between.is_within()
-            or tracked.between.gradients()
-        ):
+        is_changed = self._versions != _versions(tracked.parameters())
+        if is_changed or self._is_within or tracked.between.is_within() or tracked.between.gradients():
             return
-        self.mark = [session.reached.step]
-        self.state = {**tracked.replica(), GRADIENTS: {}}
+        step = session.reached.step
+        self.mark = [step]
+        # Copies: modules may outlive the function, and be built upon again. A body may have changed rates before its sum.
+        self.state = {**host_copy(tracked.replica()), **self._plain, GRADIENTS: {}}
         self.facts = {
             "reached": [session.reached.step, session.reached.samples],
             "recent": [*records.recent][-RECENT:],
             "since_last": records.since_last(),
             "newest_step": running.checkpoints.newest_step,
             "is_logged": session.is_time_to_log(),
+            "points": [
+                noted[0]["point"] if noted else None for noted in map(self.notes.read, (2 * step, 2 * step - 2))
+            ],
         }
 
     # In the next attempt.
@@ -142,7 +157,7 @@ class LiveJob(HandOver):
         Collective: every rank must call it.
 
         Raises:
-            RankLost: a rank has no notes of the last step.
+            RankLost: a rank has not noted what only it knew, or has parameters of its own.
         """
         world, tracked = session.world, session.tracked
         self.facts = world.broadcast(self.facts, source=source)
@@ -154,8 +169,7 @@ class LiveJob(HandOver):
             for name, target in targets.items():
                 target.copy_(found[name])
         own = self._own(step)
-        failure = None if own else RankLost(f"rank {world.rank} died twice at step {step}: all ranks restart")
-        world.together(failure)
+        self._check(world, step, own)
         assert own
         facts, buffers = own
         tracked.load({**found, **targets, **buffers})
@@ -169,12 +183,34 @@ class LiveJob(HandOver):
         self._is_lost = False
         if whole := self.notes.read(2 * step):
             return whole
-        _, buffers = self.notes.read(2 * step - 1) or ({}, {})
-        before = self.notes.read(2 * step - 2)
-        if before is None or before[1].keys() != buffers.keys():
+        before, late = self.notes.read(2 * step - 2), self.notes.read(2 * step - 1)
+        if before is None or (late is None and self.notes.is_torn(2 * step - 1)):
             return None
         self._is_lost = not self.facts["is_logged"]
-        return (before[0] if self._is_lost else {"totals": {}, "noted": {}}), buffers
+        facts = before[0] if self._is_lost else {"totals": {}, "noted": {}}
+        return facts, late[1] if late else before[1]  # there is no later note if no buffer has changed
+
+    def _check(self, world: World, step: int, own: Any) -> None:
+        """Raise RankLost on all ranks if the state of one cannot be put together."""
+        whole, before = self.notes.read(2 * step), self.notes.read(2 * step - 2)
+        late = self.notes.read(2 * step - 1) or before
+        own_points = [noted[0]["point"] if noted else None for noted in (whole, before)]
+        both = [pair for pair in zip(own_points, self.facts["points"], strict=True) if None not in pair]
+        is_apart = any(one != other for one, other in both)
+        is_changed_late = bool(whole and late and any(_differ(whole[1][name], late[1].get(name)) for name in whole[1]))
+        told = world.gather([own is None, is_apart, is_changed_late, whole is None])
+        missing, apart, changed, unfinished = ([rank for rank, each in enumerate(told) if each[n]] for n in range(4))
+        if missing:
+            raise RankLost(f"rank {missing[0]} left no notes of step {step}: all ranks restart", rank=missing[0])
+        if apart:
+            raise RankLost(
+                f"rank {apart[0]} had parameters of its own, which nobody else has: all ranks restart", rank=apart[0]
+            )
+        if changed and unfinished:
+            raise RankLost(
+                f"rank {unfinished[0]} died in step {step}, whose buffers change after the forward pass: all ranks restart",
+                rank=unfinished[0],
+            )
 
     def go_on(self, session: Session) -> None:
         """Bring the records up to date, and repeat a save that was cut short. Collective: every rank must call it."""
@@ -201,6 +237,16 @@ def _why_not(tracked: Tracked) -> str:
     if name := next((name for name, each in tracked.tensors().items() if in_pieces(each)), ""):
         return f"{name} is in pieces, of which each rank holds its own"
     return "a module is compiled" if tracked.are_compiled else ""
+
+
+def _point(parameters: Sequence[Tensor]) -> list[float]:
+    """Return some elements, which differ between ranks of which each trains by itself."""
+    trained = [each for each in parameters if each.requires_grad and each.numel()]
+    return trained[-1].detach().flatten()[:SAMPLED].double().tolist() if trained else []
+
+
+def _differ(one: Tensor, other: Tensor | None) -> bool:
+    return other is None or one.shape != other.shape or not torch.equal(one, other)
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:

@@ -6,9 +6,9 @@ step those of the other ranks differ. A checkpoint must have the buffers of one 
 
 from __future__ import annotations
 
+import gc
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,18 +37,24 @@ class _Sum(nn.Module):
         return torch.stack([(each * 0).sum().double() for each in self._parameters_of_another]).sum()
 
 
-def settle_buckets(modules: Iterator[Any], world: World) -> None:
+def settle_buckets(wrappers: Iterable[nn.Module], modules: Collection[nn.Module], world: World) -> None:
     """Have DistributedDataParallel lay out its buckets for good, by a backward pass of zeros. Collective.
 
     It does so after its first backward pass, in the order in which the gradients came. With three or more ranks the place
     of a gradient in a bucket is the order of its summands, so the first step of each attempt would round otherwise than it
-    does in a run without an interruption.
+    does in a run without an interruption. With `static_graph=True` it does: that records its first pass.
+
+    Args:
+        wrappers: what is tracked, with all wrappers.
+        modules: the modules inside; one that a wrapper has which is not tracked is found, too.
+        world: the ranks.
     """
-    for module in modules:
-        rebuilds = isinstance(module, DistributedDataParallel) and not (
-            module.static_graph or module.find_unused_parameters
-        )
-        if world.size < 3 or not rebuilds or not module.require_backward_grad_sync:
+    if world.size < 3:
+        return
+    others = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+    found = {id(each): each for each in (*wrappers, *others) if isinstance(each, DistributedDataParallel)}
+    for module in (each for inner in modules for each in found.values() if each.module is inner):
+        if module.static_graph or module.find_unused_parameters or not module.require_backward_grad_sync:
             continue
         trained = [each for each in module.module.parameters() if each.requires_grad]
         own, broadcasts, grads = module.module, module.broadcast_buffers, [each.grad for each in trained]
@@ -93,9 +99,9 @@ def check_replicas(modules: Mapping[str, nn.Module], world: World, *, tolerance:
     world.together(ConfigError(f"the parameter {apart} differs from rank 0's: {remedy}") if apart else None)
 
 
-def are_apart(modules: Mapping[str, nn.Module], world: World, *, tolerance: float) -> bool:
+def are_apart(modules: Mapping[str, nn.Module], world: World) -> bool:
     """Return whether some rank's replicated parameters differ from rank 0's. Collective: every rank must call it."""
-    return world.lowest(bool(_first_apart(modules, world, tolerance=tolerance))) is not None
+    return world.lowest(bool(_first_apart(modules, world, tolerance=0.0))) is not None
 
 
 def _first_apart(modules: Mapping[str, nn.Module], world: World, *, tolerance: float) -> str:

@@ -82,6 +82,11 @@ class Session:
         seed_generators(key_of(options.seed, self.world.rank, self.reached.step), on_device=True)
         self.owes_save = False
         """True between the end of a step after which a checkpoint is due, and its beginning."""
+        if (
+            self.world.again
+        ):  # of a pass that a death has cut short, if the modules outlive the function that trains them
+            for parameter in tracked.parameters():
+                parameter.grad = None
         if entrance.kept and entrance.source is not None:
             self.reached = Reached(*entrance.kept.restore(entrance.source, self))
         elif saved:
@@ -89,6 +94,7 @@ class Session:
             manager.restore(saved, tracked, self.totals)
         else:
             check_replicas(tracked.modules, self.world, tolerance=0.0, remedy=BUILD_ALIKE)
+        self._seed_step()
         self._generators = state_of_generators()
         writes = partial(report, self.folder.path) if self.world.is_first else None
         entrance.life.restored(self.reached, report=writes)
@@ -191,6 +197,8 @@ class Session:
     def advance(self, *, samples: int) -> None:
         """Count a step of `samples` samples of all ranks, and log if it is time to. Collective: every rank must call it."""
         self.tracked.between.count()
+        if self.entrance.kept:
+            self.entrance.kept.begin_body()
         self.reached.step += 1
         self.reached.samples += samples
         self.running.records.advance(self.reached.step)

@@ -98,8 +98,21 @@ class Tracked:
 
     def replica(self) -> dict[str, Any]:
         """Return this rank's state, without communication; what is only this rank's own is among it."""
-        others = {name: host_copy(other.state_dict()) for name, other in self.others.items()}
-        return self._of_modules() | self._of_optimizers() | others
+        return self._of_modules() | self._of_optimizers() | self.plain()
+
+    def plain(self) -> dict[str, Any]:
+        """Return copies of the options of all optimizers' groups, and of the state of the objects that are no modules."""
+        groups = {
+            f"{name}/{GROUPS}": [
+                {**host_copy(group), "params": names} for group, names in self._group_options(optimizer)
+            ]
+            for name, optimizer in self.optimizers.items()
+        }
+        return groups | {name: host_copy(other.state_dict()) for name, other in self.others.items()}
+
+    def _group_options(self, optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        for group, names in self._groups(optimizer):
+            yield {key: value for key, value in group.items() if key != "params"}, names
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the replicated buffers that the modules save, as they are now: a module may have assigned others."""

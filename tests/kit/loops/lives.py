@@ -16,6 +16,9 @@ import muster
 
 RANK = int(os.environ.get("RANK", "0"))
 EVERY = int(os.environ.get("EVERY", "7"))
+FORM = os.environ.get("FORM", "")
+"""early: the schedule steps before the sum; global: the model is built before `run`; own: the loop iterates by itself;
+inner: the module within DDP is tracked; counted: a buffer counts after the update."""
 
 
 def at(point, step):
@@ -41,6 +44,7 @@ class Net(nn.Module):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self.job = job
         self.net[0].weight.register_hook(lambda _: self.at("within-backward"))
 
@@ -71,30 +75,49 @@ def average(model):
         parameter.data /= dist.get_world_size()
 
 
+def by_itself(job, data):
+    while job.steps_done < 30:
+        first = job.steps_done * 10 + RANK * 5
+        yield torch.utils.data.default_collate([data[(first + each) % len(data)] for each in range(5)])
+
+
 STEP = [0]
+BEFORE = []
 
 
 def main(job):
     at("build", 0)
     data = Numbered()
-    model = DistributedDataParallel(Net(job))
-    averages_at = int(os.environ.get("ALONE", "0"))
+    net = BEFORE[0] if BEFORE else Net(job)
+    net.job = job
+    model = DistributedDataParallel(net)
+    averages_at, begins = int(os.environ.get("ALONE", "0")), int(os.environ.get("BEGINS", "0"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
     at("before-track", 0)
-    job.track(model=model, optimizer=optimizer, schedule=schedule)
+    job.track(model=net if FORM == "inner" else model, optimizer=optimizer, schedule=schedule)
     at("after-track", 0)
-    for inputs, targets in job.batches(data, batch_size=10, epochs=5):
+    for inputs, targets in by_itself(job, data) if FORM == "own" else job.batches(data, batch_size=10, epochs=5):
         STEP[0] = job.steps_done
         at("begin", job.steps_done)
-        optimizer.zero_grad()
-        with model.no_sync() if averages_at else contextlib.nullcontext():
+        if averages_at:
+            job.sum(0.0)
+        if FORM == "early":
+            schedule.step()
+        if FORM != "global":
+            optimizer.zero_grad()
+        with model.no_sync() if averages_at and job.steps_done >= begins else contextlib.nullcontext():
             loss = cross_entropy(model(inputs), targets)
             at("before-backward", job.steps_done)
             loss.backward()
         at("after-backward", job.steps_done)
         optimizer.step()
-        schedule.step()
+        if FORM == "counted":
+            net.updates += 1
+        if FORM == "global":
+            optimizer.zero_grad()
+        if FORM != "early":
+            schedule.step()
         if averages_at and job.steps_done % averages_at == 1:
             average(model)
         at("after-update", job.steps_done)
@@ -110,5 +133,8 @@ def main(job):
 
 
 if __name__ == "__main__":
+    if FORM == "global":
+        torch.manual_seed(1)
+        BEFORE.append(Net(None))
     survive = "SURVIVE" not in os.environ
     muster.Job(sys.argv[1], save_every=10, log_every=EVERY, timeout_s=20, survive=survive).run(main)
