@@ -117,8 +117,9 @@ class LiveJob(HandOver):
             self._refuse(f"a rank's own buffers cannot be noted: {one_line(error)}")
 
     def _refuse(self, why: str) -> None:
+        if self._session is None:
+            return
         self.survival.refuse()
-        assert self._session
         note_why_not(self._session.running.records, why, key=KEY)
         self._session = None
 
