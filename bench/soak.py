@@ -1,4 +1,4 @@
-"""Inject random faults at random times, then check that nothing was lost: `make soak MINUTES=5`, or only kill ranks: `make soak KILLS=1000`.
+"""Inject random faults at random times, then check that nothing was lost: `make soak MINUTES=5`, or only kill ranks: `make soak ARGS="--kills 1000"`.
 
 Two nodes of one rank each train without an end. Every few seconds a process is killed, paused, preempted or started
 twice, or a checkpoint is damaged; each kind of fault comes once before any is repeated. Nodes that end are started again

@@ -37,12 +37,6 @@ def undisturbed(tmp_path_factory):
     return of
 
 
-def numbers(result):
-    """The train and eval lines, without the speed."""
-    lines = (line for line in result.metrics if line["kind"] != "event")
-    return [{key: value for key, value in line.items() if key != "samples_per_s"} for line in lines]
-
-
 IN_PLACE = {
     "first": (2, "begin@0:1,before-backward@1:0,within-backward@3:0,forward@10:1,begin@20:0"),
     "second": (2, "forward@0:0,after-forward@2:1,within-backward@6:1,begin@10:0,before-backward@29:1,after-loop@30:0"),
@@ -57,7 +51,7 @@ def test_a_rank_that_dies_before_its_sum_costs_nothing(tmp_path, undisturbed, wh
     result, whole = trained(tmp_path / "job", ranks, kill), undisturbed(ranks)
     assert len(result.events("survived")) == len(kill.split(",")), result.out
     assert not result.events("restart") and not result.events("resume"), result.out
-    assert result.sha256 == whole.sha256 and numbers(result) == numbers(whole)
+    assert result.sha256 == whole.sha256 and result.numbers == whole.numbers
 
 
 AFTER_ITS_SUM = "after-backward@4:0,after-update@12:1,after-step@16:0,after-evaluation@24:1"
@@ -69,8 +63,8 @@ def test_a_rank_that_dies_after_its_sum_costs_its_part_of_one_loss_at_most(tmp_p
     assert result.sha256 == whole.sha256
     noted = [line["step"] for line in result.events("note") if "before it could report its loss" in line["text"]]
     assert noted == [5, 13, 16, 24], "a line says what it lacks"
-    steps = [(line["kind"], line["step"]) for line in numbers(result)]
-    assert steps == [(line["kind"], line["step"]) for line in numbers(whole)], "each step is there once"
+    steps = [(line["kind"], line["step"]) for line in result.numbers]
+    assert steps == [(line["kind"], line["step"]) for line in whole.numbers], "each step is there once"
 
 
 FROM_THE_CHECKPOINT = "after-track@0:1,before-evaluation@18:0,within-evaluation@29:1"
@@ -79,7 +73,7 @@ FROM_THE_CHECKPOINT = "after-track@0:1,before-evaluation@18:0,within-evaluation@
 def test_a_rank_that_dies_in_what_follows_a_step_is_back_at_the_checkpoint_in_warm_processes(tmp_path, undisturbed):
     result, whole = trained(tmp_path / "job", 2, FROM_THE_CHECKPOINT, restarts=0), undisturbed(2)
     assert [line["step"] for line in result.events("resume")] == [10, 20], result.out
-    assert result.sha256 == whole.sha256 and numbers(result) == numbers(whole)
+    assert result.sha256 == whole.sha256 and result.numbers == whole.numbers
 
 
 def test_a_rank_that_dies_in_the_building_restarts_all(tmp_path, undisturbed):
@@ -87,11 +81,11 @@ def test_a_rank_that_dies_in_the_building_restarts_all(tmp_path, undisturbed):
     assert result.sha256 == undisturbed(2).sha256 and not result.events("survived")
 
 
-def test_without_a_launcher_and_without_survival_the_loop_is_the_same(tmp_path, undisturbed):
+def test_without_survival_the_run_is_the_same(tmp_path, undisturbed):
     result = trained(tmp_path / "job", 2, "within-backward@13:1", SURVIVE="")
     assert len(result.events("restart")) == 1 and not result.events("survived")
     assert result.sha256 == undisturbed(2).sha256
-    assert numbers(result) == numbers(undisturbed(2))
+    assert result.numbers == undisturbed(2).numbers
 
 
 @pytest.mark.parametrize(("begins", "says"), [(0, "parameters differ between ranks"), (9, "had parameters of its own")])
@@ -117,14 +111,14 @@ def test_loops_as_people_write_them(tmp_path, form):
     whole = trained(tmp_path / "whole", ranks, FORM=form)
     result = trained(tmp_path / "job", ranks, kill, FORM=form)
     assert len(result.events("survived")) == in_place, result.out
-    assert result.sha256 == whole.sha256 and numbers(result) == numbers(whole)
+    assert result.sha256 == whole.sha256 and result.numbers == whole.numbers
 
 
 def test_a_model_that_outlives_the_function_does_not_begin_anew_with_what_it_has_learned(tmp_path):
     whole = trained(tmp_path / "whole", 2, FORM="global")
     result = trained(tmp_path / "job", 2, "before-evaluation@6:1", FORM="global")
     assert len(result.events("restart")) == 1 and result.sha256 == whole.sha256, result.out
-    assert numbers(result) == numbers(whole)
+    assert result.numbers == whole.numbers
 
 
 @pytest.mark.unit

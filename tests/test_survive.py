@@ -62,12 +62,6 @@ def trained(folder, kind, *more, kill=""):
     return done
 
 
-def numbers(result):
-    """The train and eval lines, without the speed."""
-    lines = (line for line in result.metrics if line["kind"] != "event")
-    return [{key: value for key, value in line.items() if key != "samples_per_s"} for line in lines]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The same run without a death, by kind; made once."""
@@ -87,7 +81,7 @@ def speeds(result):
 
 def assert_alike(result, other):
     assert result.sha256 == other.sha256
-    assert numbers(result) == numbers(other)
+    assert result.numbers == other.numbers
     assert min(speeds(result)) > 0 and max(speeds(result)) < 10 * max(speeds(other)), speeds(result)
     assert len(result.events("done")) == 1 and not result.events("resume")
 
@@ -194,7 +188,7 @@ def test_an_evaluation_of_which_some_callbacks_have_taken_notice_is_not_taken_as
     undisturbed = trained(tmp_path / "undisturbed", "memory", *more)
     result = trained(tmp_path / "run", "memory", *more, kill="1/meeting/20")
     assert result.events("restart") and result.sha256 == undisturbed.sha256
-    assert numbers(result) == numbers(undisturbed)
+    assert result.numbers == undisturbed.numbers
     best = [json.loads((each.folder / "best.json").read_text()) for each in (result, undisturbed)]
     assert best[0]["step"] == best[1]["step"] and best[0]["value"] == best[1]["value"]
 
@@ -319,7 +313,7 @@ def test_no_step_is_repeated_when_a_rank_is_lost_for_good(tmp_path, kind, rank, 
     lines = [each["step"] for each in done.metrics if each["kind"] == "train"]
     assert lines == [each["step"] for each in undisturbed.metrics if each["kind"] == "train"], done.out
     if "log.every_steps=1" in more:  # no line is of several steps, of which a lost rank had a part
-        pairs = [(one, other) for one, other in zip(numbers(done), numbers(undisturbed), strict=True) if one != other]
+        pairs = [(one, other) for one, other in zip(done.numbers, undisturbed.numbers, strict=True) if one != other]
         assert all(one == {**other, "loss": None} for one, other in pairs) and len(pairs) <= 1, pairs
 
 

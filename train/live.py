@@ -11,6 +11,7 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from muster.batches.drawn import Watch
 from muster.batches.stream import Stream
-from muster.checkpoint.trained import EXTRA, SavedTensor
+from muster.checkpoint.trained import EXTRA
 from muster.dist.options import GroupOptions
 from muster.dist.place import Place
 from muster.dist.world import World, alone
 from muster.errors import RankLost, one_line, say
-from muster.job.hand_over import RECENT, HandOver, spread
+from muster.job.hand_over import RECENT, HandOver
 from muster.job.survival import Survival, note_why_not, why_no_survival
 from muster.loggers.metrics import Metrics
 from muster.plan import Plan
@@ -191,9 +192,7 @@ class Live(HandOver):
         """Bring the records up to date, and repeat a save that was cut short. Collective: every rank must call it."""
         self.make_up_records(run.world, run.records, folder, are_kept=self.records is run.records)
         self.record(run.world, run.records, run.step)
-        if run.world.sum([float(self.owes_save)])[0]:
-            self.owes_save = False
-            save(run)
+        self.repeat_save(run.world, partial(save, run))
 
     def hand_over(
         self,
@@ -217,13 +216,7 @@ class Live(HandOver):
             "training data: fingerprint", data.fingerprint, remedy="give every node the same data, see data.root"
         )
         progress = Progress(**self.facts["progress"])
-        found = spread(self.state, world, source)
-        saved = {name: SavedTensor(each.shape, each.dtype) for name, each in found.items() if isinstance(each, Tensor)}
-        targets = strategy.targets(saved) | callbacks.targets(saved)
-        with torch.no_grad():
-            for name, target in targets.items():
-                target.copy_(found[name])
-        found |= targets
+        found = self.take(world, source, lambda saved: strategy.targets(saved) | callbacks.targets(saved))
         callbacks.load(found)
         strategy.load({name: value for name, value in found.items() if not name.startswith("callbacks/")})
         for group, theirs in zip(strategy.optimizer_step.optimizer.param_groups, found[GROUPS], strict=True):

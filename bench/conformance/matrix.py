@@ -6,8 +6,8 @@ from typing import Any
 
 LEGEND = (
     "S: every step had the samples that it has undisturbed; W: the same final weights, bit for bit; M: every step once in "
-    "the metrics; an ✗ says what differs. Seconds: from each fault to the first step that is new, where a "
-    "new attempt had to make it. In brackets: exit codes of the launches in their order, - one that the suite killed."
+    "the metrics; an ✗ says what differs. Seconds: from each fault until all ranks have "
+    "begun a step that is new. In brackets: exit codes of the launches in their order, - one that the suite killed."
 )
 
 Results = dict[str, dict[str, dict[str, Any]]]

@@ -61,8 +61,8 @@ class Entrance:
             survival=kept.survival if kept else None,
         )
         self.folder: RunFolder
-        self.source: int | None = None
-        """The rank whose state is handed on, in place of a checkpoint."""
+        self.handed_on: LiveJob | None = None
+        """What this rank has kept, if the state of a rank that is alive is handed on in place of a checkpoint."""
         self._world: World | None = None
         self._heartbeat: Heartbeat | None = None
         self._before: dict[int, Any] = {}
@@ -96,9 +96,9 @@ class Entrance:
             self._world = self._start()
             self._heartbeat = self.life.meet(self.world, timeout_s=self.options.timeout_s)
             self._group_alone()
-            if self.kept and self._world.again:
-                self.source = self.kept.furthest(self._world)
-            lives = self.source is not None
+            if self.kept and self._world.again and self.kept.furthest(self._world) is not None:
+                self.handed_on = self.kept
+            lives = self.handed_on is not None
             self.folder = self.life.claim(run_options_of(self.options), refusal=lambda saved: None, lives=lives)
             self._refuse_memory()
         except BaseException as error:
@@ -107,7 +107,7 @@ class Entrance:
 
     def _refuse_memory(self) -> None:
         """Raise RankLost if ranks that have made steps would begin anew: what is not tracked may remember them. Collective."""
-        if not (self.kept and self.world.again) or self.source is not None or self.folder.saved is not None:
+        if not (self.kept and self.world.again) or self.handed_on or self.folder.saved is not None:
             return
         rank = self.world.lowest(self.kept.has_worked)
         if rank is not None:

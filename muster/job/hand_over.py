@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.checkpoint.trained import SavedTensor
 from muster.dist.options import GroupOptions
 from muster.dist.place import Place
 from muster.dist.rendezvous.network import Unheard
@@ -47,6 +48,8 @@ class HandOver:
         self.survival, self.notes = survival, survival.notes
         self.newest_step: int | None = None
         self.owes_save = False
+        self.source: int | None = None
+        """The rank whose state is handed on in this attempt."""
         self.mark: Mark | None = None
         self.state: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
@@ -82,7 +85,26 @@ class HandOver:
         """Return the rank whose state is handed on; None if no rank has one. Collective: every rank must call it."""
         marks = world.gather(self.mark)
         held = [rank for rank, mark in enumerate(marks) if mark]
-        return max(held, key=lambda rank: (marks[rank], -rank)) if held else None
+        self.source = max(held, key=lambda rank: (marks[rank], -rank)) if held else None
+        return self.source
+
+    def take(
+        self, world: World, source: int, targets: Callable[[Mapping[str, SavedTensor]], dict[str, Tensor]]
+    ) -> dict[str, Any]:
+        """Return the flat state of rank `source`, its tensors copied into those that `targets` returns for them. Collective."""
+        found = spread(self.state, world, source)
+        saved = {name: SavedTensor(each.shape, each.dtype) for name, each in found.items() if isinstance(each, Tensor)}
+        filled = targets(saved)
+        with torch.no_grad():
+            for name, target in filled.items():
+                target.copy_(found[name])
+        return found | filled
+
+    def repeat_save(self, world: World, save: Callable[[], object]) -> None:
+        """Repeat a save that was cut short on any rank. Collective: every rank must call it."""
+        if world.sum([float(self.owes_save)])[0]:
+            self.owes_save = False
+            save()
 
     def make_up_records(self, world: World, records: Metrics, folder: Path, *, are_kept: bool) -> None:
         """Write the last records that rank 0 has not written. are_kept: `records` are those of the attempt before."""

@@ -25,7 +25,7 @@ from muster.job.options import JobOptions
 from muster.job.replicas import settle_buckets
 from muster.job.session import AgreedStop, Session
 from muster.job.totals import check_names, number_of
-from muster.job.tracked import Tracked, wrappers
+from muster.job.tracked import Tracked
 from muster.plan import Share
 
 
@@ -72,9 +72,7 @@ class Job(JobOptions):
             error = self._end(error)
         except BaseException as late:
             error = late
-        return self._entrance.leave(
-            error
-        )  # of a rank that is born again; any other error has ended the run or is raised
+        return self._entrance.leave(error)
 
     def _end(self, error: BaseException | None) -> BaseException | None:
         """Bring a run that is done or has stopped to its end; return any other error."""
@@ -104,11 +102,6 @@ class Job(JobOptions):
         """Use another entrance. For `run`."""
         self._entrance = entrance
         return self
-
-    @property
-    def has_parted(self) -> bool:
-        """True if a rank has died, and this process goes on in the next attempt. For `run`."""
-        return self._entrance.has_parted
 
     def run(self, function: Callable[[Job], object]) -> None:
         """Call `function(job)` in the `with` block of this job: a rank that a signal kills is born again in place.
@@ -156,7 +149,7 @@ class Job(JobOptions):
         shapes = tracked.shapes()
         world.same("shapes of the modules: digest", shapes, remedy="build the same on every rank", error=ConfigError)
         self._session = Session(self, self._entrance, tracked)
-        settle_buckets(wrappers(things.values()), tracked.modules.values(), world)
+        settle_buckets(tracked.modules.values(), world)
 
     def batches(
         self,
@@ -423,7 +416,7 @@ class Job(JobOptions):
     def _note_weight(self, session: Session) -> None:
         """Say once that the batches of a step are unequal, or several, and that the loop has not asked for their weights."""
         portion = self._portion
-        is_told = self._is_warned or self._entrance.source is not None
+        is_told = self._is_warned or self._entrance.handed_on is not None
         if portion.count * self.world_size != portion.total and not self._is_weighed and not is_told:
             self._is_warned = True
             session.running.records.event(

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.hooks import RemovableHandle
 
 from muster.batches.generators import key_of, seed_generators
 from muster.checkpoint.state import host_copy
-from muster.checkpoint.trained import SavedTensor
 from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.errors import RankLost, one_line
-from muster.job.hand_over import RECENT, HandOver, spread
+from muster.job.hand_over import RECENT, HandOver
 from muster.job.replicas import are_apart
 from muster.job.survival import Survival, note_why_not
 from muster.job.tracked import GRADIENTS, Tracked
@@ -40,18 +40,16 @@ SAMPLED = 8
 
 
 class LiveJob(HandOver):
-    """The state of one rank of a job between two attempts.
-
-    Args:
-        survival: how the rank survives.
-    """
+    """The state of one rank of a job between two attempts."""
 
     def __init__(self, survival: Survival):
         super().__init__(survival)
         self._session: Session | None = None
+        """The attempt's, from the first step on; None once its state is kept, or is not to be."""
         self.has_worked = False
         """True if this process has begun to make steps: what it has outside of the tracked objects may remember them."""
-        self._whole = self._ended = 0
+        self._whole = self._left_to_compare = 0
+        self._hooks: list[RemovableHandle] = []
         self._plain: dict[str, Any] = {}
         self._versions: list[tuple[int, int]] = []
         self._noted: list[tuple[int, int]] = []
@@ -62,32 +60,32 @@ class LiveJob(HandOver):
     def follow(self, session: Session) -> None:
         """Note from now on what only this rank knows. Collective: every rank must call it."""
         self.begin()
-        self._session, self._is_within, self._ended, self.has_worked = session, False, 0, True
+        self._session, self._is_within, self.has_worked = session, False, True
         if why := _why_not(session.tracked):
             self._refuse(why)
             return
+        self._left_to_compare = FIRST
         self._has_buffers = bool(session.tracked.buffers())
         if self._has_buffers:
-            for module in session.tracked.modules.values():
-                module.register_forward_hook(self._after_forward)
+            self._hooks = [each.register_forward_hook(self._after_forward) for each in session.tracked.modules.values()]
         self._note()
         if not self.notes.modules:
             self.notes.modules = sorted(sys.modules)
 
-    def end_step(self) -> None:
+    def end_step(self, session: Session) -> None:
         """Note that a step and the loop's body have ended: the state is whole, until a parameter changes.
 
         Collective: every rank must call it.
         """
-        session = self._session
-        if session is None:
+        if self._left_to_compare:  # also on a rank that has refused by itself: the others wait for it
+            self._left_to_compare -= 1
+            if are_apart(session.tracked.modules, session.world):
+                self._refuse("parameters differ between ranks, so no rank has those of another")
+        if self._session is None:
             return
         before, self._is_within = self._versions, False
         self._note()
-        self._ended += 1
-        if self._ended <= FIRST and are_apart(session.tracked.modules, session.world):
-            self._refuse("parameters differ between ranks, so no rank has those of another")
-        elif not session.tracked.optimizers and before == self._versions:
+        if not session.tracked.optimizers and before == self._versions:
             self._refuse("a step has changed no parameter that torch could see: change them in place, and not by .data")
 
     def begin_body(self) -> None:
@@ -96,12 +94,11 @@ class LiveJob(HandOver):
 
     def _note(self) -> None:
         assert self._session
-        session, self._whole = self._session, 2 * self._session.reached.step
-        tracked = session.tracked
-        self._write(
-            self._whole, {"totals": session.totals.own(), "noted": session.noted, "point": _point(tracked.parameters())}
-        )
-        self._versions, self._plain = _versions(tracked.parameters()), tracked.plain()
+        session, parameters = self._session, self._session.tracked.parameters()
+        self._whole = 2 * session.reached.step
+        self._versions, self._plain = _versions(parameters), session.tracked.plain()
+        own = {"totals": session.totals.own(), "noted": session.noted, "point": _point(parameters)}
+        self._write(self._whole, own)
 
     def _after_forward(self, *_: Any) -> None:
         if self._session and _versions(self._session.tracked.buffers().values()) != self._noted:
@@ -128,6 +125,8 @@ class LiveJob(HandOver):
     def keep(self) -> None:
         """Keep the state of the attempt, one of whose other ranks has died; no communication."""
         session, self._session = self._session, None
+        for hook in self._hooks:
+            hook.remove()
         if session is None:  # not yet at work: what was kept before stays
             return
         running, tracked, records = session.running, session.tracked, session.running.records
@@ -152,28 +151,24 @@ class LiveJob(HandOver):
 
     # In the next attempt.
 
-    def restore(self, source: int, session: Session) -> tuple[int, int]:
-        """Load the state of rank `source`, and this rank's own from its notes; return the step and the samples done.
+    def restore(self, session: Session) -> tuple[int, int]:
+        """Load the state of the furthest rank, and this rank's own from its notes; return the step and the samples done.
 
         Collective: every rank must call it.
 
         Raises:
             RankLost: a rank has not noted what only it knew, or has parameters of its own.
         """
-        world, tracked = session.world, session.tracked
+        world, tracked, source = session.world, session.tracked, self.source
+        assert source is not None
         self.facts = world.broadcast(self.facts, source=source)
         step, samples = self.facts["reached"]
-        found = spread(self.state, world, source)
-        saved = {name: SavedTensor(each.shape, each.dtype) for name, each in found.items() if isinstance(each, Tensor)}
-        targets = tracked.targets(saved)
-        with torch.no_grad():
-            for name, target in targets.items():
-                target.copy_(found[name])
+        found = self.take(world, source, tracked.targets)
         own = self._own(step)
         self._check(world, step, own)
         assert own
         facts, buffers = own
-        tracked.load({**found, **targets, **buffers})
+        tracked.load({**found, **buffers})
         session.totals.put(facts["totals"])
         session.noted = facts["noted"]
         self.newest_step = self.facts["newest_step"]
@@ -221,9 +216,7 @@ class LiveJob(HandOver):
         if (rank := world.lowest(self._is_lost)) is not None:
             text = f"rank {rank} has died before it could report its loss of step {step}: the next train line is without it"
             records.event("note", step=step, text=text)
-        if world.sum([float(self.owes_save)])[0]:
-            self.owes_save = False
-            session.save()
+        self.repeat_save(world, session.save)
 
 
 def _why_not(tracked: Tracked) -> str:
@@ -242,8 +235,8 @@ def _why_not(tracked: Tracked) -> str:
 
 def _point(parameters: Sequence[Tensor]) -> list[float]:
     """Return some elements, which differ between ranks of which each trains by itself."""
-    trained = [each for each in parameters if each.requires_grad and each.numel()]
-    return trained[-1].detach().flatten()[:SAMPLED].double().tolist() if trained else []
+    last = next((each for each in reversed(parameters) if each.requires_grad and each.numel()), torch.empty(0))
+    return last.detach().flatten()[:SAMPLED].double().tolist()
 
 
 def _differ(one: Tensor, other: Tensor | None) -> bool:

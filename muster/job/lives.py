@@ -55,16 +55,17 @@ def _live(job: Job, function: Callable[[Job], object], kept: LiveJob, preemption
     """Take part in one attempt after another, until the run ends; return the exit code."""
     while True:
         attempt = dataclasses.replace(job)
+        entrance = Entrance(attempt, preemption=preemption, kept=kept, seeds_steps=True)
         try:
-            with attempt.entered_by(Entrance(attempt, preemption=preemption, kept=kept, seeds_steps=True)) as entered:
-                function(entered)
+            with attempt.entered_by(entrance):
+                function(attempt)
         except Parted:
             continue
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else bool(end.code)
-        if not attempt.has_parted:
+        if not entrance.has_parted:
             return 0
-        del attempt, entered
+        del attempt, entrance  # and with them what the function has built, before it is built again
 
 
 def _notes_of(options: JobOptions) -> Notes | str:

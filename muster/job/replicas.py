@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class _Sum(nn.Module):
         return torch.stack([(each * 0).sum().double() for each in self._parameters_of_another]).sum()
 
 
-def settle_buckets(wrappers: Iterable[nn.Module], modules: Collection[nn.Module], world: World) -> None:
+def settle_buckets(modules: Collection[nn.Module], world: World) -> None:
     """Have DistributedDataParallel lay out its buckets for good, by a backward pass of zeros. Collective.
 
     It does so after its first backward pass, in the order in which the gradients came. With three or more ranks the place
@@ -45,15 +45,13 @@ def settle_buckets(wrappers: Iterable[nn.Module], modules: Collection[nn.Module]
     does in a run without an interruption. With `static_graph=True` it does: that records its first pass.
 
     Args:
-        wrappers: what is tracked, with all wrappers.
-        modules: the modules inside; one that a wrapper has which is not tracked is found, too.
+        modules: the modules inside of DistributedDataParallel, whether this is tracked or they are.
         world: the ranks.
     """
     if world.size < 3:
         return
-    others = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
-    found = {id(each): each for each in (*wrappers, *others) if isinstance(each, DistributedDataParallel)}
-    for module in (each for inner in modules for each in found.values() if each.module is inner):
+    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    for module in (each for inner in modules for each in found if each.module is inner):
         if module.static_graph or module.find_unused_parameters or not module.require_backward_grad_sync:
             continue
         trained = [each for each in module.module.parameters() if each.requires_grad]

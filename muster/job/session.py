@@ -87,8 +87,8 @@ class Session:
         ):  # of a pass that a death has cut short, if the modules outlive the function that trains them
             for parameter in tracked.parameters():
                 parameter.grad = None
-        if entrance.kept and entrance.source is not None:
-            self.reached = Reached(*entrance.kept.restore(entrance.source, self))
+        if entrance.handed_on:
+            self.reached = Reached(*entrance.handed_on.restore(self))
         elif saved:
             self._refuse("tracked", tracked.names, "track the same names")
             manager.restore(saved, tracked, self.totals)
@@ -146,8 +146,7 @@ class Session:
         self.running = running = self._run(records, facts)
         self.entrance.life.on_end(running.close, failed=running.close)
         known = {name: value for name, value in known.items() if value}
-        kept, lives = self.entrance.kept, self.entrance.source is not None
-        if not lives:
+        if not self.entrance.handed_on:
             record_start(
                 records, self.folder, self.world, step=self.reached.step, total_steps=self.total_steps, **known
             )
@@ -157,11 +156,10 @@ class Session:
                 note_why_not(records, why, key=KEY)
         self.is_open = True
         running.start()
-        if kept and lives:
-            kept.go_on(self)
-        if kept:
-            kept.follow(self)
-        self._seed_step()
+        if self.entrance.handed_on:
+            self.entrance.handed_on.go_on(self)
+        if self.entrance.kept:
+            self.entrance.kept.follow(self)
 
     def _run(self, records: Metrics, facts: dict[str, Any]) -> Running:
         saved = {"tracked": self.tracked.names, "batches": facts, "total_steps": self.total_steps}
@@ -184,9 +182,8 @@ class Session:
         )
 
     def _newest_step(self) -> int | None:
-        kept = self.entrance.kept
-        if kept and self.entrance.source is not None:
-            return kept.newest_step
+        if self.entrance.handed_on:
+            return self.entrance.handed_on.newest_step
         return self.folder.saved.step if self.folder.saved else None
 
     def note(self, values: Mapping[str, Any], *, weight: int) -> None:
@@ -213,7 +210,7 @@ class Session:
         """Save at the interval, after the body of the loop has ended. Collective: every rank must call it."""
         self.owes_save = self.reached.step % self.options.save_every == 0 and not self.is_over
         if self.entrance.kept:
-            self.entrance.kept.end_step()
+            self.entrance.kept.end_step(self)
         if self.owes_save:  # after the last step it is done at the end
             self.save()
             self.owes_save = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,22 +97,19 @@ class Tracked:
         return found | self._of_optimizers() | kept_buffers(buffers, self.world) | self._of_others()
 
     def replica(self) -> dict[str, Any]:
-        """Return this rank's state, without communication; what is only this rank's own is among it."""
-        return self._of_modules() | self._of_optimizers() | self.plain()
+        """Return this rank's state of modules and optimizers, without communication; buffers are its own."""
+        return self._of_modules() | self._of_optimizers()
 
     def plain(self) -> dict[str, Any]:
         """Return copies of the options of all optimizers' groups, and of the state of the objects that are no modules."""
         groups = {
             f"{name}/{GROUPS}": [
-                {**host_copy(group), "params": names} for group, names in self._group_options(optimizer)
+                {key: names if key == "params" else host_copy(value) for key, value in group.items()}
+                for group, names in self._groups(optimizer)
             ]
             for name, optimizer in self.optimizers.items()
         }
         return groups | {name: host_copy(other.state_dict()) for name, other in self.others.items()}
-
-    def _group_options(self, optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], list[str]]]:
-        for group, names in self._groups(optimizer):
-            yield {key: value for key, value in group.items() if key != "params"}, names
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the replicated buffers that the modules save, as they are now: a module may have assigned others."""
@@ -269,15 +266,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while (inner := _inner(module)) is not None:
         module = inner
     return module
-
-
-def wrappers(things: Iterable[Any]) -> Iterator[nn.Module]:
-    """Yield each module of `things` with those inside it that `unwrapped` would reach."""
-    for thing in things:
-        module = thing if isinstance(thing, nn.Module) else None
-        while module is not None:
-            yield module
-            module = _inner(module)
 
 
 def _is_compiled(thing: Any) -> bool:

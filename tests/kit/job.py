@@ -63,6 +63,12 @@ class Result:
         return hashlib.sha256((self.folder / "model.pt").read_bytes()).hexdigest()
 
     @property
+    def numbers(self) -> list[dict[str, Any]]:
+        """The `train` and `eval` lines without the speed."""
+        lines = (line for line in self.metrics if line["kind"] != "event")
+        return [{key: value for key, value in line.items() if key != "samples_per_s"} for line in lines]
+
+    @property
     def said(self) -> list[str]:
         """The lines that the kit printed about an error."""
         return [line for line in self.out.splitlines() if line.startswith("muster: ")]
