@@ -1,7 +1,9 @@
 """`Job.run`: a rank that dies in a loop of a user's own is born again in place, and the weights are the same."""
 
 import shutil
+import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -12,12 +14,14 @@ from muster.dist.world import alone
 from muster.job.tracked import Tracked
 
 
-def trained(folder, ranks, kill="", *, code=0, restarts=3, script="lives", **env):
+def trained(folder, ranks, kill="", *, code=0, restarts=3, script="lives", cold=False, **env):
     folder.mkdir()
     shutil.copy(ROOT / f"tests/kit/loops/{script}.py", folder)
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     line += [f"--max-restarts={restarts}", "-m", script, "run"]
-    done = finish(warm.Popen(line, env=environment(KILL=kill, **env), cwd=folder), folder / "run")
+    log = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    begin = partial(subprocess.Popen, **log) if cold else warm.Popen
+    done = finish(begin(line, env=environment(KILL=kill, **env), cwd=folder), folder / "run")
     assert done.code == code, done.out
     kills = [*filter(None, kill.split(","))]
     assert all((folder / each).exists() for each in kills), f"not all were killed:\n{done.out}"
@@ -52,6 +56,16 @@ def test_a_rank_that_dies_before_its_sum_costs_nothing(tmp_path, undisturbed, wh
     assert len(result.events("survived")) == len(kill.split(",")), result.out
     assert not result.events("restart") and not result.events("resume"), result.out
     assert result.sha256 == whole.sha256 and result.numbers == whole.numbers
+
+
+def test_ranks_that_wait_for_others_than_the_dead_one_go_on_at_once(tmp_path, undisturbed):
+    """Of four ranks in a ring one has no connection to the dead one: its sum fails when the others have closed theirs.
+
+    Here torch's own modules are imported when the group is there already, as for a user.
+    """
+    result = trained(tmp_path / "job", 4, "before-backward@9:0,begin@15:1", cold=True)
+    assert [line["rank"] for line in result.events("survived")] == [0, 1], result.out
+    assert result.sha256 == undisturbed(4).sha256
 
 
 AFTER_ITS_SUM = "after-backward@4:0,after-update@12:1,after-step@16:0,after-evaluation@24:1"

@@ -6,11 +6,13 @@ import contextlib
 import gc
 import json
 import socket
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -288,8 +290,20 @@ def dissolve() -> None:
     """Destroy the process group, if there is one, without the others, and close its connections."""
     with contextlib.suppress(RuntimeError):
         if dist.is_initialized():
+            group = dist.group.WORLD
             dist.destroy_process_group()
+            _forget_default(group)
     gc.collect()  # DistributedDataParallel is in a cycle of references, and holds the group
+
+
+def _forget_default(group: dist.ProcessGroup | None) -> None:
+    """Replace `group` as the default of functions: those of a module that was imported when it existed hold it for ever.
+
+    DistributedDataParallel imports it, with torch._dynamo.
+    """
+    for each in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
+        if isinstance(each, FunctionType) and each.__defaults__:
+            each.__defaults__ = tuple(None if value is group else value for value in each.__defaults__)
 
 
 def alone(device: torch.device) -> World:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +66,8 @@ def _live(job: Job, function: Callable[[Job], object], kept: LiveJob, preemption
             return end.code if isinstance(end.code, int) else bool(end.code)
         if not entrance.has_parted:
             return 0
-        del attempt, entrance  # and with them what the function has built, before it is built again
+        del attempt, entrance
+        gc.collect()  # until the block has ended, the frames of the error held their functions, which may close over the model
 
 
 def _notes_of(options: JobOptions) -> Notes | str:

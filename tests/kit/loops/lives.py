@@ -97,6 +97,13 @@ def main(job):
     at("before-track", 0)
     job.track(model=net if FORM == "inner" else model, optimizer=optimizer, schedule=schedule)
     at("after-track", 0)
+
+    def share(inputs, targets):  # closes over the model: a frame that an error has left holds its function
+        loss = cross_entropy(model(inputs), targets)
+        at("before-backward", job.steps_done)
+        loss.backward()
+        return loss
+
     for inputs, targets in by_itself(job, data) if FORM == "own" else job.batches(data, batch_size=10, epochs=5):
         STEP[0] = job.steps_done
         at("begin", job.steps_done)
@@ -107,9 +114,7 @@ def main(job):
         if FORM != "global":
             optimizer.zero_grad()
         with model.no_sync() if averages_at and job.steps_done >= begins else contextlib.nullcontext():
-            loss = cross_entropy(model(inputs), targets)
-            at("before-backward", job.steps_done)
-            loss.backward()
+            loss = share(inputs, targets)
         at("after-backward", job.steps_done)
         optimizer.step()
         if FORM == "counted":
