@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,6 +130,17 @@ def test_a_run_comes_back_with_its_folder_and_a_rank_that_is_slower_than_the_oth
     assert run.folder == tmp_path / "run" and (run.outcome["outcome"], run.outcome["step"]) == ("done", 6)
     steps = [line for line in Job(run.folder).lines() if line["kind"] == "train"]
     assert len(steps) == 6 and Job(run.folder).world_size() == 2
+
+
+def test_observers_ask_an_agent_over_rpc(tmp_path):
+    """examples/rpc: the agent has learned the way."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/rpc/train.py"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, last = re.search(r"goal: ([\d.]+) in the first round, ([\d.]+) in the last", done.stdout).groups()
+    assert float(last) < 8 < float(first), done.stdout
 
 
 class Script(Job):
