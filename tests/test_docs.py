@@ -100,7 +100,9 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert "<code>examples/own_loop/fsdp2.py</code>" in loop and 'href="examples' not in loop
     assert "sbatch slurm/ddp.sbatch" in (tmp_path / "slurm.html").read_text()
     api = (tmp_path / "api.html").read_text()
-    assert "samples per optimizer step over all ranks (not per rank)" in api and "Path:" not in api, "from the docstrings"
+    assert "samples per optimizer step over all ranks (not per rank)" in api and "Path:" not in api, (
+        "from the docstrings"
+    )
 
 
 WALK = re.compile(r"^\*\*[^\n]*\*\*\n\n\| file \| look for \|\n\|---\|---\|\n((?:\|.*\n)+)", re.M)

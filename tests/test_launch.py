@@ -455,6 +455,7 @@ def test_the_commands_say_what_is_wrong_in_one_line(tmp_path):
         (["check", "--", "--lr", "3"], {}, "-- is followed by --lr 3: give a script"),
         (["check", "lr=3", "--", "none.py"], {}, "lr=3 stands before --"),
         (["node", "max_steps=3"], {"NPROC": "0"}, "NPROC=0 is not valid"),
+        (["node"], {"NPROC": "2", "NUMA_BINDING": "nodes"}, "NUMA_BINDING=nodes is not valid; valid: node, socket"),
     ):
         done = launcher(*arguments, **env)
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1 and not done.stdout, done
@@ -466,6 +467,16 @@ def test_command_prints_what_node_would_run():
     words = shlex.split(done.stdout)
     assert words[3 - len(words) :][-1] == "name=a b" and words[-3:-1] == ["-m", "train"]
     assert done.stdout.endswith(shlex.join(command(spec, ["name=a b"])[1:]) + "\n")
+
+
+def test_processes_are_bound_beside_their_gpus_where_there_are_some(tmp_path):
+    (tmp_path / "my.py").touch()
+    env = {"NPROC": "2", "NUMA_BINDING": "node"}
+    done = launcher("command", "--", str(tmp_path / "my.py"), **env)
+    assert " --numa-binding=node " in done.stdout, done
+    if not any(Path(each).exists() for each in execute.GPUS):
+        done = launcher("node", "--", str(tmp_path / "my.py"), **env)
+        assert done.returncode == 2 and "this host has none: unset it" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_command_needs_no_cluster(tmp_path):

@@ -15,13 +15,15 @@ from typing import Any
 
 from muster import attempts, process
 from muster.dist.place import JOB, NODES
-from muster.errors import Preempted, say
+from muster.errors import ConfigError, Preempted, say
 from muster.launcher.script import Script
 from muster.launcher.spec import MARGIN_S, Spec, command, environment, printed, steady_torchrun, this_torchrun
 from muster.launcher.verdict import Policy, Requeues, Verdict, decide, decide_script
 
 LAST_WORDS_S = MARGIN_S - 2
 POLL_S = 0.2
+GPUS = ("/dev/nvidiactl", "/dev/kfd")
+"""What a host with GPUs of NVIDIA or AMD has."""
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 SCRIPT = "MUSTER_SCRIPT"
 """Variable that tells torchrun.py that the ranks run a user's own script; that file imports nothing of the kit."""
@@ -65,7 +67,7 @@ class AgentEnd:
 
 
 def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folder: Path | None = None) -> AgentEnd:
-    """Start the agent, wait for it, and judge its end by the records in `folder`, if `folder` is known."""
+    """Start the agent, wait for it, and judge its end by the records in `folder`, if `folder` is known. Raises ConfigError."""
     signals = _handled(policy)
     before = attempts.newest(folder, launcher=spec.job_name) if folder else {}
     code = _run_agent(spec, overrides, signals)
@@ -77,7 +79,7 @@ def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folder: Path | 
 
 
 def run_script(spec: Spec, script: Script, *, policy: Policy, requeues: Requeues | None = None) -> AgentEnd:
-    """Start the agent of a user's own script, wait for it, and judge its end by its exit code."""
+    """Start the agent of a user's own script, wait for it, and judge its end by its exit code. Raises ConfigError."""
     signals = _handled(policy)
     code = _run_agent(spec, script.given, signals, {SCRIPT: "1"})
     verdict = decide_script(code, told=bool(signals.came), policy=policy, requeues=requeues)
@@ -94,6 +96,10 @@ def _handled(policy: Policy) -> Signals:
 
 
 def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals, extra: Mapping[str, str] | None = None) -> int:
+    if spec.numa_binding and not any(Path(each).exists() for each in GPUS):
+        raise ConfigError(
+            f"NUMA_BINDING={spec.numa_binding} binds each process beside its GPU, and this host has none: unset it"
+        )
     say(printed(spec, command(spec, overrides, torchrun=this_torchrun())), sys.stdout)
     line = command(spec, overrides, torchrun=steady_torchrun())
     env = {**NO_HANGUP, **os.environ, "PYTHONUNBUFFERED": "1", NODES: spec.nnodes, **environment(spec), **(extra or {})}

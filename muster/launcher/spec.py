@@ -23,6 +23,8 @@ SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Variable with the seconds that workers have for the last checkpoint (torchrun's default: 30)."""
 SCRIPT_RESTARTS = 3
 """How often an agent restarts the ranks of a user's own script, which has no record of its progress to end a crash loop."""
+NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
+"""What torchrun's `--numa-binding` takes."""
 MARGIN_S = 10  # of the grace period, for the agent to end and the launcher to read the outcome
 
 
@@ -103,6 +105,8 @@ class Spec:
     """Seconds between SIGTERM and SIGKILL on this substrate."""
     threads: int
     """OpenMP threads of each process."""
+    numa_binding: str = ""
+    """torchrun's `--numa-binding`: the processors to which a process is bound, by its GPU; empty: any."""
     job: str = ""
     """The job's name, the same on all nodes and when the job is started again; if empty, the rendezvous id is used."""
 
@@ -150,6 +154,7 @@ def command(
         f"--max-restarts={spec.max_restarts}",
         *spec.rendezvous.flags(),
         f"--local-addr={spec.local_addr}",
+        *([f"--numa-binding={spec.numa_binding}"] if spec.numa_binding else ()),
         *(script.words if script else ("-m", module or entry(), *overrides)),
     ]
 

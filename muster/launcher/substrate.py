@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from muster.errors import ConfigError
 from muster.launcher import compose, kubernetes, loopback, slurm, verdict
-from muster.launcher.spec import Spec
+from muster.launcher.spec import NUMA_BINDINGS, Spec
+from muster.launcher.variables import one_of
 from muster.launcher.verdict import Policy
 
 
@@ -23,12 +24,16 @@ class Substrate:
 
     name: str
     marks: tuple[str, ...]
-    spec: Callable[[Mapping[str, str]], Spec]
+    own_spec: Callable[[Mapping[str, str]], Spec]
     policy: Policy
     overrides: Callable[[Mapping[str, str], Sequence[str]], list[str]] = as_given
     """Returns the words of the command line, with those that come by the environment."""
     end_of_script: Callable[[Mapping[str, str]], Path] | None = None
     """Returns the file that a node writes when a user's own script has ended."""
+
+    def spec(self, env: Mapping[str, str]) -> Spec:
+        """Return this node's part of the launch. Raises ConfigError."""
+        return replace(self.own_spec(env), numa_binding=one_of(env, "NUMA_BINDING", NUMA_BINDINGS))
 
 
 THIS_MACHINE = Substrate("this machine", ("NPROC",), loopback.this_machine, verdict.THIS_MACHINE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from muster.errors import ConfigError
 
@@ -20,3 +20,11 @@ def whole(env: Mapping[str, str], name: str, *, default: int | None = None, leas
     if not given.isascii() or not given.isdigit() or int(given) < least:
         raise ConfigError(f"{name}={given} is not valid: use a whole number of at least {least}")
     return int(given)
+
+
+def one_of(env: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
+    """Return the variable, one of `choices`; empty if it is not set. Raises ConfigError."""
+    given = env.get(name, "")
+    if given and given not in choices:
+        raise ConfigError(f"{name}={given} is not valid; valid: {', '.join(choices)}")
+    return given
