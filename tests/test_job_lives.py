@@ -68,6 +68,22 @@ def test_ranks_that_wait_for_others_than_the_dead_one_go_on_at_once(tmp_path, un
     assert result.sha256 == undisturbed(4).sha256
 
 
+@pytest.mark.parametrize("form", ["plain", "constant", ""])
+@pytest.mark.parametrize("ranks, where", [(2, "before-backward@17:1"), (2, "begin@17:0"), (3, "within-backward@17:2")])
+def test_a_rank_that_is_lost_for_good_costs_no_step(tmp_path, form, ranks, where):
+    """With its keeper; one of the ranks that are left saves the last step. Buffers of each rank's own are lost with it."""
+    whole = trained(tmp_path / "whole", ranks, FORM=form)
+    result = trained(tmp_path / "job", ranks, f"{where}:keeper", FORM=form)
+    resumed = result.events("resume")
+    assert [line["step"] for line in resumed] == [17 if form else 10], result.out
+    assert result.sha256 == whole.sha256
+    if form:
+        assert "has saved step 17" in result.out, result.out
+        assert any("the last 30 samples: no train line has it" in line["text"] for line in result.events("note"))
+        there, here = ([line for line in each.numbers if line["step"] != 21] for each in (whole, result))
+        assert there == here, "but for the line of steps 15 to 21"
+
+
 AFTER_ITS_SUM = "after-backward@4:0,after-update@12:1,after-step@16:0,after-evaluation@24:1"
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 from muster.errors import say
 from muster.job.folder import RunFolder
 from muster.job.records import record_start
-from muster.loggers.jsonl import NAME, tail
-from muster.loggers.metrics import is_same
+from muster.job.rescue import make_up
 from muster.train.course import steps_asked_for
 from muster.train.evaluation import never_evaluated
 from muster.train.loop import Run
@@ -43,26 +39,11 @@ def announce(run: Run, folder: RunFolder, *, kinds: list[str]) -> None:
     record_start(run.records, folder, world, step=run.step, **known)
     if folder.saved is None:
         return
-    if folder.saved.storage.root == run.running.checkpoints.storage.root:  # else it is another run's, to start from
-        make_up(run, folder.path, folder.saved.manifest)
+    make_up(run.running, folder)
     then, now = folder.saved.manifest.get("config", {}).get("micro_batch_size"), run.config.micro_batch_size
     if then != now and world.is_first:
         say(
             f"muster: micro_batch_size={now} was {then}: batch norm and dropout see different micro-batches from here on"
-        )
-
-
-def make_up(run: Run, folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the last lines before a save that one rank has made alone (last_step.py): the rank that writes them may have been lost."""
-    if recent := manifest.get("recent"):
-        _, known = tail(folder / NAME, until=partial(is_same, recent[0]))
-        run.records.make_up(recent, known=known)
-    if samples := manifest.get("unlogged"):
-        run.records.event(
-            "note",
-            step=run.step,
-            text=f"a rank was lost after step {run.step}, with its part of the loss of the last {samples} samples: no train "
-            "line has it",
         )
 
 

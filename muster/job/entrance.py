@@ -22,6 +22,7 @@ from muster.job.folder import RunFolder
 from muster.job.lifecycle import Lifecycle, State, without_sigchld
 from muster.job.live_job import LiveJob
 from muster.job.options import JobOptions, check_options, group_options_of, run_options_of
+from muster.job.survival import is_of_peer
 from muster.process import STOP_SIGNALS, ignore
 
 _entered: list[Entrance] = []
@@ -127,6 +128,8 @@ class Entrance:
             with without_sigchld():
                 if self.life.survives(error):
                     self.kept.keep()
+                elif is_of_peer(error):
+                    self.kept.save_last_step(self.folder)
         self.life.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
         if self._heartbeat:
             self._heartbeat.disarm()

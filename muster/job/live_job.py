@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +18,19 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
+from muster.batches.fingerprint import hash_of, look
 from muster.batches.generators import key_of, seed_generators
 from muster.checkpoint.state import host_copy
 from muster.dist.pieces import in_pieces
 from muster.dist.world import World
-from muster.errors import RankLost, one_line
+from muster.errors import RankLost, StorageError, one_line
+from muster.faults.heartbeat import RESCUE
+from muster.job.folder import RunFolder
 from muster.job.hand_over import RECENT, HandOver
 from muster.job.replicas import are_apart
+from muster.job.rescue import rescue
 from muster.job.survival import Survival, note_why_not
+from muster.job.totals import NAME as TOTALS
 from muster.job.tracked import GRADIENTS, Tracked
 
 if TYPE_CHECKING:
@@ -49,6 +55,7 @@ class LiveJob(HandOver):
         self.has_worked = False
         """True if this process has begun to make steps: what it has outside of the tracked objects may remember them."""
         self._whole = self._left_to_compare = 0
+        self._first: list[tuple[int, int]] = []
         self._hooks: list[RemovableHandle] = []
         self._plain: dict[str, Any] = {}
         self._versions: list[tuple[int, int]] = []
@@ -64,8 +71,11 @@ class LiveJob(HandOver):
         if why := _why_not(session.tracked):
             self._refuse(why)
             return
-        self._left_to_compare = FIRST
-        self._has_buffers = bool(session.tracked.buffers())
+        self._left_to_compare, self._first = FIRST, []
+        buffers = session.tracked.buffers()
+        self._has_buffers = bool(buffers)
+        if len(set(session.world.gather(hash_of(look([*buffers.values()]))))) == 1:
+            self._first = _versions(buffers.values())
         if self._has_buffers:
             self._hooks = [each.register_forward_hook(self._after_forward) for each in session.tracked.modules.values()]
         self._note()
@@ -131,8 +141,7 @@ class LiveJob(HandOver):
             return
         running, tracked, records = session.running, session.tracked, session.running.records
         self.owes_save = running.checkpoints.give_up() or session.owes_save
-        is_changed = self._versions != _versions(tracked.parameters())
-        if is_changed or self._is_within or tracked.between.is_within() or tracked.between.gradients():
+        if not self._is_whole(session):
             return
         step = session.reached.step
         self.mark = [step]
@@ -148,6 +157,37 @@ class LiveJob(HandOver):
                 noted[0]["point"] if noted else None for noted in map(self.notes.read, (2 * step, 2 * step - 2))
             ],
         }
+
+    def _is_whole(self, session: Session) -> bool:
+        """Return True if the state is that of the end of a step."""
+        between, is_changed = session.tracked.between, self._versions != _versions(session.tracked.parameters())
+        return not (is_changed or self._is_within or between.is_within() or between.gradients())
+
+    # When another rank is lost for good.
+
+    def save_last_step(self, folder: RunFolder) -> None:
+        """Save the last step, or wait for another rank that does. Every rank that is left must call it.
+
+        A rank can if its state is that of the end of the step, and its buffers are those of all ranks: they have not
+        changed in this attempt. The loss since the last `train` record is lost.
+        """
+        if (session := self._session) is None:
+            return
+        has_common_buffers = self._first == _versions(session.tracked.buffers().values())
+        can = has_common_buffers and self._is_whole(session) and folder.may_commit()
+        session.running.enter(RESCUE)
+        step = session.reached.step
+        rescue(session.world, folder, step=step, save=partial(self._save_alone, session) if can else None)
+
+    def _save_alone(self, session: Session) -> None:
+        running, tracked = session.running, session.tracked
+        if not all(bool(each.isfinite().all()) for each in tracked.parameters()):
+            raise StorageError(f"weights are not finite at step {running.step}")
+        lines = [record for record in running.records.recent if record["kind"] in ("train", "eval")][-2:]
+        unlogged = session.reached.samples - running.records.since_last()[0]
+        state = {**host_copy(tracked.replica()), **self._plain, GRADIENTS: {}, TOTALS: {}}
+        position = {"step": running.step, **session.position(), "recent": lines, "unlogged": unlogged}
+        running.checkpoints.save_alone(state=state, position=position)
 
     # In the next attempt.
 

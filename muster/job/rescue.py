@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from muster import attempts
@@ -19,6 +20,9 @@ from muster.errors import MusterError, say
 from muster.files import DRAFT
 from muster.job.folder import RunFolder
 from muster.job.lease import newest_claim
+from muster.job.running import Running
+from muster.loggers.jsonl import NAME, tail
+from muster.loggers.metrics import is_same
 
 SAVED_S = 25.0
 """The longest wait for another rank's save: torchrun ends a node's other ranks 30 s after one has ended."""
@@ -54,6 +58,26 @@ def rescue(world: World, folder: RunFolder, *, step: int, save: Callable[[], Non
         if not save and time.monotonic() - began > NOTICED_S and not marker.exists():
             return
         time.sleep(pause_s)
+
+
+def make_up(running: Running, folder: RunFolder) -> None:
+    """Write the last lines before a save that one rank has made alone: the rank that writes them may have been lost.
+
+    The manifest of the save has them as `recent`, and as `unlogged` the samples whose loss no line will have.
+    """
+    saved = folder.saved
+    if saved is None or saved.storage.root != running.checkpoints.storage.root:  # another run's, to start from
+        return
+    if recent := saved.manifest.get("recent"):
+        _, known = tail(folder.path / NAME, until=partial(is_same, recent[0]))
+        running.records.make_up(recent, known=known)
+    if samples := saved.manifest.get("unlogged"):
+        running.records.event(
+            "note",
+            step=running.step,
+            text=f"a rank was lost after step {running.step}, with its part of the loss of the last {samples} samples: no "
+            "train line has it",
+        )
 
 
 def _save(world: World, folder: RunFolder, *, step: int, save: Callable[[], None]) -> None:

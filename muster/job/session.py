@@ -24,6 +24,7 @@ from muster.job.live_job import KEY, seed_step
 from muster.job.options import JobOptions, as_yaml, run_options_of
 from muster.job.records import loggers_of, open_records, record_start, report
 from muster.job.replicas import TOLERANCE, check_replicas
+from muster.job.rescue import make_up
 from muster.job.running import Running, open_checkpoints
 from muster.job.survival import note_why_not
 from muster.job.totals import Totals
@@ -152,6 +153,7 @@ class Session:
             )
             if str(facts.get("fingerprint")).endswith(DRAWN):
                 records.event("note", text=OWN_DRAWS)
+            make_up(running, self.folder)
             if why := self.entrance.why_no_survival:
                 note_why_not(records, why, key=KEY)
         self.is_open = True
@@ -240,8 +242,11 @@ class Session:
         if not self.tracked.is_finite():
             raise self._diverged("a weight is")
         check_replicas(self.tracked.modules, self.world, tolerance=TOLERANCE, remedy=TRAIN_ALIKE)
-        position = {"epoch": self.epoch, "samples": self.reached.samples}
-        self.running.save(lambda: {**self.tracked.state(), **self.totals.state()}, position)
+        self.running.save(lambda: {**self.tracked.state(), **self.totals.state()}, self.position())
+
+    def position(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint's manifest about the progress."""
+        return {"epoch": self.epoch, "samples": self.reached.samples}
 
     def stop(self) -> NoReturn:
         """Save the step at which all ranks have stopped. Collective: every rank must call it. Raises AgreedStop."""

@@ -1,4 +1,7 @@
-"""A loop that `Job.run` calls: `python lives.py FOLDER`; KILL=POINT@STEP:RANK,... kills ranks where they are, once each."""
+"""A loop that `Job.run` calls: `python lives.py FOLDER`; KILL=POINT@STEP:RANK,... kills ranks where they are, once each.
+
+POINT@STEP:RANK:keeper kills the rank's keeper, too.
+"""
 
 import contextlib
 import os
@@ -18,13 +21,15 @@ RANK = int(os.environ.get("RANK", "0"))
 EVERY = int(os.environ.get("EVERY", "7"))
 FORM = os.environ.get("FORM", "")
 """early: the schedule steps before the sum; global: the model is built before `run`; own: the loop iterates by itself;
-inner: the module within DDP is tracked; counted: a buffer counts after the update."""
+inner: the module within DDP is tracked; counted: a buffer counts after the update; plain: there are no buffers;
+constant: the only buffer never changes."""
 
 
 def at(point, step):
     for place in filter(None, os.environ.get("KILL", "").split(",")):
-        if place == f"{point}@{step}:{RANK}" and not Path(place).exists():
+        if place.removesuffix(":keeper") == f"{point}@{step}:{RANK}" and not Path(place).exists():
             Path(place).touch()
+            os.kill(os.getppid() if place.endswith(":keeper") else os.getpid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -42,9 +47,13 @@ class Numbered(torch.utils.data.Dataset):
 class Net(nn.Module):
     def __init__(self, job):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+        norm = nn.LayerNorm(16) if FORM in ("plain", "constant") else nn.BatchNorm1d(16)
+        self.net = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+        if FORM == "constant":
+            self.register_buffer("scale", torch.full((), 0.5))
+        elif FORM != "plain":
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self.job = job
         self.net[0].weight.register_hook(lambda _: self.at("within-backward"))
 
@@ -54,7 +63,8 @@ class Net(nn.Module):
 
     def forward(self, x):
         self.at("forward")
-        self.seen = self.seen + len(x)  # assigned, not changed in place
+        if FORM not in ("plain", "constant"):
+            self.seen = self.seen + len(x)  # assigned, not changed in place
         found = self.net(x)
         self.at("after-forward")
         return found
