@@ -16,7 +16,8 @@ from muster.job.tracked import Tracked
 
 def trained(folder, ranks, kill="", *, code=0, restarts=3, script="lives", cold=False, **env):
     folder.mkdir()
-    shutil.copy(ROOT / f"tests/kit/loops/{script}.py", folder)
+    for each in {script, "lives"}:
+        shutil.copy(ROOT / f"tests/kit/loops/{each}.py", folder)
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     line += [f"--max-restarts={restarts}", "-m", script, "run"]
     log = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -142,6 +143,48 @@ def test_loops_as_people_write_them(tmp_path, form):
     result = trained(tmp_path / "job", ranks, kill, FORM=form)
     assert len(result.events("survived")) == in_place, result.out
     assert result.sha256 == whole.sha256 and result.numbers == whole.numbers
+
+
+ODD = {  # kills, how many of the deaths are survived in place
+    "zeroed": ("begin@11:1,within-backward@14:0", 2),
+    "by-hand": ("within-step-1@8:1,begin@15:0", 1),
+    "decay": ("forward@12:1,begin@18:0", 0),
+    "groups": ("begin@5:1,forward@12:0,within-backward@19:1", 3),
+    "extra": ("begin@13:1", 0),
+}
+
+
+@pytest.mark.parametrize("form", ODD)
+def test_a_state_that_is_easily_forgotten_is_handed_on_or_all_go_back(tmp_path, form):
+    """Gradients of zero, an update by .data that is half done, groups that a loop has added, an extra state of a module."""
+    kill, in_place = ODD[form]
+    whole = trained(tmp_path / "whole", 2, FORM=form, script="odd")
+    result = trained(tmp_path / "job", 2, kill, FORM=form, script="odd")
+    assert len(result.events("survived")) == in_place, result.out
+    assert result.sha256 == whole.sha256 and result.numbers == whole.numbers
+
+
+def test_a_death_that_was_not_survived_in_place_is_told_as_what_it_was(tmp_path):
+    result = trained(tmp_path / "job", 2, "within-step-1@12:0,begin@18:1", FORM="by-hand", script="odd", restarts=0)
+    told = [
+        (line["event"], line["step"], line.get("rank"))
+        for line in result.lines("event")
+        if line["event"] in ("restart", "survived")
+    ]
+    assert told == [("restart", 10, None), ("survived", 18, 1)], result.out
+    assert "rank 0 on " in result.events("restart")[0]["cause"] and "SIGKILL" in result.events("restart")[0]["cause"]
+
+
+def test_a_communication_hook_with_a_state_of_each_rank_is_not_survived(tmp_path):
+    result = trained(tmp_path / "job", 2, "begin@13:1", FORM="hook", script="odd")
+    assert any("powerSGD_hook has a state of each rank" in line["text"] for line in result.events("note")), result.out
+    assert not result.events("survived") and result.events("restart")
+
+
+def test_optimizers_with_a_state_of_each_rank_are_refused_at_the_first_save(tmp_path):
+    """A checkpoint would have the momenta of some ranks, and a resume others than the run."""
+    result = trained(tmp_path / "job", 2, FORM="momenta", script="odd", code=1)
+    assert any("keep it alike on all ranks" in line and "momentum" in line for line in result.said), result.out
 
 
 def test_a_model_that_outlives_the_function_does_not_begin_anew_with_what_it_has_learned(tmp_path):

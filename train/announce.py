@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from muster.errors import say
 from muster.job.folder import RunFolder
@@ -13,10 +14,10 @@ from muster.train.evaluation import never_evaluated
 from muster.train.loop import Run
 
 
-def announce(run: Run, folder: RunFolder, *, kinds: list[str]) -> None:
+def announce(run: Run, folder: RunFolder, *, kinds: list[str], deaths: Sequence[Mapping[str, Any]]) -> None:
     """Write to metrics.jsonl how this attempt begins, and print the limits of what it guarantees.
 
-    kinds: processor kinds of the ranks (see `numerics.kind_of`); empty without `virtual_world_size`.
+    kinds: processor kinds of the ranks (see `numerics.kind_of`); empty without `virtual_world_size`. deaths: see `record_start`.
     """
     world = run.world
     if run.strategy.caveat and world.is_first:
@@ -36,7 +37,7 @@ def announce(run: Run, folder: RunFolder, *, kinds: list[str]) -> None:
     for text in mixed_kinds(kinds, folder.saved.manifest.get("computes_on") if folder.saved else None):
         run.records.event("note", text=text)
     known = {"total_steps": run.total_steps, "samples_per_epoch": len(run.course.data.train)}
-    record_start(run.records, folder, world, step=run.step, **known)
+    record_start(run.records, folder, world, step=run.step, deaths=deaths, **known)
     if folder.saved is None:
         return
     make_up(run.running, folder)

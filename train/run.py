@@ -205,7 +205,7 @@ def open_run(
         if live and source is not None:
             live.go_on(run, folder.path)
         else:
-            announce(run, folder, kinds=kinds)
+            announce(run, folder, kinds=kinds, deaths=live.deaths(world) if live and world.again else ())
         if live:
             live.follow(run)
         if not gc.isenabled():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,19 +24,28 @@ class Between:
 
     def __init__(self, optimizers: Mapping[str, Optimizer], names: Mapping[Tensor, str]):
         self._optimizers, self._names = optimizers, names
-        self._stepped = set[str]()
+        self._stepped, self._begun = set[str](), set[str]()
         self._idle = set[str]()  # a fresh or restored optimizer has no gradients
         for name, optimizer in optimizers.items():
             if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of other libraries have none
-                optimizer.register_step_post_hook(lambda *_, name=name: self._stepped.add(name))
+                optimizer.register_step_pre_hook(partial(self._begin, name))
+                optimizer.register_step_post_hook(partial(self._end, name))
 
     def count(self) -> None:
         """Count a step of the job."""
         self._idle, self._stepped = self._optimizers.keys() - self._stepped, set()
 
+    def _begin(self, name: str, _: object, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        if not (any(given) or any(named.values())):  # a closure makes the pass of the step, before any change
+            self._begun.add(name)
+
+    def _end(self, name: str, *_: object) -> None:
+        self._begun.discard(name)
+        self._stepped.add(name)
+
     def is_within(self) -> bool:
-        """Return True after an optimizer's step that the job has not counted."""
-        return bool(self._stepped)
+        """Return True in an optimizer's step, which may have collectives of its own, or after one that the job has not counted."""
+        return bool(self._stepped or self._begun)
 
     def refuse(self, what: str) -> None:
         """Raise ConfigError after an optimizer's step that the job has not counted: weights and position do not fit."""
@@ -52,11 +63,22 @@ class Between:
             if parameter.grad is not None
         }
 
-    def restore(self, gradients: Mapping[str, Tensor]) -> None:
-        """Restore the value of `gradients`."""
+    def zeroed(self) -> list[str]:
+        """Return the parameters whose gradients are there, and of no more use.
+
+        An optimizer skips a parameter without a gradient, but not one whose gradient a loop has set to zero.
+        """
+        pending = self.gradients()
+        trained = (each for one in self._optimizers.values() for group in one.param_groups for each in group["params"])
+        return sorted({self._names[each] for each in trained if each.grad is not None} - pending.keys())
+
+    def restore(self, gradients: Mapping[str, Tensor], zeroed: Collection[str] = ()) -> None:
+        """Restore the values of `gradients` and `zeroed`."""
         for parameter, name in self._names.items():
             if name in gradients:
                 parameter.grad = _like(parameter, gradients[name])
+            elif name in zeroed:
+                parameter.grad = torch.zeros_like(parameter)
         self._idle = {
             name
             for name, optimizer in self._optimizers.items()

@@ -117,19 +117,30 @@ class HandOver:
 
     def record(self, world: World, records: Metrics, step: int) -> None:
         """Write which ranks have died, and how often ranks of the same host have. Collective: every rank must call it."""
+        for facts in self.deaths(world):
+            records.event("survived", step=step, **facts)
+
+    def deaths(self, world: World) -> list[dict[str, Any]]:
+        """Return the deaths that are not told yet, and tell them no more. Collective: every rank must call it."""
         life, died = self.survival.life, None
         if life.died_of and not self.survival.told:
             died = [life.died_of, time.monotonic() - life.died_at]
         self.survival.told = True
         lives = world.gather([socket.gethostname(), life.number, died])
-        deaths = Counter[str]()
+        on_host = Counter[str]()
         for host, number, _ in lives:
-            deaths[host] += number
-        for rank, (host, _, died) in enumerate(lives):
-            if died:
-                cause, seconds = died
-                facts = {"rank": rank, "host": host, "cause": cause, "seconds": round(seconds, 3)}
-                records.event("survived", step=step, **facts, deaths_on_host=deaths[host])
+            on_host[host] += number
+        return [
+            {
+                "rank": rank,
+                "host": host,
+                "cause": died[0],
+                "seconds": round(died[1], 3),
+                "deaths_on_host": on_host[host],
+            }
+            for rank, (host, _, died) in enumerate(lives)
+            if died
+        ]
 
 
 def spread(state: Mapping[str, Any], world: World, source: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
@@ -27,11 +28,11 @@ from muster.errors import RankLost, StorageError, one_line
 from muster.faults.heartbeat import RESCUE
 from muster.job.folder import RunFolder
 from muster.job.hand_over import RECENT, HandOver
-from muster.job.replicas import are_apart
+from muster.job.replicas import first_apart, wrappers
 from muster.job.rescue import rescue
 from muster.job.survival import Survival, note_why_not
 from muster.job.totals import NAME as TOTALS
-from muster.job.tracked import GRADIENTS, Tracked
+from muster.job.tracked import GRADIENTS, ZEROED, Tracked
 
 if TYPE_CHECKING:
     from muster.job.session import Session
@@ -41,8 +42,8 @@ NOTES = 4
 """The last notes that are needed: at the end of a step, in the middle of it, at its beginning, and one that is being written."""
 FIRST = 2
 """The steps after which parameters are compared in any case: a loop that averages them does not do so after each step."""
-SAMPLED = 8
-"""Number of elements that are compared between ranks."""
+SAMPLED = 3
+"""Number of elements of each of three parameters that are compared, between ranks and with the end of the step."""
 
 
 class LiveJob(HandOver):
@@ -56,6 +57,7 @@ class LiveJob(HandOver):
         """True if this process has begun to make steps: what it has outside of the tracked objects may remember them."""
         self._whole = self._left_to_compare = 0
         self._first: list[tuple[int, int]] = []
+        self._point: list[float] = []
         self._hooks: list[RemovableHandle] = []
         self._plain: dict[str, Any] = {}
         self._versions: list[tuple[int, int]] = []
@@ -89,8 +91,12 @@ class LiveJob(HandOver):
         """
         if self._left_to_compare:  # also on a rank that has refused by itself: the others wait for it
             self._left_to_compare -= 1
-            if are_apart(session.tracked.modules, session.world):
-                self._refuse("parameters differ between ranks, so no rank has those of another")
+            for what, named in (
+                ("parameters", session.tracked.named),
+                ("optimizers' states", session.tracked.of_optimizers()),
+            ):
+                if session.world.lowest(bool(first_apart(named, session.world))) is not None:
+                    self._refuse(f"{what} differ between ranks, so no rank has those of another")
         if self._session is None:
             return
         before, self._is_within = self._versions, False
@@ -106,8 +112,8 @@ class LiveJob(HandOver):
         assert self._session
         session, parameters = self._session, self._session.tracked.parameters()
         self._whole = 2 * session.reached.step
-        self._versions, self._plain = _versions(parameters), session.tracked.plain()
-        own = {"totals": session.totals.own(), "noted": session.noted, "point": _point(parameters)}
+        self._versions, self._plain, self._point = _versions(parameters), session.tracked.plain(), _point(parameters)
+        own = {"totals": session.totals.own(), "noted": session.noted, "point": self._point}
         self._write(self._whole, own)
 
     def _after_forward(self, *_: Any) -> None:
@@ -146,7 +152,7 @@ class LiveJob(HandOver):
         step = session.reached.step
         self.mark = [step]
         # Copies: modules may outlive the function, and be built upon again. A body may have changed rates before its sum.
-        self.state = {**host_copy(tracked.replica()), **self._plain, GRADIENTS: {}}
+        self.state = {**host_copy(tracked.replica()), **self._plain, GRADIENTS: {}, ZEROED: tracked.between.zeroed()}
         self.facts = {
             "reached": [session.reached.step, session.reached.samples],
             "recent": [*records.recent][-RECENT:],
@@ -160,7 +166,8 @@ class LiveJob(HandOver):
 
     def _is_whole(self, session: Session) -> bool:
         """Return True if the state is that of the end of a step."""
-        between, is_changed = session.tracked.between, self._versions != _versions(session.tracked.parameters())
+        between, parameters = session.tracked.between, session.tracked.parameters()
+        is_changed = self._versions != _versions(parameters) or self._point != _point(parameters)
         return not (is_changed or self._is_within or between.is_within() or between.gradients())
 
     # When another rank is lost for good.
@@ -185,7 +192,8 @@ class LiveJob(HandOver):
             raise StorageError(f"weights are not finite at step {running.step}")
         lines = [record for record in running.records.recent if record["kind"] in ("train", "eval")][-2:]
         unlogged = session.reached.samples - running.records.since_last()[0]
-        state = {**host_copy(tracked.replica()), **self._plain, GRADIENTS: {}, TOTALS: {}}
+        plain = {**self._plain, GRADIENTS: {}, ZEROED: tracked.between.zeroed(), TOTALS: {}}
+        state = {**host_copy(tracked.replica()), **plain}
         position = {"step": running.step, **session.position(), "recent": lines, "unlogged": unlogged}
         running.checkpoints.save_alone(state=state, position=position)
 
@@ -270,13 +278,20 @@ def _why_not(tracked: Tracked) -> str:
             return f"{name} is a {type(optimizer).__name__}, whose steps cannot be followed"
     if name := next((name for name, each in tracked.tensors().items() if in_pieces(each)), ""):
         return f"{name} is in pieces, of which each rank holds its own"
+    if tracked.extra:
+        return f"each rank has its own extra state of a module: {tracked.extra}"
+    for module in wrappers(tracked.modules.values()):
+        for hook, state in getattr(module, "_comm_hooks", ()):
+            if state is not None and not isinstance(state, dist.ProcessGroup):
+                return f"the communication hook {hook.__name__} has a state of each rank"
     return "a module is compiled" if tracked.are_compiled else ""
 
 
 def _point(parameters: Sequence[Tensor]) -> list[float]:
-    """Return some elements, which differ between ranks of which each trains by itself."""
-    last = next((each for each in reversed(parameters) if each.requires_grad and each.numel()), torch.empty(0))
-    return last.detach().flatten()[:SAMPLED].double().tolist()
+    """Return some elements, which differ between ranks of which each trains by itself, and after any change."""
+    trained = [each for each in parameters if each.requires_grad and each.numel()]
+    some = [trained[at].detach().flatten()[:SAMPLED] for at in {0, len(trained) // 2, len(trained) - 1} if trained]
+    return torch.cat(some).tolist() if some else []
 
 
 def _differ(one: Tensor, other: Tensor | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,14 +100,30 @@ def report(path: Path) -> None:
         say(f"muster: no report.html: {one_line(error)[:300]}; `python -m train.report {path}` writes it again")
 
 
-def record_start(records: Metrics, folder: RunFolder, world: World, *, step: int, **facts: Any) -> None:
-    """Write to metrics.jsonl how this attempt begins."""
+def record_start(
+    records: Metrics,
+    folder: RunFolder,
+    world: World,
+    *,
+    step: int,
+    deaths: Sequence[Mapping[str, Any]] = (),
+    **facts: Any,
+) -> None:
+    """Write to metrics.jsonl how this attempt begins.
+
+    deaths: of the ranks that are born again, if all ranks have gone back to a checkpoint, in their processes.
+    """
     before, meant = folder.before, asked_for(world.place.local_world_size)
     if meant and world.size < meant:
         records.event(
             "note", text=f"trains with {world.size} of the {meant} requested ranks: the others have not joined"
         )
-    if before.outcome not in ("none", attempts.DONE, attempts.PREEMPTED):
+    if deaths:
+        who = ", ".join(f"rank {each['rank']} on {each['host']} ({each['cause']})" for each in deaths)
+        records.event(
+            "restart", step=step, after="killed", cause=f"{who} died, and all ranks went back in their processes"
+        )
+    elif before.outcome not in ("none", attempts.DONE, attempts.PREEMPTED):
         records.event("restart", step=step, after=before.outcome, cause=before.error)
     known = {"step": step, "world_size": world.size, "device": str(world.device.type), "attempt": world.attempt}
     if folder.saved is None:

@@ -37,6 +37,12 @@ class _Sum(nn.Module):
         return torch.stack([(each * 0).sum().double() for each in self._parameters_of_another]).sum()
 
 
+def wrappers(modules: Collection[nn.Module]) -> list[DistributedDataParallel]:
+    """Return what has wrapped `modules` in DistributedDataParallel."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return [each for inner in modules for each in found if each.module is inner]
+
+
 def settle_buckets(modules: Collection[nn.Module], world: World) -> None:
     """Have DistributedDataParallel lay out its buckets for good, by a backward pass of zeros. Collective.
 
@@ -50,8 +56,7 @@ def settle_buckets(modules: Collection[nn.Module], world: World) -> None:
     """
     if world.size < 3:
         return
-    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-    for module in (each for inner in modules for each in found if each.module is inner):
+    for module in wrappers(modules):
         if module.static_graph or module.find_unused_parameters or not module.require_backward_grad_sync:
             continue
         trained = [each for each in module.module.parameters() if each.requires_grad]
@@ -87,36 +92,32 @@ def kept_buffers(buffers: Mapping[str, Tensor], world: World) -> dict[str, Tenso
     return {f"{own_prefix(world.rank)}{name}": buffer for name, buffer in buffers.items()}
 
 
-def check_replicas(modules: Mapping[str, nn.Module], world: World, *, tolerance: float, remedy: str) -> None:
-    """Compare some elements of each replicated parameter with rank 0's. Collective: every rank must call it.
+def check_replicas(named: Mapping[str, Tensor], world: World, *, tolerance: float, what: str, remedy: str) -> None:
+    """Compare some elements of each replicated tensor with rank 0's. Collective: every rank must call it.
 
     Raises:
-        ConfigError: a parameter differs by more than `tolerance` times its largest element.
+        ConfigError: a tensor differs by more than `tolerance` times its largest element.
     """
-    apart = _first_apart(modules, world, tolerance=tolerance)
-    world.together(ConfigError(f"the parameter {apart} differs from rank 0's: {remedy}") if apart else None)
+    apart = first_apart(named, world, tolerance=tolerance)
+    world.together(ConfigError(f"{what} {apart} differs from rank 0's: {remedy}") if apart else None)
 
 
-def are_apart(modules: Mapping[str, nn.Module], world: World) -> bool:
-    """Return whether some rank's replicated parameters differ from rank 0's. Collective: every rank must call it."""
-    return world.lowest(bool(_first_apart(modules, world, tolerance=0.0))) is not None
-
-
-def _first_apart(modules: Mapping[str, nn.Module], world: World, *, tolerance: float) -> str:
-    """Return the first parameter that differs from rank 0's; empty if none does. Collective."""
+def first_apart(named: Mapping[str, Tensor], world: World, *, tolerance: float = 0.0) -> str:
+    """Return the first of the replicated tensors that differs from rank 0's; empty if none does. Collective."""
     if world.size == 1:
         return ""
-    own = dict(_samples(modules))
-    first = world.broadcast([*own.values()])
-    return next((name for name, theirs in zip(own, first, strict=True) if _is_apart(own[name], theirs, tolerance)), "")
+    own = dict(_samples(named))
+    first: dict[str, list[float]] = world.broadcast(own)
+    if lone := sorted(own.keys() ^ first.keys()):
+        return lone[0]
+    return next((name for name, theirs in first.items() if _is_apart(own[name], theirs, tolerance)), "")
 
 
-def _samples(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, list[float]]]:
-    for name, module in modules.items():
-        for inner, parameter in module.named_parameters():
-            if not in_pieces(parameter) and parameter.is_floating_point():
-                flat = parameter.detach().flatten()
-                yield f"{name}/{inner}", flat[:: max(1, flat.numel() // LOOKED_AT)][:LOOKED_AT].double().tolist()
+def _samples(named: Mapping[str, Tensor]) -> Iterator[tuple[str, list[float]]]:
+    for name, tensor in named.items():
+        if not in_pieces(tensor) and tensor.is_floating_point():
+            flat = tensor.detach().flatten()
+            yield name, flat[:: max(1, flat.numel() // LOOKED_AT)][:LOOKED_AT].double().tolist()
 
 
 def _is_apart(own: list[float], first: list[float], tolerance: float) -> bool:

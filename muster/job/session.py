@@ -41,6 +41,7 @@ OWN_DRAWS = (
     "the data set draws from a generator of its own: a resume draws other numbers, as does each rank; draw from the "
     "global generators of torch, NumPy or Python, which are seeded for each sample"
 )
+STEP_ALIKE = "a checkpoint has the state of one rank: keep it alike on all ranks, or shard the model by fully_shard, and its optimizer with it"
 TRAIN_ALIKE = "wrap the model in DistributedDataParallel, or average gradients over the ranks before optimizer.step()"
 
 
@@ -77,7 +78,7 @@ class Session:
         self.world, self.folder = entrance.world, entrance.folder
         self.totals, self.clock, self.noted = Totals(self.world), Clock(), dict[str, float]()
         self.feed: Feed | None = None
-        self.is_open = False
+        self.is_open = self._has_compared = False
         saved = self.folder.saved
         self.reached = Reached(saved.step, int(saved.manifest.get("samples", 0))) if saved else Reached()
         seed_generators(key_of(options.seed, self.world.rank, self.reached.step), on_device=True)
@@ -94,7 +95,7 @@ class Session:
             self._refuse("tracked", tracked.names, "track the same names")
             manager.restore(saved, tracked, self.totals)
         else:
-            check_replicas(tracked.modules, self.world, tolerance=0.0, remedy=BUILD_ALIKE)
+            check_replicas(tracked.named, self.world, tolerance=0.0, what="the parameter", remedy=BUILD_ALIKE)
         self._seed_step()
         self._generators = state_of_generators()
         writes = partial(report, self.folder.path) if self.world.is_first else None
@@ -148,9 +149,10 @@ class Session:
         self.entrance.life.on_end(running.close, failed=running.close)
         known = {name: value for name, value in known.items() if value}
         if not self.entrance.handed_on:
-            record_start(
-                records, self.folder, self.world, step=self.reached.step, total_steps=self.total_steps, **known
-            )
+            kept = self.entrance.kept
+            deaths = kept.deaths(self.world) if kept and self.world.again else ()
+            known = {"step": self.reached.step, "total_steps": self.total_steps, "deaths": deaths, **known}
+            record_start(records, self.folder, self.world, **known)
             if str(facts.get("fingerprint")).endswith(DRAWN):
                 records.event("note", text=OWN_DRAWS)
             make_up(running, self.folder)
@@ -241,7 +243,10 @@ class Session:
         """Start to write a checkpoint of this step. Collective: every rank must call it. Raises Diverged, StorageError."""
         if not self.tracked.is_finite():
             raise self._diverged("a weight is")
-        check_replicas(self.tracked.modules, self.world, tolerance=TOLERANCE, remedy=TRAIN_ALIKE)
+        check_replicas(self.tracked.named, self.world, tolerance=TOLERANCE, what="the parameter", remedy=TRAIN_ALIKE)
+        if not self._has_compared:
+            self._has_compared, state = True, self.tracked.of_optimizers()
+            check_replicas(state, self.world, tolerance=TOLERANCE, what="the optimizer's", remedy=STEP_ALIKE)
         self.running.save(lambda: {**self.tracked.state(), **self.totals.state()}, self.position())
 
     def position(self) -> dict[str, Any]:

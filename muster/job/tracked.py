@@ -31,8 +31,9 @@ from muster.job.replicas import kept_buffers, names_of_buffers
 
 GROUPS = "groups"
 GRADIENTS = "gradients"
+ZEROED = "zeroed"
 COMPILED = "OptimizedModule"  # torch.compile's; its own module takes seconds to import
-RESERVED = ("loop", "callbacks", GRADIENTS)
+RESERVED = ("loop", "callbacks", GRADIENTS, ZEROED)
 """Names that checkpoints have for other entries."""
 
 
@@ -81,6 +82,11 @@ class Tracked:
         """Return a digest of the names and global shapes of the modules' entries."""
         return hash_of((name, _shape(value)) for name, value in sorted(self._of_modules().items()))
 
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """The parameters of all modules by name."""
+        return {name: parameter for parameter, name in self._names.items()}
+
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all modules."""
         return [parameter for module in self.modules.values() for parameter in module.parameters()]
@@ -110,6 +116,15 @@ class Tracked:
             for name, optimizer in self.optimizers.items()
         }
         return groups | {name: host_copy(other.state_dict()) for name, other in self.others.items()}
+
+    def of_optimizers(self) -> dict[str, Tensor]:
+        """Return the tensors of the optimizers' state by name."""
+        return {name: value for name, value in self._of_optimizers().items() if isinstance(value, Tensor)}
+
+    @property
+    def extra(self) -> str:
+        """The first entry of a module's state that is no tensor (`get_extra_state`); empty if there is none."""
+        return next((name for name, value in self._of_modules().items() if not isinstance(value, Tensor)), "")
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the replicated buffers that the modules save, as they are now: a module may have assigned others."""
@@ -157,7 +172,7 @@ class Tracked:
             raise ConfigError(f"the checkpoint does not fit what is tracked: {error}") from error
         for name, other in self.others.items():
             other.load_state_dict(self._of_this_rank(name, state))
-        self.between.restore(self._of_this_rank(GRADIENTS, state))
+        self.between.restore(self._of_this_rank(GRADIENTS, state), state.get(ZEROED, ()))
 
     def _of_this_rank(self, name: str, state: Mapping[str, Any]) -> Any:
         own = f"{own_prefix(self.world.rank)}{name}"
@@ -230,15 +245,18 @@ class Tracked:
         """Return the state of the other objects, by rank where it differs. Collective: every rank must call it."""
         values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
         values[GRADIENTS] = host_copy(self.between.gradients())
+        values[ZEROED] = self.between.zeroed()
         digests = self.world.gather([_digest(value) for value in values.values()])
         kept = {}
         for number, (name, value) in enumerate(values.items()):
             is_shared = len({theirs[number] for theirs in digests}) == 1
+            if name == ZEROED and not is_shared:
+                continue
             kept[name if is_shared else f"{own_prefix(self.world.rank)}{name}"] = value
         return kept
 
     def _optimizer_targets(self, saved: Mapping[str, SavedTensor]) -> Iterator[tuple[str, Tensor]]:
-        parameters = {name: parameter for parameter, name in self._names.items()}
+        parameters = self.named
         for name, facts in saved.items():
             kind, _, rest = name.partition("/")
             parameter = parameters.get(rest.rpartition("/")[0])
@@ -247,6 +265,7 @@ class Tracked:
 
     def _load_optimizer(self, name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         saved = state[GROUPS]
+        self._add_groups(optimizer, saved)
         groups = [names for _, names in self._groups(optimizer)]
         if [group["params"] for group in saved] != groups:
             raise ValueError(f"{name} had other parameters, or in other groups")
@@ -259,6 +278,11 @@ class Tracked:
         numbered = [{**group, "params": [number[each] for each in group["params"]]} for group in saved]
         optimizer.load_state_dict({"state": values, "param_groups": numbered})
         keep_types(optimizer, values)
+
+    def _add_groups(self, optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
+        """Add the last groups that the saved state has beyond those of a loop that adds some in its course."""
+        for group in saved[len(optimizer.param_groups) :]:
+            optimizer.add_param_group({**group, "params": [self.named[name] for name in group["params"]]})
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -158,7 +158,8 @@ class KubernetesJob(Job):
         seen = [self.space.kubectl("get", "pods", "-o", "wide", ok=False)]
         seen.append(self.space.kubectl("get", "events", "--sort-by=.lastTimestamp", ok=False)[-3000:])
         for pod in self.pods():
-            seen.append(self.space.kubectl("logs", pod["metadata"]["name"], "--tail=25", ok=False))
+            lines = self.space.kubectl("logs", pod["metadata"]["name"], "--tail=80", ok=False).splitlines()
+            seen.append("\n".join(line for line in lines if "frame #" not in line))  # of C++
         return "\n".join(seen)
 
 

@@ -18,11 +18,13 @@ from muster.dist.board import CLIENTS
 from muster.dist.place import Place
 from muster.dist.rendezvous.listener import listener
 from muster.dist.rendezvous.reach import address_of, own_address
-from muster.errors import ConfigError, Preempted, RankLost
+from muster.errors import ConfigError, Preempted, RankLost, one_line, say
 from muster.process import is_kept
 
 SPARE_DESCRIPTORS = 128  # files, pipes of loader workers, libraries
 WATCH_S = 0.05
+HOSTED_S = 300.0
+"""How long a host of the store waits for its own answer: on a starved machine it takes seconds, and the ranks have timeouts."""
 STOP_S = 10.0
 """How long a rank that was told to stop waits for the others to learn of it; launchers kill after 30 s."""
 
@@ -100,12 +102,15 @@ def open_store_at(host: str, place: Place, *, timeout_s: float, hosts: bool) -> 
 
 
 def host_store() -> None:
-    """Host the store of rank 0 in this process, for its keeper: it outlives the rank. Returns at an error, which clients see."""
+    """Host the store of rank 0 in this process, for its keeper: it outlives the rank. Returns after an error, which it prints."""
     place = Place.from_env()
-    with contextlib.suppress(RuntimeError, ValueError, OSError, ConfigError):
-        store = open_store_at(_resolved(os.environ["MASTER_ADDR"], place), place, timeout_s=STOP_S, hosts=True)
-        while store:
-            signal.pause()
+    try:
+        store = open_store_at(_resolved(os.environ["MASTER_ADDR"], place), place, timeout_s=HOSTED_S, hosts=True)
+    except (RuntimeError, ValueError, OSError, ConfigError) as error:
+        say(f"muster: no rendezvous store at {place.store_at}: {one_line(error)}")
+        return
+    while store:
+        signal.pause()
 
 
 def attend(

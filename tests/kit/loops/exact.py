@@ -182,7 +182,8 @@ def main(names):
                 trained = LOOPS[name](job)
                 rank = job.rank
             digests = {each: digest(thing) for each, thing in trained.items()}
-            print(json.dumps({"loop": name, "rank": rank, "resumed": resume != "auto", **digests}), flush=True)
+            line = json.dumps({"loop": name, "rank": rank, "resumed": resume != "auto", **digests})
+            print(f"{line}\n", end="", flush=True)  # at once: ranks share the output
 
 
 if __name__ == "__main__":
