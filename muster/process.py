@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -15,8 +16,27 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a run to stop."""
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
+WORKER_WAIT = "MP_STATUS_CHECK_INTERVAL"
+"""torch's name for the longest wait for a DataLoader's worker; then it is ended."""
+WORKER_LEAVES_S = 0.1
 _launcher: int | None = None
 _is_first = True
+
+
+def collect_garbage() -> None:
+    """Collect garbage, in which a DataLoader's workers may be: they are ended, and not waited for.
+
+    A queue in the garbage has closed before the word to leave is put into it. torch waits 5 s for each worker to get it.
+    """
+    shared = sys.modules.get("torch.utils.data._utils")
+    before = vars(shared)[WORKER_WAIT] if shared else 0.0
+    if shared:
+        setattr(shared, WORKER_WAIT, WORKER_LEAVES_S)
+    try:
+        gc.collect()
+    finally:
+        if shared:
+            setattr(shared, WORKER_WAIT, before)
 
 
 def launcher_pid() -> int:

@@ -51,3 +51,27 @@ def test_ignored_signals_stay_ignored_after_exec():
         line, preexec_fn=lambda: process.ignore(signal.SIGUSR1), stdout=subprocess.PIPE, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "alive\n")
+
+
+WORKERS_IN_A_CYCLE = """
+import gc, multiprocessing, time
+from torch.utils.data import DataLoader
+from muster.process import collect_garbage
+
+gc.disable()
+loader = DataLoader([*range(100)], num_workers=2, persistent_workers=True)
+batches = iter(loader)
+next(batches)
+workers = [*batches._workers]
+batches.itself = batches
+del loader, batches
+began = time.monotonic()
+collect_garbage()
+print(time.monotonic() - began, [each.is_alive() for each in workers])
+"""
+
+
+def test_workers_of_a_data_loader_in_the_garbage_are_not_waited_for():
+    done = subprocess.run([sys.executable, "-c", WORKERS_IN_A_CYCLE], capture_output=True, text=True, timeout=60)
+    seconds, _, alive = done.stdout.partition(" ")
+    assert alive == "[False, False]\n" and float(seconds) < 3, done

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import socket
 import sys
@@ -29,6 +28,7 @@ from muster.dist.rendezvous.network import check_descriptors, choose_interface
 from muster.dist.rendezvous.reach import closed
 from muster.dist.rendezvous.shared_file import SharedFile
 from muster.errors import ConfigError, DataError, MusterError, RankLost, environment_error, of_code, one_line
+from muster.process import collect_garbage
 
 START_S = 2 * 3600.0
 """The longest that a start may take, for example for a download or the digests of a large checkpoint."""
@@ -293,7 +293,7 @@ def dissolve() -> None:
             group = dist.group.WORLD
             dist.destroy_process_group()
             _forget_default(group)
-    gc.collect()  # DistributedDataParallel is in a cycle of references, and holds the group
+    collect_garbage()  # DistributedDataParallel is in a cycle of references, and holds the group
 
 
 def _forget_default(group: dist.ProcessGroup | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from muster.job.entrance import Entrance, Parted
 from muster.job.live_job import NOTES, LiveJob
 from muster.job.options import JobOptions
 from muster.job.survival import Survival, why_no_survival
+from muster.process import collect_garbage
 
 if TYPE_CHECKING:
     from muster.job.job import Job
@@ -67,7 +67,7 @@ def _live(job: Job, function: Callable[[Job], object], kept: LiveJob, preemption
         if not entrance.has_parted:
             return 0
         del attempt, entrance
-        gc.collect()  # until the block has ended, the frames of the error held their functions, which may close over the model
+        collect_garbage()  # until the block has ended, the frames of the error held their functions, which may close over the model
 
 
 def _notes_of(options: JobOptions) -> Notes | str:
