@@ -85,6 +85,14 @@ def test_a_rank_that_is_lost_for_good_costs_no_step(tmp_path, form, ranks, where
         assert there == here, "but for the line of steps 15 to 21"
 
 
+def test_a_rank_that_is_asked_to_stop_since_another_is_lost_does_not_wait_for_its_answer(tmp_path):
+    """torchrun's SIGTERM comes between the optimizer's step and the next collective."""
+    kill = {"kill": "after-update@15:1:keeper", "PAUSE_S": "1"}
+    whole, result = trained(tmp_path / "whole", 2, FORM="plain"), trained(tmp_path / "job", 2, FORM="plain", **kill)
+    assert [line["step"] for line in result.events("resume")] == [16] and "has saved step 16" in result.out, result.out
+    assert result.sha256 == whole.sha256
+
+
 AFTER_ITS_SUM = "after-backward@4:0,after-update@12:1,after-step@16:0,after-evaluation@24:1"
 
 

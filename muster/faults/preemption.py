@@ -20,6 +20,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 LONGEST_POLL_S = 5.0  # a sixth of a scheduler's usual grace period
 POLLS_PER_S = 1000.0  # total of all ranks
+ANSWERED_S = 12.0
+"""How long ranks that hold wait for all to answer a request to stop. Those that are asked because another one has died, as by
+torchrun when a keeper is killed, wait for the dead one, too, and are killed after 30 s: so it leaves time to save."""
 
 
 class Preemption:
@@ -120,7 +124,7 @@ class Agreement:
         self._begun = 0
         self._target: int | None = None
         self._holding = False
-        self._is_one_lost = False
+        self._is_one_lost = self._is_one_silent = False
         self.is_reached = False
         self._ended = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -134,14 +138,16 @@ class Agreement:
         Collective: every rank must call it in the same order, and all get False at the same point.
 
         Raises:
-            DistBackendError: a rank has died, and is born again for the next attempt.
+            DistBackendError: a rank has died and is born again for the next attempt, or does not answer a request to stop.
         """
         with self._change:
             if self._world.size == 1 and self._preemption.signalled and self._target is None:
                 self._target = self._begun
             while True:
                 if self._is_one_lost:
-                    raise _lost()
+                    raise _lost("a rank has died")
+                if self._is_one_silent:
+                    raise _lost(f"a rank has not answered a request to stop within {ANSWERED_S:g} s")
                 if self._target is not None and self._begun >= self._target:
                     self.is_reached = True
                     return False
@@ -168,7 +174,10 @@ class Agreement:
                 self._holding = True
                 mine = self._begun
             self._world.board.post_begun(mine)
-            self._await_target()
+            if not self._await_target():
+                with self._change:
+                    self._is_one_silent = True
+                    self._change.notify_all()
 
     def _await_request(self) -> bool:
         """Wait until any rank requests a stop; False if the run ends before."""
@@ -196,20 +205,25 @@ class Agreement:
             self._change.notify_all()
         return True
 
-    def _await_target(self) -> None:
+    def _await_target(self) -> bool:
+        """Wait for the target; False if a rank has not answered for `ANSWERED_S` and the time in which it may look."""
         board, pause_s = self._world.board, POLL_S / 10
+        deadline = time.monotonic() + ANSWERED_S + min(self._world.size / POLLS_PER_S, LONGEST_POLL_S)
         while not self._ended.wait(pause_s):
+            if time.monotonic() > deadline:
+                return False
             pause_s = min(2 * pause_s, max(POLL_S, self._world.size / POLLS_PER_S))
             if (target := board.stop_target()) is not None:
                 with self._change:
                     self._target = target
                     self._change.notify_all()
-                return
+                return True
             if self._see_loss():
-                return
+                return True
+        return True
 
 
-def _lost() -> Exception:
+def _lost(why: str) -> Exception:
     from torch.distributed import DistBackendError  # imported here: signals are handled before torch is imported
 
-    return DistBackendError("a rank has died")
+    return DistBackendError(why)

@@ -37,16 +37,16 @@ DOCKERIGNORE = "runs\n.venv\n.git\n**/__pycache__\n"
 README = """\
 # {name} on Muster
 
-The job is `{job}`. Run these commands in this folder, with the environment active in which Muster is installed; run one
-again to resume.
+The job is `{job}`. Run these commands in this folder, with the environment active in which Muster is installed; {again}.
 
 | | |
 |---|---|
-| this machine | `torchrun --nproc-per-node=2 {local}` |
+| this machine | `torchrun --nproc-per-node=2 --max-restarts=3 {local}` |
 {rows}
-{images}{operator}Each command prints the torchrun command that it runs. `muster init --check` with the same arguments shows what differs from the
+{images}{operator}Slurm, containers and Kubernetes print the torchrun command that they run. `muster init --check` with the same arguments shows what differs from the
 files of an installed version of Muster.
 """
+BEGINS_ANEW = "run one\nagain to resume: a script that saves nothing begins anew"
 IMAGES = """\
 Images: the first is the kit's, built once from the wheel of Muster that you have installed, or in a clone of Muster by
 `docker build -f docker/Dockerfile --target cpu -t {kit} .`. The second is this project's; compose builds it by itself. Push it to
@@ -189,6 +189,7 @@ def readme(given: Project, substrates: Sequence[str]) -> str:
         name=given.name,
         job=script.name if script else given.example,
         local=shlex.join(script.words) if script else f"-m muster {words}",
+        again="run one again to resume" if given.example or not script else BEGINS_ANEW,
         rows=rows,
         images=IMAGES.format(kit=KIT_IMAGE, image=given.image) if has_image(substrates) else "",
         operator=OPERATOR if "k8s" in substrates else "",

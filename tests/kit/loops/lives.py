@@ -20,6 +20,7 @@ import muster
 
 RANK = int(os.environ.get("RANK", "0"))
 EVERY = int(os.environ.get("EVERY", "7"))
+PAUSE_S = float(os.environ.get("PAUSE_S", "0"))
 FORM = os.environ.get("FORM", "")
 """early: the schedule steps before the sum; global: the model is built before `run`; own: the loop iterates by itself;
 inner: the module within DDP is tracked; counted: a buffer counts after the update; plain: there are no buffers;
@@ -147,6 +148,7 @@ def main(job):
         if averages_at and job.steps_done % averages_at == 1:
             average(model)
         at("after-update", job.steps_done)
+        time.sleep(PAUSE_S if job.steps_done == 15 else 0.0)
         job.step(loss=loss, noise=torch.rand(()))
         at("after-step", job.steps_done)
         if job.ends_epoch:
