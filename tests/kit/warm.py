@@ -169,6 +169,10 @@ def _module(line: list[str], env: Mapping[str, str]) -> None:
         runpy.run_module(line[0], run_name="__main__", alter_sys=True)
 
 
+_gate: list[int] = []
+"""A pipe, from the fork of an agent's first rank to that of its last one."""
+
+
 def _fork(self: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
     """Fork a rank in an agent; it behaves like a child of `subprocess.Popen`."""
     python, *rest = args
@@ -177,9 +181,17 @@ def _fork(self: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.P
     vars(child).update(
         args=args, returncode=None, stdin=None, stdout=None, stderr=None, _child_created=True, _waitpid_lock=threading.Lock()
     )  # fmt: skip
+    # No rank may run before all are forked: it connects to the agent's store, whose thread then looks up a name, under a lock of
+    # the C library that a rank forked meanwhile would wait for without end.
+    if not _gate:
+        _gate.extend(os.pipe())
     child.pid = os.fork()
     if child.pid == 0:
         _become(self, rest[1 + (rest[1] == "-m") :], env)
+    if int(env["LOCAL_RANK"]) + 1 == int(env["LOCAL_WORLD_SIZE"]):
+        for handle in _gate:
+            os.close(handle)
+        _gate.clear()
     return child
 
 
@@ -195,10 +207,12 @@ def _become(handler: Any, line: list[str], env: dict[str, str]) -> NoReturn:
                 os.dup2(file.fileno(), stream)
         kept = {resource_tracker._resource_tracker._fd, forkserver._forkserver._forkserver_alive_fd}  # type: ignore[attr-defined]
         for handle in (
-            {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2} - kept
+            {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, _gate[0]} - kept
         ):  # the agent's connections are its own
             with contextlib.suppress(OSError):
                 os.close(handle)
+        os.read(_gate[0], 1)  # until the agent closes its end
+        os.close(_gate[0])
         _module(line, env)
         code = 0
     except SystemExit as end:
