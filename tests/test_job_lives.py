@@ -155,7 +155,7 @@ def test_loops_as_people_write_them(tmp_path, form):
 
 ODD = {  # kills, how many of the deaths are survived in place
     "zeroed": ("begin@11:1,within-backward@14:0", 2),
-    "by-hand": ("within-step-1@8:1,begin@15:0", 1),
+    "by-hand": ("within-step-1@8:1,begin@15:0", 0),
     "decay": ("forward@12:1,begin@18:0", 0),
     "groups": ("begin@5:1,forward@12:0,within-backward@19:1", 3),
     "extra": ("begin@13:1", 0),
@@ -173,14 +173,13 @@ def test_a_state_that_is_easily_forgotten_is_handed_on_or_all_go_back(tmp_path, 
 
 
 def test_a_death_that_was_not_survived_in_place_is_told_as_what_it_was(tmp_path):
-    result = trained(tmp_path / "job", 2, "within-step-1@12:0,begin@18:1", FORM="by-hand", script="odd", restarts=0)
-    told = [
-        (line["event"], line["step"], line.get("rank"))
-        for line in result.lines("event")
-        if line["event"] in ("restart", "survived")
+    result = trained(tmp_path / "job", 2, "before-evaluation@18:0,begin@22:1", restarts=0)
+    lines = [line for line in result.lines("event") if line["event"] in ("restart", "survived")]
+    assert [(line["event"], line["step"], line.get("rank")) for line in lines] == [
+        ("restart", 10, None),
+        ("survived", 22, 1),
     ]
-    assert told == [("restart", 10, None), ("survived", 18, 1)], result.out
-    assert "rank 0 on " in result.events("restart")[0]["cause"] and "SIGKILL" in result.events("restart")[0]["cause"]
+    assert "rank 0 on " in lines[0]["cause"] and "SIGKILL" in lines[0]["cause"]
 
 
 def test_a_communication_hook_with_a_state_of_each_rank_is_not_survived(tmp_path):
