@@ -33,13 +33,10 @@ with (args.out / f"attempts-{rank}").open("a") as file:
     file.write(f"{done}\\n")
 
 
-def leave(code):
-    dist.destroy_process_group()  # a group that the interpreter tears down may abort the process: no exit code
-    sys.exit(code)
-
-
-def leave_alone(code):
-    """Leave at once: a group that is destroyed while another rank is in a collective may abort the process, too."""
+def leave(code, *, together=True):
+    """Leave at once: torch may abort a process that destroys a group alone, or whose interpreter ends while DDP holds one."""
+    if together:
+        dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(code)
 
@@ -48,11 +45,11 @@ def fault():
     """What happens to the last rank before its third step."""
     first = (args.out / f"attempts-{rank}").read_text().count("\\n") == 1
     if args.fault == "always":
-        leave_alone(3)
+        leave(3, together=False)
     if args.fault == "once" and first:
         os.kill(os.getpid(), signal.SIGKILL)
     if args.fault == "again" and first:
-        leave_alone(75)
+        leave(75, together=False)
 
 
 for step in range(done, args.steps):
@@ -76,7 +73,7 @@ for step in range(done, args.steps):
             file.write(f"{step}\\n")
     time.sleep(args.step_s)
 print("done", flush=True)
-dist.destroy_process_group()
+leave(0)
 '''
 
 
