@@ -10,7 +10,7 @@ from muster.errors import StorageError
 from muster.faults.heartbeat import RESCUE
 from muster.faults.notes import Notes
 from muster.job.folder import RunFolder
-from muster.job.rescue import rescue
+from muster.job.rescue import check_finite, last_lines, rescue
 from muster.train.course import ENDED, LOGGED
 from muster.train.loop import Run, epoch, is_time_to_evaluate, is_time_to_log, position
 from muster.train.strategies.replicas.buffers import OBJECTIVE
@@ -66,9 +66,8 @@ def _save(run: Run, *, buffers: dict[str, torch.Tensor], drawn: bool) -> None:
     if run.callbacks.are_within:
         run.callbacks.on_checkpoint(run)
     step.buffers.put(buffers)
-    if not all(bool(torch.isfinite(parameter).all()) for parameter in step.parameters):
-        raise StorageError(f"weights are not finite at step {run.step}")
-    lines = [record for record in run.records.recent if record["kind"] in ("train", "eval")][-2:]
+    check_finite(step.parameters, run.step)
+    lines = last_lines(run.running)
     if run.progress.stage < LOGGED and is_time_to_log(run):
         lines.append(_line_without_loss(run))
     beside = {"step": run.step, "recent": lines, "unlogged": run.window.samples, "drawn": drawn}

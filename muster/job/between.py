@@ -36,9 +36,10 @@ class Between:
         self._idle, self._stepped = self._optimizers.keys() - self._stepped, set()
 
     def _begin(self, name: str, _: object, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        if not any(
+        has_closure = any(
             map(callable, (*given[1:], *named.values()))
-        ):  # a closure makes the pass of the step, before any change
+        )  # which makes the pass of the step, before any change
+        if not has_closure:
             self._begun.add(name)
 
     def _end(self, name: str, *_: object) -> None:

@@ -24,12 +24,12 @@ from muster.batches.generators import key_of, seed_generators
 from muster.checkpoint.state import host_copy
 from muster.dist.pieces import in_pieces
 from muster.dist.world import World
-from muster.errors import RankLost, StorageError, one_line
+from muster.errors import RankLost, one_line
 from muster.faults.heartbeat import RESCUE
 from muster.job.folder import RunFolder
 from muster.job.hand_over import RECENT, HandOver
 from muster.job.replicas import first_apart, wrappers
-from muster.job.rescue import rescue
+from muster.job.rescue import check_finite, last_lines, rescue
 from muster.job.survival import Survival, note_why_not
 from muster.job.totals import NAME as TOTALS
 from muster.job.tracked import GRADIENTS, ZEROED, Tracked
@@ -56,7 +56,8 @@ class LiveJob(HandOver):
         self.has_worked = False
         """True if this process has begun to make steps: what it has outside of the tracked objects may remember them."""
         self._whole = self._left_to_compare = 0
-        self._first: list[tuple[int, int]] = []
+        self._common: list[tuple[int, int]] = []
+        """The buffers as they were when the attempt began, if they were equal on all ranks."""
         self._point: list[float] = []
         self._hooks: list[RemovableHandle] = []
         self._plain: dict[str, Any] = {}
@@ -70,14 +71,13 @@ class LiveJob(HandOver):
         """Note from now on what only this rank knows. Collective: every rank must call it."""
         self.begin()
         self._session, self._is_within, self.has_worked = session, False, True
-        if why := _why_not(session.tracked):
+        buffers = session.tracked.buffers()
+        told = session.world.gather([_why_not(session.tracked), hash_of(look([*buffers.values()]))])
+        if why := next((why for why, _ in told if why), ""):
             self._refuse(why)
             return
-        self._left_to_compare, self._first = FIRST, []
-        buffers = session.tracked.buffers()
-        self._has_buffers = bool(buffers)
-        if len(set(session.world.gather(hash_of(look([*buffers.values()]))))) == 1:
-            self._first = _versions(buffers.values())
+        self._left_to_compare, self._has_buffers = FIRST, bool(buffers)
+        self._common = _versions(buffers.values()) if len({digest for _, digest in told}) == 1 else []
         if self._has_buffers:
             self._hooks = [each.register_forward_hook(self._after_forward) for each in session.tracked.modules.values()]
         self._note()
@@ -151,8 +151,7 @@ class LiveJob(HandOver):
             return
         step = session.reached.step
         self.mark = [step]
-        # Copies: modules may outlive the function, and be built upon again. A body may have changed rates before its sum.
-        self.state = {**host_copy(tracked.replica()), **self._plain, GRADIENTS: {}, ZEROED: tracked.between.zeroed()}
+        self.state = self._state_of(tracked)
         self.facts = {
             "reached": [session.reached.step, session.reached.samples],
             "recent": [*records.recent][-RECENT:],
@@ -170,6 +169,10 @@ class LiveJob(HandOver):
         is_changed = self._versions != _versions(parameters) or self._point != _point(parameters)
         return not (is_changed or self._is_within or between.is_within() or between.gradients())
 
+    def _state_of(self, tracked: Tracked) -> dict[str, Any]:
+        # Copies: modules may outlive the function, and be built upon again. A body may have changed rates before its sum.
+        return {**host_copy(tracked.replica()), **self._plain, GRADIENTS: {}, ZEROED: tracked.between.zeroed()}
+
     # When another rank is lost for good.
 
     def save_last_step(self, folder: RunFolder) -> None:
@@ -180,22 +183,19 @@ class LiveJob(HandOver):
         """
         if (session := self._session) is None:
             return
-        has_common_buffers = self._first == _versions(session.tracked.buffers().values())
+        has_common_buffers = self._common == _versions(session.tracked.buffers().values())
         can = has_common_buffers and self._is_whole(session) and folder.may_commit()
         session.running.enter(RESCUE)
         step = session.reached.step
         rescue(session.world, folder, step=step, save=partial(self._save_alone, session) if can else None)
 
     def _save_alone(self, session: Session) -> None:
-        running, tracked = session.running, session.tracked
-        if not all(bool(each.isfinite().all()) for each in tracked.parameters()):
-            raise StorageError(f"weights are not finite at step {running.step}")
-        lines = [record for record in running.records.recent if record["kind"] in ("train", "eval")][-2:]
+        running = session.running
+        check_finite(session.tracked.parameters(), running.step)
         unlogged = session.reached.samples - running.records.since_last()[0]
-        plain = {**self._plain, GRADIENTS: {}, ZEROED: tracked.between.zeroed(), TOTALS: {}}
-        state = {**host_copy(tracked.replica()), **plain}
-        position = {"step": running.step, **session.position(), "recent": lines, "unlogged": unlogged}
-        running.checkpoints.save_alone(state=state, position=position)
+        beside = {"step": running.step, "recent": last_lines(running), "unlogged": unlogged}
+        state = {**self._state_of(session.tracked), TOTALS: {}}
+        running.checkpoints.save_alone(state=state, position={**session.position(), **beside})
 
     # In the next attempt.
 
@@ -283,7 +283,7 @@ def _why_not(tracked: Tracked) -> str:
     for module in wrappers(tracked.modules.values()):
         for hook, state in getattr(module, "_comm_hooks", ()):
             if state is not None and not isinstance(state, dist.ProcessGroup):
-                return f"the communication hook {hook.__name__} has a state of each rank"
+                return f"the communication hook {getattr(hook, '__name__', hook)} has a state of each rank"
     return "a module is compiled" if tracked.are_compiled else ""
 
 

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from muster import attempts
 from muster.dist.world import World
-from muster.errors import MusterError, say
+from muster.errors import MusterError, StorageError, say
 from muster.files import DRAFT
 from muster.job.folder import RunFolder
 from muster.job.lease import newest_claim
@@ -78,6 +82,17 @@ def make_up(running: Running, folder: RunFolder) -> None:
             text=f"a rank was lost after step {running.step}, with its part of the loss of the last {samples} samples: no "
             "train line has it",
         )
+
+
+def last_lines(running: Running) -> list[dict[str, Any]]:
+    """Return the last lines of `running` for `recent`: rank 0 may have been lost before it had written those of one step."""
+    return [record for record in running.records.recent if record["kind"] in ("train", "eval")][-2:]
+
+
+def check_finite(parameters: Iterable[Tensor], step: int) -> None:
+    """Raise StorageError if a parameter is not finite at `step`; no communication."""
+    if not all(bool(torch.isfinite(each).all()) for each in parameters):
+        raise StorageError(f"weights are not finite at step {step}")
 
 
 def _save(world: World, folder: RunFolder, *, step: int, save: Callable[[], None]) -> None:
