@@ -35,7 +35,7 @@ from muster.faults.preemption import Agreement, Preemption
 from muster.job.exit import Exit
 from muster.job.folder import Refusal, RunFolder, RunOptions, claim_folder, keep_folder, note_end, open_folder
 from muster.job.lease import Lease
-from muster.job.survival import Survival
+from muster.job.survival import Survival, is_of_peer
 
 REPORT_S = 5.0
 
@@ -272,6 +272,8 @@ class Lifecycle:
         """
         if self.state == State.parted:
             return True
+        if self._survival and self._heartbeat and is_of_peer(error):
+            self._heartbeat.watch()  # who is silent is known by the time that no birth has come
         is_so = self._survival is not None and self._survival.covers(error, self._world)
         if is_so and self._failing.acquire(blocking=False):  # else another thread ends this process
             self._enter(State.parted)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from muster.dist.world import World
     from muster.loggers.metrics import Metrics
 
-BORN_S = 3.0
+BORN_S = 2.5
 """The longest wait for a birth after an error that may come from a death. Without one, all ranks restart."""
 POLL_S = 0.005
 REPLACED_S = 2.0
@@ -58,6 +58,7 @@ class Survival:
         self.told = False
         """True once the death before this life is recorded."""
         self._is_off = False
+        self._is_lost_for_good = False
         self._board: Board | None = None
         self._connections: Connections | None = None
 
@@ -83,7 +84,7 @@ class Survival:
 
     def meet(self, board: Board) -> None:
         """Take notice that the ranks have met in the attempt of `board`, and form their group."""
-        self._board = board
+        self._board, self._is_lost_for_good = board, False
 
     def met(self, world: World) -> None:
         """Take notice that the ranks have met: from now on this rank is born again if it dies."""
@@ -107,7 +108,9 @@ class Survival:
         board = world.board if world else self._board
         if self._is_off or board is None or not board.births or not is_of_peer(error):
             return False
-        return _is_one_lost_within(BORN_S, board, or_failed=True)
+        if not self._is_lost_for_good:  # each of the ways out of a loop asks
+            self._is_lost_for_good = not _is_one_lost_within(BORN_S, board, or_failed=True)
+        return not self._is_lost_for_good
 
     def replaces(self, error: RankLost, world: World) -> bool:
         """Return whether a rank that hangs is born again; if it is this one, end this process by SIGKILL for it."""

@@ -9,7 +9,6 @@ import torch
 from muster.dist.world import World
 from muster.train.config.keys import Config, Precision
 from muster.train.data.load import Data
-from muster.train.throughput.flops import flops_per_sample
 from muster.train.throughput.peaks import peak_flops
 
 GIB = 2**30
@@ -48,6 +47,8 @@ def throughput(config: Config, data: Data, world: World) -> Throughput:
     known = [peak for peak in peaks if peak]
     if not peaks or len(known) < len(peaks):
         return Throughput(tokens)
+    from muster.train.throughput.flops import flops_per_sample  # imports Triton
+
     return Throughput(tokens, flops_per_sample(config, data) if world.is_first else None, sum(known))
 
 
