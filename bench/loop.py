@@ -1,10 +1,11 @@
 """Compare the kit's loop with two hand-written loops on the same model and data: ratios of steps per second.
 
-`python -m bench.loop [W1 ...] [--peers]` starts itself under torchrun with one and with two processes. The kit trains
+`python -m bench.loop [W1 ...] [--data plain ...] [--peers]` starts itself under torchrun with one and with two processes. The kit trains
 with its own loop and its defaults: it logs every 10 steps, also to TensorBoard, shows its progress, and saves a
 checkpoint every 100 steps. The hand-written loops are that of PyTorch's DDP tutorial (DataLoader, DistributedSampler,
 DDP), and a bare one without data loader, DDP and log, in which processes do not communicate. The data are tensors in
-memory, read by the batch. The three alternate in the same processes, so that other load slows all of them; the result
+memory: a plain data set of single samples unless `--data` says otherwise, which the bare loop alone reads by the batch.
+The three alternate in the same processes, so that other load slows all of them; the result
 is the median of the ratios of each turn. With --peers other installed trainers take turns, too (bench/peers.py).
 """
 
@@ -77,8 +78,10 @@ WORKLOADS = (
 )  # fmt: skip
 
 
-class Ready(Dataset[Any]):
-    """Tensors in memory: uint8 images and labels, or tokens and next tokens."""
+class Plain(Dataset[Any]):
+    """Tensors in memory, uint8 images and labels, or tokens and next tokens: as most data sets, one sample at a time."""
+
+    collate: Any = None
 
     def __init__(self, workload: Workload):
         self.is_text = len(workload.shape) == 1
@@ -89,16 +92,46 @@ class Ready(Dataset[Any]):
     def __len__(self) -> int:
         return SAMPLES
 
+    def __getitem__(self, index: Any) -> tuple[Tensor, Tensor]:
+        inputs = self.inputs[index]
+        return inputs.long() if self.is_text else inputs.float() / 255, self.labels[index]
+
+
+class Batched(Plain):
+    """Reads samples together by torch's `__getitems__`, as `Subset` and Hugging Face's data sets do."""
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(*self[indices], strict=True))
+
+
+class Keyed(Plain):
+    """Gives a whole batch by the kit's `__getitems__`; for the other loops the collate function does nothing."""
+
+    collate = staticmethod(lambda batch: batch)
+
     def __getitems__(self, indices: Sequence[int] | Tensor, keys: Any = None) -> tuple[Tensor, Tensor]:
-        inputs = self.inputs[indices]
-        return inputs.long() if self.is_text else inputs.float() / 255, self.labels[indices]
+        return self[indices]
+
+
+class Random(Plain):
+    """Draws for each sample, as random augmentation does: a flip of images and a shift, or dropped tokens."""
+
+    def __getitem__(self, index: Any) -> tuple[Tensor, Tensor]:
+        inputs, labels = super().__getitem__(index)
+        if self.is_text:
+            return inputs.masked_fill(torch.rand(inputs.shape) < 0.1, 0), labels
+        inputs = inputs.flip(-1) if torch.rand(()) < 0.5 else inputs
+        return inputs.roll(int(torch.randint(-2, 3, ())), -1), labels
+
+
+KINDS: dict[str, type[Plain]] = {"plain": Plain, "batched": Batched, "keyed": Keyed, "random": Random}
 
 
 def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(outputs.flatten(0, -2), labels.flatten())
 
 
-def by_hand(model: nn.Module, dataset: Ready, batch: int) -> Iterator[None]:
+def by_hand(model: nn.Module, dataset: Plain, batch: int) -> Iterator[None]:
     """The loop of PyTorch's DDP tutorial; yields after each step."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     wrapped = DistributedDataParallel(model) if world_size > 1 else model
@@ -117,18 +150,19 @@ def by_hand(model: nn.Module, dataset: Ready, batch: int) -> Iterator[None]:
             yield
 
 
-def loader_of(dataset: Ready, sampler: DistributedSampler[Any], batch: int) -> DataLoader[Any]:
-    """Return a loader that reads whole batches of the sampler's samples."""
-    return DataLoader(dataset, batch_sampler=BatchSampler(sampler, batch, drop_last=True), collate_fn=lambda all_: all_)
+def loader_of(dataset: Plain, sampler: DistributedSampler[Any], batch: int) -> DataLoader[Any]:
+    """Return a loader of the sampler's samples."""
+    batches = BatchSampler(sampler, batch, drop_last=True)
+    return DataLoader(dataset, batch_sampler=batches, collate_fn=dataset.collate)
 
 
-def bare(model: nn.Module, dataset: Ready, batch: int) -> Iterator[None]:
+def bare(model: nn.Module, dataset: Plain, batch: int) -> Iterator[None]:
     """A loop of only model and optimizer; yields after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     while True:
         for indices in torch.randperm(SAMPLES).split(batch)[:-1]:
             optimizer.zero_grad()
-            inputs, labels = dataset.__getitems__(indices)
+            inputs, labels = Plain.__getitem__(dataset, indices)
             loss_of(model(inputs), labels).backward()
             optimizer.step()
             yield
@@ -160,7 +194,7 @@ class InTurns:
         return time.perf_counter() - began
 
 
-def measure(workload: Workload, folder: str) -> tuple[bool, list[Any]]:
+def measure(workload: Workload, kind: str, folder: str) -> tuple[bool, list[Any]]:
     """Return whether this rank is the first, and a row of the table. Collective: every rank must call it."""
     ranks = int(os.environ["WORLD_SIZE"])
     of_a_turn = int(os.environ.get("STEPS", workload.steps))
@@ -172,7 +206,7 @@ def measure(workload: Workload, folder: str) -> tuple[bool, list[Any]]:
     life = Lifecycle(Path(folder), preemption)
     life.meet(world, timeout_s=config.dist.timeout_s)
     with life, open_run(config=config, world=world, strategy=strategy, life=life) as (opened, _):
-        dataset = Ready(workload)
+        dataset = KINDS[kind](workload)
         data = Data(dataset, None, workload.classes, "bench")
         model = partial(build, config.model, input_shape=workload.shape, num_classes=workload.classes)
         others = [by_hand(model(), dataset, workload.batch), bare(model(), dataset, workload.batch)]
@@ -188,7 +222,7 @@ def measure(workload: Workload, folder: str) -> tuple[bool, list[Any]]:
     hand = round(statistics.median(turn[1] / turn[2] for turn in kept), 2)
     alone = sorted(turn[2] for turn in kept)
     spread = round((alone[-1] - alone[0]) / statistics.median(alone), 2)
-    return world.is_first, [workload.name, ranks, *speeds, *ratios, hand, spread]
+    return world.is_first, [workload.name, kind, ranks, *speeds, *ratios, hand, spread]
 
 
 def chosen_peers() -> dict[str, Loop]:
@@ -196,8 +230,10 @@ def chosen_peers() -> dict[str, Loop]:
 
 
 def worker(chosen: Sequence[str]) -> None:
-    for number, workload in enumerate(workload for workload in WORKLOADS if workload.name[:2] in chosen):
-        is_first, row = measure(workload, f"{os.environ['BENCH_DIR']}/{number}-{os.environ['WORLD_SIZE']}")
+    asked = [(each, kind) for each in WORKLOADS if each.name[:2] in chosen for kind in KINDS if kind in chosen]
+    for workload, kind in asked:
+        folder = f"{os.environ['BENCH_DIR']}/{workload.name[:2]}-{kind}-{os.environ['WORLD_SIZE']}"
+        is_first, row = measure(workload, kind, folder)
         if is_first:
             print(f"\nrow {json.dumps(row)}", flush=True)  # a peer's progress bar may be in this line
     sys.stdout.flush()
@@ -207,7 +243,7 @@ def worker(chosen: Sequence[str]) -> None:
 def columns() -> list[str]:
     others = ["by hand", "bare", *chosen_peers()]
     ratios = [f"kit / {other}" for other in others]
-    return ["workload", "processes", "kit, steps/s", *others, *ratios, "by hand / bare", "spread of bare"]
+    return ["workload", "data", "processes", "kit, steps/s", *others, *ratios, "by hand / bare", "spread of bare"]
 
 
 NOISY = 0.2
@@ -219,6 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.loop")
     names = [workload.name[:2] for workload in WORKLOADS]
     parser.add_argument("workloads", nargs="*", default=names, choices=[*names, names], help="default: all")
+    parser.add_argument("--data", nargs="+", default=["plain"], choices=KINDS, help="data sets (default: plain)")
     parser.add_argument("--peers", action="store_true", help="beside Accelerate and Lightning, too, where installed")
     given = parser.parse_args()
     if given.peers:
@@ -226,10 +263,10 @@ def main() -> None:
     print(f"| {' | '.join(columns())} |\n|{'---|' * len(columns())}", flush=True)
     rows = []
     for processes in (1, 2):
-        for row in rows_of(processes, given.workloads):
+        for row in rows_of(processes, [*given.workloads, *given.data]):
             rows.append(row)
             print("|", " | ".join(map(str, row)), "|", flush=True)
-    if noisy := [f"{row[0].split(':')[0]} with {row[1]}" for row in rows if row[-1] > NOISY]:
+    if noisy := [f"{row[0].split(':')[0]} {row[1]} with {row[2]}" for row in rows if row[-1] > NOISY]:
         print(f"\nA noisy machine: the bare loop's turns differ by more than {NOISY:.0%} in {', '.join(noisy)}.")
     draw(columns(), rows, RESULTS / "loop.png")
 
@@ -267,7 +304,9 @@ def draw(titles: Sequence[str], rows: Sequence[Sequence[Any]], path: Path) -> No
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
     axes.axhline(1, color="grey", linewidth=1)
     axes.set_xticks(
-        list(places), [f"{row[0].split(',')[0]}\n{row[1]} process{'es' * (row[1] > 1)}" for row in rows], fontsize=8
+        list(places),
+        [f"{row[0].split(',')[0]}\n{row[1]}, {row[2]} process{'es' * (row[2] > 1)}" for row in rows],
+        fontsize=8,
     )
     axes.set_ylabel("steps/s beside the bare loop")
     axes.legend()

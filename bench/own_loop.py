@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 import muster
-from bench.loop import NOISY, ROUNDS, WORKLOADS, Ready, Workload, by_hand, loader_of, loss_of, rows_of
+from bench.loop import NOISY, ROUNDS, WORKLOADS, Plain, Workload, by_hand, loader_of, loss_of, rows_of
 from muster.train.config.compose import compose
 from muster.train.config.parts import build
 
@@ -42,7 +42,7 @@ SOURCES = ("the job's", "the loader's")
 
 
 def with_job(
-    job: muster.Job, model: nn.Module, dataset: Ready, batch: int, *, source: str, steps: int
+    job: muster.Job, model: nn.Module, dataset: Plain, batch: int, *, source: str, steps: int
 ) -> Iterator[None]:
     """The loop by hand with Job; yields after each step."""
     wrapped = DistributedDataParallel(model) if job.world_size > 1 else model
@@ -73,7 +73,7 @@ def turn(loop: Iterator[None], steps: int) -> tuple[float, float]:
 def measure(workload: Workload, source: str, folder: str) -> tuple[bool, list[object]]:
     """Return whether this rank is the first, and a row of the table. Collective: every rank must call it."""
     of_a_turn = int(os.environ.get("STEPS", workload.steps))
-    config, dataset = compose([*workload.overrides]), Ready(workload)
+    config, dataset = compose([*workload.overrides]), Plain(workload)
     models = [build(config.model, input_shape=workload.shape, num_classes=workload.classes) for _ in range(2)]
     with muster.Job(folder, timeout_s=3600) as job:
         loops = (

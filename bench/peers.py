@@ -21,12 +21,7 @@ Loop = Callable[[nn.Module, Dataset[Any], int, Loss], Iterator[None]]
 
 
 def loader(dataset: Dataset[Any], batch: int) -> DataLoader[Any]:
-    return DataLoader(dataset, batch, shuffle=True, drop_last=True, collate_fn=whole)
-
-
-def whole(batch: Any) -> Any:
-    """Return `batch` unchanged; a collate function for a data set that returns batches."""
-    return batch
+    return DataLoader(dataset, batch, shuffle=True, drop_last=True, collate_fn=getattr(dataset, "collate", None))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

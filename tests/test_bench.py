@@ -15,8 +15,11 @@ def bench(*arguments, **env):
 
 
 def test_the_loop_beside_others_on_the_same_data(tmp_path):
-    out = bench("bench.loop", "W1", "W3", ROUNDS="1", STEPS="2", RESULTS=str(tmp_path))
-    assert [line.split(":")[0] for line in out.splitlines() if line.startswith("| W")] == ["| W1", "| W3"] * 2, out
+    kinds = ["plain", "batched", "keyed", "random"]
+    out = bench("bench.loop", "W1", "W3", "--data", *kinds, ROUNDS="1", STEPS="2", RESULTS=str(tmp_path))
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in out.splitlines() if line.startswith("| W")]
+    expected = [[name, kind, str(n)] for n in (1, 2) for name in ("W1", "W3") for kind in kinds]
+    assert [[name.split(":")[0], *more] for name, *more in rows] == expected, out
     assert (tmp_path / "loop.png").stat().st_size > 1000
 
 

@@ -194,6 +194,23 @@ def test_optimizers_with_a_state_of_each_rank_are_refused_at_the_first_save(tmp_
     assert any("keep it alike on all ranks" in line and "momentum" in line for line in result.said), result.out
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_leaves_the_loop_alone_is_told_in_one_line(tmp_path, rank):
+    """Early stopping by a loss of a rank's own: the other ranks wait in the next step's sum."""
+    result = trained(tmp_path / "job", 2, FORM=f"leaves-{rank}", script="odd", code=1)
+    assert result.outcome["exit_code"] == 2 and not result.events("survived"), result.out
+    said = [line for line in result.said if "the loop has ended after step 7 on rank" in line]
+    assert len(said) == 1 and f"on rank {rank} " in said[0] and "all ranks must leave the loop" in said[0], result.out
+    assert "terminate called" not in result.out
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exit_of_one_rank_alone_ends_all_with_its_code(tmp_path, rank):
+    result = trained(tmp_path / "job", 2, FORM=f"exits-{rank}", script="odd", code=1, restarts=0)
+    assert result.outcome["exit_code"] == 3 and not result.events("survived"), result.out
+    assert "terminate called" not in result.out
+
+
 def test_a_model_that_outlives_the_function_does_not_begin_anew_with_what_it_has_learned(tmp_path):
     whole = trained(tmp_path / "whole", 2, FORM="global")
     result = trained(tmp_path / "job", 2, "before-evaluation@6:1", FORM="global")

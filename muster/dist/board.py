@@ -164,6 +164,19 @@ class Board:
             time.sleep(POLL_S)
         return self._patient.wait(key, ANSWER_S)
 
+    # The end of a user's loop (job/ends.py)
+
+    def post_end(self, step: int) -> None:
+        """Post the step after which this rank's loop has ended."""
+        self._quick.set(f"end/{self.rank}", str(step))
+        self._quick.count("end", of=self.size)
+
+    def ends(self) -> list[int] | None:
+        """Return the step after which each rank's loop has ended; None before all have ended. Answered at once."""
+        if not self._quick.check("end/all"):
+            return None
+        return [int(text) for text in self._quick.gets([f"end/{rank}" for rank in range(self.size)])]
+
     # Leaving (job/exit.py). The store may be gone or hang forever, so none of these calls waits long for it.
 
     def claim_failure(self, record: dict[str, Any]) -> tuple[bool, dict[str, Any]]:

@@ -132,6 +132,12 @@ class Heartbeat:
         self._watched_for_good = True
         self._look()
 
+    def is_waited_for(self) -> bool:
+        """Whether the other ranks have waited for this one for half of the timeout, while this rank watches."""
+        mine, seen = self.phases.now(self._beat), self.eye.outlook
+        is_last = seen is not None and seen.is_behind(mine) and not seen.all_behind
+        return is_last and mine.age_s > self.timeout_s / 2
+
     def silence(self, seconds: float, *, waited: str = "") -> RankLost | None:
         """Return a RankLost that names the ranks without a heartbeat for `seconds`, or the store; else None.
 

@@ -76,14 +76,14 @@ class Phases:
         self._gradients = weakref.WeakMethod(computed)
 
     def enter(self, kind: str, step: int) -> None:
-        """Leave the current phase and enter the next: `step`, `evaluation`, `save` or `finish`."""
+        """Leave the current phase and enter the next: `step`, `evaluation`, `save`, `finish`, or `end` of a user's loop."""
         number, label, _, since = self._current
         now, before = self.clock.monotonic(), label.split()[0]
         if self._entered[before] >= FIRST:
             self._longest[before] = max(self._longest.get(before, 0.0), now - since)
         self._entered[kind] += 1
         limit_s = LONG_S
-        if kind in ("step", "evaluation"):
+        if kind in ("step", "evaluation", "end"):
             limit_s = FIRST_S if self._entered[kind] <= FIRST else USUAL * self._longest.get(kind, 0.0)
         self._current = (number + 1, f"{kind} {step}", max(limit_s, self.timeout_s), now)
 

@@ -17,6 +17,7 @@ from muster.checkpoint import manager
 from muster.checkpoint.weights import write_weights
 from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted
 from muster.files import replace_file
+from muster.job.ends import end_alike
 from muster.job.entrance import Entrance
 from muster.job.feed import Feed
 from muster.job.lifecycle import Ending
@@ -36,7 +37,6 @@ BUILD_ALIKE = (
     "build modules in the `with` block, where all ranks have the same seed, or wrap them in DistributedDataParallel "
     "before track()"
 )
-LEAVE_ALIKE = "all ranks must leave the loop after the same step"
 OWN_DRAWS = (
     "the data set draws from a generator of its own: a resume draws other numbers, as does each rank; draw from the "
     "global generators of torch, NumPy or Python, which are seeded for each sample"
@@ -265,8 +265,8 @@ class Session:
     def end_done(self) -> None:
         """Save the last step and record that the run is done. Collective: every rank must call it."""
         step, saved, running = self.reached.step, self.folder.saved, self.running
-        self.peers.heartbeat.enter("step", step)  # not a save, which may take long: other ranks may still train
-        self.world.same("the loop has ended after step", str(step), remedy=LEAVE_ALIKE, error=ConfigError)
+        self.peers.heartbeat.enter("end", step)
+        end_alike(self.world, self.peers.heartbeat, step)
         if saved and step == saved.step and self.folder.before.outcome == attempts.DONE:
             running.records.event("done", step=step, note="finished already")
             return self.entrance.life.end(running.ending(), report=False)

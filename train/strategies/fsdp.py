@@ -24,11 +24,11 @@ from muster.batches.loader import Batch
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.config.keys import Config, Device, Precision
-from muster.train.config.marks import FREE
+from muster.train.config.marks import FREE, Ge
 from muster.train.optim.meshes import step_by_mesh
 from muster.train.strategies.base import Recipe
+from muster.train.strategies.partition.first_builds import FirstBuilds
 from muster.train.strategies.partition.lockstep import END, Lockstep
-from muster.train.strategies.replicas.broadcast import begin_alike
 from muster.train.strategies.step.gradient import refuse_sparse
 from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping
 
@@ -46,6 +46,8 @@ class Fsdp(Stepping):
         reshard_after_forward: free a unit's parameters after forward and gather them again for backward. Those outside of
             units are needed at the end of forward and at the start of backward, so they are kept in between.
         activation_checkpointing: store no activations within a unit; recompute them in backward.
+        prefetch: how many units are gathered ahead of the one that computes, in the order of `units`, which is taken for that of
+            the model's forward. 0: one, as soon as the code of the unit before it has run.
         cpu_offload: keep shards, gradients and optimizer state in host memory; CUDA only.
     """
 
@@ -56,6 +58,7 @@ class Fsdp(Stepping):
     reduce_dtype: Literal["bf16"] | None
     reshard_after_forward: Annotated[bool, FREE]
     activation_checkpointing: Annotated[bool, FREE]
+    prefetch: Annotated[int, Ge(0), FREE]
     cpu_offload: Annotated[bool, FREE]
 
     def check(self, config: Config, world_size: int) -> None:
@@ -80,13 +83,13 @@ class Fsdp(Stepping):
             )
 
     def build(self, recipe: Recipe, world: World) -> None:
-        """Build the model on the host, shard its units and then the rest, and build the optimizer step. Collective.
+        """Build the model on rank 0's host, shard its units and then the rest, and build the optimizer step. Collective.
 
         Raises:
             ConfigError: the model cannot be sharded as configured.
         """
-        self.world, self.model = world, recipe.build_model()  # on the host: no device ever holds the full model
-        begin_alike(self.model)
+        first = FirstBuilds(recipe.build_model, world)  # on the host: no device ever holds the full model
+        self.world, self.model = world, first.model
         refuse_sparse(self.model, "a strategy that shards")
         units = named_units(self.model, self.units) if self.units else units_of(self.model)
         if self.param_dtype and any(isinstance(module, _BatchNorm) for module in self.model.modules()):
@@ -107,14 +110,19 @@ class Fsdp(Stepping):
                 param_dtype=torch.bfloat16 if self.param_dtype else None, reduce_dtype=reduced
             )
         for unit in units:
+            first.fill(unit)
             if self.activation_checkpointing:
                 unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
             if recipe.compile:
                 unit.compile()
             fully_shard(unit, mp_policy=policy, **options)
+        first.fill(self.model)
         whole = replace(policy, output_dtype=torch.float32) if self.param_dtype else policy  # fp32 outputs for the loss
         options["reshard_after_forward"] = None if self.reshard_after_forward else False  # None: all units but the root
         self.sharded = fully_shard(self.model, mp_policy=whole, **options)
+        for each, order in (("forward", units), ("backward", units[::-1])) if self.prefetch else ():
+            for number, unit in enumerate(order):
+                getattr(unit, f"set_modules_to_{each}_prefetch")(order[number + 1 : number + 1 + self.prefetch])
         shards = [*layout.sizes.values()][-1]
         lockstep = Lockstep(self.model, units, world, shards=shards) if world.size > 1 else None
         self.optimizer_step = ShardedStep(

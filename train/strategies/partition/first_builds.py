@@ -1,0 +1,140 @@
+"""The weights of a model that is to be sharded: rank 0 alone builds them, and the others get them unit by unit.
+
+So no host but rank 0's ever holds the whole model, and each rank has its shards and one unit at most. The other ranks run
+the same constructor, in which each parameter loses its storage (device `meta`) as it is registered. Where that cannot be
+told from a constructor with storage, they build the whole model, as one that reads its parameters needs.
+
+Source: torch.nn.utils.skip_init and the device `meta` of PyTorch's documentation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from muster.batches.generators import kept_generators
+from muster.dist.pieces import in_pieces
+from muster.dist.world import World
+from muster.train.strategies.replicas.broadcast import broadcast
+
+OWN = frozenset(vars(nn.Module()))
+"""What each module has: parameters, buffers, modules and hooks among them."""
+
+
+class FirstBuilds:
+    """A model whose weights rank 0 has. Collective: every rank must make it, and `fill` the same modules.
+
+    Args:
+        build: builds the model, with weights.
+        world: the ranks.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module], world: World):
+        self.model, self._is_alone = _built(build, world), world.size == 1
+        self._filled: set[int] = set()
+
+    def fill(self, module: nn.Module) -> None:
+        """Give the parameters and buffers in `module` storage and rank 0's values, but those that have them. Collective."""
+        for tensor in () if self._is_alone else (*module.parameters(), *module.buffers()):
+            if id(tensor) in self._filled or in_pieces(tensor):
+                continue
+            self._filled.add(id(tensor))
+            if tensor.is_meta:
+                _become(tensor, torch.empty_like(tensor, device="cpu"))
+            broadcast([tensor])
+
+
+def _built(build: Callable[[], nn.Module], world: World) -> nn.Module:
+    """Return the model, without storage on ranks other than 0 if it is then the same in all else.
+
+    The generators are left as they were: a parameter without storage does not advance them.
+    """
+    model, own = None, ""
+    with kept_generators():
+        if world.is_first:
+            model = build()
+        else:
+            with contextlib.suppress(Exception), _without_storage():  # with storage it raises what is wrong
+                model = build()
+        own = _digest(model) if model and world.size > 1 else ""
+    first = world.broadcast(own)
+    if model is None or own != first:
+        with kept_generators():
+            model = build()
+    return model
+
+
+@contextlib.contextmanager
+def _without_storage() -> Iterator[None]:
+    """Free the storage of each parameter as a module registers it."""
+    register = nn.Module.register_parameter
+
+    def hollow(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta and not isinstance(param, UninitializedParameter):
+            with contextlib.suppress(RuntimeError):  # it has a view, and keeps its storage
+                _become(param, torch.empty_like(param, device="meta"))
+        register(self, name, param)
+
+    nn.Module.register_parameter = hollow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _become(tensor: Tensor, other: Tensor) -> None:
+    """Give `tensor` the storage of `other`; it stays the same object, so modules that share it still do."""
+    new = nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+    new.__dict__.update(tensor.__dict__)
+    new.__class__ = type(tensor)
+    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+
+
+def _digest(model: nn.Module) -> str:
+    """Return a digest of what the modules hold beside parameters and buffers, as drawn numbers; else why there is none."""
+    found, known = (
+        hashlib.sha256(),
+        {*map(id, model.modules()), *map(id, model.parameters()), *map(id, model.buffers())},
+    )
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in OWN:
+                found.update(f"{name}.{key}".encode())
+                if not _add(value, found, known):
+                    return f"{name}.{key} has no storage"
+    return found.hexdigest()
+
+
+def _add(value: Any, found: Any, known: set[int]) -> bool:
+    """Add plain values and tensors, also in containers, to `found`; return False for a tensor without storage.
+
+    known: the ids of what the model has registered, which gets its storage.
+    """
+    if id(value) in known:
+        return True
+    if isinstance(value, nn.Module):
+        return not any(each.is_meta for each in (*value.parameters(), *value.buffers()))
+    if isinstance(value, Tensor):
+        if value.is_meta:
+            return False
+        value = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    if isinstance(value, np.ndarray):
+        found.update(str((value.dtype, value.shape)).encode() + value.tobytes())
+    elif isinstance(value, str | bytes | int | float | complex | None):
+        found.update(repr(value).encode())
+    elif isinstance(value, torch.Generator):
+        found.update(value.get_state().numpy().tobytes())
+    elif isinstance(value, set | frozenset):
+        return all(_add(each, found, known) for each in sorted(value, key=repr))
+    elif isinstance(value, dict):
+        return all(_add(each, found, known) for pair in value.items() for each in pair)
+    elif isinstance(value, list | tuple):
+        return all(_add(each, found, known) for each in value)
+    return True
