@@ -85,9 +85,10 @@ class Plain(Dataset[Any]):
 
     def __init__(self, workload: Workload):
         self.is_text = len(workload.shape) == 1
-        size = (SAMPLES, *workload.shape)
-        self.inputs = torch.randint(0, workload.classes if self.is_text else 256, size, dtype=torch.uint8)
-        self.labels = torch.randint(0, workload.classes, size if self.is_text else size[:1])
+        size, same = (SAMPLES, *workload.shape), torch.Generator().manual_seed(0)  # on each rank
+        largest = workload.classes if self.is_text else 256
+        self.inputs = torch.randint(0, largest, size, dtype=torch.uint8, generator=same)
+        self.labels = torch.randint(0, workload.classes, size if self.is_text else size[:1], generator=same)
 
     def __len__(self) -> int:
         return SAMPLES
