@@ -15,9 +15,10 @@ from PIL import Image
 from muster.batches.drawn import Watch
 from muster.batches.fetch import Fetch
 from muster.batches.fingerprint import fingerprint
+from muster.batches.generators import kept_generators, seed_generators, state_of_generators
 from muster.batches.loader import LoaderConfig, batches
 from muster.errors import DataError
-from muster.plan import MicroBatch, Plan, Share
+from muster.plan import MicroBatch, Plan, Share, sample_keys
 from muster.train.data.cifar10 import Cifar10, read_cifar_batch
 from muster.train.data.digits import Digits
 from muster.train.data.imagefolder import ImageFolder
@@ -158,9 +159,9 @@ def test_a_watch_restores_also_another_generator_of_numpy():
     try:
         np.random.set_bit_generator(np.random.PCG64(3))
         watch, first = Watch(), np.random.rand()
-        assert watch.has_drawn()
+        assert watch.drawn()
         watch.restore()
-        assert not watch.has_drawn() and np.random.rand() == first
+        assert not watch.drawn() and np.random.rand() == first
     finally:
         np.random.set_bit_generator(before)
 
@@ -206,6 +207,29 @@ def test_a_subset_of_random_samples_is_keyed_by_sample_too():
     together, alone = fetch([3, 4, 5], 0, dataset=subset), fetch([4], 0, dataset=subset)
     assert torch.equal(together[1], alone[0])
     assert torch.equal(together, fetch([3, 4, 5], 0, dataset=subset))
+
+
+@pytest.mark.unit
+def test_what_samples_draw_is_of_their_keys_whichever_generator_they_draw_from():
+    """Only the generators that samples have drawn from are seeded; some draw from another one than those before."""
+
+    class Various(Pictured):
+        def __getitem__(self, index):
+            first = [torch.rand(()), np.random.standard_normal(), random.gauss(0, 1), torch.initial_seed() % 1000][
+                index % 4
+            ]
+            return torch.tensor([float(first), float(torch.rand(())) if index % 8 < 4 else 0.0]), 0
+
+    data, before = Various(), state_of_generators()
+    reader = Fetch(data, seed=1)
+    for epoch, indices in enumerate([[0, 4], [1, 0], [3, 8], [2, 5, 9], [6, 7, 1, 2, 3], [0, 1, 2, 3]]):
+        keys = sample_keys(seed=1, epoch=epoch, indices=np.array(indices))
+        found, _, _ = reader.__getitems__(MicroBatch(epoch, np.array(indices), len(indices)))
+        with kept_generators():
+            for row, index, key in zip(found, indices, keys.tolist(), strict=True):
+                seed_generators(key)
+                assert torch.equal(row, data[index][0]), (epoch, index)
+        assert state_of_generators() == before
 
 
 @pytest.mark.unit

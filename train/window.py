@@ -51,7 +51,8 @@ class Window:
             self._made = True
         self._samples += samples
         self._measured += samples * self._measures
-        loss = result.loss.detach().double() * samples  # exact in float64: a float32 loss has 24 bits
+        own, waits = result.loss.detach(), self._world.device.type == "cuda"
+        loss = (own.double() if waits else float(own)) * samples  # exact in float64: a float32 loss has 24 bits
         for name, value in {LOSS: loss, **{f"{MEASURED}{key}": one for key, one in result.metrics.items()}}.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 

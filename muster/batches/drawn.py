@@ -19,6 +19,10 @@ WORDS = 624
 BYTES = 4 * (WORDS + 1)
 """Size of a Mersenne Twister: its words, and the position of the next one (before them in Python, after them in NumPy)."""
 
+PYTHON, NUMPY, TORCH = "python", "numpy", "torch"
+ALL = frozenset({PYTHON, NUMPY, TORCH})
+"""The global generators."""
+
 OTHER = "other"
 """Kind of a generator that `np.random.set_bit_generator` has put in the place of NumPy's Mersenne Twister."""
 
@@ -30,27 +34,32 @@ class Watch:
         self._python, self._numpy, self._torch = _python(), _numpy(), torch.default_generator.get_state()
         self._other = np.random.get_state(legacy=False) if self._numpy[0] == OTHER else None
 
-    def has_drawn(self) -> bool:
-        """Return True if one of the states has changed since: something has drawn, or seeded."""
-        return (
-            not torch.equal(torch.default_generator.get_state(), self._torch)
-            or _python() != self._python
-            or _numpy() != self._numpy
-        )
+    def drawn(self) -> frozenset[str]:
+        """Return the generators of `ALL` whose state has changed since: something has drawn from them, or seeded them."""
+        changed = {
+            TORCH: not torch.equal(torch.default_generator.get_state(), self._torch),
+            PYTHON: _python() != self._python,
+            NUMPY: _numpy() != self._numpy,
+        }
+        return frozenset(name for name, is_so in changed.items() if is_so)
 
     def restore(self) -> None:
         """Bring the generators back into these states."""
-        words, gauss = self._python
-        numbers = np.frombuffer(words, np.uint32).tolist() if isinstance(words, bytes) else None
-        random.setstate((random.Random.VERSION, (*numbers[1:], numbers[0]), gauss) if numbers else words)
-        kind, content, *cached = self._numpy
-        if self._other is None:
-            whole = np.frombuffer(content, np.uint32)
-            np.random.set_state((kind, whole[:WORDS], int(whole[WORDS]), *cached))
-        else:
-            np.random.set_state(self._other)
-        torch.default_generator.set_state(self._torch)
-        forget()
+        changed = self.drawn()
+        if PYTHON in changed:
+            words, gauss = self._python
+            numbers = np.frombuffer(words, np.uint32).tolist() if isinstance(words, bytes) else None
+            random.setstate((random.Random.VERSION, (*numbers[1:], numbers[0]), gauss) if numbers else words)
+        if NUMPY in changed:
+            kind, content, *cached = self._numpy
+            if self._other is None:
+                whole = np.frombuffer(content, np.uint32)
+                np.random.set_state((kind, whole[:WORDS], int(whole[WORDS]), *cached))
+            else:
+                np.random.set_state(self._other)
+            forget()
+        if TORCH in changed:
+            torch.default_generator.set_state(self._torch)
 
 
 class Others:

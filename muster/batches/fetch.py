@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
-from muster.batches.drawn import Watch
+from muster.batches.drawn import ALL, TORCH, Watch
 from muster.batches.generators import kept_generators, seed_generators
 from muster.batches.split import split
 from muster.batches.stream import Stream
@@ -48,6 +48,9 @@ class Fetch(Dataset[Any]):
         self._epoch = 0
         self._reads_together = False if self.whole else None
         self._draws = isinstance(dataset, Stream) or (self.whole and not self._is_read_whole)
+        self._drawn_from = ALL if self._draws else frozenset({TORCH})
+        """The generators that samples have drawn from: to seed one takes as long as reading a small sample. torch's takes
+        least, and a sample may read its seed (`torch.initial_seed`) without drawing."""
 
     @property
     def is_keyed(self) -> bool:
@@ -89,7 +92,7 @@ class Fetch(Dataset[Any]):
             made = self._split(self._whole(indices) if self._is_read_whole else self._together(indices.tolist()))
         except Exception:
             made = None
-        if not watch.has_drawn():
+        if not watch.drawn():
             return made
         watch.restore()
         self._draws = True
@@ -118,19 +121,30 @@ class Fetch(Dataset[Any]):
 
         Functions of a whole batch are seeded with the key of its first sample.
         """
-        keys = self._keys(indices)
+        keys, watch = self._keys(indices), Watch()
         own = int(mix(keys[:1])[0])
-        with kept_generators():
+        try:
             if self._is_read_whole:
                 batch = self._whole(indices)
             else:
-                samples = [self._sample(index, key) for index, key in zip(indices.tolist(), keys.tolist(), strict=True)]
+                samples = self._seeded(indices, keys, watch)
                 if self.collate:
                     seed_generators(own)
                 batch = self._collated(samples)
             if self.adapter:
                 seed_generators(own)
             return self._split(batch)
+        finally:
+            watch.restore()
+
+    def _seeded(self, indices: Indices, keys: Keys, watch: Watch) -> list[Any]:
+        """Return the samples, each read after the generators that samples have drawn from were seeded with its key."""
+        while True:
+            samples = [self._sample(index, key) for index, key in zip(indices.tolist(), keys.tolist(), strict=True)]
+            if not (more := watch.drawn() - self._drawn_from):
+                return samples
+            watch.restore()
+            self._drawn_from |= more
 
     def _collated(self, samples: list[Any]) -> Any:
         try:
@@ -147,12 +161,13 @@ class Fetch(Dataset[Any]):
     def sample(self, index: int) -> Any:
         """Read one sample without changing the global generators."""
         with kept_generators():
-            return self.dataset.first()[0] if isinstance(self.dataset, Stream) else self._sample(index, 0)
+            return self.dataset.first()[0] if isinstance(self.dataset, Stream) else self._sample(index, 0, of=ALL)
 
-    def _sample(self, index: int, key: int) -> Any:
+    def _sample(self, index: int, key: int, *, of: Collection[str] | None = None) -> Any:
+        of = self._drawn_from if of is None else of
         while True:
             try:
-                sample = self._read(index, key)
+                sample = self._read(index, key, of)
                 if sample is None and not self.collate:  # a collate function may drop such samples
                     raise DataError(
                         f"sample {index} is None{defined(self.dataset, '__getitem__', '__iter__')}: write `return ...` for it, or leave "
@@ -171,15 +186,15 @@ class Fetch(Dataset[Any]):
                 self._tolerate(index, error)
                 index = (index + 1) % len(self.dataset)
 
-    def _read(self, index: int, key: int) -> Any:
-        """Read one sample; the global generators are seeded, so that random transforms depend on its key alone."""
+    def _read(self, index: int, key: int, of: Collection[str]) -> Any:
+        """Read one sample; the global generators `of` are seeded, so that random transforms depend on its key alone."""
         if self.whole:
             batch = self.dataset.__getitems__([index], np.array([key], dtype=np.uint64))
             return pytree.tree_map(lambda part: part[0], batch)
         if isinstance(self.dataset, Stream):
             self.dataset.seek(self._epoch, index, seed=self._seed)
             return self.dataset.take()
-        seed_generators(key)
+        seed_generators(key, only=of)
         return self.dataset[index]
 
     def _seed(self, index: int) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from muster.batches.drawn import Others, forget
+from muster.batches.drawn import ALL, NUMPY, PYTHON, TORCH, Others, forget
 
 
 @contextlib.contextmanager
@@ -33,11 +33,14 @@ def kept_generators(*, on_device: bool = False) -> Iterator[None]:
             torch.cuda.set_rng_state(cuda)
 
 
-def seed_generators(key: int, *, on_device: bool = False) -> None:
-    """Seed the global generators with `key`, a 64-bit word. on_device: as for `kept_generators`."""
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(key)
+def seed_generators(key: int, *, on_device: bool = False, only: Collection[str] = ALL) -> None:
+    """Seed the global generators named by `only` with `key`, a 64-bit word. on_device: as for `kept_generators`."""
+    if PYTHON in only:
+        random.seed(key)
+    if NUMPY in only:
+        np.random.seed(key & 0xFFFFFFFF)
+    if TORCH in only:
+        torch.default_generator.manual_seed(key)
     if on_device and _uses_cuda():
         torch.cuda.manual_seed(key)
 
