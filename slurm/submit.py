@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ from muster.errors import ConfigError, Preempted, one_line, say
 from muster.job.exit import tell
 from muster.launcher import execute, loopback, slurm, verdict
 from muster.launcher.script import MARK, Script, script_of
-from muster.launcher.spec import MARGIN_S, Spec, command, printed, this_torchrun
-from muster.launcher.variables import whole
+from muster.launcher.spec import MARGIN_S, NUMA_BINDINGS, Spec, command, printed, this_torchrun
+from muster.launcher.variables import one_of, whole
 from muster.loggers.console import describe
 from muster.loggers.jsonl import read
 from muster.redact import redacted
@@ -66,6 +66,7 @@ class Cluster:
     qos: str | None = None
     constraint: str | None = None
     setup: list[str] = field(default_factory=list)
+    numa_binding: str = ""
     max_restarts: int = 3
     requeues: int = 100
     signal_delay_s: int = 120
@@ -95,7 +96,10 @@ class Agent:
         environment = submitit.JobEnvironment()
         requeue = signal.getsignal(signal.SIGUSR2)
         policy = verdict.SUBMITIT if self._on_slurm else verdict.LOCAL
-        end = self.run(self.spec(environment.hostnames[0]), policy)
+        try:
+            end = self.run(self.spec(environment.hostnames[0]), policy)
+        except ConfigError as error:
+            raise RuntimeError(one_line(error)) from None
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         # A preemption with a grace time sends only SIGTERM; a cancelled job is no longer RUNNING.
         comes_back = end.verdict.requeue and (signal.SIGUSR2 in end.signals or still_running())
@@ -123,9 +127,11 @@ class Agent:
         if not self._on_slurm:
             threads = whole(os.environ, "OMP_NUM_THREADS", default=max(1, (os.cpu_count() or 1) // processes), least=1)
             kwargs = {"nproc": processes, "max_restarts": restarts, "threads": threads}
-            return loopback.spec("1", port=0, id=f"local.{os.getpid()}", is_host=True, **kwargs)
-        told = {"HEAD": head, "MAX_RESTARTS": str(restarts), "GRACE_S": str(self.cluster.signal_delay_s)}
-        return slurm.spec({**os.environ, **told}, nproc=processes)
+            spec = loopback.spec("1", port=0, id=f"local.{os.getpid()}", is_host=True, **kwargs)
+        else:
+            told = {"HEAD": head, "MAX_RESTARTS": str(restarts), "GRACE_S": str(self.cluster.signal_delay_s)}
+            spec = slurm.spec({**os.environ, **told}, nproc=processes)
+        return replace(spec, numa_binding=self.cluster.numa_binding)
 
     @property
     def name(self) -> str:
@@ -238,6 +244,7 @@ def compose_cluster(overrides: list[str], *, config_dir: Path | None = None) -> 
     for key, least in (("nodes", 1), ("timeout_min", 1), ("signal_delay_s", MARGIN_S + 1)):
         if getattr(cluster, key) < least:
             raise ConfigError(f"cluster.{key}={getattr(cluster, key)} is out of range: use a value of at least {least}")
+    one_of({"cluster.numa_binding": cluster.numa_binding}, "cluster.numa_binding", NUMA_BINDINGS)
     if isinstance(cluster, Local) and cluster.nodes > 1:
         raise ConfigError(
             f"cluster=local is one machine, and cluster.nodes={cluster.nodes}: use cluster.nproc_per_node"
@@ -330,7 +337,8 @@ def wait(jobs: list[submitit.Job[str]], agents: list[Agent]) -> int:
         try:
             ended = job.results()[0]
         except Exception as error:  # submitit raises its own exception types
-            ended, failed = f"failed: {' '.join(str(error).split())[-300:]}", 1
+            text = str(error).rpartition("RuntimeError: ")[2].partition("\n-----")[0]  # of submitit's report, the line alone
+            ended, failed = f"failed: {' '.join(text.split())[-300:]}", 1
         print(f"[{job.job_id}] {ended}  {agent.name}", flush=True)
     return failed
 

@@ -479,6 +479,19 @@ def test_processes_are_bound_beside_their_gpus_where_there_are_some(tmp_path):
         assert done.returncode == 2 and "this host has none: unset it" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_submitted_processes_are_bound_beside_their_gpus_as_well(tmp_path):
+    def submit(*words):
+        line = [sys.executable, str(ROOT / "slurm/submit.py"), *words, "cluster=local", f"cluster.log_dir={tmp_path}"]
+        return subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+
+    assert " --numa-binding=node " in submit("--dry-run", "cluster.numa_binding=node").stdout
+    refused = submit("--dry-run", "cluster.numa_binding=nodes")
+    assert refused.returncode == 2 and "cluster.numa_binding=nodes is not valid; valid: node" in refused.stderr
+    if not any(Path(each).exists() for each in execute.GPUS):
+        done = submit("--wait", "cluster.numa_binding=node")
+        assert done.returncode == 1 and "failed: numa_binding=node (NUMA_BINDING) binds each" in done.stdout, done
+
+
 def test_command_needs_no_cluster(tmp_path):
     """It prints what one process, or NPROC of them, would run on this machine."""
     for env, processes in (({}, 1), ({"NPROC": "4"}, 4)):

@@ -98,7 +98,7 @@ def _handled(policy: Policy) -> Signals:
 def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals, extra: Mapping[str, str] | None = None) -> int:
     if spec.numa_binding and not any(Path(each).exists() for each in GPUS):
         raise ConfigError(
-            f"NUMA_BINDING={spec.numa_binding} binds each process beside its GPU, and this host has none: unset it"
+            f"numa_binding={spec.numa_binding} (NUMA_BINDING) binds each process beside its GPU, and this host has none: unset it"
         )
     say(printed(spec, command(spec, overrides, torchrun=this_torchrun())), sys.stdout)
     line = command(spec, overrides, torchrun=steady_torchrun())
