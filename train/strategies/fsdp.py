@@ -29,7 +29,7 @@ from muster.train.optim.meshes import step_by_mesh
 from muster.train.strategies.base import Recipe
 from muster.train.strategies.partition.first_builds import FirstBuilds
 from muster.train.strategies.partition.lockstep import END, Lockstep
-from muster.train.strategies.step.gradient import refuse_sparse
+from muster.train.strategies.step.gradient import refuse_hooks, refuse_sparse
 from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -91,6 +91,7 @@ class Fsdp(Stepping):
         first = FirstBuilds(recipe.build_model, world)  # on the host: no device ever holds the full model
         self.world, self.model = world, first.model
         refuse_sparse(self.model, "a strategy that shards")
+        refuse_hooks(self.model, "a strategy that shards")
         units = named_units(self.model, self.units) if self.units else units_of(self.model)
         if self.param_dtype and any(isinstance(module, _BatchNorm) for module in self.model.modules()):
             raise ConfigError(

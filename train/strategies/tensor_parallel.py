@@ -27,7 +27,7 @@ from muster.train.strategies.fsdp import ShardedStep, units_of
 from muster.train.strategies.partition.combinations import refuse
 from muster.train.strategies.partition.lockstep import Lockstep
 from muster.train.strategies.replicas.broadcast import begin_alike
-from muster.train.strategies.step.gradient import average, complete
+from muster.train.strategies.step.gradient import average, complete, refuse_hooks
 from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping
 
 TENSOR = "tensor"
@@ -81,6 +81,7 @@ class TensorParallel(Stepping):
         if world.size == 1:
             self.optimizer_step = OptimizerStep(recipe, world=world, layout=layout, model=self.model)
             return
+        refuse_hooks(self.model, "a strategy that shards")
         begin_alike(self.model)
         self.mesh = layout.mesh(world.device.type)
         parallelize_module(self.model, self.mesh[TENSOR], {name: STYLES[style]() for name, style in styles.items()})

@@ -1,16 +1,18 @@
 """The weights of a model that is to be sharded: rank 0 alone builds them, and the others get them unit by unit.
 
 So no host but rank 0's ever holds the whole model, and each rank has its shards and one unit at most. The other ranks run
-the same constructor, in which each parameter loses its storage (device `meta`) as it is registered. Where that cannot be
-told from a constructor with storage, they build the whole model, as one that reads its parameters needs.
+the same constructor, in which each parameter loses its storage (device `meta`) as it is registered. All ranks build the
+whole model instead if a constructor may then have made anything else otherwise: if it reads a parameter, or draws from
+torch's generator, which parameters without storage do not advance.
 
-Source: torch.nn.utils.skip_init and the device `meta` of PyTorch's documentation.
+Source: the device `meta` of PyTorch's documentation.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from muster.batches.generators import kept_generators
 from muster.dist.pieces import in_pieces
@@ -52,23 +56,59 @@ class FirstBuilds:
 
 
 def _built(build: Callable[[], nn.Module], world: World) -> nn.Module:
-    """Return the model, without storage on ranks other than 0 if it is then the same in all else.
+    """Return the model, without storage on ranks other than 0 if it is the same in all else.
 
-    The generators are left as they were: a parameter without storage does not advance them.
+    The generators are left as they were.
     """
-    model, own = None, ""
-    with kept_generators():
-        if world.is_first:
-            model = build()
-        else:
-            with contextlib.suppress(Exception), _without_storage():  # with storage it raises what is wrong
-                model = build()
-        own = _digest(model) if model and world.size > 1 else ""
-    first = world.broadcast(own)
-    if model is None or own != first:
+    if world.size == 1:
         with kept_generators():
-            model = build()
+            return build()
+    with kept_generators():
+        model, own = _whole(build) if world.is_first else _hollow(build)
+    if world.lowest(own != world.broadcast(own)) is not None:
+        with kept_generators():
+            model = build()  # also on rank 0: a constructor that counts its calls gives all ranks the same
+    assert model is not None
     return model
+
+
+def _whole(build: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]:
+    model = build()
+    return model, _digest(model)
+
+
+def _hollow(build: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]:
+    """Return the model without storage, and its digest; else None, and why it cannot be."""
+    before = torch.default_generator.get_state()
+    try:
+        with _without_storage(), Watched() as watched:
+            model = build()
+    except Exception as error:  # with storage it raises what is wrong
+        return None, str(error)
+    if watched.reads or not torch.equal(before, torch.default_generator.get_state()):
+        return None, watched.reads or "it draws"
+    return model, _digest(model)
+
+
+class Watched(TorchFunctionMode):
+    """Notes in `reads` what a constructor does with parameters without storage that it would see, beside setting them."""
+
+    reads = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        before = [each.is_meta for each in given]
+        if not any(before):
+            return func(*args, **(kwargs or {}))
+        try:
+            made = func(*args, **(kwargs or {}))
+        except Exception:  # which the constructor may catch
+            self.reads = f"{func}"
+            raise
+        is_in_place = getattr(func, "__name__", "").endswith("_") and not before[0]
+        if is_in_place or (isinstance(made, Tensor) and not made.is_meta):
+            self.reads = f"{func}"
+        return made
 
 
 @contextlib.contextmanager
@@ -98,11 +138,13 @@ def _become(tensor: Tensor, other: Tensor) -> None:
 
 
 def _digest(model: nn.Module) -> str:
-    """Return a digest of what the modules hold beside parameters and buffers, as drawn numbers; else why there is none."""
-    found, known = (
-        hashlib.sha256(),
-        {*map(id, model.modules()), *map(id, model.parameters()), *map(id, model.buffers())},
-    )
+    """Return a digest of a model's names and shapes, and of what its modules hold beside them; else why there is none."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found, known = hashlib.sha256(), {*map(id, model.modules()), *map(id, tensors.values())}
+    for name, tensor in tensors.items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode())
+        if tensor.is_meta and weakref.getweakrefs(tensor):  # swap_tensors refuses it
+            return f"{name} has a weak reference"
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key not in OWN:
@@ -124,8 +166,12 @@ def _add(value: Any, found: Any, known: set[int]) -> bool:
     if isinstance(value, Tensor):
         if value.is_meta:
             return False
-        value = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    if isinstance(value, np.ndarray):
+        found.update(str((value.dtype, tuple(value.shape))).encode())
+        with contextlib.suppress(
+            Exception
+        ):  # sparse, or of a class of its own: nothing that was drawn, or it would be whole
+            found.update(value.detach().cpu().resolve_conj().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray):
         found.update(str((value.dtype, value.shape)).encode() + value.tobytes())
     elif isinstance(value, str | bytes | int | float | complex | None):
         found.update(repr(value).encode())
@@ -134,7 +180,9 @@ def _add(value: Any, found: Any, known: set[int]) -> bool:
     elif isinstance(value, set | frozenset):
         return all(_add(each, found, known) for each in sorted(value, key=repr))
     elif isinstance(value, dict):
+        known = known | {id(value)}  # it may hold itself
         return all(_add(each, found, known) for pair in value.items() for each in pair)
     elif isinstance(value, list | tuple):
+        known = known | {id(value)}
         return all(_add(each, found, known) for each in value)
     return True

@@ -68,6 +68,16 @@ def refuse_sparse(model: nn.Module, said: str) -> None:
         )
 
 
+def refuse_hooks(model: nn.Module, said: str) -> None:
+    """Raise ConfigError if a parameter has a hook on its gradient, which is lost where `said` replaces parameters."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"{name} has a hook on its gradient, which {said} would leave out: hook a module in its place, or use "
+                "strategy=ddp or single"
+            )
+
+
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """[] L2 norm of all `gradients` together, the same on every rank that holds a shard. Collective if sharded."""
     by_mesh: dict[Any, list[Tensor]] = {}
