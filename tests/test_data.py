@@ -233,6 +233,32 @@ def test_what_samples_draw_is_of_their_keys_whichever_generator_they_draw_from()
 
 
 @pytest.mark.unit
+def test_a_sample_that_fails_by_what_it_draws_fails_by_its_key():
+    """What is drawn before a generator is known to be drawn from, and seeded, ends no run and counts as no bad sample."""
+
+    class Failing(Pictured):
+        def __getitem__(self, index):
+            if random.random() < 0.1:
+                raise ValueError("an unlucky crop")
+            return torch.rand(3), 0
+
+    def outcome(state, max_bad):
+        random.seed(state)
+        reader, found = Fetch(Failing(), seed=1, max_bad=max_bad), []
+        for first in range(0, 40, 4):
+            try:
+                batch, _, _ = reader.__getitems__(MicroBatch(0, np.arange(first, first + 4), 4))
+                found.append(batch.tolist())
+            except DataError as error:
+                found.append(str(error))
+        return found, reader.bad
+
+    for max_bad in (None, 5):
+        assert outcome(0, max_bad) == outcome(1, max_bad) == outcome(2, max_bad)
+    assert any("no sample can be read in place of" in str(each) for each in outcome(0, 1000)[0])
+
+
+@pytest.mark.unit
 def test_a_whole_batch_with_a_bad_sample_is_read_one_by_one():
     class Whole(Pictured):
         def __getitems__(self, indices, keys=None):

@@ -48,7 +48,7 @@ class Fetch(Dataset[Any]):
         self._epoch = 0
         self._reads_together = False if self.whole else None
         self._draws = isinstance(dataset, Stream) or (self.whole and not self._is_read_whole)
-        self._drawn_from = ALL if self._draws else frozenset({TORCH})
+        self._drawn_from = frozenset({TORCH}) if max_bad is None and not self._draws else ALL
         """The generators that samples have drawn from: to seed one takes as long as reading a small sample. torch's takes
         least, and a sample may read its seed (`torch.initial_seed`) without drawing."""
 
@@ -140,11 +140,18 @@ class Fetch(Dataset[Any]):
     def _seeded(self, indices: Indices, keys: Keys, watch: Watch) -> list[Any]:
         """Return the samples, each read after the generators that samples have drawn from were seeded with its key."""
         while True:
-            samples = [self._sample(index, key) for index, key in zip(indices.tolist(), keys.tolist(), strict=True)]
-            if not (more := watch.drawn() - self._drawn_from):
+            samples, failure = [], None
+            try:
+                samples = [self._sample(index, key) for index, key in zip(indices.tolist(), keys.tolist(), strict=True)]
+            except Exception as error:  # which may come of what was drawn
+                failure = error
+            if more := watch.drawn() - self._drawn_from:
+                watch.restore()
+                self._drawn_from |= more
+            elif failure:
+                raise failure
+            else:
                 return samples
-            watch.restore()
-            self._drawn_from |= more
 
     def _collated(self, samples: list[Any]) -> Any:
         try:
@@ -164,7 +171,7 @@ class Fetch(Dataset[Any]):
             return self.dataset.first()[0] if isinstance(self.dataset, Stream) else self._sample(index, 0, of=ALL)
 
     def _sample(self, index: int, key: int, *, of: Collection[str] | None = None) -> Any:
-        of = self._drawn_from if of is None else of
+        of, asked = self._drawn_from if of is None else of, index
         while True:
             try:
                 sample = self._read(index, key, of)
@@ -185,6 +192,8 @@ class Fetch(Dataset[Any]):
                     raise
                 self._tolerate(index, error)
                 index = (index + 1) % len(self.dataset)
+                if index == asked:
+                    raise DataError(f"no sample can be read in place of {asked}: {one_line(error)}") from error
 
     def _read(self, index: int, key: int, of: Collection[str]) -> Any:
         """Read one sample; the global generators `of` are seeded, so that random transforms depend on its key alone."""
