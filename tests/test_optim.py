@@ -1,13 +1,17 @@
 """Optimizers, schedules and averages: their own rates and state, fused steps where they fit, and what a resume begins from."""
 
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kit.job import run
+from torch import nn
 
 from muster.train.config.compose import compose
 from muster.train.config.differences import differences, to_dict
+from muster.train.strategies.step.optimizer_step import OptimizerStep
 
 MODELS, OWN = "model._target_=kit.parts.models.", "optimizer._target_=kit.parts.optimizers."
 ONE_CYCLE = ("scheduler._target_=torch.optim.lr_scheduler.OneCycleLR", "+scheduler.max_lr=0.01")
@@ -230,3 +234,34 @@ def test_a_run_of_before_the_warm_up_is_the_same_run():
     before = to_dict(config)
     assert before["callbacks"]["ema"].pop("warmup") is True
     assert differences(before, config) == []
+
+
+@pytest.mark.unit
+def test_modes_are_set_as_by_torch_whatever_a_model_does_with_them():
+    """A step sets them only where one is wrong: of modules that came later, too; and always calls a `train` of one's own."""
+
+    def mode_of(model, objective=None):
+        step = SimpleNamespace(model=model, _objective=objective)
+        return partial(OptimizerStep.set_training, step)
+
+    class Frozen(nn.BatchNorm1d):
+        def train(self, mode=True):
+            return super().train(False)
+
+    model, called = nn.Sequential(nn.Linear(2, 2), nn.Dropout()), []
+    turn = mode_of(model, objective := nn.Dropout())
+    turn(False)
+    model.append(nn.Dropout())  # in training mode
+    turn(False)
+    assert not any(each.training for each in model.modules()) and not objective.training
+    turn(True)
+    model[1].eval()
+    turn(True)
+    assert all(each.training for each in model.modules()) and objective.training
+    model[0].train = lambda mode=True: called.append(mode)
+    turn(True)
+    turn(True)
+    assert called == [True, True]
+    model = nn.Sequential(Frozen(2), nn.Dropout())
+    mode_of(model)(True)
+    assert [each.training for each in model] == [False, True]

@@ -294,17 +294,9 @@ class OptimizerStep:
 
     def set_training(self, mode: bool) -> None:
         """Set training or evaluation mode on the model, and on the objective if it is a module."""
-        for root, parts in self._modules:
-            if not parts or any(each.training is not mode for each in parts):
+        for root in (self.model, self._objective):
+            if root is not None and any(each.training is not mode or _has_own_train(each) for each in root.modules()):
                 root.train(mode)
-
-    @cached_property
-    def _modules(self) -> list[tuple[nn.Module, list[nn.Module]]]:
-        """The model and the objective, each with all of its modules; with none if one of these has a `train` of its own."""
-        roots = [root for root in (self.model, self._objective) if root is not None]
-        parts = [[*root.modules()] for root in roots]
-        are_plain = [all(type(each).train is nn.Module.train for each in those) for those in parts]
-        return [(root, those if plain else []) for root, those, plain in zip(roots, parts, are_plain, strict=True)]
 
     def see_parameters(self) -> None:
         """Raise ConfigError if the model trains parameters that the optimizer does not have."""
@@ -416,6 +408,11 @@ class Stepping(Strategy):
     def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
         """The model's state dict by unwrapped names. Collective."""
         return self.optimizer_step.weights()
+
+
+def _has_own_train(module: nn.Module) -> bool:
+    """Whether `module.train` is not torch's, and may do more than set the mode."""
+    return type(module).train is not nn.Module.train or "train" in vars(module)
 
 
 def _prefers_channels_last(model: nn.Module, recipe: Recipe, device: torch.device) -> bool:
