@@ -22,6 +22,8 @@ from kit.ledger import RECORDED, assert_exact
 from kit.loopback import Nodes, nodes
 
 TIMEOUT_S = 10.0
+WARM_S = 5.0
+"""After so long a rank's keeper has imported what the rank has: before that, the others wait longer for a birth."""
 ENDLESS = (
     *RECORDED,
     "batch_size=10",
@@ -84,6 +86,7 @@ def repeated(cluster: Nodes) -> int:
 def node_loss(cluster: Nodes, times: int) -> Iterator[float]:
     agents = both(cluster)
     for _ in range(times):
+        time.sleep(WARM_S)
         lost, at = agents.pop(random.randrange(2)), cluster.step()
         yield cluster.next_step(lambda lost=lost: cluster.kill_node(lost))
         print(f"  steps repeated {max(0, at - cluster.attempts()[-1]['step'])}", flush=True)

@@ -233,6 +233,36 @@ def test_what_samples_draw_is_of_their_keys_whichever_generator_they_draw_from()
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("form", ["forks", "derives", "copies"])
+def test_a_sample_that_draws_and_puts_the_state_back_is_of_its_key(form):
+    """The state is as it was afterwards, so nothing seems to have been drawn from the generator."""
+
+    class Putting(Pictured):
+        def __getitem__(self, index):
+            first = torch.rand(())
+            if form == "derives":
+                return first + np.random.default_rng(np.random.get_state()[1][:4]).random(), 0
+            if form == "copies":
+                own = random.Random()
+                own.setstate(random.getstate())
+                return first + own.random(), 0
+            state = np.random.get_state()
+            noise = np.random.rand()
+            np.random.set_state(state)
+            return first + noise, 0
+
+    def read(state, size):
+        random.seed(state)
+        np.random.seed(state)
+        reader = Fetch(Putting(), seed=1)
+        parts = [reader.__getitems__(MicroBatch(0, np.arange(at, at + size), size))[0] for at in range(0, 12, size)]
+        return torch.cat(parts)
+
+    assert torch.equal(read(0, 4), read(1, 4)) and torch.equal(read(0, 4), read(2, 12))
+    assert len({*read(0, 4).tolist()}) == 12
+
+
+@pytest.mark.unit
 def test_a_sample_that_fails_by_what_it_draws_fails_by_its_key():
     """What is drawn before a generator is known to be drawn from, and seeded, ends no run and counts as no bad sample."""
 

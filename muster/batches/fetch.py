@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any
@@ -23,6 +24,8 @@ UNREADABLE = (
     ValueError, KeyError, IndexError, EOFError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError
 )  # fmt: skip
 """Errors that a dataset raises for a sample's content; other errors are of its code or the machine."""
+OTHERWISE = 0x5DEECE66D
+"""Makes another seed of a key."""
 
 
 class Fetch(Dataset[Any]):
@@ -48,9 +51,8 @@ class Fetch(Dataset[Any]):
         self._epoch = 0
         self._reads_together = False if self.whole else None
         self._draws = isinstance(dataset, Stream) or (self.whole and not self._is_read_whole)
-        self._drawn_from = frozenset({TORCH}) if max_bad is None and not self._draws else ALL
-        """The generators that samples have drawn from: to seed one takes as long as reading a small sample. torch's takes
-        least, and a sample may read its seed (`torch.initial_seed`) without drawing."""
+        self._drawn_from: frozenset[str] | None = ALL if self._draws or max_bad is not None else None
+        """The generators that are seeded for each sample, which takes as long as reading a small one; None: not known yet."""
 
     @property
     def is_keyed(self) -> bool:
@@ -138,11 +140,14 @@ class Fetch(Dataset[Any]):
             watch.restore()
 
     def _seeded(self, indices: Indices, keys: Keys, watch: Watch) -> list[Any]:
-        """Return the samples, each read after the generators that samples have drawn from were seeded with its key."""
+        """Return the samples, each read after the generators that samples draw from were seeded with its key."""
+        pairs = list(zip(indices.tolist(), keys.tolist(), strict=True))
+        if self._drawn_from is None:
+            return self._first(pairs)
         while True:
             samples, failure = [], None
             try:
-                samples = [self._sample(index, key) for index, key in zip(indices.tolist(), keys.tolist(), strict=True)]
+                samples = [self._sample(index, key) for index, key in pairs]
             except Exception as error:  # which may come of what was drawn
                 failure = error
             if more := watch.drawn() - self._drawn_from:
@@ -152,6 +157,28 @@ class Fetch(Dataset[Any]):
                 raise failure
             else:
                 return samples
+
+    def _first(self, pairs: list[tuple[int, int]]) -> list[Any]:
+        """Return the samples, each read after all generators were seeded, and find out which it takes.
+
+        These are torch's, whose seeding takes least, and those that are drawn from, if the samples are the same when the
+        others are in other states: a sample may use a state and put it back.
+        """
+        samples, drawn = [], {TORCH}
+        for index, key in pairs:
+            seed_generators(key)
+            watch = Watch()
+            samples.append(self._sample(index, key, of=()))
+            drawn |= watch.drawn()
+        self._drawn_from = ALL
+        with contextlib.suppress(Exception):  # of a sample that can be read, so it depends on another state
+            again = []
+            for index, key in pairs:
+                seed_generators(key ^ OTHERWISE)
+                again.append(self._sample(index, key, of=drawn))
+            if alike(samples, again):
+                self._drawn_from = frozenset(drawn)
+        return samples
 
     def _collated(self, samples: list[Any]) -> Any:
         try:
@@ -171,7 +198,7 @@ class Fetch(Dataset[Any]):
             return self.dataset.first()[0] if isinstance(self.dataset, Stream) else self._sample(index, 0, of=ALL)
 
     def _sample(self, index: int, key: int, *, of: Collection[str] | None = None) -> Any:
-        of, asked = self._drawn_from if of is None else of, index
+        of, asked = (self._drawn_from or ALL) if of is None else of, index
         while True:
             try:
                 sample = self._read(index, key, of)
@@ -225,8 +252,16 @@ def same(dataset: Any, indices: list[int], samples: list[Any]) -> bool:
     """Return True if `dataset.__getitems__` gives these samples for `indices`, as a list."""
     try:
         together = dataset.__getitems__(indices)
-        (ours, kind), (theirs, other) = pytree.tree_flatten(samples), pytree.tree_flatten(together)
-        return isinstance(together, list) and kind == other and all(map(_equal, ours, theirs))
+    except Exception:
+        return False
+    return isinstance(together, list) and alike(samples, together)
+
+
+def alike(some: Any, others: Any) -> bool:
+    """Return True if two trees have the same leaves, bit for bit; False also if they cannot be compared."""
+    try:
+        (ours, kind), (theirs, other) = pytree.tree_flatten(some), pytree.tree_flatten(others)
+        return kind == other and all(map(_equal, ours, theirs))
     except Exception:
         return False
 

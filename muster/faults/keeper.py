@@ -176,6 +176,7 @@ def _awaited(child: int, notes: Notes) -> int:
     while not poll.poll(None if is_warm else WARM_S * 1000):
         if names := notes.modules:
             _import(names)
+            notes.warm()
             is_warm = True
     os.close(handle)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -20,7 +20,7 @@ MODULES_BYTES = 1 << 20
 HEAD_BYTES = 24  # three words: 1 if what follows is complete, step, bytes of the facts
 ALIGN = 64
 BASE = 4096
-OVER, LAUNCH, STEP = 0, 8, 64  # offsets in the first page
+OVER, LAUNCH, STEP, WARM = 0, 8, 64, 72  # offsets in the first page
 
 
 class Notes:
@@ -57,6 +57,15 @@ class Notes:
     def end(self) -> None:
         """Note that the ranks are about to end together."""
         self._memory[OVER] = 1
+
+    @property
+    def is_warm(self) -> bool:
+        """True once the keeper has imported `modules`, and so hears of a death at once."""
+        return self._memory[WARM] == 1
+
+    def warm(self) -> None:
+        """Note that the keeper has imported `modules`."""
+        self._memory[WARM] = 1
 
     @property
     def step(self) -> int:

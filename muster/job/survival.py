@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 BORN_S = 2.5
 """The longest wait for a birth after an error that may come from a death. Without one, all ranks restart."""
+BORN_EARLY_S = 6.0
+"""The same while keepers import what their ranks have imported: meanwhile they do not hear of a death."""
 POLL_S = 0.005
 REPLACED_S = 2.0
 SILENT_S = 0.5
@@ -101,7 +103,7 @@ class Survival:
         self.notes.end()
 
     def covers(self, error: BaseException, world: World | None) -> bool:
-        """Return whether `error` comes from the death of a rank that is born again. Waits up to `BORN_S` for the birth.
+        """Return whether `error` comes from the death of a rank that is born again. Waits for the birth, up to `BORN_S`.
 
         Also after a stop request: only together can the ranks save the step at which they stop.
         """
@@ -109,7 +111,8 @@ class Survival:
         if self._is_off or board is None or not board.births or not is_of_peer(error):
             return False
         if not self._is_lost_for_good:  # each of the ways out of a loop asks
-            self._is_lost_for_good = not _is_one_lost_within(BORN_S, board, or_failed=True)
+            seconds = BORN_S if self.notes.is_warm else BORN_EARLY_S  # the others' keepers are as far as this rank's
+            self._is_lost_for_good = not _is_one_lost_within(seconds, board, or_failed=True)
         return not self._is_lost_for_good
 
     def replaces(self, error: RankLost, world: World) -> bool:

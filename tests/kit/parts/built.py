@@ -1,5 +1,6 @@
 """Models for 8 x 8 digits whose constructors do more than make parameters."""
 
+import functools
 from types import SimpleNamespace
 
 import torch
@@ -36,7 +37,7 @@ class Busy(nn.Module):
 
 
 class Drawing(Busy):
-    """Draws a plain tensor after its weights, which a constructor without weights would draw otherwise."""
+    """Draws a plain tensor after its weights."""
 
     def __init__(self):
         super().__init__()
@@ -113,6 +114,25 @@ class Sized(Busy):
 
     def forward(self, x):
         return super().forward(x) + self.table[self.some].mean()
+
+
+@functools.cache
+def noise():
+    """Drawn once."""
+    return torch.rand(32)
+
+
+class Caching(Busy):
+    """Keeps what it draws beyond itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.slopes = noise()
+        nn.init.orthogonal_(self.after.weight)
+        self.token = nn.Parameter(torch.randn(1, 32))
+
+    def forward(self, x):
+        return super().forward(x) + (self.token * self.slopes).mean()
 
 
 class Recurrent(Busy):

@@ -1,9 +1,9 @@
 """The weights of a model that is to be sharded: rank 0 alone builds them, and the others get them unit by unit.
 
 So no host but rank 0's ever holds the whole model, and each rank has its shards and one unit at most. The other ranks run
-the same constructor, in which each parameter loses its storage (device `meta`) as it is registered. All ranks build the
-whole model instead if a constructor may then have made anything else otherwise: if it reads a parameter, or draws from
-torch's generator, which parameters without storage do not advance.
+the same constructor, in which each parameter loses its storage (device `meta`) as it is registered, and numbers that are
+drawn for it are dropped: what else a constructor draws, and wherever it puts it, is as on rank 0. All ranks build the whole
+model instead if a constructor reads a parameter, or if anything that can be seen of the models differs.
 
 Source: the device `meta` of PyTorch's documentation.
 """
@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from muster.batches.generators import kept_generators
 from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.train.strategies.replicas.broadcast import broadcast
 
+DRAWING = frozenset(
+    {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_"}
+)
+"""Methods of tensors that draw their values; the functions of torch.nn.init do, too."""
 OWN = frozenset(vars(nn.Module()))
 """What each module has: parameters, buffers, modules and hooks among them."""
 
@@ -79,19 +84,16 @@ def _whole(build: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]:
 
 def _hollow(build: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]:
     """Return the model without storage, and its digest; else None, and why it cannot be."""
-    before = torch.default_generator.get_state()
     try:
         with _without_storage(), Watched() as watched:
             model = build()
+        return (None, watched.reads) if watched.reads else (model, _digest(model))
     except Exception as error:  # with storage it raises what is wrong
         return None, str(error)
-    if watched.reads or not torch.equal(before, torch.default_generator.get_state()):
-        return None, watched.reads or "it draws"
-    return model, _digest(model)
 
 
 class Watched(TorchFunctionMode):
-    """Notes in `reads` what a constructor does with parameters without storage that it would see, beside setting them."""
+    """Draws for parameters without storage as for others, and notes in `reads` what would see that they have none."""
 
     reads = ""
 
@@ -100,12 +102,18 @@ class Watched(TorchFunctionMode):
         before = [each.is_meta for each in given]
         if not any(before):
             return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if before[0] and (name in DRAWING or getattr(func, "__module__", "") == nn.init.__name__):
+            like, real = given[0], _like(given[0])
+            args, kwargs = tree_map(lambda each: real if each is like else each, (args, kwargs or {}))
+            func(*args, **kwargs)
+            return like
         try:
             made = func(*args, **(kwargs or {}))
         except Exception:  # which the constructor may catch
             self.reads = f"{func}"
             raise
-        is_in_place = getattr(func, "__name__", "").endswith("_") and not before[0]
+        is_in_place = name.endswith("_") and not before[0]
         if is_in_place or (isinstance(made, Tensor) and not made.is_meta):
             self.reads = f"{func}"
         return made
@@ -122,11 +130,35 @@ def _without_storage() -> Iterator[None]:
                 _become(param, torch.empty_like(param, device="meta"))
         register(self, name, param)
 
-    nn.Module.register_parameter = hollow  # type: ignore[method-assign]
+    with contextlib.ExitStack() as patched:
+        patched.enter_context(_replaced(nn.Module, "register_parameter", hollow))
+        for name, function in [*vars(nn.init).items()]:
+            if name.endswith("_") and not name.startswith("__") and callable(function):
+                patched.enter_context(_replaced(nn.init, name, partial(_initialize, function)))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        setattr(owner, name, before)
+
+
+def _initialize(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch.nn.init, some of which draw nothing for a tensor without storage."""
+    if not tensor.is_meta:
+        return function(tensor, *args, **kwargs)
+    function(_like(tensor), *args, **kwargs)
+    return tensor
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Return new memory of the tensor's form, in which a draw takes as many numbers."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
 
 
 def _become(tensor: Tensor, other: Tensor) -> None:
@@ -139,8 +171,9 @@ def _become(tensor: Tensor, other: Tensor) -> None:
 
 def _digest(model: nn.Module) -> str:
     """Return a digest of a model's names and shapes, and of what its modules hold beside them; else why there is none."""
+    drawn = torch.default_generator.get_state().numpy().tobytes()  # alike if all have drawn alike
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    found, known = hashlib.sha256(), {*map(id, model.modules()), *map(id, tensors.values())}
+    found, known = hashlib.sha256(drawn), {*map(id, model.modules()), *map(id, tensors.values())}
     for name, tensor in tensors.items():
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}".encode())
         if tensor.is_meta and weakref.getweakrefs(tensor):  # swap_tensors refuses it
