@@ -10,19 +10,23 @@ import sys
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from kit.job import environment, finish, pace, reached, run, start, wait_for
 from kit.loopback import rank_of
+from torch.distributed import DistBackendError
 
 from muster.attempts import Attempt
 from muster.batches.generators import Draws
 from muster.checkpoint.storage import Saved, Storage
 from muster.dist.waiting import Waiting
 from muster.dist.world import alone
+from muster.faults.keeper import Life
 from muster.faults.notes import SLOT_BYTES, Notes
+from muster.job import survival
 from muster.job.folder import RunFolder, RunOptions, _newest
 from muster.job.rescue import rescue
 from muster.report.history import History
@@ -577,3 +581,25 @@ def test_an_attempt_that_has_ended_holds_no_parameters():
     del model, waiting
     gc.collect()
     assert [each() for each in gone] == [None, None, None]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("imports, waits", [(0, 1), (3, 4)])
+def test_a_birth_is_waited_for_while_keepers_import(monkeypatch, imports, waits):
+    """A keeper hears of its rank's death after an import, and a rank knows of its own keeper how far that is."""
+    notes, waited = Notes(), []
+    notes.modules = ["torch"]
+    if not imports:
+        notes.warm()
+
+    def no_birth(seconds, *_, **__):
+        waited.append(seconds)
+        if len(waited) == imports:
+            notes.warm()
+        return False
+
+    monkeypatch.setattr(survival, "_is_one_lost_within", no_birth)
+    kept = survival.Survival(Life(0, notes))
+    kept._board = SimpleNamespace(births=True, first_failure=lambda _: None)
+    assert not kept.covers(DistBackendError("closed"), None) and not kept.covers(DistBackendError("closed"), None)
+    assert len(waited) == waits

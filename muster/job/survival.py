@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 
 BORN_S = 2.5
 """The longest wait for a birth after an error that may come from a death. Without one, all ranks restart."""
-BORN_EARLY_S = 6.0
-"""The same while keepers import what their ranks have imported: meanwhile they do not hear of a death."""
+BORN_LONGEST_S = 20.0
+"""The same if keepers import what their ranks have imported, in the first seconds of a launch: meanwhile they hear of no
+death. A rank asks its own keeper, and takes the others' to be as far."""
 POLL_S = 0.005
 REPLACED_S = 2.0
 SILENT_S = 0.5
@@ -111,9 +112,18 @@ class Survival:
         if self._is_off or board is None or not board.births or not is_of_peer(error):
             return False
         if not self._is_lost_for_good:  # each of the ways out of a loop asks
-            seconds = BORN_S if self.notes.is_warm else BORN_EARLY_S  # the others' keepers are as far as this rank's
-            self._is_lost_for_good = not _is_one_lost_within(seconds, board, or_failed=True)
+            self._is_lost_for_good = not self._is_born(board)
         return not self._is_lost_for_good
+
+    def _is_born(self, board: Board) -> bool:
+        """Whether a rank has died and is born again. Waits for it."""
+        began = time.monotonic()
+        while True:
+            is_importing = bool(self.notes.modules) and not self.notes.is_warm
+            if _is_one_lost_within(BORN_S, board, or_failed=True):
+                return True
+            if not is_importing or time.monotonic() - began > BORN_LONGEST_S or board.first_failure(0.0):
+                return False
 
     def replaces(self, error: RankLost, world: World) -> bool:
         """Return whether a rank that hangs is born again; if it is this one, end this process by SIGKILL for it."""
