@@ -337,10 +337,10 @@ def wait(jobs: list[submitit.Job[str]], agents: list[Agent]) -> int:
         try:
             ended = job.results()[0]
         except Exception as error:  # submitit raises its own exception types
-            text = (
-                str(error).rpartition("RuntimeError: ")[2].partition("\n-----")[0]
-            )  # of submitit's report, the line alone
-            ended, failed = f"failed: {' '.join(text.split())[-300:]}", 1
+            failed, text = 1, str(error)
+            if "RuntimeError: " in text:  # an agent's own line, of submitit's report
+                text = text.rpartition("RuntimeError: ")[2].partition("\n-----")[0]
+            ended = f"failed: {' '.join(text.split())[-300:]}"
         print(f"[{job.job_id}] {ended}  {agent.name}", flush=True)
     return failed
 

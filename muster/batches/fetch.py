@@ -147,7 +147,7 @@ class Fetch(Dataset[Any]):
         while True:
             samples, failure = [], None
             try:
-                samples = [self._sample(index, key) for index, key in pairs]
+                samples = [self._sample(index, key, self._drawn_from) for index, key in pairs]
             except Exception as error:  # which may come of what was drawn
                 failure = error
             if more := watch.drawn() - self._drawn_from:
@@ -168,14 +168,14 @@ class Fetch(Dataset[Any]):
         for index, key in pairs:
             seed_generators(key)
             watch = Watch()
-            samples.append(self._sample(index, key, of=()))
+            samples.append(self._sample(index, key, ()))
             drawn |= watch.drawn()
         self._drawn_from = ALL
         with contextlib.suppress(Exception):  # of a sample that can be read, so it depends on another state
             again = []
             for index, key in pairs:
                 seed_generators(key ^ OTHERWISE)
-                again.append(self._sample(index, key, of=drawn))
+                again.append(self._sample(index, key, drawn))
             if alike(samples, again):
                 self._drawn_from = frozenset(drawn)
         return samples
@@ -195,10 +195,10 @@ class Fetch(Dataset[Any]):
     def sample(self, index: int) -> Any:
         """Read one sample without changing the global generators."""
         with kept_generators():
-            return self.dataset.first()[0] if isinstance(self.dataset, Stream) else self._sample(index, 0, of=ALL)
+            return self.dataset.first()[0] if isinstance(self.dataset, Stream) else self._sample(index, 0, ALL)
 
-    def _sample(self, index: int, key: int, *, of: Collection[str] | None = None) -> Any:
-        of, asked = (self._drawn_from or ALL) if of is None else of, index
+    def _sample(self, index: int, key: int, of: Collection[str]) -> Any:
+        asked = index
         while True:
             try:
                 sample = self._read(index, key, of)

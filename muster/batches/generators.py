@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from muster.batches.drawn import ALL, NUMPY, PYTHON, TORCH, Others, forget
+from muster.batches.drawn import ALL, NUMPY, PYTHON, TORCH, Others, Watch
 
 
 @contextlib.contextmanager
@@ -20,15 +20,12 @@ def kept_generators(*, on_device: bool = False) -> Iterator[None]:
 
     on_device: also restore the generator of the current CUDA device, if this process uses one.
     """
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = Watch()
     cuda = torch.cuda.get_rng_state() if on_device and _uses_cuda() else None
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        forget()
-        torch.set_rng_state(before[2])
+        before.restore()
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
 

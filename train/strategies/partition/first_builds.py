@@ -200,9 +200,8 @@ def _add(value: Any, found: Any, known: set[int]) -> bool:
         if value.is_meta:
             return False
         found.update(str((value.dtype, tuple(value.shape))).encode())
-        with contextlib.suppress(
-            Exception
-        ):  # sparse, or of a class of its own: nothing that was drawn, or it would be whole
+        # Sparse tensors and others of classes of their own have no bytes; what was drawn for them was drawn alike.
+        with contextlib.suppress(Exception):
             found.update(value.detach().cpu().resolve_conj().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray):
         found.update(str((value.dtype, value.shape)).encode() + value.tobytes())
