@@ -19,7 +19,7 @@ PIP = $(BIN)/pip install --disable-pip-version-check -c $(PINS)
 endif
 INSTALL = $(PIP) editables
 
-.PHONY: help train quick test test-docker test-slurm test-kubernetes lint format bench recovery soak rooms docs clean
+.PHONY: help train quick test test-docker test-slurm test-kubernetes lint format bench recovery soak picture rooms docs clean
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -65,6 +65,9 @@ recovery: $(VENV)/.test ## measure seconds from a killed worker, node or store t
 
 soak: $(VENV)/.test ## inject random faults for MINUTES (3), then check that nothing was lost
 	$(BIN)/python -m bench.soak --minutes $(MINUTES) $(ARGS)
+
+picture: $(VENV)/.train ## make README's picture of a report anew, with Chromium
+	$(BIN)/python -m docs.picture $(ARGS)
 
 rooms: $(VENV)/.test ## draw the imports between rooms into the docs
 	$(BIN)/python -m docs.rooms

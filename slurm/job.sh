@@ -65,8 +65,16 @@ if [ "$code" -ne 0 ]; then
   # Cancelled jobs and those that Slurm requeues by itself are no longer RUNNING. Requeueing is bounded: attempts without
   # progress are counted, and the last of them exits with 7; a script of your own is requeued MAX_REQUEUES times.
   if [ "$requeue" -eq 1 ] && scontrol show job "$job" | grep -q 'JobState=RUNNING'; then
-    echo "muster: requeueing job $job"
+    # A node whose ranks have died often is excluded: what a job excludes can be changed once it is pending again.
+    names() { if [ -n "$1" ]; then scontrol show hostnames "$1"; fi; }
+    excluded=$(squeue --noheader --jobs="$job" --format=%x | sed "s/^(null)$//") || excluded=
+    usable=$(sinfo --noheader --responding --Node --partition="${SLURM_JOB_PARTITION:-}" --format=%N | sort -u | xargs) || true
+    bad=$("${here[@]}" python3 -m muster launch exclude "$run" "$(names "$SLURM_JOB_NODELIST" | xargs)" "$usable" "$(names "$excluded" | xargs)") || bad=
+    echo "muster: requeueing job $job${bad:+ without $bad, where ranks have died often (MAX_EXCLUDED=0 keeps it)}"
     scontrol requeue "$job" || true # some sites forbid it: the exit code then tells the user to submit again
+    if [ -n "$bad" ]; then
+      scontrol update JobId="$job" ExcNodeList="${excluded:+$excluded,}$bad" || true
+    fi
   fi
 fi
 exit "$code"

@@ -17,7 +17,8 @@ from kit.job import ROOT, environment
 
 from muster.errors import ConfigError, Held, final
 from muster.faults.agent import STUCK_S
-from muster.launcher import compose, execute, kubernetes, loopback, script_agent, slurm, torchrun, verdict
+from muster.launcher import blame, compose, execute, kubernetes, loopback, script_agent, slurm, torchrun, verdict
+from muster.launcher.__main__ import main
 from muster.launcher.spec import MARGIN_S, Timings, command, for_script, printed
 from muster.launcher.spec import environment as variables
 from muster.launcher.substrate import find, here
@@ -618,3 +619,53 @@ def test_each_substrate_ends_its_agents_before_it_is_killed():
         assert int(variables(spec)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == spec.grace_s - MARGIN_S < spec.grace_s
     assert services["store"]["command"][:5] == ["python3", "-m", "muster", "launch", "store"]
     assert "--port" not in services["store"]["command"], "the nodes look for it at the default port"
+
+
+def deaths(host, count, *, ago_s=60.0):
+    return [{"kind": "event", "event": "survived", "host": host, "time": 10_000.0 - ago_s}] * count
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (deaths("n2", 5), "n2"),
+        (deaths("n2", 4), ""),
+        (deaths("n2", 5, ago_s=3700), ""),
+        (deaths("n2", 5) + deaths("n1", 5), ""),
+        (deaths("n2", 6) + deaths("n1", 5), "n2"),
+        ([{"kind": "event", "event": "note", "time": 9999.0}], ""),
+        ([], ""),
+    ],
+)
+def test_a_host_whose_ranks_die_often_is_blamed(events, expected):
+    assert blame.blamed(events, now=10_000.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "usable", "excluded", "expected"),
+    [
+        ("n1 n2", "n1 n2 n3", "", "n2"),
+        ("n1 n2", "n1 n2", "", ""),  # it would wait for ever
+        ("n1 n2", "n1 n2 n3", "n3", ""),
+        ("n1 n3", "n1 n2 n3", "", ""),  # its names are not those of the nodes
+        ("n1 n2", "n1 n2 n3 n4 n5 n6", "n4 n5", "n2"),  # the user's own do not count
+        ("n1 n2", "n1 n2 n3 n4 n5 n6", "n7 n8", ""),
+    ],
+)
+def test_a_job_can_do_without_the_node_that_it_excludes(nodes, usable, excluded, expected):
+    events = [*deaths("n7", 1), *deaths("n8", 1), *deaths("n2", 6)]
+    given = {"nodes": nodes.split(), "usable": usable.split(), "excluded": excluded.split()}
+    assert blame.to_exclude(events, **given, most=2, now=10_000.0) == expected
+
+
+def test_the_node_to_exclude_is_printed(tmp_path, capsys, monkeypatch):
+    now = time.time()
+    lines = [{"kind": "event", "event": "survived", "host": "n2", "time": now, "step": step} for step in range(5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    line = ["exclude", str(tmp_path), "n1 n2", "n1 n2 n3", ""]
+    assert main(line) == 0 and capsys.readouterr().out == "n2\n"
+    monkeypatch.setenv("MAX_EXCLUDED", "0")
+    assert main(line) == 0 and capsys.readouterr().out == "\n"
+    monkeypatch.delenv("MAX_EXCLUDED")
+    assert main(["exclude", "a user's script", "n1", "n1", ""]) == 0 and capsys.readouterr().out == "\n"
+    assert main(["exclude"]) == 2

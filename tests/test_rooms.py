@@ -10,8 +10,8 @@ pytestmark = pytest.mark.unit
 
 # The runtime, muster/, which knows no Hydra, no strategy and no model.
 RUNTIME = (
-    "redact", "errors", "origin", "imported", "flat", "files", "process", "clock", "plan", "batches", "dist", "attempts", "faults", "launcher",
-    "timing", "checkpoint", "loggers", "report", "job", "doctor", "collectives", "init",
+    "redact", "errors", "origin", "imported", "flat", "files", "process", "clock", "plan", "batches", "dist", "attempts", "faults",
+    "timing", "checkpoint", "loggers", "launcher", "report", "job", "doctor", "collectives", "init",
 )  # fmt: skip
 # The trainer, muster.train: config -> data -> model -> strategy -> loop.
 TRAINER = (

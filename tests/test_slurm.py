@@ -124,6 +124,27 @@ def test_requeue_and_preemption_resume(slurm, checkout, ledger):
     assert_exact(ledger, steps=300, batch_size=10)
 
 
+def test_a_node_whose_ranks_die_often_is_left_out_of_the_next_attempt(slurm, checkout, ledger):
+    folder, short = checkout / "runs/run", ("max_steps=300", "checkpoint.every_steps=1000", "dist.survive=true")
+    job = slurm.sbatch(checkout, *SLOW, *short, LEDGER=str(ledger))
+    for number in range(5):
+        reach(folder, 10 + 10 * number)
+        kill_rank(1, f"SLURM_JOB_ID={job}\0")
+        until(
+            lambda n=number: len(result(folder).events("survived")) > n,
+            "birth of rank 1",
+            timeout_s=60,
+            said=lambda: logs(checkout),
+        )
+    bad = result(folder).events("survived")[-1]["host"]
+    slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+    state = slurm.ended(job)
+    assert (state["JobState"], state["Restarts"], state["ExcNodeList"]) == ("COMPLETED", "1", bad), logs(checkout)
+    assert f"requeueing job {job} without {bad}, where ranks have died often" in logs(checkout)
+    assert bad not in re.split(r"[\[\],-]", state["NodeList"]) and state["NumNodes"] == "2", state
+    assert_exact(ledger, steps=300, batch_size=10)
+
+
 def agents(checkout):
     """The pids of the agents that a job of this checkout has started."""
     found = subprocess.run(["pgrep", "-f", f"{checkout}/muster/launcher/torchrun.py"], capture_output=True, text=True)

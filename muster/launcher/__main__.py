@@ -7,6 +7,7 @@ check [overrides]      print the run's folder if `python -m train` accepts the o
 store [options]        run the rendezvous store in a process of its own
 plan [overrides]       for slurm/job.sh: check, then print srun's arguments as shell assignments
 verdict RUN BEFORE CODE [TOLD [LOST]]    for slurm/job.sh: print the end and the next action as shell assignments
+exclude RUN NODES USABLE EXCLUDED    for slurm/job.sh: print the node, if any, without which the job is requeued
 
 In place of overrides, `-- my.py --lr 1e-3` or `-- -m package.module` runs a training script of your own.
 """
@@ -26,7 +27,7 @@ from muster import attempts
 from muster.errors import ConfigError, Held, nearest, one_line, say
 from muster.faults import output
 from muster.files import replace_file
-from muster.launcher import execute, slurm
+from muster.launcher import blame, execute, slurm
 from muster.launcher.check import check, check_apart
 from muster.launcher.script import Script, script_of
 from muster.launcher.spec import (
@@ -40,7 +41,9 @@ from muster.launcher.spec import (
     this_torchrun,
 )
 from muster.launcher.substrate import THIS_MACHINE, Substrate, find, here
+from muster.launcher.variables import whole
 from muster.launcher.verdict import SLURM, decide, decide_script, identity
+from muster.loggers import jsonl
 
 DOCTOR_WAITS_S = 30
 
@@ -173,6 +176,20 @@ def verdict(given: Sequence[str]) -> int:
     return 0
 
 
+def exclude(given: Sequence[str]) -> int:
+    """Print the node whose ranks have died often, if the job can do without it. Raises ConfigError."""
+    if len(given) != 4:
+        raise ConfigError(f"exclude got {len(given)} arguments; valid: RUN NODES USABLE EXCLUDED")
+    run, nodes, usable, excluded = given
+    most = whole(os.environ, "MAX_EXCLUDED", default=blame.MOST, least=0)
+    found = blame.to_exclude(
+        jsonl.events(Path(run) / jsonl.NAME),
+        nodes=nodes.split(), usable=usable.split(), excluded=excluded.split(), most=most, now=time.time(),
+    )  # fmt: skip
+    say(found, sys.stdout)
+    return 0
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "node": node,
     "command": line,
@@ -181,6 +198,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "store": store,
     "plan": plan,
     "verdict": verdict,
+    "exclude": exclude,
 }
 
 

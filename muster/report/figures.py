@@ -10,8 +10,6 @@ from muster.loggers.console import OF_A_STEP
 from muster.report.history import LOSSES, History, differing
 
 Figure = dict[str, Any]
-LABELLED = 8.0
-"""Minimum share of a bar, in percent, that has its label in it; smaller ones are in the legend."""
 DECADES = 30.0
 """Positive values of a sweep whose largest is this many times the smallest are on a logarithmic axis."""
 MOST_POINTS = 2000
@@ -70,7 +68,11 @@ def _curve(histories: Sequence[History], name: str) -> Figure:
                     "hovertemplate": f"%{{y:.5~g}} at %{{x}}<extra>{label}</extra>",
                 }
             )  # fmt: skip
-    logarithmic = name == "loss" and bool(data) and all(value > 0 for trace in data for value in trace["y"])
+    values = [value for trace in data for value in trace["y"]]
+    spread = name == "loss" or (
+        name == "lr" and len(histories) > 1 and max(values, default=0) >= DECADES * min(values, default=0)
+    )
+    logarithmic = spread and bool(values) and min(values) > 0
     layout = {
         "yaxis": {
             "type": "log" if logarithmic else "linear",
@@ -116,8 +118,8 @@ def where_time_went(histories: Sequence[History]) -> Figure | None:
             "name": part, "y": [history.name for history in known],
             "x": [round(100 * history.spent[part] / history.seconds, 2) for history in known],
             "customdata": [duration(history.spent[part]) for history in known],
-            "text": [f"{part} {share:.0f} %" if (share := 100 * history.spent[part] / history.seconds) >= LABELLED else "" for history in known],
-            "textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "constraintext": "none", "cliponaxis": False,
+            "text": [f"{part} {100 * history.spent[part] / history.seconds:.0f} %" for history in known],
+            "textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "constraintext": "inside",  # or it is left out
             "hovertemplate": f"{part}: %{{x:.1f}} %, %{{customdata}}<extra></extra>", "marker": {"color": COLOURS[part]},
         }
         for part in ("steps", *LOSSES)

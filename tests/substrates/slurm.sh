@@ -9,12 +9,12 @@ action=$1 dir=$2
 shift 2
 declare -A address=([ctl]=10.77.0.1 [n1]=10.77.0.11 [n2]=10.77.0.12 [n3]=10.77.0.13)
 
-on() { # HOST COMMAND...: with the host's own name, network and /etc/hosts
+on() { # HOST COMMAND...: with the host's own name, network, /etc/hosts and munge
   local host=$1
   shift
   # shellcheck disable=SC2016
   nsenter --net="/run/netns/muster-$host" unshare -u -m bash -c \
-    'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"' _ "$host" "$dir/hosts" "$@"
+    'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/munge-$1" "$2/munge"; shift 2; exec "$@"' _ "$host" "$dir" "$@"
 }
 
 network() {
@@ -42,7 +42,7 @@ ClusterName=muster
 SlurmctldHost=ctl(${address[ctl]})
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket=$dir/munge.socket,cred_expire=5
+AuthInfo=socket=$dir/munge/socket,cred_expire=5
 CryptoType=crypto/munge
 StateSaveLocation=$dir/state
 SlurmdSpoolDir=$dir/spool-%n
@@ -82,9 +82,14 @@ start)
   configure
   head -c 1024 /dev/urandom >"$dir/munge.key"
   chmod 400 "$dir/munge.key"
-  # One munge for all hosts: they share a file system, as the nodes of a real cluster share a key.
-  munged --force --key-file="$dir/munge.key" --socket="$dir/munge.socket" --pid-file="$dir/munged.pid" \
-    --log-file="$dir/log/munged" --seed-file="$dir/munge.seed"
+  # One for each host, with the same key: a credential for several nodes is decoded on each, and Slurm 25 takes it for replayed
+  # if one munged is asked twice.
+  mkdir -p "$dir/munge"
+  for host in "${!address[@]}"; do
+    mkdir -p "$dir/munge-$host"
+    munged --force --key-file="$dir/munge.key" --socket="$dir/munge-$host/socket" --pid-file="$dir/munged-$host.pid" \
+      --log-file="$dir/log/munged-$host" --seed-file="$dir/munge-$host/seed"
+  done
   export SLURM_CONF=$dir/slurm.conf
   on ctl slurmctld
   for host in n1 n2 n3; do on "$host" slurmd -N "$host"; done
