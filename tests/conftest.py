@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import tempfile
 import venv
+from collections import Counter
 
 import pytest
 from kit import warm
@@ -68,11 +69,17 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print the dearest tests, and what tests have measured."""
+    """Print the dearest tests and files, and what tests have measured."""
     ended = [each for each in terminalreporter.stats.get("", []) if each.when == "teardown"]
     spent = [(dict(each.user_properties)["cpu_s"], each.nodeid) for each in ended]
-    for cpu_s, test in sorted(spent, reverse=True)[: terminalreporter.config.getoption("durations") or 0]:
+    shown = terminalreporter.config.getoption("durations") or 0
+    files = Counter()
+    for cpu_s, test in spent:
+        files[test.partition("::")[0]] += cpu_s
+    for cpu_s, test in sorted(spent, reverse=True)[:shown]:
         terminalreporter.write_line(f"{cpu_s:7.2f} CPU s  {test}")
+    for file, cpu_s in files.most_common(shown):
+        terminalreporter.write_line(f"{cpu_s:7.2f} CPU s  {file}, of {files.total():.0f}")
     for report in terminalreporter.stats.get("passed", []):
         for name, value in report.user_properties if report.when == "call" else []:
             if name == "measured":

@@ -245,6 +245,28 @@ def test_collectives_of_a_run():
     assert max(told["operations"] for told in values[1:]) <= 12, "none of it goes through the store"
 
 
+def formed_again():
+    import io
+
+    import torch
+    from torch.distributed import destroy_process_group
+
+    from muster.dist.options import GroupOptions
+    from muster.dist.world import form_group
+
+    for name in ("first", "second", "third"):
+        board = SimpleNamespace(group_store=TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        form_group(GroupOptions(), Place(), board, backend="gloo", device=torch.device("cpu"))
+        destroy_process_group()
+    sys.stderr = io.StringIO()
+    sys.excepthook(ValueError, ValueError(name), None)
+    return sys.stderr.getvalue()
+
+
+def test_the_trace_of_a_rank_has_its_number_once_however_often_ranks_were_born_again():
+    assert on_ranks(formed_again, 1) == ["[rank0]: ValueError: third\n"]
+
+
 def prepared(folders):
     from muster.dist.options import GroupOptions
     from muster.dist.world import start as start_world

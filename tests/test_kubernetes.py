@@ -90,8 +90,22 @@ def test_pods_deleted_and_evicted_in_the_middle_lose_nothing(space, plain, recor
         job.until(lambda: job.world_size() >= 2, "two pods at work", timeout_s=90)
         seconds = job.next_step(lambda: fault(job, index), timeout_s=150)  # noqa: B023
         record_property("measured", f"{kind}, pod {index} {what}: {seconds:.1f} s to the next step")
+    if kind == "trainjob":
+        job.until(
+            lambda: 0 < (progress(job).get("progressPercentage") or 0) < 100,
+            "progress in the job's status",
+            timeout_s=60,
+        )
     result = ends_as(job, plain)
     assert result.events("preempted"), "it was saved on the way"
+    if kind == "trainjob":
+        job.until(lambda: progress(job).get("progressPercentage") == 100, "its end", timeout_s=20)
+        told = {each["name"]: float(each["value"]) for each in progress(job)["metrics"]}
+        assert told["step"] == STEPS and told["loss"] == pytest.approx(result.losses[max(result.losses)], rel=1e-5)
+
+
+def progress(job):
+    return json.loads(job.space.kubectl("get", "trainjob", "muster", "-o", "json"))["status"].get("trainerStatus", {})
 
 
 def delete(job, index):

@@ -1,23 +1,28 @@
 """What is to be seen of a run: where its time goes, who is late, the page, the live view, what others scrape."""
 
 import json
+import math
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import certifi
 import pytest
 from kit.job import ROOT, environment, finish, free_port, reached, run, start, wait_for
 from kit.until import until
 
+from muster.loggers import trainjob
 from muster.report.figures import curves
 from muster.report.history import History
 from muster.report.page import spans
@@ -417,3 +422,63 @@ def test_tensorboard_has_each_step_once_after_a_kill_and_the_hyperparameters(tmp
     assert [event.step for event in board.Scalars("train/loss")] == list(range(5, 91, 5))
     assert board.Scalars("train/loss")[-1].value == pytest.approx(result.losses[90])
     assert set(board.PluginTagToContent("hparams")) == {"_hparams_/experiment", "_hparams_/session_start_info"}
+
+
+class Trainer(BaseHTTPRequestHandler):
+    """Answers as Kubeflow Trainer's status server; the first request by 500."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.got.append((self.path, self.headers["Authorization"], json.loads(body)["trainerStatus"]))
+        self.send_response(500 if len(self.server.got) == 1 else 200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_progress_of_a_trainjob_is_posted(tmp_path):
+    """Whatever the server answers, the run goes on, and its end is told."""
+    (tmp_path / "token").write_text("of the pod")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Trainer) as server:
+        server.got = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = {
+            "KUBEFLOW_TRAINER_SERVER_URL": f"http://127.0.0.1:{server.server_port}/status",
+            "KUBEFLOW_TRAINER_SERVER_CA_CERT": certifi.where(), "KUBEFLOW_TRAINER_SERVER_TOKEN": str(tmp_path / "token"),
+        }  # fmt: skip
+        done = run(tmp_path / "run", "max_steps=60", "eval.every_steps=30", env=env)
+        server.shutdown()
+    assert done.code == 0 and done.out.count("status cannot be posted") == 1, done.out
+    path, authorization, status = server.got[-1]
+    assert (path, authorization) == ("/status", "Bearer of the pod")
+    assert status["progressPercentage"] == 100 and status["estimatedRemainingSeconds"] == 0
+    values = {each["name"]: float(each["value"]) for each in status["metrics"]}
+    assert (
+        values["step"] == 60
+        and values["loss"] == pytest.approx(done.losses[60], rel=1e-5)
+        and "eval_accuracy" in values
+    )
+
+
+def test_what_is_posted_of_a_trainjob(tmp_path, monkeypatch):
+    """A post that fails is made again; a value that is not finite, or has a long name, breaks nothing."""
+    monkeypatch.setattr(trainjob, "EVERY_S", 0.05)
+    (tmp_path / "token").write_text("of the pod")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Trainer) as server:
+        server.got = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/status"
+        logger = trainjob.TrainJob(address, certifi.where(), str(tmp_path / "token"), step=100, total_steps=1000)
+        logger.log(
+            {"kind": "train", "step": 200, "epoch": 1, "samples": 5, "loss": math.nan, "grad_norm": None, "x" * 65: 1.0}
+        )
+        logger.log({"kind": "event", "event": "checkpoint", "step": 200, "seconds": 0.1})
+        logger.advance(200)
+        until(lambda: len(server.got) > 2, "another post", timeout_s=20)
+        logger.close()
+        server.shutdown()
+    status = server.got[-1][2]
+    assert status["progressPercentage"] == 20 and status["estimatedRemainingSeconds"] >= 1
+    assert status["metrics"] == [{"name": "step", "value": "200"}, {"name": "loss", "value": "nan"}]
+    assert trainjob.of_environment({}, step=0, total_steps=1) == []

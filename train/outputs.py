@@ -8,6 +8,7 @@ from pathlib import Path
 from muster.dist.world import World
 from muster.errors import MusterError, one_line, say
 from muster.job.records import hosts_of, record_times
+from muster.loggers import trainjob
 from muster.loggers.base import Logger
 from muster.loggers.console import console
 from muster.loggers.jsonl import NAME, Jsonl, events
@@ -62,4 +63,5 @@ def open_loggers(config: Config, *, step: int, total_steps: int, evaluated: int 
             say(f"muster: loggers.{name} cannot start, the run continues without it: {one_line(error)[:200]}")
     earlier = events(folder / NAME)
     shown = console(config.log.progress.name, step=step, total_steps=total_steps, earlier=earlier)
-    return [Jsonl(folder, step, evaluated=evaluated), shown, *own]
+    status = trainjob.of_environment(step=step, total_steps=total_steps)
+    return [Jsonl(folder, step, evaluated=evaluated), shown, *status, *own]

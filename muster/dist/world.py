@@ -323,6 +323,7 @@ def form_group(options: GroupOptions, place: Place, board: Board, *, backend: st
     choose_interface(place)
     if "nccl" in backend:
         recorder.switch_on()
+    hook = sys.excepthook
     try:
         dist.init_process_group(
             backend,
@@ -340,6 +341,8 @@ def form_group(options: GroupOptions, place: Place, board: Board, *, backend: st
         raise RankLost(
             f"no process group was formed within dist.start_timeout_s={options.start_timeout_s:g}, although all ranks had met: {why}"
         ) from error
+    if getattr(hook, "__module__", "") == dist.init_process_group.__module__:  # of the group before: one prefix is enough
+        sys.excepthook = hook
     timeouts.extend(options.timeout_s)
 
 

@@ -14,6 +14,7 @@ from muster.dist.world import World
 from muster.errors import MusterError, one_line, say
 from muster.job.folder import RunFolder
 from muster.job.options import JobOptions
+from muster.loggers import trainjob
 from muster.loggers.base import Logger
 from muster.loggers.console import console
 from muster.loggers.jsonl import NAME, Jsonl, events
@@ -50,7 +51,8 @@ def open_records(
     offered = {"folder": folder, "name": folder.name, "step": step, "total_steps": total_steps}
     own = [logger for make in makers if (logger := _made(make, offered))]
     shown = console("auto", step=step, total_steps=total_steps, earlier=events(folder / NAME))
-    return Metrics([Jsonl(folder, step), shown, *own], samples=samples, windows=times)
+    status = trainjob.of_environment(step=step, total_steps=total_steps)
+    return Metrics([Jsonl(folder, step), shown, *status, *own], samples=samples, windows=times)
 
 
 def _made(make: Callable[..., Logger], offered: dict[str, Any]) -> Logger | None:

@@ -145,7 +145,7 @@ certificates() {
   cd "$run/pki"
   openssl req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -days 30 -subj /CN=muster-test
   openssl genrsa -out sa.key 2048
-  issue apiserver /CN=kube-apiserver serverAuth "DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc,IP:$service.1,IP:127.0.0.1"
+  issue apiserver /CN=kube-apiserver serverAuth "DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc,DNS:kubernetes.default.svc.cluster.local,IP:$service.1,IP:127.0.0.1"
   issue kubelet "/CN=$node" serverAuth "DNS:$node,IP:$subnet.1"
   issue to-kubelet /O=system:masters/CN=to-kubelet clientAuth
   issue admin /O=system:masters/CN=admin clientAuth
@@ -301,10 +301,15 @@ patient() { # NAMESPACE FOLDER: for a busy machine, where who answers late has n
   again kubectl apply --server-side -f "$run/operator.yaml"
 }
 operators() {
+  local manager
   image "ghcr.io/kubeflow/training-v1/training-operator:v1-d6eb98e" "$bin/training-operator" /manager
   image "us-central1-docker.pkg.dev/k8s-staging-images/jobset/jobset:v$jobset" "$bin/jobset" /manager
   image "ghcr.io/kubeflow/trainer/trainer-controller-manager:v$trainer" "$bin/trainer" /manager
   sed -i '/third-party\/jobset/d' "$dir/src/trainer/manifests/overlays/manager/kustomization.yaml" # it is here already
+  manager=$dir/src/trainer/manifests/base/manager # its Service is headless here, as nothing routes to the addresses of services
+  grep -q feature-gates "$manager/manager_config_patch.yaml" ||
+    sed -i -E 's/^( *)- --zap-log-level=2$/&\n\1- --feature-gates=TrainJobStatus=true/' "$manager/manager_config_patch.yaml"
+  grep -q clusterIP "$manager/manager.yaml" || sed -i 's/^  ports:$/  clusterIP: None\n&/' "$manager/manager.yaml"
   patient kubeflow training-operator/manifests/overlays/standalone
   patient jobset-system jobset/config/default
   patient kubeflow-system trainer/manifests/overlays/manager
