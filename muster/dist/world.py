@@ -341,7 +341,9 @@ def form_group(options: GroupOptions, place: Place, board: Board, *, backend: st
         raise RankLost(
             f"no process group was formed within dist.start_timeout_s={options.start_timeout_s:g}, although all ranks had met: {why}"
         ) from error
-    if getattr(hook, "__module__", "") == dist.init_process_group.__module__:  # of the group before: one prefix is enough
+    if (
+        getattr(hook, "__module__", "") == dist.init_process_group.__module__
+    ):  # of the group before: one prefix is enough
         sys.excepthook = hook
     timeouts.extend(options.timeout_s)
 
