@@ -64,7 +64,12 @@ if [ "$code" -ne 0 ]; then
   echo "muster: $line"
   # Cancelled jobs and those that Slurm requeues by itself are no longer RUNNING. Requeueing is bounded: attempts without
   # progress are counted, and the last of them exits with 7; a script of your own is requeued MAX_REQUEUES times.
-  if [ "$requeue" -eq 1 ] && scontrol show job "$job" | grep -q 'JobState=RUNNING'; then
+  # Since 24.05, Slurm itself requeues a job that ends in the grace time of its preemption, and a job that was requeued in it once more
+  # at its good end.
+  state=$(scontrol show job "$job") config=$(scontrol show config) version=$(sinfo --version | grep -o '[0-9]*' | head -n 2 | xargs printf '%02d')
+  if [ "$requeue" -eq 1 ] && [[ $state == *PreemptTime=[0-9]* && $config =~ PreemptMode\ *=\ [A-Z,]*REQUEUE ]] && [ "$version" -ge 2405 ]; then
+    echo "muster: Slurm has preempted job $job and requeues it"
+  elif [ "$requeue" -eq 1 ] && [[ $state == *JobState=RUNNING* ]]; then
     # A node whose ranks have died often is excluded: what a job excludes can be changed once it is pending again.
     names() { if [ -n "$1" ]; then scontrol show hostnames "$1"; fi; }
     excluded=$(squeue --noheader --jobs="$job" --format=%x | sed "s/^(null)$//") || excluded=

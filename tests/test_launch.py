@@ -220,6 +220,7 @@ NEVER, TOLD = (
     [
         (verdict.SLURM, record(75), 0, True, 0, False),
         (verdict.SLURM, record(75), 1, True, 75, True),
+        (verdict.SLURM, record(0, outcome="done"), 1, False, 0, False),  # of an elastic job that lost a node
         (verdict.SLURM, record(2), 1, False, 2, False),
         (verdict.SLURM, record(8), 1, False, 8, True),
         (verdict.SLURM, record(8) | {"times_held": verdict.MOST_HELD}, 1, False, 8, True),
@@ -254,7 +255,7 @@ def test_verdicts(policy, after, agent, told, code, requeue):
     line = (TOLD if told else NEVER) if after in ({}, BEFORE) else f"{after['outcome']} (exit code "
     end = decide(BEFORE if after else {}, after, agent, told=told, policy=policy)
     assert (end.code, end.requeue) == (code, requeue)
-    assert end == Verdict(0, False, "") if agent == 0 else end.line.startswith(line)
+    assert end == Verdict(0, False, "") if code == 0 else end.line.startswith(line)
 
 
 BOUND = verdict.Requeues(so_far=2, most=3)

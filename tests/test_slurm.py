@@ -392,15 +392,16 @@ def test_submit_is_requeued_and_resumes(slurm, checkout, ledger):
 def test_submit_comes_back_after_a_preemption(slurm, checkout, ledger):
     """With a grace time Slurm sends SIGTERM alone, and a job that ends within it does not come back by itself."""
     folder = checkout / "runs/run"
-    arguments = ("cluster.nodes=2", *SLOW, "max_steps=150", "checkpoint.every_steps=1000")
+    arguments = ("cluster.nodes=2", *SLOW, "max_steps=1000", "checkpoint.every_steps=1000")
     job = re.search(r"job (\d+)", submit(slurm, checkout, *arguments, LEDGER=str(ledger)))[1]
     reach(folder, 30)
     slurm.on("ctl", "sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
     state = slurm.ended(job, timeout_s=200)
     text = "\n".join(path.read_text() for path in (checkout / "slurm/logs").glob("*.err"))
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), text[-4000:]
+    once_more = slurm.version() >= (24, 5)  # Slurm requeues it, too: the last start finds that the run is done
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2" if once_more else "1"), text[-4000:]
     assert result(folder).events("resume")[0]["step"] >= 30
-    assert_exact(ledger, steps=150, batch_size=10)
+    assert_exact(ledger, steps=1000, batch_size=10)
 
 
 def local(tmp_path, *arguments):

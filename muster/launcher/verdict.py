@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from muster.attempts import DONE
 from muster.errors import CrashLoop, Held, Preempted, final
 
 COME_BACK = Preempted.exit_code
@@ -77,6 +78,10 @@ def decide(
         policy: the substrate's policy.
     """
     if agent_code == 0:
+        return Verdict(0, False, "")
+    if (
+        identity(before) != identity(after) and after.get("outcome") == DONE
+    ):  # on the nodes that were left, if one was lost
         return Verdict(0, False, "")
     if identity(before) != identity(after):
         code = after.get("exit_code")

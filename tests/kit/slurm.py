@@ -34,6 +34,10 @@ class Slurm:
         assert not ok or done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
+    def version(self) -> tuple[int, ...]:
+        """The cluster's, as (22, 5)."""
+        return tuple(map(int, re.findall(r"\d+", self.on("ctl", "sinfo", "--version"))[:2]))
+
     def sbatch(
         self, checkout: Path, *arguments: str, flags: tuple[str, ...] = (), script: str = "slurm/ddp.sbatch", **env: str
     ) -> str:
