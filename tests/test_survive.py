@@ -144,6 +144,7 @@ def test_a_rank_whose_data_take_long_to_load_says_that_the_others_wait(tmp_path)
         ("1/backward/13,2/backward/13", 2),  # at once
         ("0/backward/13,1/backward/13,3/backward/13", 3),  # all but one
         ("1/backward/13,0/build/13", 2),  # while the ranks meet again: rank 0, which has the records
+        ("1/backward/13,1/forward/14", 2),  # the same one, in the next step
         ("1/backward/13,1/backward/14,0/forward/15,3/before_update/16", 4),  # one after the other
     ],
 )
@@ -161,6 +162,7 @@ def test_what_is_not_survived_goes_by_restart_and_checkpoint(tmp_path, undisturb
     """No rank is left with the state; a rank dies twice at one step."""
     result = trained(tmp_path / "run", "memory", kill=kill)
     assert result.events("restart") and result.sha256 == undisturbed("memory").sha256
+    assert result.out.count("rank 1 has died twice at one step, 24: all ranks restart") == ("before_update" in kill)
 
 
 CHANGED = (
@@ -427,7 +429,7 @@ def test_notes_are_read_as_they_were_written_and_a_torn_one_is_not_read():
     facts, found = notes.read(4)
     assert facts == {"loss": 0.1, "window": {"sums": {}}} and found.keys() == tensors.keys()
     assert all(torch.equal(found[name], each) and found[name].dtype == each.dtype for name, each in tensors.items())
-    assert notes.read(5) == ({"loss": 0.2}, {}) and notes.step == 5
+    assert notes.read(5) == ({"loss": 0.2}, {})
     notes.write(6, {}, {})
     assert notes.read(4) is None  # overwritten
     with pytest.raises(ValueError, match="more than 64 MiB"):

@@ -75,6 +75,7 @@ class Live(HandOver):
         self.begin()
         optimizer_step = run.strategy.optimizer_step
         optimizer_step.before_sum, optimizer_step.before_forward = self._note, self._see_buffers
+        optimizer_step.after_update, self.notes.whole = self._see_end, run.step
         self._write(run.step - 1, {"window": run.window.own()})
         self._noted = []  # a callback may set buffers before the first step
         if isinstance(run.course.data.train, Stream):
@@ -94,6 +95,9 @@ class Live(HandOver):
         assert self._window
         own = {"loss": None if loss is None else float(loss), "metrics": {k: float(v) for k, v in metrics.items()}}
         self._write(step, {"window": self._window.own(), **own})
+
+    def _see_end(self, step: int) -> None:
+        self.notes.whole = step + 1
 
     def _see_buffers(self, step: int) -> None:
         """Do not survive any more if this rank's buffers have changed since they were noted, after the forward pass."""

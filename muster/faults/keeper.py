@@ -104,9 +104,11 @@ def keep(
             return ended
         with contextlib.suppress(OSError):
             os.killpg(child, signal.SIGKILL)  # what the rank has started and is not gone, as loader workers
-        died_of, died_at, step = signal.Signals(-ended).name, time.monotonic(), notes.step
-        is_over = notes.is_over or not notes.launch or died_in >= step
-        if -ended not in DEADLY or is_over or why_no_fork():
+        died_of, died_at, step = signal.Signals(-ended).name, time.monotonic(), notes.whole
+        is_again = died_in >= step and not notes.is_over
+        if is_again:
+            say(f"muster: rank {os.environ.get('RANK')} has died twice at one step, {step + 1}: all ranks restart")
+        if -ended not in DEADLY or is_again or notes.is_over or not notes.launch or why_no_fork():
             _die(-ended)
         if not most_per_hour or (len(births) == most_per_hour and died_at - births[0] < HOUR_S):
             say(

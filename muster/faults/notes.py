@@ -20,7 +20,7 @@ MODULES_BYTES = 1 << 20
 HEAD_BYTES = 24  # three words: 1 if what follows is complete, step, bytes of the facts
 ALIGN = 64
 BASE = 4096
-OVER, LAUNCH, STEP, WARM = 0, 8, 64, 72  # offsets in the first page
+OVER, LAUNCH, WHOLE, WARM = 0, 8, 64, 72  # offsets in the first page
 
 
 class Notes:
@@ -43,11 +43,11 @@ class Notes:
     @property
     def launch(self) -> str:
         """The first attempt of the launch in which the rank has met the others; empty before."""
-        return bytes(self._memory[LAUNCH:STEP]).rstrip(b"\0").decode()
+        return bytes(self._memory[LAUNCH:WHOLE]).rstrip(b"\0").decode()
 
     @launch.setter
     def launch(self, attempt: str) -> None:
-        self._memory[LAUNCH:STEP] = attempt.encode().ljust(STEP - LAUNCH, b"\0")
+        self._memory[LAUNCH:WHOLE] = attempt.encode().ljust(WHOLE - LAUNCH, b"\0")
 
     @property
     def is_over(self) -> bool:
@@ -68,9 +68,13 @@ class Notes:
         self._memory[WARM] = 1
 
     @property
-    def step(self) -> int:
-        """The last step that is noted."""
-        return self._words[STEP // 8]
+    def whole(self) -> int:
+        """The steps that are done, as far as this rank has them: by it the keeper knows whether a rank dies at one step again."""
+        return self._words[WHOLE // 8]
+
+    @whole.setter
+    def whole(self, steps: int) -> None:
+        self._words[WHOLE // 8] = steps
 
     @property
     def modules(self) -> list[str]:
@@ -108,7 +112,6 @@ class Notes:
                 self._array[at : at + tensor.nbytes] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
             at = _aligned(at + tensor.nbytes)
         self._words[head] = 1
-        self._words[STEP // 8] = step
 
     def read(self, step: int) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Return copies of the facts and tensors of `step`; None if they are not there."""

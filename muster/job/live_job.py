@@ -111,7 +111,7 @@ class LiveJob(HandOver):
     def _note(self) -> None:
         assert self._session
         session, parameters = self._session, self._session.tracked.parameters()
-        self._whole = 2 * session.reached.step
+        self._whole, self.notes.whole = 2 * session.reached.step, session.reached.step
         self._versions, self._plain, self._point = _versions(parameters), session.tracked.plain(), _point(parameters)
         own = {"totals": session.totals.own(), "noted": session.noted, "point": self._point}
         self._write(self._whole, own)

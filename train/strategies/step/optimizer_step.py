@@ -68,6 +68,9 @@ class OptimizerStep:
     before_forward: Callable[[int], None] | None = None
     """Called with the step before anything of it is done."""
 
+    after_update: Callable[[int], None] | None = None
+    """Called with the step after its update."""
+
     def __init__(
         self,
         recipe: Recipe,
@@ -126,6 +129,8 @@ class OptimizerStep:
         skipped = self.update(step, norm)
         if skipped:
             self.buffers.put_back(before)
+        if self.after_update:
+            self.after_update(step)
         return StepResult(loss, self.norm if norm is None else norm, skipped, self._measured)
 
     def update(self, step: int, norm: Tensor | None) -> bool:
