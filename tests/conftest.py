@@ -46,6 +46,7 @@ def pytest_configure(config):
     tempfile.gettempdir()  # pytest's own folders stay at their usual place
     config.scratch = tempfile.mkdtemp(prefix="muster-")
     os.environ["TMPDIR"] = config.scratch
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait do not spin on a processor that others need
 
 
 def pytest_unconfigure(config):
