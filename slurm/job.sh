@@ -34,6 +34,7 @@ shift
 trap : TERM # this shell outlives its agent
 code=0
 "$@" || code=$?
+[ "$SLURM_NODEID" -ne 0 ] || echo "$code" >"$ENDED" || true
 # Elastic, and the first node is lost with the rest of this script: a remaining node requeues the job.
 if [ "$code" -ne 0 ] && [ "$SLURM_NODEID" -ne 0 ] && [ -n "${MIN_NODES:-}" ] && command -v scontrol >/dev/null; then
   slurmd=$HEAD/$(scontrol show config | sed -n "s/^SlurmdPort *= *//p")
@@ -44,6 +45,8 @@ if [ "$code" -ne 0 ] && [ "$SLURM_NODEID" -ne 0 ] && [ -n "${MIN_NODES:-}" ] && 
 fi
 exit "$code"'
 code=75 # of a job that was stopped before it started
+ENDED=$(mktemp) || ENDED=/dev/null # for the exit code of the first node, which is this one
+export ENDED
 if [ -z "$told" ]; then
   srun "${srun_flags[@]}" "${on_nodes[@]}" bash -c "$node" node "$prepare" "${there[@]}" python3 -m muster launch node "$@" &
   srun=$!
@@ -54,31 +57,44 @@ if [ -z "$told" ]; then
     wait "$srun" || code=$?
   done
 fi
+# Since Slurm 25, srun fails for a lost node even if the others have come to the end without it.
+if [ -n "${MIN_NODES:-}" ] && [ "$(cat "$ENDED")" = 0 ]; then code=0; fi
+[ ! -f "$ENDED" ] || rm -f "$ENDED"
 
+names() { [ -z "$1" ] || scontrol show hostnames "$1" | xargs; }
+is_requeued_by_slurm() { # since 24.05, a job that ends in the grace time of its preemption. Requeued by us, it would run once more at its good end
+  local version
+  version=$(sinfo --version | sed -nE 's/^[^0-9]*([0-9]+)\.([0-9]+).*/\1\2/p') || version=
+  [[ ${version:-0} -ge 2405 && $1 == *PreemptTime=[0-9]* ]] &&
+    [[ $(scontrol show config) =~ PreemptType\ *=\ preempt/partition_prio ]] &&
+    [[ $(scontrol show partition "${SLURM_JOB_PARTITION:-}") =~ PreemptMode=[A-Z,]*REQUEUE ]]
+}
 if [ "$code" -ne 0 ]; then
-  requeue=0 line="nobody could be asked how $run ended"
+  requeue=0 bad='' line="nobody could be asked how $run ended"
   lost=$(sinfo --noheader --dead --nodes="$SLURM_JOB_NODELIST" --format=%n | xargs) || true
-  if verdict=$("${here[@]}" python3 -m muster launch verdict "$run" "$before" "$code" "$told" "$lost"); then
-    eval "$verdict" # code, requeue, line
+  # A node whose ranks die often is left out of the next attempt, if the job may run on any node of its kind.
+  nodes='' usable='' excluded=''
+  state=$(scontrol show job "$job") || state=
+  if [[ $state == *ReqNodeList=\(null\)* && $state == *Features=\(null\)* && $state != *Reservation=* ]]; then
+    nodes=$(names "$SLURM_JOB_NODELIST") || nodes=
+    usable=$(sinfo --noheader --Node --states=idle,allocated,mixed,completing --partition="${SLURM_JOB_PARTITION:-}" --format='%N %f %G %c %m' | sort -u) || usable=
+    excluded=$(sed -nE 's/.*ExcNodeList=([^ (]+).*/\1/p' <<<"$state")
+  fi
+  if verdict=$("${here[@]}" python3 -m muster launch verdict "$run" "$before" "$code" "$told" "$lost" "$nodes" "$usable" "$(names "$excluded")"); then
+    eval "$verdict" # code, requeue, line, bad
   fi
   echo "muster: $line"
   # Cancelled jobs and those that Slurm requeues by itself are no longer RUNNING. Requeueing is bounded: attempts without
   # progress are counted, and the last of them exits with 7; a script of your own is requeued MAX_REQUEUES times.
-  # Since 24.05, Slurm itself requeues a job that ends in the grace time of its preemption, and a job that was requeued in it once more
-  # at its good end.
-  state=$(scontrol show job "$job") config=$(scontrol show config) version=$(sinfo --version | grep -o '[0-9]*' | head -n 2 | xargs printf '%02d')
-  if [ "$requeue" -eq 1 ] && [[ $state == *PreemptTime=[0-9]* && $config =~ PreemptMode\ *=\ [A-Z,]*REQUEUE ]] && [ "$version" -ge 2405 ]; then
+  state=$(scontrol show job "$job") || state=
+  if [ "$requeue" -eq 1 ] && is_requeued_by_slurm "$state"; then
     echo "muster: Slurm has preempted job $job and requeues it"
   elif [ "$requeue" -eq 1 ] && [[ $state == *JobState=RUNNING* ]]; then
-    # A node whose ranks have died often is excluded: what a job excludes can be changed once it is pending again.
-    names() { if [ -n "$1" ]; then scontrol show hostnames "$1"; fi; }
-    excluded=$(squeue --noheader --jobs="$job" --format=%x | sed "s/^(null)$//") || excluded=
-    usable=$(sinfo --noheader --responding --Node --partition="${SLURM_JOB_PARTITION:-}" --format=%N | sort -u | xargs) || true
-    bad=$("${here[@]}" python3 -m muster launch exclude "$run" "$(names "$SLURM_JOB_NODELIST" | xargs)" "$usable" "$(names "$excluded" | xargs)") || bad=
-    echo "muster: requeueing job $job${bad:+ without $bad, where ranks have died often (MAX_EXCLUDED=0 keeps it)}"
-    scontrol requeue "$job" || true # some sites forbid it: the exit code then tells the user to submit again
-    if [ -n "$bad" ]; then
-      scontrol update JobId="$job" ExcNodeList="${excluded:+$excluded,}$bad" || true
+    echo "muster: requeueing job $job"
+    trap '' TERM # which the requeue sends to all that this script starts
+    # Some sites forbid it: the exit code then tells the user to submit again. What a job excludes can be changed once it is pending again.
+    if scontrol requeue "$job" && [ -n "$bad" ] && scontrol update JobId="$job" ExcNodeList="${excluded:+$excluded,}$bad"; then
+      echo "muster: without $bad, where ranks have died often (MAX_EXCLUDED=0 keeps it)"
     fi
   fi
 fi

@@ -255,7 +255,8 @@ def test_verdicts(policy, after, agent, told, code, requeue):
     line = (TOLD if told else NEVER) if after in ({}, BEFORE) else f"{after['outcome']} (exit code "
     end = decide(BEFORE if after else {}, after, agent, told=told, policy=policy)
     assert (end.code, end.requeue) == (code, requeue)
-    assert end == Verdict(0, False, "") if code == 0 else end.line.startswith(line)
+    line = "done, although its launcher ended with 1" if code == 0 else line
+    assert end == Verdict(0, False, "") if agent == 0 else end.line.startswith(line)
 
 
 BOUND = verdict.Requeues(so_far=2, most=3)
@@ -626,47 +627,66 @@ def deaths(host, count, *, ago_s=60.0):
     return [{"kind": "event", "event": "survived", "host": host, "time": 10_000.0 - ago_s}] * count
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("events", "expected"),
     [
         (deaths("n2", 5), "n2"),
+        (deaths("n2.cluster.local", 5), "n2"),
         (deaths("n2", 4), ""),
         (deaths("n2", 5, ago_s=3700), ""),
         (deaths("n2", 5) + deaths("n1", 5), ""),
         (deaths("n2", 6) + deaths("n1", 5), "n2"),
+        (deaths("n2", 6) + deaths("n9", 60), "n2"),  # excluded already
         ([{"kind": "event", "event": "note", "time": 9999.0}], ""),
         ([], ""),
     ],
 )
-def test_a_host_whose_ranks_die_often_is_blamed(events, expected):
-    assert blame.blamed(events, now=10_000.0) == expected
+def test_a_node_whose_ranks_die_often_is_blamed(events, expected):
+    assert blame.blamed(events, ["n1", "n2"], now=10_000.0) == expected
+    assert blame.blamed(events, ["n2"], now=10_000.0) == "", "there is no other one to compare it with"
 
 
+ALIKE = dict.fromkeys(("n1", "n2", "n3", "n4", "n5"), "(null) gpu:8 96 1000000") | {"cpu": "(null) (null) 8 4000"}
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("nodes", "usable", "excluded", "expected"),
     [
         ("n1 n2", "n1 n2 n3", "", "n2"),
         ("n1 n2", "n1 n2", "", ""),  # it would wait for ever
+        ("n1 n2", "n1 n2 cpu", "", ""),
         ("n1 n2", "n1 n2 n3", "n3", ""),
-        ("n1 n3", "n1 n2 n3", "", ""),  # its names are not those of the nodes
-        ("n1 n2", "n1 n2 n3 n4 n5 n6", "n4 n5", "n2"),  # the user's own do not count
-        ("n1 n2", "n1 n2 n3 n4 n5 n6", "n7 n8", ""),
+        ("n1 n3", "n1 n2 n3", "", ""),
+        ("n1 n2", "n1 n2 n3 n4 n5", "n4 n5", "n2"),  # the user's own do not count
+        ("n1 n2", "n1 n2 n3 n4 n5", "n7 n8", ""),
     ],
 )
 def test_a_job_can_do_without_the_node_that_it_excludes(nodes, usable, excluded, expected):
     events = [*deaths("n7", 1), *deaths("n8", 1), *deaths("n2", 6)]
-    given = {"nodes": nodes.split(), "usable": usable.split(), "excluded": excluded.split()}
+    given = {
+        "nodes": nodes.split(),
+        "usable": {name: ALIKE[name] for name in usable.split()},
+        "excluded": excluded.split(),
+    }
     assert blame.to_exclude(events, **given, most=2, now=10_000.0) == expected
 
 
-def test_the_node_to_exclude_is_printed(tmp_path, capsys, monkeypatch):
+def test_the_node_to_exclude_is_part_of_the_verdict(tmp_path, capsys, monkeypatch):
     now = time.time()
     lines = [{"kind": "event", "event": "survived", "host": "n2", "time": now, "step": step} for step in range(5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    line = ["exclude", str(tmp_path), "n1 n2", "n1 n2 n3", ""]
-    assert main(line) == 0 and capsys.readouterr().out == "n2\n"
+    usable = "".join(f"{name} (null) (null) 2 4000\n" for name in ("n1", "n2", "n3"))
+
+    def bad(*words, told="told"):
+        assert main(["verdict", *words[:2], "1", told, "", *words[2:]]) == 0
+        return re.search(r"bad=(.*)", capsys.readouterr().out)[1].strip("'")
+
+    assert bad(str(tmp_path), "{}", "n1 n2", usable, "") == "n2"
+    assert bad(str(tmp_path), "{}", "", "", "") == "", "a job that asks for certain nodes"
+    assert bad(str(tmp_path), "{}", "n1 n2", usable, "", told="") == "", "not requeued"
+    assert bad("my.py", "", "n1 n2", usable, "") == "", "a script of a user's own has no record"
     monkeypatch.setenv("MAX_EXCLUDED", "0")
-    assert main(line) == 0 and capsys.readouterr().out == "\n"
-    monkeypatch.delenv("MAX_EXCLUDED")
-    assert main(["exclude", "a user's script", "n1", "n1", ""]) == 0 and capsys.readouterr().out == "\n"
-    assert main(["exclude"]) == 2
+    assert bad(str(tmp_path), "{}", "n1 n2", usable, "") == ""
+    assert main(["verdict"]) == 2

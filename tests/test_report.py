@@ -425,12 +425,14 @@ def test_tensorboard_has_each_step_once_after_a_kill_and_the_hyperparameters(tmp
 
 
 class Trainer(BaseHTTPRequestHandler):
-    """Answers as Kubeflow Trainer's status server; the first request by 500."""
+    """Answers as Kubeflow Trainer's status server; the first request by what is no HTTP."""
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.got.append((self.path, self.headers["Authorization"], json.loads(body)["trainerStatus"]))
-        self.send_response(500 if len(self.server.got) == 1 else 200)
+        if len(self.server.got) == 1:
+            return self.wfile.write(b"garbage\n")
+        self.send_response(200)
         self.end_headers()
 
     def log_message(self, *_):
@@ -464,7 +466,7 @@ def test_the_progress_of_a_trainjob_is_posted(tmp_path):
 def test_what_is_posted_of_a_trainjob(tmp_path, monkeypatch):
     """A post that fails is made again; a value that is not finite, or has a long name, breaks nothing."""
     monkeypatch.setattr(trainjob, "EVERY_S", 0.05)
-    (tmp_path / "token").write_text("of the pod")
+    (tmp_path / "token").write_text("of the pod\n")
     with ThreadingHTTPServer(("127.0.0.1", 0), Trainer) as server:
         server.got = []
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -6,8 +6,8 @@ doctor [options]       have all ranks check whether this cluster can train (must
 check [overrides]      print the run's folder if `python -m train` accepts the overrides; else the reason, and exit 2
 store [options]        run the rendezvous store in a process of its own
 plan [overrides]       for slurm/job.sh: check, then print srun's arguments as shell assignments
-verdict RUN BEFORE CODE [TOLD [LOST]]    for slurm/job.sh: print the end and the next action as shell assignments
-exclude RUN NODES USABLE EXCLUDED    for slurm/job.sh: print the node, if any, without which the job is requeued
+verdict RUN BEFORE CODE [TOLD [LOST [NODES USABLE EXCLUDED]]]    for slurm/job.sh: print the end and the next action as shell
+                       assignments
 
 In place of overrides, `-- my.py --lr 1e-3` or `-- -m package.module` runs a training script of your own.
 """
@@ -41,7 +41,6 @@ from muster.launcher.spec import (
     this_torchrun,
 )
 from muster.launcher.substrate import THIS_MACHINE, Substrate, find, here
-from muster.launcher.variables import whole
 from muster.launcher.verdict import SLURM, decide, decide_script, identity
 from muster.loggers import jsonl
 
@@ -161,32 +160,27 @@ def plan(given: Sequence[str]) -> int:
 
 
 def verdict(given: Sequence[str]) -> int:
-    """Print what slurm/job.sh does at the end: code, requeue, line. Raises ConfigError."""
-    if not 3 <= len(given) <= 5:
-        raise ConfigError(f"verdict got {len(given)} arguments; valid: RUN BEFORE CODE [TOLD [LOST]]")
-    run, before, code, told, lost = [*given, "", ""][:5]
+    """Print what slurm/job.sh does at the end: code, requeue, line, and bad, a node to exclude. Raises ConfigError."""
+    if len(given) not in (3, 4, 5, 8):
+        raise ConfigError(
+            f"verdict got {len(given)} arguments; valid: RUN BEFORE CODE [TOLD [LOST [NODES USABLE EXCLUDED]]]"
+        )
+    run, before, code, told, lost, nodes, usable, excluded = [*given, *[""] * 5][:8]
     if before:
         after = attempts.newest(Path(run), launcher=slurm.job_id(os.environ))
         end = decide(json.loads(before), after, int(code), told=bool(told), policy=SLURM)
     else:  # a user's own script
         bound = slurm.requeues(os.environ)
         end = decide_script(int(code), told=bool(told), lost=lost, policy=SLURM, requeues=bound)
-    answer = {"code": str(end.code), "requeue": str(int(end.requeue)), "line": f"{run}: {end.line}"}
+    bad = ""
+    if before and end.requeue and nodes:
+        bad = blame.to_exclude(
+            jsonl.events(Path(run) / jsonl.NAME),
+            nodes=nodes.split(), excluded=excluded.split(), most=slurm.most_excluded(os.environ), now=time.time(),
+            usable={name: kind for name, _, kind in (line.partition(" ") for line in usable.splitlines())},
+        )  # fmt: skip
+    answer = {"code": str(end.code), "requeue": str(int(end.requeue)), "line": f"{run}: {end.line}", "bad": bad}
     say(slurm.assignments(answer), sys.stdout)
-    return 0
-
-
-def exclude(given: Sequence[str]) -> int:
-    """Print the node whose ranks have died often, if the job can do without it. Raises ConfigError."""
-    if len(given) != 4:
-        raise ConfigError(f"exclude got {len(given)} arguments; valid: RUN NODES USABLE EXCLUDED")
-    run, nodes, usable, excluded = given
-    most = whole(os.environ, "MAX_EXCLUDED", default=blame.MOST, least=0)
-    found = blame.to_exclude(
-        jsonl.events(Path(run) / jsonl.NAME),
-        nodes=nodes.split(), usable=usable.split(), excluded=excluded.split(), most=most, now=time.time(),
-    )  # fmt: skip
-    say(found, sys.stdout)
     return 0
 
 
@@ -198,7 +192,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "store": store,
     "plan": plan,
     "verdict": verdict,
-    "exclude": exclude,
 }
 
 

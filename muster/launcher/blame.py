@@ -1,4 +1,4 @@
-"""Name a host whose ranks die often, so that the job's next attempt runs without it."""
+"""Name a node whose ranks die often, so that the job's next attempt runs without it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 DEATHS, WITHIN_S = 5, 3600.0
-"""A host is blamed for this many deaths within this time, if more than half of all were there: else the code is to blame."""
+"""A node is blamed for this many deaths within this time, if more than half of all were there: else the code is to blame."""
 MOST = 2
-"""The most hosts that a job excludes in all."""
+"""The most nodes that a job excludes in all."""
 
 
-def blamed(events: Iterable[Mapping[str, Any]], *, now: float) -> str:
-    """Return the host that is to blame by the events of metrics.jsonl; empty if none is. now: seconds since the epoch."""
+def blamed(events: Iterable[Mapping[str, Any]], nodes: Collection[str], *, now: float) -> str:
+    """Return the one of at least two `nodes` that is to blame by the events of metrics.jsonl; empty if none is.
+
+    now: seconds since the epoch.
+    """
     recent = (each for each in events if each["event"] == "survived" and now - each.get("time", 0.0) < WITHIN_S)
-    died = Counter(str(each.get("host", "")) for each in recent)
-    host, deaths = died.most_common(1)[0] if died else ("", 0)
-    return host if deaths >= DEATHS and 2 * deaths > died.total() else ""
+    died = Counter(node for each in recent if (node := _node(each)) in {_short(name) for name in nodes})
+    short, deaths = died.most_common(1)[0] if died else ("", 0)
+    is_to_blame = len(nodes) > 1 and deaths >= DEATHS and 2 * deaths > died.total()
+    return next(name for name in nodes if _short(name) == short) if is_to_blame else ""
 
 
 def to_exclude(
     events: Iterable[Mapping[str, Any]],
     *,
     nodes: Collection[str],
-    usable: Collection[str],
+    usable: Mapping[str, str],
     excluded: Collection[str],
     most: int,
     now: float,
@@ -34,13 +38,24 @@ def to_exclude(
     Args:
         events: those of the run's metrics.jsonl.
         nodes: the names of the job's nodes.
-        usable: the names of the nodes on which the job could run.
+        usable: name -> features, devices, processors and memory of the nodes of the job's partition that are up. As many
+            nodes like the excluded one must be left as the job has, or it would wait for ever.
         excluded: the nodes that the job excludes already. The user's own among them do not count for `most`.
         most: the most nodes that are excluded for their deaths.
         now: seconds since the epoch.
     """
     events = list(events)
-    host = blamed(events, now=now)
-    died_on = {str(each.get("host", "")) for each in events if each["event"] == "survived"}
-    is_left = len(set(usable) - set(excluded) - {host}) >= len(nodes)
-    return host if host in nodes and is_left and len(died_on & set(excluded)) < most else ""
+    node = blamed(events, nodes, now=now)
+    died_on = {_node(each) for each in events if each["event"] == "survived"}
+    left = [name for name in usable.keys() - {node, *excluded} if usable[name] == usable.get(node)]
+    is_bounded = len(died_on & {_short(name) for name in excluded}) < most
+    return node if node and is_bounded and len(left) >= len(nodes) else ""
+
+
+def _node(event: Mapping[str, Any]) -> str:
+    return _short(str(event.get("host", "")))
+
+
+def _short(name: str) -> str:
+    """Return a host's name without its domain, which schedulers leave out."""
+    return name.partition(".")[0]

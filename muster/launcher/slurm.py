@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from muster.errors import ConfigError
+from muster.launcher import blame
 from muster.launcher.spec import Dynamic, Spec
 from muster.launcher.variables import text, whole
 from muster.launcher.verdict import Requeues
@@ -66,6 +67,11 @@ def requeues(env: Mapping[str, str]) -> Requeues:
     """Return how often Slurm has requeued this job, and the most that a script may be. Raises ConfigError."""
     so_far, most = whole(env, "SLURM_RESTART_COUNT", default=0), whole(env, "MAX_REQUEUES", default=Requeues.most)
     return Requeues(so_far, most)
+
+
+def most_excluded(env: Mapping[str, str]) -> int:
+    """Return how many nodes a job may exclude for the deaths of their ranks. Raises ConfigError."""
+    return whole(env, "MAX_EXCLUDED", default=blame.MOST)
 
 
 def srun_flags(env: Mapping[str, str]) -> list[str]:

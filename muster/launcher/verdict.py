@@ -82,7 +82,7 @@ def decide(
     if (
         identity(before) != identity(after) and after.get("outcome") == DONE
     ):  # on the nodes that were left, if one was lost
-        return Verdict(0, False, "")
+        return Verdict(0, False, f"done, although its launcher ended with {agent_code}: a node was lost, perhaps")
     if identity(before) != identity(after):
         code = after.get("exit_code")
         code = code if isinstance(code, int) and code > 0 else agent_code

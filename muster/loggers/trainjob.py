@@ -64,7 +64,7 @@ class TrainJob(Logger):
 
     def close(self) -> None:
         self._is_over.set()
-        self._thread.join(timeout=ANSWERS_S)
+        self._thread.join(timeout=2 * ANSWERS_S)  # one post may be under way
 
     def status(self) -> dict[str, Any]:
         """Return what is posted: Trainer's UpdateTrainJobStatusRequest."""
@@ -74,7 +74,7 @@ class TrainJob(Logger):
             known["progressPercentage"] = min(100, 100 * self._step // self._total)
         if self._total and done:
             left = (self._total - self._step) * (time.monotonic() - self._began) / done
-            known["estimatedRemainingSeconds"] = math.ceil(left)
+            known["estimatedRemainingSeconds"] = min(math.ceil(left), 2**31 - 1)
         metrics = {"step": str(self._step)} | {name: f"{value:.6g}" for name, value in values.items()}
         short = [(name, value) for name, value in metrics.items() if len(name) <= LONGEST][:MOST_METRICS]
         known["metrics"] = [{"name": name, "value": value} for name, value in short]
@@ -88,13 +88,17 @@ class TrainJob(Logger):
     def _post(self) -> None:
         try:
             context = ssl.create_default_context(cafile=self._certificate)
-            words = {"Content-Type": "application/json", "Authorization": f"Bearer {Path(self._token).read_text()}"}
+            words = {
+                "Content-Type": "application/json",
+                "Authorization": f"Bearer {Path(self._token).read_text().strip()}",
+            }
             request = Request(self._url, json.dumps(self.status()).encode(), words, method="POST")
             with urlopen(request, timeout=ANSWERS_S, context=context):
                 pass
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever answers there
             if not self._has_failed:
-                say(f"muster: the TrainJob's status cannot be posted to {self._url}: {one_line(error)[:200]}")
+                why = one_line(error)[:200] if isinstance(error, OSError) else type(error).__name__  # no header of ours
+                say(f"muster: the TrainJob's status cannot be posted to {self._url}: {why}")
             self._has_failed = True
 
 
