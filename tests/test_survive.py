@@ -494,7 +494,7 @@ preemption.install()
 
 def live(life):
     life.notes.launch = "launch"
-    life.notes.write(life.number, {}, {})
+    life.notes.whole = life.number
     print(life.number, life.died_of, preemption.signalled, flush=True)
     BODY
 
@@ -528,9 +528,9 @@ def test_a_keeper_ends_as_its_last_child_does():
             "0  False\n",
         ),
         (
-            "life.notes.write(0, {}, {}); os.kill(os.getpid(), signal.SIGKILL)",
+            "life.notes.whole = 0; os.kill(os.getpid(), signal.SIGKILL)",
             -signal.SIGKILL,
-            "0  False\n1 SIGKILL False\n",
+            "0  False\n1 SIGKILL False\nmuster: rank 0 has died twice at one step, 1: all ranks restart\n",
         ),
     ):
         out, _ = (process := kept(body)).communicate(timeout=30)

@@ -145,8 +145,8 @@ class ScriptAgent(LocalElasticAgent):
                 self._remaining_restarts = worker_group.spec.max_restarts
         return result
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        super()._shutdown(signal.SIGTERM, timeout)  # after Ctrl-C too: SIGTERM is what a script handles
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *more: Any, **named: Any) -> None:
+        super()._shutdown(signal.SIGTERM, *more, **named)  # after Ctrl-C too: SIGTERM is what a script handles
 
     def _watch(self) -> None:
         """End the ranks and this process if the agent hangs between two looks at its ranks.
