@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import ssl
 import threading
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 from muster.errors import one_line, say
 from muster.loggers.base import Logger
@@ -87,6 +85,9 @@ class TrainJob(Logger):
 
     def _post(self) -> None:
         try:
+            import ssl  # here: other jobs start without it
+            from urllib.request import Request, urlopen
+
             context = ssl.create_default_context(cafile=self._certificate)
             words = {
                 "Content-Type": "application/json",
