@@ -10,6 +10,7 @@ import torch
 
 from muster.batches.generators import kept_generators, key_of, seed_generators
 from muster.batches.loader import Batch
+from muster.checkpoint.records import direction_before
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.origin import defined
@@ -33,6 +34,7 @@ def measure(
     *,
     begin: Callable[[], bool],
     most: int | None = None,
+    trained_in: int = 1,
 ) -> dict[str, float] | None:
     """Return the means over the samples of `test`; None if the ranks stopped before the end.
 
@@ -46,12 +48,15 @@ def measure(
         measures: the configured measures; they are reset.
         begin: is called before each batch and before the results are added up; False means to stop there.
         most: the number of batches; None: all. They are then as large as those of training.
+        trained_in: the ranks or slices over which training divided its batches, if they were more than here.
     """
     totals, slices = dict[str, Any](), config.virtual_world_size
-    size = min(len(test), config.eval.max_samples or len(test))
+    size = samples_of(config, test)
     ranks = strategy.data_shard[1] if strategy.data_shard else 1
     parts = slices or ranks
-    batch_size = config.batch_size if most else parts * samples_at_once(config, world.device, parts=parts)
+    batch_size = (
+        config.batch_size if most else parts * samples_at_once(config, world.device, parts=max(parts, trained_in))
+    )
     plan = Plan(size, batch_size=min(size, batch_size), shuffle=False)
     steps = range(min(plan.steps_per_epoch, most or plan.steps_per_epoch))
     batches = micro_batches(config, test, plan, steps, shard=strategy.data_shard, device=world.device, train=False)
@@ -68,8 +73,13 @@ def measure(
     return means(sums, count=plan.samples_before(len(steps))) | measures.compute(world)
 
 
+def samples_of(config: Config, test: Any) -> int:
+    """Return the number of samples of `test` that an evaluation takes: the first `eval.max_samples`."""
+    return min(len(test), config.eval.max_samples or len(test))
+
+
 def samples_at_once(config: Config, device: torch.device, *, parts: int) -> int:
-    """Return the number of samples of an evaluation's batch on each of `parts` ranks or slices.
+    """Return the most samples of an evaluation's batch on a rank or for a slice; training divides its batches into `parts`.
 
     On a GPU it is no more than in training, whose batches are known to fit: 256 samples of 1,024 tokens, for example,
     give logits of 50 GB. `micro_batch_size` limits it further.
@@ -96,6 +106,19 @@ def refuse_unevaluated(config: Config, data: Data) -> None:
     needs += [part.key for part in config.callbacks.values() if getattr(locate(part), "needs_evaluations", False)]
     if needs and (why := never_evaluated(config, data)):
         raise ConfigError(f"{needs[0]} needs evaluations, but the run makes none: {why}; or leave {needs[0]} out")
+
+
+def best_mode(config: Config, measures: Measures, best: dict[str, Any] | None = None) -> str:
+    """Return `min` or `max`: which value of `checkpoint.best` is the best; empty without it. Raises ConfigError.
+
+    best: the best evaluation so far, of this attempt or of a checkpoint.
+    """
+    metric, given = config.checkpoint.best, config.checkpoint.best_mode.name
+    key, mode_key = "checkpoint.best", "checkpoint.best_mode"
+    if not metric:
+        return ""
+    recorded = (best.get("mode") or direction_before(metric)) if best and best["metric"] == metric else ""
+    return measures.direction(metric, key=key, mode_key=mode_key, mode=given, recorded=recorded)
 
 
 def never_evaluated(config: Config, data: Data) -> str | None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from muster.checkpoint import manager
-from muster.checkpoint.records import is_better, read_best
-from muster.checkpoint.storage import Saved
+from muster.checkpoint.records import direction_before, is_better, read_best
+from muster.checkpoint.storage import Saved, Storage
 from muster.dist.world import World
 from muster.errors import say
 from muster.job.folder import RunFolder
@@ -21,46 +21,78 @@ from muster.train.config.differences import to_dict
 from muster.train.config.keys import Config
 from muster.train.course import Progress
 from muster.train.data.load import Data
+from muster.train.evaluation import best_mode
 from muster.train.numerics import seed_all
+from muster.train.objectives.measure import Measures
 from muster.train.strategies.base import Strategy
 from muster.train.window import Window
 
 
 def restore(
-    config: Config, world: World, folder: RunFolder, strategy: Strategy, callbacks: Callbacks, window: Window
+    config: Config,
+    world: World,
+    folder: RunFolder,
+    strategy: Strategy,
+    callbacks: Callbacks,
+    window: Window,
+    measures: Measures,
+    own: Storage,
 ) -> Progress:
     """Restore strategy, callbacks, loss sums and random number generators, and return the progress to continue from.
 
     Without a checkpoint, only seed the generators. Collective: every rank must call it.
+
+    own: the storage of the run's own checkpoints; `folder.saved` may be another run's.
+
+    Raises:
+        ConfigError: nothing says which value of `checkpoint.best` is the best.
     """
     saved = folder.saved
+    mode = best_mode(config, measures, saved.manifest.get("best") if saved else None)
     seed_all(config.seed, world.rank, step=saved.step if saved else 0)
     if saved is None:
         return Progress()
     manager.restore(saved, strategy, callbacks, window)
     manifest = saved.manifest
+    evaluated = counted = manifest.get("evaluated", saved.step)
+    if config.checkpoint.best and saved.storage.root != own.root:
+        evaluated = 0  # another run's evaluation is not compared with those of this one, which makes it itself
     return Progress(
         step=saved.step,
-        evaluated=manifest.get("evaluated", saved.step),
-        best=world.on_first(partial(known_best, config, folder.path, saved)),
+        evaluated=evaluated,
+        counted=counted,
+        best=world.on_first(partial(known_best, config, folder.path, saved, own, mode=mode)),
         stopped=manifest.get("stopped") if ends_alike(config, manifest.get("config", {})) else None,
     )
 
 
-def known_best(config: Config, folder: Path, saved: Saved) -> dict[str, Any] | None:
-    """Return the best evaluation up to `saved`. best.json is read, too: only it has one after the last save."""
+def known_best(config: Config, folder: Path, saved: Saved, own: Storage, *, mode: str) -> dict[str, Any] | None:
+    """Return the best evaluation up to `saved`. best.json is read, too: only it has one after the last save.
+
+    One whose checkpoint is not among the run's own does not count: `saved` may be another run's.
+    """
     metric, best = config.checkpoint.best, saved.manifest.get("best")
     if not metric:
         return None
-    if best and best["metric"] != metric:
+    steps = own.steps()
+    if best and best["step"] not in steps:
         say(
-            f"muster: checkpoint.best={metric} was {best['metric']}: the search for the best starts again at step {saved.step}"
+            f"muster: the best evaluation so far, of step {best['step']}, has no checkpoint in this run: the search for the "
+            f"best starts again at step {saved.step}"
+        )
+        best = None
+    if best:
+        best = {**best, "mode": best.get("mode") or direction_before(best["metric"])}
+    if best and (best["metric"], best["mode"]) != (metric, mode):
+        was = f"{best['mode']} {best['metric']}"
+        say(
+            f"muster: checkpoint.best={metric} ({mode}) was {was}: the search for the best starts again at step {saved.step}"
         )
         best = None
     noted = read_best(folder)
-    if noted and noted.metric == metric and noted.step <= saved.step:
-        if not best or is_better(metric, noted.value, best["value"]):
-            best = {"metric": metric, "value": noted.value, "step": noted.step}
+    if noted and (noted.metric, noted.mode) == (metric, mode) and noted.step <= saved.step and noted.step in steps:
+        if not best or is_better(noted.value, best["value"], mode=mode):
+            best = {"metric": metric, "value": noted.value, "step": noted.step, "mode": mode}
     return best
 
 

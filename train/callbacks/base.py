@@ -48,7 +48,10 @@ class Callback:
         """Called before an evaluation."""
 
     def on_eval_end(self, run: Run, values: dict[str, float]) -> None:
-        """Called after an evaluation with its values, which are the same on every rank."""
+        """Called after an evaluation with its values, which are the same on every rank.
+
+        `run.is_evaluated_again`: the restored state, if there is one, has counted it, in another run.
+        """
 
     def on_checkpoint(self, run: Run) -> None:
         """Called before a checkpoint is taken, possibly during an evaluation that is being aborted."""

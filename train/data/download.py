@@ -12,5 +12,5 @@ def download(fetch: Any, what: str) -> None:
     try:
         fetch()
     except (OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = str(error).strip().splitlines()[0].rstrip(": ") if str(error).strip() else type(error).__name__
         raise DataError(f"download failed ({reason}): place {what}, or set data.root to where it is") from error

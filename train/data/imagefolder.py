@@ -23,6 +23,8 @@ class ImageFolder:
         from torchvision import datasets
         from torchvision.transforms import v2
 
+        from muster.train.data.pictures import read_rgb
+
         folder = Path(root) / ("train" if train else "val")
         if not folder.is_dir():
             raise DataError(
@@ -35,7 +37,7 @@ class ImageFolder:
         )
         transform = v2.Compose([v2.ToImage(), *crop])
         try:
-            self.pictures = datasets.ImageFolder(str(folder), transform)
+            self.pictures = datasets.ImageFolder(str(folder), transform, loader=read_rgb)
         except (FileNotFoundError, OSError) as error:
             raise DataError(f"{folder}: {error}") from error
         self.is_compact = False

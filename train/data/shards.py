@@ -8,6 +8,7 @@ Source: https://github.com/webdataset/webdataset#the-webdataset-format
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import json
@@ -19,21 +20,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchvision.io import ImageReadMode, decode_image
+from PIL import Image
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from muster.batches.fingerprint import hash_of
 from muster.errors import DataError
 from muster.files import replace_file
+from muster.train.data.pictures import rgb
 
 INDEX = "muster-index.json"
+PICTURES = ("jpg", "jpeg", "png")
 
 
 class Shards:
     """Samples of `root`/train/*.tar and `root`/val/*.tar: pairs of the files with extensions `input` and `target`.
 
-    jpg, jpeg and png become `[3, H, W] float32` from 0 to 1, resized to `image_size` if it is given; cls and id an int,
-    txt a str, json its content, npy a tensor, others bytes. The index is written beside the shards if the folder is
-    writable.
+    jpg, jpeg and png become `[3, H, W] float32` from 0 to 1, in steps of 1/255, resized to `image_size` if it is given;
+    cls and id an int, txt a str, json its content, npy a tensor, others bytes. The index is written beside the shards if
+    the folder is writable.
 
     Raises:
         DataError: there are no shards, or one cannot be read.
@@ -43,6 +47,7 @@ class Shards:
         self.folder = Path(root) / ("train" if train else "val")
         self.endings, self.image_size, self.num_classes = (input, target), image_size, num_classes
         self.samples = index(self.folder)
+        self.is_compact = False
         self._open: dict[str, int] = {}
 
     @staticmethod
@@ -61,7 +66,19 @@ class Shards:
         if missing:
             raise DataError(f"sample {index} in {self.folder / shard} has no .{missing[0]}: it has {', '.join(files)}")
         inputs, targets = (self._decode(shard, ending, *files[ending]) for ending in self.endings)
-        return inputs, targets
+        if not self.is_compact:
+            inputs = self.expand(inputs)
+        return inputs, targets.float() / 255 if self.endings[1] in PICTURES else targets
+
+    def compact(self) -> Shards:
+        """Return the same data set with input pictures as `[3, H, W] uint8`, a quarter of the bytes; `expand` divides them."""
+        other = copy.copy(self)
+        other.is_compact, other._open = self.endings[0] in PICTURES, {}
+        return other
+
+    def expand(self, inputs: Any) -> Any:
+        """Return `[..., 3, H, W] uint8` pictures as float32 from 0 to 1, on their device; other inputs as they are."""
+        return inputs.float() / 255 if self.endings[0] in PICTURES else inputs
 
     def fingerprint(self) -> str:
         """Return the length and a hash of the index."""
@@ -72,19 +89,18 @@ class Shards:
             self._open[shard] = os.open(self.folder / shard, os.O_RDONLY)
         data = os.pread(self._open[shard], size, at)
         try:
-            if ending in ("jpg", "jpeg", "png"):
+            if ending in PICTURES:
                 return self._picture(data)
             return DECODE.get(ending, bytes)(data)
         except Exception as error:
             raise DataError(f"{self.folder / shard}: a .{ending} at byte {at} cannot be read: {error}") from error
 
     def _picture(self, data: bytes) -> torch.Tensor:
-        picture = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
+        picture: torch.Tensor = pil_to_tensor(rgb(Image.open(io.BytesIO(data))))
         if self.image_size:
             side = [self.image_size, self.image_size]
-            picture = torch.nn.functional.interpolate(picture[None].float(), side, mode="bilinear", antialias=True)[0]
-        scaled: torch.Tensor = picture.float() / 255
-        return scaled
+            picture = torch.nn.functional.interpolate(picture[None], side, mode="bilinear", antialias=True)[0]
+        return picture
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}  # each worker opens its own files

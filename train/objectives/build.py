@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from muster.dist.world import World
 from muster.errors import ConfigError
+from muster.origin import defined, name_of
 from muster.train.config.parts import Part, bound, build
 from muster.train.objectives.measure import Measures
 
@@ -36,12 +38,24 @@ def build_objective(part: Part, *, device: torch.device) -> Any:
 
 def build_measures(parts: Mapping[str, Part], *, world: World, sliced: bool = False) -> Measures:
     """Build the metrics of `metrics.NAME`. Raises ConfigError if one would cover only a part of the samples."""
-    named = {name: build(part).to(world.device) for name, part in parts.items()}
+    named = {name: _built(name, part, world.device) for name, part in parts.items()}
     if sliced or world.size > 1:
         for name, metric in named.items():
             _see_sync(name, metric, part="slice" if sliced else "rank")
     of = {name: part.aside["of"] for name, part in parts.items() if "of" in part.aside}
-    return Measures(named, sliced=sliced, of=of)
+    anew = {name: partial(_built, name, part, torch.device("cpu")) for name, part in parts.items()}
+    return Measures(named, sliced=sliced, of=of, anew=anew)
+
+
+def _built(name: str, part: Part, device: torch.device) -> Any:
+    """Build a metric on the device, if it has tensors to move. Raises ConfigError if a method is missing."""
+    metric = build(part)
+    if missing := [each for each in ("update", "compute", "reset") if not callable(getattr(metric, each, None))]:
+        raise ConfigError(
+            f"metrics.{name}: {name_of(metric)} has no {missing[0]}{defined(metric)}: a metric has update(outputs, targets), "
+            "compute() and reset()"
+        )
+    return metric.to(device) if hasattr(metric, "to") else metric
 
 
 def _see_sync(name: str, metric: Any, *, part: str) -> None:

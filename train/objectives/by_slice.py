@@ -13,19 +13,25 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muster.errors import ConfigError
+from muster.train.objectives.reduced import update_watched
+from muster.train.objectives.trial import Trial
+
 
 class BySlice:
-    """Wraps `metric`, a torchmetrics object, and keeps one copy of it for each slice."""
+    """Wraps `metric`, the torchmetrics object `metrics.NAME`, and keeps one copy of it for each slice."""
 
-    def __init__(self, metric: Any):
-        self.metric = metric
+    def __init__(self, metric: Any, name: str):
+        self.metric, self.name = metric, name
         self._copies: dict[int, Any] = {}
 
-    def update(self, outputs: Any, targets: Any, *, slice: int) -> None:
-        """Update the copy of this slice."""
-        if slice not in self._copies:
-            self._copies[slice] = copy.deepcopy(self.metric)
-        self._copies[slice].update(outputs, targets)
+    def update(self, outputs: Any, targets: Any, *, slice: int, trial: Trial | None = None) -> None:
+        """Update the copy of this slice. Raises ConfigError if it keeps a number that is not put together with the others'."""
+        if slice in self._copies:
+            self._copies[slice].update(outputs, targets)
+            return
+        own = self._copies[slice] = copy.deepcopy(self.metric)
+        update_watched(own, lambda: own.update(outputs, targets), name=self.name, trial=trial)
 
     def compute(self) -> Any:
         """Return the value over all slices of all ranks. Collective: every rank must call it."""
@@ -35,26 +41,35 @@ class BySlice:
             everybodys = [None] * dist.get_world_size()
             dist.all_gather_object(everybodys, mine)
         copies = dict(sorted(pair for of_rank in everybodys for pair in of_rank.items()))
-        return together([*copies.values()]).compute()
+        return together([*copies.values()], name=self.name).compute()
 
     def reset(self) -> None:
         """Discard all copies."""
         self._copies = {}
 
 
-def by_slice(metric: Any) -> Any:
+def by_slice(metric: Any, name: str) -> Any:
     """Wrap `metric` in BySlice.
 
     A metric that is not of torchmetrics, or that contains others which synchronize their states themselves, is returned
     as is.
     """
     inner = [each for each in metric.modules() if hasattr(each, "sync")] if isinstance(metric, nn.Module) else []
-    return BySlice(metric) if inner == [metric] else metric
+    return BySlice(metric, name) if len(inner) == 1 and inner[0] is metric else metric  # torchmetrics overloads ==
 
 
-def together(metrics: list[Any]) -> Any:
-    """Return the first of `metrics`, set up to merge the states of all, in order, when it computes."""
+def together(metrics: list[Any], *, name: str) -> Any:
+    """Return the first of `metrics`, set up to merge the states of all, in order, when it computes.
+
+    Raises:
+        ConfigError: `metrics.NAME` keeps its samples apart, and slices have different numbers of them.
+    """
     states, turn, first = [_state(metric) for metric in metrics], count(), metrics[0]
+    if len({len(state) for state in states}) > 1:
+        raise ConfigError(
+            f"metrics.{name} gathers sample by sample, and the slices have different numbers of them: give its lists "
+            "dist_reduce_fx='cat', or leave virtual_world_size out"
+        )
     first.distributed_available_fn = lambda: True
     first.dist_sync_fn = lambda _, group=None: [state[number] for number in [next(turn)] for state in states]
     return first

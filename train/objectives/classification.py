@@ -55,9 +55,11 @@ def labels_that_do_not_fit(objective: str, outputs: Any, targets: Any, error: Ex
     found = None
     if not isinstance(targets, Tensor) or [*targets.shape] != shape or targets.dtype in NO_LABELS:
         remedy = "write .long() where the data set makes them" if _is_only_type(targets, shape) else "fix the labels"
+        if isinstance(targets, Tensor) and targets.is_floating_point():
+            remedy += "; if they are values to predict, objective._target_=torch.nn.MSELoss"
         given = f"{list(targets.shape)} {targets.dtype}" if isinstance(targets, Tensor) else described(targets)
         found = DataError(f"objective={objective} expects labels {shape} int64, but the data has {given}: {remedy}")
-    elif wrong := targets[(targets < 0) | (targets >= classes)].tolist():
+    elif wrong := targets[(targets < 0) | (targets.long() >= classes)].tolist():  # 256 is 0 among bytes
         found = DataError(
             f"the data has label {wrong[0]}, but the model has {classes} classes, 0 to {classes - 1}: "
             "fix the labels, or set num_classes in the data set or the model"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -10,19 +13,36 @@ from muster.train.objectives.classification import labels_that_do_not_fit
 
 
 class LanguageModeling:
-    """Mean cross-entropy per token of `[B, T, classes]` logits and `[B, T] int64` next tokens."""
+    """Mean cross-entropy per token of `[B, T, classes]` logits and `[B, T] int64` next tokens, computed in fp32."""
+
+    def __init__(self) -> None:
+        self._in_training = _cross_entropy
+
+    def compile_loss(self) -> None:
+        """Fuse the loss of training from here on: logits in bf16 are then not copied to fp32, which takes twice their memory."""
+        self._in_training = torch.compile(_cross_entropy)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if isinstance(outputs, Tensor) and outputs.dim() != 3:
-            raise ConfigError(
-                f"objective=language_modeling expects logits [B, T, classes], but the model returns {outputs.dim()} dimensions: try objective=classification"
-            )
-        try:
-            return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
-        except (IndexError, RuntimeError, ValueError, TypeError) as error:
-            raise labels_that_do_not_fit("language_modeling", outputs, targets, error) from error
+        """Return the mean loss. Targets of other types, which torch may take or not, are not compiled."""
+        is_int64 = isinstance(targets, Tensor) and targets.dtype is torch.int64
+        return _loss(self._in_training if is_int64 else _cross_entropy, outputs, targets)
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return sums over samples: `loss`, the mean over tokens, and `accuracy`, the fraction of correct tokens."""
         right = (outputs.argmax(-1) == targets).float().mean(-1).sum()
-        return {"loss": self(outputs, targets) * len(targets), "accuracy": right}
+        return {"loss": _loss(_cross_entropy, outputs, targets) * len(targets), "accuracy": right}
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
+
+
+def _loss(of: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor) -> Tensor:
+    if isinstance(outputs, Tensor) and outputs.dim() != 3:
+        raise ConfigError(
+            f"objective=language_modeling expects logits [B, T, classes], but the model returns {outputs.dim()} dimensions: try objective=classification"
+        )
+    try:
+        return of(outputs, targets)
+    except (IndexError, RuntimeError, ValueError, TypeError) as error:
+        raise labels_that_do_not_fit("language_modeling", outputs, targets, error) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,10 +19,29 @@ def loss_of(objective: Any, outputs: Any, targets: Any, *, model: Any, trains: b
     Raises:
         ConfigError: the result is not a loss, or model, objective and data do not fit together.
     """
+    refuse_each_with_each(objective, outputs, targets, model)
     loss = explained(objective, objective, outputs, targets, model=model)
     if isinstance(loss, Tensor) and loss.numel() == 1 and (loss.requires_grad or not trains):
         return loss
     raise _no_loss(loss, objective, outputs, model)
+
+
+PAIRWISE = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+"""torch's losses of pairs of numbers: of [8, 1] outputs and [8] targets they take each with each, and only warn."""
+
+
+def refuse_each_with_each(objective: Any, outputs: Any, targets: Any, model: Any) -> None:
+    """Raise ConfigError if one of torch's own losses would compare each output with each target."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.shape == targets.shape:
+        return
+    own = getattr(objective, "func", objective)  # of functools.partial
+    kind = own if inspect.isroutine(own) else type(own)
+    is_pairwise = kind.__module__.startswith("torch.nn.") and kind.__name__ in PAIRWISE
+    if is_pairwise and outputs.numel() == targets.numel() > 1:
+        raise ConfigError(
+            f"{name_of(model)}.forward returns {described(outputs)}{_where(model)}, and {name_of(objective)} would compare each "
+            f"with each of the targets, {described(targets)}: write .squeeze(-1) in the model, or .unsqueeze(-1) in the data set"
+        )
 
 
 def measured(objective: Any, outputs: Any, targets: Any, *, model: Any) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Data sets with identifiable or unreadable samples."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -40,15 +41,18 @@ class Numbered:
 
 
 class SlowToTest(Numbered):
-    """Reading the test split takes a while."""
+    """Reading the test split takes a while; with `told`, a file to be made then, the process is told to stop at sample 15, once."""
 
-    def __init__(self, train, seconds=0.05):
+    def __init__(self, train, seconds=0.05, told=None):
         super().__init__(train, size=1000 if train else 40)
-        self.train, self.seconds = train, seconds
+        self.train, self.seconds, self.told = train, seconds, told
 
     def __getitem__(self, index):
         if not self.train:
             time.sleep(self.seconds)
+            if self.told and index == 15 and not Path(self.told).exists():
+                Path(self.told).touch()
+                os.kill(os.getpid(), signal.SIGTERM)
         return super().__getitem__(index)
 
 

@@ -1,7 +1,8 @@
 """A model, an optimizer and a callback that end their own process by SIGKILL at named points.
 
 MUSTER_TEST_KILL names them, `rank/point/step` with commas between; each happens once, as a file in MUSTER_TEST_MARKS says.
-With MUSTER_TEST_FOR_GOOD, their keepers die with them.
+With MUSTER_TEST_FOR_GOOD, their keepers die with them. Set it also if a test itself kills a keeper: the others must not wait
+for a birth for as long as heartbeat.DESERTED_S, or the ranks that wait for them leave before they could save.
 """
 
 import ctypes
@@ -15,11 +16,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from muster import attempts
 from muster.checkpoint.backends.folder import Directory
+from muster.job import survival
 from muster.train.callbacks.base import Callback
 from muster.train.data.digits import Digits
 
 DONE = [0]  # steps done by this process
+if "MUSTER_TEST_FOR_GOOD" not in os.environ:
+    survival.BORN_S = 10.0  # of a machine that is busy with other tests
 
 
 def die(point):
@@ -108,16 +113,16 @@ class Sgd(torch.optim.SGD):
 
 
 class Hang(Callback):
-    """Makes rank 1 sleep for ever after a step, in its first life."""
+    """Makes rank 1 sleep for ever after a step, in its first life; or its GPU, `on_device`, and the code goes on."""
 
-    def __init__(self, at: int):
-        self.at = at
+    def __init__(self, at: int, *, on_device: bool = False):
+        self.at, self.on_device = at, on_device
 
     def on_step_end(self, run):
         mark = Path(os.environ["MUSTER_TEST_MARKS"], "hang")
         if run.step == self.at and run.world.rank == 1 and not mark.exists():
             mark.touch()
-            signal.pause()
+            torch.cuda._sleep(10**15) if self.on_device else signal.pause()
 
 
 class Drawn(Net):
@@ -157,6 +162,21 @@ class Raises(Callback):
 
     def on_step_end(self, run):
         if run.step >= 5 and run.world.rank == 1:
+            raise ValueError("the user's own mistake")
+
+
+class RaisesSlowly(Callback):
+    """Raises on rank 1 after step 5, once, and takes 8 s to record it, as on storage that is slow."""
+
+    def on_step_end(self, run):
+        if run.step == 5 and run.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            write = attempts.write
+
+            def slowly(*args, **kwargs):
+                time.sleep(8)
+                return write(*args, **kwargs)
+
+            attempts.write = slowly
             raise ValueError("the user's own mistake")
 
 
@@ -248,13 +268,16 @@ class SlowAgain(Digits):
 
 
 class FirstFails(Callback):
-    """At a step, rank 0 raises an error or dies by SIGKILL while rank 1 waits in C, as for a device: no handler runs there."""
+    """At a step, rank 0 raises an error or dies by SIGKILL while rank 1 waits in C, as for a device: no handler runs there.
 
-    def __init__(self, at: int, *, kills: bool = False):
-        self.at, self.kills = at, kills
+    locks: otherwise rank 1 goes on, and on a GPU waits in NCCL.
+    """
+
+    def __init__(self, at: int, *, kills: bool = False, locks: bool = True):
+        self.at, self.kills, self.locks = at, kills, locks
 
     def on_step_end(self, run):
-        if run.step != self.at:
+        if run.step != self.at or (run.world.rank == 1 and not self.locks):
             return
         if run.world.rank == 1:
             lock = ctypes.create_string_buffer(64)  # a pthread_mutex_t

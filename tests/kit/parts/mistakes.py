@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from muster.errors import DataError
 from muster.train.callbacks.base import Callback
 
 
@@ -24,6 +25,15 @@ class Data:
         return self.x[index], self.y[index]
 
 
+class MissingOn(Data):
+    """Data that one rank does not find."""
+
+    def __init__(self, train=True, rank=0):
+        super().__init__(train)
+        if os.environ.get("RANK", "0") == str(rank):
+            raise DataError("/nonexistent is not a folder")
+
+
 class Net(nn.Linear):  # here: dict
     def __init__(self):
         super().__init__(4, 3)
@@ -32,6 +42,11 @@ class Net(nn.Linear):  # here: dict
 class NoReturn(Net):
     def forward(self, x):  # here: forgotten return
         super().forward(x)
+
+
+class Puts(Net):
+    def forward(self, x):
+        return super().forward(x.put(torch.tensor([1]), torch.zeros(1)))  # torch has no deterministic form of it
 
 
 class Tuple(Net):
@@ -145,6 +160,27 @@ class Counted(Data):  # here: classes
     def __init__(self, train=True):
         super().__init__(train)
         self.classes = 3
+
+
+class Uncounted(Data):  # here: no number of classes
+    num_classes = None
+
+
+class ForClasses(nn.Linear):
+    def __init__(self, num_classes):
+        super().__init__(4, num_classes)
+
+
+class Values(Data):
+    num_classes = None
+
+    def __getitem__(self, index):
+        return self.x[index], self.x[index].sum()
+
+
+class OneColumn(nn.Linear):  # here: each with each
+    def __init__(self):
+        super().__init__(4, 1)
 
 
 class Unreadable(Data):

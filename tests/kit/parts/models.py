@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from kit.until import await_writer
+
 
 class Stateful(nn.Sequential):
     """Dropout and batch norm, whose state a resume must restore."""
@@ -100,6 +102,18 @@ class Slow(nn.Linear):
         return super().forward(x[:, 1:])
 
 
+class Paced(Slow):
+    """Is as slow as the test says (`Job.pace`), and at first 0.1 s a step."""
+
+    def __init__(self, delay_s=0.1):
+        super().__init__(delay_s)
+
+    def forward(self, x):
+        with contextlib.suppress(FileNotFoundError):
+            self.delay_s = float((Path(os.environ["LEDGER"]).parent / "pace").read_text())
+        return super().forward(x)
+
+
 class Stuck(Slow):
     """One rank stops moving in one step of its first attempt, with the GIL released or held."""
 
@@ -163,6 +177,7 @@ class FillsDisk(nn.Linear):
                 while True:
                     file.write(bytes(4096))
         if self.calls == 14 and os.environ["RANK"] == "0":
+            await_writer()  # of step 10: it finds no room, however late it comes
             self.file.unlink()
         return super().forward(x.flatten(1))
 
