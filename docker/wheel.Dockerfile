@@ -7,9 +7,10 @@
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# Triton compiles a launcher for each kernel with gcc: compile=true on GPUs needs it.
 # hadolint ignore=DL3008
 RUN apt-get update \
- && apt-get install -y --no-install-recommends tini \
+ && apt-get install -y --no-install-recommends tini gcc libc6-dev \
  && rm -rf /var/lib/apt/lists/* \
  && groupadd --gid 1000 muster \
  && useradd --uid 1000 --gid 1000 --create-home muster \
@@ -19,15 +20,17 @@ ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 ENV HOME=/tmp MPLCONFIGDIR=/tmp/matplotlib TORCHINDUCTOR_CACHE_DIR=/tmp/inductor TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL TORCH_INDEX
 COPY *.whl /opt/
-# hadolint ignore=DL3013
+# hadolint ignore=DL3013,DL3042
 RUN --mount=type=secret,id=ca,target=/run/secrets/ca \
     --mount=type=secret,id=pip,target=/run/secrets/pip.conf \
-    if [ -e /run/secrets/pip.conf ]; then export PIP_CONFIG_FILE=/run/secrets/pip.conf; fi \
+    --mount=type=cache,target=/var/cache/pip \
+    export PIP_CACHE_DIR=/var/cache/pip PIP_DISABLE_PIP_VERSION_CHECK=1 \
+ && if [ -e /run/secrets/pip.conf ]; then export PIP_CONFIG_FILE=/run/secrets/pip.conf; fi \
  && if [ -e /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi \
  && if [ -n "${TORCH_INDEX:-}" ]; then \
-      pip install --no-cache-dir --disable-pip-version-check --no-deps --index-url "$TORCH_INDEX" torch torchvision; \
+      pip install --no-deps --index-url "$TORCH_INDEX" torch torchvision; \
     fi \
- && pip install --no-cache-dir --disable-pip-version-check /opt/*.whl
+ && pip install /opt/*.whl
 RUN install -d -o muster -g muster /job/runs && echo "PATH=/opt/venv/bin:\$PATH" > /etc/profile.d/muster.sh
 WORKDIR /job
 ENTRYPOINT ["tini", "--"]

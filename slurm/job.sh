@@ -24,6 +24,10 @@ trap 'told=told' TERM
 plan=$("${here[@]}" python3 -m muster launch plan "$@")
 eval "$plan" # job, run, before, srun_flags
 export job
+if [ -f "/proc/$$/fd/1" ]; then # the report links it
+  MUSTER_LOG=$(readlink "/proc/$$/fd/1")
+  export MUSTER_LOG
+fi
 
 # With Pyxis this shell is inside the container.
 # shellcheck disable=SC2016  # expanded on the node
@@ -72,7 +76,8 @@ is_requeued_by_slurm() { # since 24.05, a job that ends in the grace time of its
 if [ "$code" -ne 0 ]; then
   requeue=0 bad='' line="nobody could be asked how $run ended"
   lost=$(sinfo --noheader --dead --nodes="$SLURM_JOB_NODELIST" --format=%n | xargs) || true
-  # A node whose ranks die often is left out of the next attempt, if the job may run on any node of its kind.
+  # A node whose ranks die often, or that the doctor has refused, is left out of the next attempt, if the job may run on any
+  # node of its kind.
   nodes='' usable='' excluded=''
   state=$(scontrol show job "$job") || state=
   if [[ $state == *ReqNodeList=\(null\)* && $state == *Features=\(null\)* && $state != *Reservation=* ]]; then
@@ -94,7 +99,7 @@ if [ "$code" -ne 0 ]; then
     trap '' TERM # which the requeue sends to all that this script starts
     # Some sites forbid it: the exit code then tells the user to submit again. What a job excludes can be changed once it is pending again.
     if scontrol requeue "$job" && [ -n "$bad" ] && scontrol update JobId="$job" ExcNodeList="${excluded:+$excluded,}$bad"; then
-      echo "muster: without $bad, where ranks have died often (MAX_EXCLUDED=0 keeps it)"
+      echo "muster: without $bad in the next attempt (MAX_EXCLUDED=0 keeps it)"
     fi
   fi
 fi

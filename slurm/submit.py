@@ -112,7 +112,7 @@ class Agent:
     def run(self, spec: Spec, policy: verdict.Policy) -> execute.AgentEnd:
         """Run the agent until the run, or the user's own script, ends."""
         if not (script := script_of(self.overrides)):
-            return execute.run(spec, self.overrides, policy=policy, folder=Path(self.folder))
+            return execute.run(spec, self.overrides, policy=policy, folders=[Path(self.folder)])
         so_far = whole(os.environ, "SLURM_RESTART_COUNT", default=0)
         bound = verdict.Requeues(so_far, self.cluster.requeues)
         end = execute.run_script(spec, script, policy=policy, requeues=bound)

@@ -19,6 +19,7 @@ from torch.distributed import DistBackendError, DistStoreError, PrefixStore, Sto
 
 from muster.dist.births import Births
 from muster.dist.client import Client, Connections
+from muster.dist.node_memory import FIRST, LOST, POSTED, STOP, LastTimes, NodeMemory
 
 CLIENTS = 4
 """Store connections of each rank: one for the process group, two for `Board`, one for the meeting."""
@@ -26,6 +27,7 @@ ANSWER_S = 1.0
 BYE_S = 10.0
 POLL_S = 0.02
 LEAVING_PER_S = 5000.0  # polls of the store by all leaving ranks together
+DUE = 0.75  # of a period: the node's next post is due, so that a rank that comes a little early does not leave it for a period
 
 
 class Board:
@@ -34,6 +36,7 @@ class Board:
     connections: further connections to the store; None: they are opened.
     births: the births in the launch, if a rank that dies may be born again. The waits for a save then raise
         DistBackendError once a rank of this attempt has died.
+    node: the memory of this node's ranks, one of which at a time posts and asks for all.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Board:
         size: int,
         connections: Connections | None = None,
         births: Births | None = None,
+        node: NodeMemory | None = None,
     ):
         own = self._own = PrefixStore(attempt, store)
         connections = connections or (Connections(store) if size > 1 else None)
@@ -59,10 +63,17 @@ class Board:
         )
         self._quick, self._patient = (Client(each, self.operations) for each in stores)
         self._part: tuple[int, int] = (0, 0)
+        self._node, self._times = node, node.times if node else LastTimes()
+        self._posts: list[str] | None = None
+        self._single: list[int] = []
 
-    def is_one_lost(self) -> bool:
-        """Whether a rank of this attempt has died, and is born again for the next. Answered at once."""
-        return self.births is not None and self.births.is_one_lost()
+    def is_one_lost(self, *, every_s: float = 0.0) -> bool:
+        """Whether a rank of this attempt has died, and is born again for the next. Answered at once.
+
+        every_s: the node's ranks ask the store no more often, and read what they know from their memory.
+        """
+        births = self.births
+        return births is not None and self._times.known(LOST, every_s, births.is_one_lost)
 
     def rpc_store(self) -> Store:
         """Return a separate connection for torch's RPC agents, because they change its timeout."""
@@ -93,27 +104,61 @@ class Board:
 
     # Heartbeats (faults/heartbeat.py)
 
-    def post_beat(self, text: str) -> None:
-        """Post this rank's heartbeat."""
-        self._quick.set(f"beat/{self.rank}", text)
+    @property
+    def beat_lag(self) -> int:
+        """The number of heartbeat periods within which rank 0 sees a new beat of any rank."""
+        return 4 if self._posts else 2  # written, posted and read
+
+    def post_beat(self, text: str, *, every_s: float = 1.0) -> None:
+        """Post this rank's heartbeat. Of the ranks of a node, one posts for all, every `every_s`.
+
+        The first call, which all ranks make before any rank reads, also says where this rank's beats are.
+        """
+        node = self._node
+        if not node:
+            return self._quick.set(f"beat/{self.rank}", text)
+        node.write(self.rank, text if self.rank else "")
+        if self.rank == 0:
+            self._times.set_known(FIRST)  # it reads its node's beats from the memory, and nobody posts them
+            return self._quick.set("beat/0", text)
+        is_read_here = bool(text) and self._times.is_known(FIRST)
+        if not is_read_here and self._times.claims(POSTED, every_s * DUE):
+            beats = node.read().items()
+            self._quick.set(f"beats/{node.token}", "\n".join(f"{rank} {beat.decode()}" for rank, beat in beats))
+        if not text:
+            self._quick.set(f"beat/{self.rank}", node.token)
+        return None
 
     def first_beat(self) -> bytes:
         """Return rank 0's newest heartbeat."""
         return self._quick.gets(["beat/0"])[0]
 
     def beats(self) -> Sequence[bytes]:
-        """Return every rank's newest heartbeat. Every rank must have posted one before, or the call blocks."""
-        return self._quick.gets([f"beat/{rank}" for rank in range(self.size)])
+        """Rank 0: return every other rank's newest heartbeat. Every rank must have posted one before, or the call blocks."""
+        if self._posts is None:
+            said = self._quick.gets([f"beat/{rank}" for rank in range(self.size)])
+            tokens = {rank: one.decode() for rank, one in enumerate(said) if one and one[:1] != b"{"}
+            self._single = [rank for rank in range(1, self.size) if rank not in tokens]
+            self._posts = sorted({*tokens.values()} - {self._node.token if self._node else ""})
+        found = self._node.read() if self._node else {}
+        keys = [f"beat/{rank}" for rank in self._single] + [f"beats/{token}" for token in self._posts]
+        said = self._quick.gets(keys) if keys else []
+        found |= zip(self._single, said, strict=False)
+        for line in (line for post in said[len(self._single) :] for line in post.split(b"\n")):
+            rank, _, beat = line.partition(b" ")
+            found[int(rank)] = beat
+        return [found.get(rank, b"") for rank in range(self.size)]
 
     # Stopping (faults/preemption.py)
 
     def ask_to_stop(self) -> None:
         """Request that all ranks stop."""
         self._quick.set("stop", "1")
+        self._times.set_known(STOP)
 
-    def asked_to_stop(self) -> bool:
-        """Whether a rank has requested a stop."""
-        return self._quick.check("stop")
+    def asked_to_stop(self, *, every_s: float = 0.0) -> bool:
+        """Whether a rank has requested a stop. `every_s`: see `is_one_lost`."""
+        return self._times.known(STOP, every_s, lambda: self._quick.check("stop"))
 
     def post_begun(self, number: int) -> None:
         """Post how many phases this rank has begun. The last rank to post sets the largest number as the target."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from muster.dist.board import Board
+from muster.dist.node_memory import node_memory
 from muster.dist.options import GroupOptions
 from muster.dist.place import Place, launcher
 from muster.dist.reduce.shared_memory import share_memory
@@ -36,18 +37,12 @@ def borrow(options: GroupOptions) -> World:
     place, store = _place(group), dist.distributed_c10d._get_default_store()
     attempt = _gathered(uuid.uuid4().hex[:8], group)[0]
     agents = _gathered(launcher(), group)
-    board = Board(_own(store), attempt=attempt, rank=place.rank, size=place.world_size)
-    board.post_beat("")
-    world = World(
-        place,
-        _device(options),
-        attempt,
-        board,
-        sorted({*agents}) if place.rank == 0 else [launcher()],
-        group=group,
-        is_borrowed=True,
-    )
-    world.barrier()  # from here on every rank has a beat to read
+    agents = sorted({*agents}) if place.rank == 0 else [launcher()]
+    with node_memory(place, attempt) as node:
+        board = Board(_own(store), attempt=attempt, rank=place.rank, size=place.world_size, node=node)
+        board.post_beat("")
+        world = World(place, _device(options), attempt, board, agents, group=group, is_borrowed=True)
+        world.barrier()  # from here on every rank has mapped its node's memory and has a beat to read
     if options.alike is not None:
         world.same(
             "job options: digest", digest(options.alike), remedy="give every rank the same arguments", error=ConfigError

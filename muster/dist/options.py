@@ -18,6 +18,7 @@ class GroupOptions:
         timeout_s: seconds after which a rank that has stood still is ended.
         start_timeout_s: seconds within which all ranks must arrive.
         shared_memory: whether CPU ranks of one host all-reduce in shared memory; otherwise they use gloo.
+        hierarchical: `never`, `auto` or `always`: whether sums in one order at any number of ranks go host by host.
         alike: the flat values that every rank must have in common to train together; None compares none.
     """
 
@@ -27,4 +28,5 @@ class GroupOptions:
     timeout_s: float = 300.0
     start_timeout_s: float = 60.0
     shared_memory: bool = True
+    hierarchical: str = "never"
     alike: Mapping[str, Any] | None = None

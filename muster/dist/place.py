@@ -19,6 +19,9 @@ NODES = "MUSTER_NNODES"
 """Variable in which `muster launch node` gives its ranks the number of nodes (N or MIN:MAX)."""
 STEADY = "MUSTER_STEADY_AGENT"
 """Variable that muster/launcher/torchrun.py sets; that file imports nothing of the kit, so it repeats the name."""
+AGENTS = "TORCHELASTIC_USE_AGENT_STORE"
+OWN_STORE = "MUSTER_OWN_STORE"
+"""Variable with the address of a store that rank 0 hosts, although AGENTS says otherwise to torch."""
 JOB = "MUSTER_JOB"
 """Variable in which the same command gives the job's name: equal on all nodes, and when the job is started again."""
 
@@ -57,8 +60,17 @@ class Place:
                 f"WORLD_SIZE={world_size} needs MASTER_ADDR and MASTER_PORT: set both, start through torchrun, or give "
                 "dist.init_method=file:///shared/path"
             )
+        if world_size > 1 and not shared and not 0 < _number("MASTER_PORT", 0) < 2**16:
+            raise ConfigError(
+                f"MASTER_PORT={os.environ['MASTER_PORT']} is no port: give all ranks the same, 1 to 65535"
+            )
         places = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1), _number("GROUP_RANK", 0)
         return cls(rank, world_size, *places, shared_file=shared)
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes, if all have as many ranks as this one."""
+        return -(-self.world_size // max(1, self.local_world_size))
 
     @property
     def is_one_node(self) -> bool:
@@ -78,7 +90,20 @@ class Place:
 
 def store_is_agents() -> bool:
     """Whether torchrun's agent holds the rendezvous store; otherwise rank 0 does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get(AGENTS) == "True" and os.environ.get(OWN_STORE) != _store_address()
+
+
+def leave_store() -> None:
+    """Tell torch that the store, which rank 0 has hosted for a job, is there for whatever meets at its address next.
+
+    Otherwise `init_process_group` of the script would host one at the same port. Only rank 0 needs it.
+    """
+    if "RANK" in os.environ and Place.from_env().hosts_store:
+        os.environ |= {AGENTS: "True", OWN_STORE: _store_address()}
+
+
+def _store_address() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def launcher() -> str:

@@ -13,14 +13,21 @@ import torch
 from muster.dist.board import within
 
 ENTRIES = "2000"
-VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the second is its name before torch 2.13
+VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""The number of entries, by its name and by that before torch 2.13, of which later versions warn."""
 WRITE_S = 5.0
 
 
 def switch_on() -> None:
     """Have process groups that are made from now on record, unless the environment says how much they record."""
     if not any(name in os.environ for name in VARIABLES):
-        os.environ.update(dict.fromkeys(VARIABLES, ENTRIES))
+        os.environ[variable(torch.__version__)] = ENTRIES
+
+
+def variable(version: str) -> str:
+    """Return the name of the number of entries in a version of torch."""
+    major, minor = map(int, version.split(".")[:2])
+    return VARIABLES[(major, minor) < (2, 13)]
 
 
 def write(folder: Path, *, attempt: str, rank: int) -> str | None:

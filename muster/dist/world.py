@@ -20,8 +20,10 @@ import torch.distributed as dist
 from muster.dist import recorder, timeouts
 from muster.dist.board import Board
 from muster.dist.device import choose_backend, choose_device
+from muster.dist.node_memory import node_memory
 from muster.dist.options import GroupOptions
-from muster.dist.place import Place
+from muster.dist.place import Place, leave_store
+from muster.dist.reduce.hosts import Hosts, find_hosts
 from muster.dist.reduce.shared_memory import SharedMemory, share_memory
 from muster.dist.rendezvous.meeting import Birth, meet
 from muster.dist.rendezvous.network import check_descriptors, choose_interface
@@ -52,6 +54,8 @@ class World:
     """Removes the store's file, if the ranks met through a file."""
     memory: SharedMemory | None = None
     """Memory shared by all ranks, if they are on one host and train on its CPUs."""
+    hosts: Hosts | None = None
+    """The hosts, if sums go host by host."""
     group: dist.ProcessGroup | None = None
     """The group that carries CPU tensors; None: the default group."""
     is_borrowed: bool = False
@@ -132,11 +136,13 @@ class World:
         rank = self.lowest(failure is not None)
         if rank is None:
             return
-        said = self.broadcast([failure.exit_code, str(failure)] if failure else None, source=rank)
+        here = [failure.exit_code, str(failure), socket.gethostname()] if failure else None
+        exit_code, message, host = self.broadcast(here, source=rank)
         if failure and rank == self.rank:
             raise failure
-        exit_code, message = said
-        raise of_code(exit_code, f"rank {rank}: {message}")
+        theirs = of_code(exit_code, f"rank {rank}: {message}")
+        theirs.origin = rank, host
+        raise theirs
 
     def on_first(self, ask: Callable[[], Any]) -> Any:
         """Return rank 0's result of `ask`, which must be JSON, or raise its MusterError on every rank. Collective."""
@@ -224,6 +230,8 @@ class World:
             self.board.say_bye(hosts_store=self.place.hosts_store)
             if self.shared:
                 self.shared.remove()
+            else:
+                leave_store()
 
 
 def start(
@@ -268,22 +276,26 @@ def start(
         stopping=stopping,
         birth=birth,
     )
-    board = Board(
-        met.store,
-        attempt=met.attempt,
-        rank=place.rank,
-        size=place.world_size,
-        connections=met.connections,
-        births=met.births,
-    )
-    board.operations.update(met.operations)
-    on_meeting(board)
-    board.post_beat("")  # from here on every rank has a beat to read
-    if place.world_size > 1:
+    with node_memory(place, met.attempt) as node:
+        board = Board(
+            met.store,
+            attempt=met.attempt,
+            rank=place.rank,
+            size=place.world_size,
+            connections=met.connections,
+            births=met.births,
+            node=node,
+        )
+        board.operations.update(met.operations)
+        on_meeting(board)
+        board.post_beat("")
         within_s = min(timeout_s, AGAIN_S) if met.again else timeout_s
-        form_group(replace(options, start_timeout_s=within_s), place, board, backend=backend, device=device)
+        if place.world_size > 1:
+            form_group(replace(options, start_timeout_s=within_s), place, board, backend=backend, device=device)
+        # From here on every rank has mapped its node's memory and has a beat to read.
     world = World(place, device, met.attempt, board, met.agents, met.shared, again=met.again)
-    return replace(world, memory=share_memory(world)) if options.shared_memory else world
+    world = replace(world, memory=share_memory(world)) if options.shared_memory else world
+    return world if world.memory else replace(world, hosts=find_hosts(world, options.hierarchical, within_s=within_s))
 
 
 def dissolve() -> None:
@@ -341,10 +353,8 @@ def form_group(options: GroupOptions, place: Place, board: Board, *, backend: st
         raise RankLost(
             f"no process group was formed within dist.start_timeout_s={options.start_timeout_s:g}, although all ranks had met: {why}"
         ) from error
-    if (
-        getattr(hook, "__module__", "") == dist.init_process_group.__module__
-    ):  # of the group before: one prefix is enough
-        sys.excepthook = hook
+    if getattr(hook, "__module__", "") == dist.init_process_group.__module__:
+        sys.excepthook = hook  # of the group before: one prefix is enough
     timeouts.extend(options.timeout_s)
 
 

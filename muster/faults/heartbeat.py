@@ -9,11 +9,13 @@ watchdog timer (watchdog.py), which must be re-armed regularly.
 
 A rank that has failed says so to the others, and a launcher by SIGTERM. A rank whose main thread waits in C, as on NCCL
 it does, hears neither, and torchrun kills it 30 s later. So a rank whose main thread stands still (stillness.py) leaves
-a few seconds after the store says that another one has failed, or if after a SIGTERM another one is silent.
+a few seconds after the store says that another one has failed, or if after a SIGTERM another one is silent. On a GPU
+neither may come: with a static rendezvous, the other nodes' launchers go on, and the store ends with its node. There it also
+leaves if the store is gone, or another rank is silent for longer.
 
-Each period costs the store one operation per rank, or two for rank 0 and ranks that stand still; one more while the main
-thread stands still. The period grows with the number of ranks, which bounds the store's load to a few thousand
-operations per second.
+Each period costs the store two operations per node, one of whose ranks posts for all (dist/node_memory.py) and whose post rank 0
+reads; one more for each rank that stands still, and one while its main thread does. The period grows with the number of
+nodes, which bounds the store's load to a few hundred operations per second while all is well.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from muster.clock import SYSTEM, SystemClock
-from muster.dist.place import store_is_agents
+from muster.dist.place import Place, store_is_agents
 from muster.errors import RankLost, say
 from muster.faults.blame import fault, silence
 from muster.faults.phase import Phase, Phases, code_position, cuda_is_busy
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from muster.dist.world import World
 
 BEAT_S = 0.1
-BEATS_PER_S = 2000.0  # total of all ranks
+BEATS_PER_S = 275.0  # total of all nodes: each is posted once and read once
 GRACE_S = 2.0  # time for the hanging rank to report itself
 LAST_WORDS_S = 30.0
 ABANDONED_S = 4.0  # longer than any live rank is silent
@@ -52,12 +54,17 @@ DESERTED_S = 8.0
 """Longer than ranks that have heard of a loss wait for a birth and save, upon which those that wait for them hear of it."""
 HEARD_S = 3.0
 """Within so long after a failure the rank has gone, and those that wait for it, but not on NCCL, have got an error."""
+FORSAKEN_S = 15.0
+"""The same on a GPU without a SIGTERM, at least: else a quarter of `dist.timeout_s`. A host that is moved is silent as well."""
+BLIND_S = 2.0
+"""A process that has not looked for so long was stopped itself, or its host: it does not know who was silent meanwhile."""
 STILL_S = 2.0  # longer than a main thread that can leave by itself stands still once another rank has failed
 
 
-def period_s(size: int, timeout_s: float) -> float:
+def period_s(place: Place, timeout_s: float) -> float:
     """Return the heartbeat period: as short as the store's load allows, and several periods within the timeout."""
-    return max(BEAT_S, min(size / BEATS_PER_S, timeout_s / 8))
+    most_s = timeout_s / (8 if place.local_world_size == 1 else 16)  # a node's post comes on top: `Board.beat_lag`
+    return max(BEAT_S, min(place.nodes / BEATS_PER_S, most_s))
 
 
 class Heartbeat:
@@ -83,7 +90,7 @@ class Heartbeat:
         self.is_asked_to_stop, self.stillness = is_asked_to_stop, stillness or Stillness(clock=clock)
         is_busy = partial(cuda_is_busy, world.device)
         self.phases = Phases(timeout_s=timeout_s, start_s=start_s, device_is_busy=is_busy, clock=clock)
-        self.period_s = period_s(world.size, timeout_s)
+        self.period_s = period_s(world.place, timeout_s)
         self.eye: Eye = (Survey if world.is_first else Echo)(world, self.period_s, clock=clock)
         self._beat = 0
         self._told = -1
@@ -93,6 +100,9 @@ class Heartbeat:
         self._is_still = False
         self._one_has_failed = False
         self._failed_at = 0.0
+        self._gone_at = 0.0
+        self._has_erred = False
+        self._judged_at = 0.0
         self._ended = threading.Event()
         self._watchdog: Watchdog | None = None
 
@@ -143,7 +153,7 @@ class Heartbeat:
 
         This rank must have watched the others for at least that long.
         """
-        seconds = max(seconds, 2 * self.period_s)
+        seconds = max(seconds, self.world.board.beat_lag * self.period_s)
         cause = f"{waited}: killed, stopped or disconnected"
         if self._store_is_gone or self.eye.unanswered_s > seconds:
             return self._store_lost(cause)
@@ -170,19 +180,33 @@ class Heartbeat:
             self._watching.set()
 
     def _exchange(self) -> None:
-        """Post beats and, while watching, read them. In its own thread: a store that is cut off may block forever."""
-        try:
-            while not self._ended.is_set():
-                self._beat += 1
-                mine = self.phases.now(self._beat)
-                is_wanted = self._watching.is_set() or mine.age_s > self.timeout_s / 4
-                if self.world.is_first or is_wanted:
-                    self.eye.look(mine, is_wanted=is_wanted)
-                self._one_has_failed = self._is_still and self.world.board.has_failure()
-                self.world.board.post_beat(self.eye.post(mine))
-                self.clock.wait(self._ended, self.period_s)
-        except RuntimeError:
-            self._store_is_gone = True
+        """Post beats and, while watching, read them. In its own thread: a store that is cut off may block forever.
+
+        An error of a device, say, is the main thread's to report: the others still hear from this rank.
+        """
+        from torch.distributed import DistError  # here, so that this module imports no torch
+
+        while not self._ended.is_set():
+            try:
+                self.beat()
+            except DistError:
+                self._store_is_gone = True
+                return
+            except Exception:
+                if not self._has_erred:
+                    traceback.print_exc()
+                self._has_erred = True
+            self.clock.wait(self._ended, self.period_s)
+
+    def beat(self) -> None:
+        """Post one beat, and while watching, read the others'."""
+        self._beat += 1
+        mine = self.phases.now(self._beat)
+        is_wanted = self._watching.is_set() or mine.age_s > self.timeout_s / 4
+        if self.world.is_first or is_wanted:
+            self.eye.look(mine, is_wanted=is_wanted)
+        self._one_has_failed = self._is_still and self.world.board.has_failure()
+        self.world.board.post_beat(self.eye.post(mine), every_s=self.period_s)
 
     def _judge(self) -> None:
         """Re-arm the watchdog; when this rank stands still for too long, find the rank at fault."""
@@ -208,7 +232,7 @@ class Heartbeat:
         if found := self._deserted(mine):
             return found
         if mine.age_s < self.timeout_s / 2:
-            if not self._watched_for_good:
+            if not self._watched_for_good and not self._is_still:
                 self._watching.clear()
             return None
         self._look()
@@ -236,7 +260,22 @@ class Heartbeat:
         if self.is_asked_to_stop():
             self.watch()
             return self.silence(DESERTED_S, waited=f", and rank {self.world.rank} is asked to stop")
-        return None
+        return self._forsaken() if self.world.device.type == "cuda" else None
+
+    def _forsaken(self) -> RankLost | None:
+        """Return why a rank that stands still on a GPU must leave: nothing else may tell it that the others are gone."""
+        self._look()
+        now, before = self.clock.monotonic(), self._judged_at
+        self._judged_at = now
+        if now - before > BLIND_S:
+            self.eye.begin()
+            return None
+        if not self._store_is_gone:
+            self._gone_at = now
+        elif now - self._gone_at <= HEARD_S:
+            return None
+        waited = f", while rank {self.world.rank} waited in {code_position()[0]}"
+        return self.silence(max(FORSAKEN_S, self.timeout_s / 4), waited=waited)
 
     def _fault(self, mine: Phase) -> RankLost | None:
         seen = self.eye.outlook

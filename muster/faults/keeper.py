@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from muster import process
+from muster.dist.rendezvous import port
 from muster.errors import say
 from muster.faults.notes import Notes
 from muster.faults.preemption import Preemption
@@ -82,6 +83,7 @@ def keep(
     launcher, keeper, number, ended = os.getppid(), os.getpid(), 0, 0
     if store:
         _start(store, keeper)
+        port.give_away()
     gc.freeze()  # what was imported is not copied by a collection in a child
     while True:
         sys.stdout.flush()
@@ -220,10 +222,11 @@ def _threads() -> int:
 
 
 def _has_connection() -> bool:
-    """Return whether this process has a socket beside stdin, stdout and stderr."""
+    """Return whether this process has a socket beside stdin, stdout, stderr and the store's port."""
+    known = {0, 1, 2, *port.held()}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if int(name) > 2 and os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            if int(name) not in known and os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 return True
     return False
 

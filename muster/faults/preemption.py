@@ -31,10 +31,16 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 LONGEST_POLL_S = 5.0  # a sixth of a scheduler's usual grace period
-POLLS_PER_S = 1000.0  # total of all ranks
+POLLS_PER_S = 400.0  # total of all nodes: one rank of each asks for all
+ANSWERS_PER_S = 1000.0  # total of all ranks, after a request
 ANSWERED_S = 12.0
 """How long ranks that hold wait for all to answer a request to stop. Those that are asked because another one has died, as by
 torchrun when a keeper is killed, wait for the dead one, too, and are killed after 30 s: so it leaves time to save."""
+
+
+def poll_s(nodes: int) -> float:
+    """Return how often a node asks for a request to stop: the store's load is bounded, and so is the delay."""
+    return min(max(POLL_S / 2, nodes / POLLS_PER_S), LONGEST_POLL_S)
 
 
 class Preemption:
@@ -181,24 +187,20 @@ class Agreement:
 
     def _await_request(self) -> bool:
         """Wait until any rank requests a stop; False if the run ends before."""
-        board, pause_s = self._world.board, min(max(POLL_S, self._world.size / POLLS_PER_S), LONGEST_POLL_S)
-        looked_s = pause_s
+        board, every_s = self._world.board, poll_s(self._world.place.nodes)
         while not self._ended.wait(POLL_S):
-            looked_s += POLL_S
             if self._preemption.has_arrived():
                 board.ask_to_stop()
                 return True
-            if looked_s >= pause_s:
-                looked_s = 0.0
-                if board.asked_to_stop():
-                    return True
-                if self._see_loss():
-                    return False
+            if board.asked_to_stop(every_s=every_s):
+                return True
+            if self._see_loss(every_s=every_s):
+                return False
         return False
 
-    def _see_loss(self) -> bool:
+    def _see_loss(self, *, every_s: float = 0.0) -> bool:
         """Whether a rank has died and is born again: `proceed` then raises."""
-        if not self._world.board.is_one_lost():
+        if not self._world.board.is_one_lost(every_s=every_s):
             return False
         with self._change:
             self._is_one_lost = True
@@ -208,11 +210,11 @@ class Agreement:
     def _await_target(self) -> bool:
         """Wait for the target; False if a rank has not answered for `ANSWERED_S` and the time in which it may look."""
         board, pause_s = self._world.board, POLL_S / 10
-        deadline = time.monotonic() + ANSWERED_S + min(self._world.size / POLLS_PER_S, LONGEST_POLL_S)
+        deadline = time.monotonic() + ANSWERED_S + min(self._world.size / ANSWERS_PER_S, LONGEST_POLL_S)
         while not self._ended.wait(pause_s):
             if time.monotonic() > deadline:
                 return False
-            pause_s = min(2 * pause_s, max(POLL_S, self._world.size / POLLS_PER_S))
+            pause_s = min(2 * pause_s, max(POLL_S, self._world.size / ANSWERS_PER_S))
             if (target := board.stop_target()) is not None:
                 with self._change:
                     self._target = target

@@ -71,7 +71,7 @@ class Survey(Eye):
                 self._changed[rank] = now
         self._beats = beats
         silent_s = {rank: now - changed for rank, changed in enumerate(self._changed)}
-        quiet_s = 2 * self.period_s
+        quiet_s = self.world.board.beat_lag * self.period_s
         self.gone = sum(seconds > quiet_s for seconds in silent_s.values())
         if is_wanted or self.gone:
             phases = {rank: phase_of(beat) for rank, beat in enumerate(beats)}

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from muster import attempts
 from muster.errors import ConfigError, Held, nearest, one_line, say
@@ -41,7 +42,7 @@ from muster.launcher.spec import (
     this_torchrun,
 )
 from muster.launcher.substrate import THIS_MACHINE, Substrate, find, here
-from muster.launcher.verdict import SLURM, decide, decide_script, identity
+from muster.launcher.verdict import SLURM, before_and_after, decide, decide_script, identity
 from muster.loggers import jsonl
 
 DOCTOR_WAITS_S = 30
@@ -54,20 +55,20 @@ def node(given: Sequence[str]) -> int:
     overrides = kind.overrides(os.environ, given)
     if script := script_of(overrides):
         return run_script(kind, script)
-    folder = None
+    folders: list[Path] = []
     if kind.policy.checks:
-        code, folder = check_apart(overrides)
+        code, folders = check_apart(overrides)
         if code:
             return code
     for left in reversed(range(kind.policy.again + 1)):
         began = time.time()
-        end = execute.run(spec, overrides, policy=kind.policy, folder=folder)
+        end = execute.run(spec, overrides, policy=kind.policy, folders=folders)
         if end.signals or end.verdict.code == 0 or not left or not was_held(spec, overrides, since=began):
             break
         say(f"muster: held by another part of this job: this node restarts its agent (at most {left} times)")
     verdict = end.verdict
     if verdict.line:
-        say(f"muster: {folder}: {verdict.line}")
+        say(f"muster: {common(folders)}: {verdict.line}")
     return verdict.code
 
 
@@ -92,8 +93,10 @@ def note_end(path: Path, script: Script, code: int) -> None:
 
 def was_held(spec: Spec, overrides: Sequence[str], *, since: float) -> bool:
     """Whether ranks of this job gave up because another part of the job held their run."""
-    record = attempts.newest(check_apart(overrides)[1], launcher=spec.job_name)
-    return record.get("exit_code") == Held.exit_code and float(record.get("time", 0.0)) > since
+    records = [attempts.newest(folder, launcher=spec.job_name) for folder in check_apart(overrides)[1]]
+    return any(
+        record.get("exit_code") == Held.exit_code and float(record.get("time", 0.0)) > since for record in records
+    )
 
 
 def line(given: Sequence[str]) -> int:
@@ -149,14 +152,25 @@ def plan(given: Sequence[str]) -> int:
         script.check()
         run, before = script.name, ""
     else:
-        code, folder = check_apart(given)
+        code, folders = check_apart(given)
         if code:
             return code
-        run, before = str(folder), json.dumps(identity(attempts.newest(folder, launcher=slurm.job_id(os.environ))))
+        were = [identity(record) for record in records_in(folders)]
+        run, before = "\n".join(map(str, folders)), json.dumps(were if were[1:] else were[0])
     answer = {"job": job, "run": run, "before": before, "srun_flags": flags}
     exported = [f"export {text}" for text in slurm.assignments(slurm.srun_environment(os.environ)).splitlines()]
     say("\n".join([slurm.assignments(answer), *exported]), sys.stdout)
     return 0
+
+
+def records_in(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the last record of this Slurm job in each folder."""
+    return [attempts.newest(folder, launcher=slurm.job_id(os.environ)) for folder in folders]
+
+
+def common(folders: Sequence[Path]) -> Path:
+    """Return the run's folder, or that of a sweep."""
+    return Path(os.path.commonpath(folders))
 
 
 def verdict(given: Sequence[str]) -> int:
@@ -166,20 +180,32 @@ def verdict(given: Sequence[str]) -> int:
             f"verdict got {len(given)} arguments; valid: RUN BEFORE CODE [TOLD [LOST [NODES USABLE EXCLUDED]]]"
         )
     run, before, code, told, lost, nodes, usable, excluded = [*given, *[""] * 5][:8]
+    folders, after = [Path(line) for line in run.splitlines()], dict[str, Any]()
     if before:
-        after = attempts.newest(Path(run), launcher=slurm.job_id(os.environ))
-        end = decide(json.loads(before), after, int(code), told=bool(told), policy=SLURM)
+        were = json.loads(before)
+        known, after = before_and_after([were] if isinstance(were, dict) else were, records_in(folders))
+        end = decide(known, after, int(code), told=bool(told), policy=SLURM)
     else:  # a user's own script
         bound = slurm.requeues(os.environ)
         end = decide_script(int(code), told=bool(told), lost=lost, policy=SLURM, requeues=bound)
-    bad = ""
-    if before and end.requeue and nodes:
+    bad = refused = ""
+    if before and identity(known) != identity(after):
+        refused = str(after.get("bad_host") or "")
+    if before and (end.requeue or refused) and nodes:
         bad = blame.to_exclude(
-            jsonl.events(Path(run) / jsonl.NAME),
+            [event for folder in folders for event in jsonl.events(folder / jsonl.NAME)],
             nodes=nodes.split(), excluded=excluded.split(), most=slurm.most_excluded(os.environ), now=time.time(),
             usable={name: kind for name, _, kind in (line.partition(" ") for line in usable.splitlines())},
+            refused=refused, so_far=slurm.requeues(os.environ).so_far,
         )  # fmt: skip
-    answer = {"code": str(end.code), "requeue": str(int(end.requeue)), "line": f"{run}: {end.line}", "bad": bad}
+    if refused and bad:  # another start would end in the same way, but for this
+        end = replace(end, requeue=True, line=f"{end.line}; without {bad} it can go on")
+    answer = {
+        "code": str(end.code),
+        "requeue": str(int(end.requeue)),
+        "line": f"{common(folders) if before else run}: {end.line}",
+        "bad": bad,
+    }
     say(slurm.assignments(answer), sys.stdout)
     return 0
 

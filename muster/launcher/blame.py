@@ -1,4 +1,4 @@
-"""Name a node whose ranks die often, so that the job's next attempt runs without it."""
+"""Name a node whose ranks die often, or that the doctor has refused, so that the job's next attempt runs without it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def to_exclude(
     excluded: Collection[str],
     most: int,
     now: float,
+    refused: str = "",
+    so_far: int = 0,
 ) -> str:
     """Return the node that a job excludes from its next attempt, beside those that it excludes already; empty if none.
 
@@ -41,11 +43,16 @@ def to_exclude(
         usable: name -> features, devices, processors and memory of the nodes of the job's partition that are up. As many
             nodes like the excluded one must be left as the job has, or it would wait for ever.
         excluded: the nodes that the job excludes already. The user's own among them do not count for `most`.
-        most: the most nodes that are excluded for their deaths.
+        most: the most nodes that are excluded for their deaths, and the most requeues that the doctor's word is heard for.
         now: seconds since the epoch.
+        refused: the host that the doctor has refused, if it is one of `nodes`.
+        so_far: how often the job was requeued.
     """
     events = list(events)
-    node = blamed(events, nodes, now=now)
+    by_doctor = next((name for name in nodes if refused and _short(name) == _short(refused)), "")
+    node = by_doctor or blamed(events, nodes, now=now)
+    if refused and (not by_doctor or so_far >= most or len(nodes) == 1):
+        return ""
     died_on = {_node(each) for each in events if each["event"] == "survived"}
     left = [name for name in usable.keys() - {node, *excluded} if usable[name] == usable.get(node)]
     is_bounded = len(died_on & {_short(name) for name in excluded}) < most

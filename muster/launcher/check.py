@@ -20,10 +20,10 @@ def check(overrides: Sequence[str]) -> int:
     return subprocess.run(_line(overrides), check=False).returncode
 
 
-def check_apart(overrides: Sequence[str]) -> tuple[int, Path]:
-    """Return the exit code and the folder; prints the reason of a refusal."""
+def check_apart(overrides: Sequence[str]) -> tuple[int, list[Path]]:
+    """Return the exit code and the run's folder, or those of a sweep's runs; prints the reason of a refusal."""
     done = subprocess.run(_line(overrides), stdout=subprocess.PIPE, text=True, check=False)
-    return done.returncode, Path(done.stdout.rstrip("\n"))
+    return done.returncode, [Path(line) for line in done.stdout.splitlines()]
 
 
 def answer(overrides: Sequence[str]) -> dict[str, Any]:

@@ -28,7 +28,9 @@ def spec(env: Mapping[str, str], *, address: Callable[[], str] = own_address) ->
         nnodes=f"1:{whole(env, 'NODES', least=1)}",
         nproc=text(env, "NPROC"),
         max_restarts=MAX_RESTARTS,
-        rendezvous=Dynamic(endpoint=f"store:{STORE_PORT}", id=text(env, "RUN"), is_host=False, timings=TIMINGS),
+        rendezvous=Dynamic(
+            endpoint=f"store:{STORE_PORT}", id=text(env, "RUN"), is_host=False, timings=TIMINGS, awaits_host=False
+        ),
         local_addr=address(),
         grace_s=whole(env, "GRACE_S"),
         threads=whole(env, "OMP_NUM_THREADS", default=1, least=1),

@@ -19,6 +19,7 @@ from muster.dist.place import JOB
 from muster.faults import output
 from muster.launcher.check import answer
 from muster.launcher.spec import Dynamic, Spec
+from muster.launcher.torchrun import take_signals_between_looks
 from muster.launcher.verdict import identity
 
 
@@ -67,6 +68,7 @@ def run(spec: Spec, line: list[str], folder: Path) -> int:
         local_addr=spec.local_addr,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
     )
+    take_signals_between_looks()
     try:
         elastic_launch(config, sys.executable)(*line)
         return 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +20,12 @@ from muster import attempts, process
 from muster.dist.place import JOB, NODES
 from muster.errors import ConfigError, Preempted, say
 from muster.launcher.script import Script
-from muster.launcher.spec import MARGIN_S, Spec, command, environment, printed, steady_torchrun, this_torchrun
-from muster.launcher.verdict import Policy, Requeues, Verdict, decide, decide_script
+from muster.launcher.spec import MARGIN_S, Dynamic, Spec, command, environment, printed, steady_torchrun, this_torchrun
+from muster.launcher.verdict import Policy, Requeues, Verdict, before_and_after, decide, decide_script
 
 LAST_WORDS_S = MARGIN_S - 2
 POLL_S = 0.2
+CONNECT_S, SAID_AFTER_S = 5.0, 10.0
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
 """What a host with GPUs of NVIDIA or AMD has."""
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
@@ -66,14 +70,16 @@ class AgentEnd:
     record: dict[str, Any]
 
 
-def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folder: Path | None = None) -> AgentEnd:
-    """Start the agent, wait for it, and judge its end by the records in `folder`, if `folder` is known. Raises ConfigError."""
-    signals = _handled(policy)
-    before = attempts.newest(folder, launcher=spec.job_name) if folder else {}
+def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folders: Sequence[Path] = ()) -> AgentEnd:
+    """Start the agent, wait for it, and judge its end by the records in `folders`, if they are known. Raises ConfigError.
+
+    The end of a sweep is that of the run that ended worst.
+    """
+    signals, known = _handled(policy), _records(folders, spec.job_name)
     code = _run_agent(spec, overrides, signals)
     told = bool(signals.came)
-    after = _settled(folder, spec.job_name, told=told) if folder else {}
-    if not policy.judges or folder is None:
+    before, after = _settled(folders, spec.job_name, known, told=told)
+    if not policy.judges or not folders:
         return AgentEnd(Verdict(code, False, ""), tuple(signals.came), after)
     return AgentEnd(decide(before, after, code, told=told, policy=policy), tuple(signals.came), after)
 
@@ -105,10 +111,53 @@ def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals, extra: Ma
     env = {**NO_HANGUP, **os.environ, "PYTHONUNBUFFERED": "1", NODES: spec.nnodes, **environment(spec), **(extra or {})}
     if spec.job_name:
         env[JOB] = spec.job_name
+    if isinstance(spec.rendezvous, Dynamic) and spec.rendezvous.awaits_host and not spec.rendezvous.is_host:
+        _await_host(spec.rendezvous, signals)
+    if signals.came:  # no agent is there yet, to which Slurm or a terminal would have sent it, too
+        return Preempted.exit_code
     signals.agent = subprocess.Popen(line, env=env, preexec_fn=_as_child)
     signals.pass_on()  # for a signal that came before the agent existed
     code = signals.agent.wait()
     return 128 - code if code < 0 else code
+
+
+def _await_host(rendezvous: Dynamic, signals: Signals) -> None:
+    """Wait until the rendezvous host listens, a stop signal has come, or `join_timeout` is over. Raises ConfigError.
+
+    Without the wait, nodes can miss each other again and again: torchrun tries its host twice for `read_timeout` and then
+    ends, and each pod of an Indexed Job that ends is replaced later than the one before.
+    """
+    longest, came = rendezvous.timings.join_timeout, threading.Event()
+    # In a thread, as no signal interrupts a look-up of a name. It ends within seconds of the host's coming.
+    asking = threading.Thread(target=_ask, args=(_address(rendezvous.endpoint), came), name="host", daemon=True)
+    asking.start()
+    began, is_said = time.monotonic(), False
+    while not came.wait(POLL_S) and not signals.came and (seconds := time.monotonic() - began) < longest:
+        if seconds > SAID_AFTER_S and not is_said:
+            is_said = True
+            say(f"muster: waits up to {longest} s for the node that holds the rendezvous, {rendezvous.endpoint}")
+    if not came.is_set() and not signals.came:
+        say(f"muster: the node that holds the rendezvous, {rendezvous.endpoint}, has not come within {longest} s")
+    came.set()
+    asking.join(CONNECT_S)
+
+
+def _address(endpoint: str) -> tuple[str, int]:
+    """Return host and port. Raises ConfigError."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise ConfigError(f"{host} is not a host's name ({error}): correct HEAD") from None
+    return host.strip("[]"), int(port)
+
+
+def _ask(at: tuple[str, int], came: threading.Event) -> None:
+    """Connect to `at` again and again until it succeeds, which sets `came`, or somebody else has set that."""
+    while not came.is_set():
+        with contextlib.suppress(OSError), socket.create_connection(at, timeout=CONNECT_S):
+            came.set()
+        came.wait(POLL_S)
 
 
 def _as_child() -> None:
@@ -120,11 +169,17 @@ def _as_child() -> None:
     process.ignore(*NOTICES)
 
 
-def _settled(folder: Path, launcher: str, *, told: bool) -> dict[str, Any]:
-    """Return the last record. After a stop request, wait for another node that stops later and still has to write it."""
+def _records(folders: Sequence[Path], launcher: str) -> list[dict[str, Any]]:
+    return [attempts.newest(folder, launcher=launcher) for folder in folders]
+
+
+def _settled(
+    folders: Sequence[Path], launcher: str, known: Sequence[dict[str, Any]], *, told: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the record before, and the last one. After a stop request, wait for another node that still has to write it."""
     deadline = time.monotonic() + (LAST_WORDS_S if told else 0)
-    while (record := attempts.newest(folder, launcher=launcher)).get("outcome") == attempts.RUNNING:
+    while (both := before_and_after(known, _records(folders, launcher)))[1].get("outcome") == attempts.RUNNING:
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)
-    return record
+    return both

@@ -24,6 +24,8 @@ def pytorchjob(env: Mapping[str, str]) -> Spec:
         id=env.get("PET_RDZV_ID") or host,
         is_host=text(env, "HOSTNAME") == host.split(".")[0],
         timings=TIMINGS,
+        # A pod that ends is replaced at once. While a quota refuses a pod, the operator makes no Service until one has ended.
+        awaits_host=False,
     )
     restarts = whole(env, "PET_MAX_RESTARTS", default=MAX_RESTARTS)
     return _pod(env, text(env, "PET_NNODES"), text(env, "PET_NPROC_PER_NODE"), restarts, rendezvous, head=host)

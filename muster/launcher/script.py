@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from muster.errors import ConfigError
@@ -40,7 +41,8 @@ class Script:
     def check(self) -> None:
         """Look for the script from the working folder, without importing it. Raises ConfigError."""
         if self.is_module:
-            if PathFinder.find_spec(self.name.partition(".")[0]) is None:
+            top = self.name.partition(".")[0]
+            if find_spec(top) is None and PathFinder.find_spec(top, [str(Path.cwd())]) is None:
                 raise ConfigError(f"there is no module {self.name} in {Path.cwd()} or on PYTHONPATH: give one after -m")
         elif not Path(self.name).is_file():
             raise ConfigError(

@@ -58,6 +58,8 @@ class Dynamic:
     is_host: bool
     """Whether this agent holds the store. Always passed to torchrun, which would guess it from names and addresses."""
     timings: Timings = Timings()
+    awaits_host: bool = True
+    """Whether torchrun is started only when the host listens. torchrun itself tries twice for `read_timeout`."""
 
     def flags(self) -> list[str]:
         """Return torchrun's rendezvous flags."""

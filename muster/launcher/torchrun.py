@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
+import threading
 import time
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -61,6 +63,37 @@ def compare_no_clocks() -> None:
     os.environ["MUSTER_STEADY_AGENT"] = "1"  # for the ranks: muster/dist/place.py
 
 
+def take_signals_between_looks() -> None:
+    """Have the agent of this process handle a stop signal before or after a look at its workers, not within.
+
+    torch's handler raises an exception. Within `subprocess.Popen.poll`, between taking a lock and the `try` that gives it
+    back, that would leave the lock taken, and the agent would never learn that its workers have ended.
+    """
+    from torch.distributed.elastic.multiprocessing import api
+
+    handle, poll, looking, came = api._terminate_process_handler, subprocess.Popen.poll, [False], list[int]()
+
+    def handler(number: int, frame: Any) -> None:
+        if looking[0]:
+            came.append(number)
+        else:
+            handle(number, frame)
+
+    def look(self: subprocess.Popen[Any]) -> int | None:
+        if threading.current_thread() is not threading.main_thread():  # where no handler runs
+            return poll(self)
+        looking[0] = True
+        try:
+            return poll(self)
+        finally:
+            looking[0] = False
+            if came:
+                handle(came.pop(0), None)
+
+    vars(api)["_terminate_process_handler"] = handler
+    subprocess.Popen.poll = look  # type: ignore[method-assign]
+
+
 def script_agent() -> ModuleType:
     """Load script_agent.py by its path."""
     spec = importlib.util.spec_from_file_location("script_agent", Path(__file__).with_name("script_agent.py"))
@@ -75,4 +108,5 @@ if __name__ == "__main__":
     from torch.distributed.run import main
 
     compare_no_clocks()
+    take_signals_between_looks()
     sys.exit(script_agent().main() if os.environ.pop(SCRIPT, "") else main())

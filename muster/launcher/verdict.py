@@ -7,16 +7,18 @@ job may have written either, so a launcher reads only the records of its own ran
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muster.attempts import DONE
+from muster.attempts import DONE, RUNNING
 from muster.errors import CrashLoop, Held, Preempted, final
 
 COME_BACK = Preempted.exit_code
 UNMET = 69
 """Exit code of script_agent.py: the nodes did not meet, or lost each other."""
+UNBEGUN = "unbegun"
+"""Entry of a sweep's record: how many of its runs left none."""
 SIGNALLED = 128
 """Exit codes above this one stand for a signal."""
 MOST_HELD = 20
@@ -83,7 +85,10 @@ def decide(
         identity(before) != identity(after) and after.get("outcome") == DONE
     ):  # on the nodes that were left, if one was lost
         return Verdict(0, False, f"done, although its launcher ended with {agent_code}: a node was lost, perhaps")
-    if identity(before) != identity(after):
+    code: Any
+    if told and after.get(UNBEGUN):
+        code, line = COME_BACK, f"stopped between the runs of a sweep: {after[UNBEGUN]} had not begun"
+    elif identity(before) != identity(after):
         code = after.get("exit_code")
         code = code if isinstance(code, int) and code > 0 else agent_code
         said = f": {after['error']}" if after.get("error") else ""
@@ -142,6 +147,37 @@ def _requeue(requeues: Requeues | None) -> tuple[bool, str]:
     if requeues.so_far >= requeues.most:
         return False, f"; not requeued again: it was {requeues.so_far} times, MAX_REQUEUES={requeues.most}"
     return True, f"; requeue {requeues.so_far + 1} of at most {requeues.most}"
+
+
+def before_and_after(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the two records of a run for `decide`; of a sweep's runs nothing, and the record of the one that ended worst.
+
+    A run that has not ended is worse than any that has: the sweep has to go on. If all runs of a sweep that have a new
+    record are done, the others were refused, or crashed before they began, or were to begin when the sweep was stopped.
+
+    Args:
+        before: the record of each run before the attempt, or its identity.
+        after: the record of each run after it.
+    """
+    if len(after) < 2:
+        return {**before[0]} if before else {}, {**after[0]} if after else {}
+    known = [identity(record) for record in before]
+    new = [record for record in after if record and identity(record) not in known]
+    found: dict[str, Any] = {}
+    if new:
+        worst: Mapping[str, Any] = max(new, key=_how_bad)
+        found |= worst
+    lacking = len(after) - len(new)
+    if found.get("outcome") == DONE and lacking:
+        said = f"{lacking} of the sweep's {len(after)} runs left no record: see the messages above"
+        found |= {"outcome": "failed", "exit_code": None, "error": said, UNBEGUN: lacking}
+    return {}, found
+
+
+def _how_bad(record: Mapping[str, Any]) -> tuple[bool, int]:
+    return record.get("outcome") == RUNNING, int(record.get("exit_code") or 0)
 
 
 def identity(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,8 +29,8 @@ def works(env: dict[str, str], *command: str) -> bool:
         return False
 
 
-def build(env: dict[str, str]) -> dict[str, float]:
-    """Build both images as the README does; behind a proxy, its certificates are passed as a secret."""
+def build(env: dict[str, str], root: Path = ROOT, *, name: str = "muster") -> dict[str, float]:
+    """Build both images as the README does; behind a proxy, its certificates are passed as a secret. Return the seconds."""
     seconds = {}
     bundle = os.environ.get("SSL_CERT_FILE", "")
     secrets = ["--secret", f"id=ca,src={bundle}"] if Path(bundle).is_file() else []
@@ -46,11 +46,11 @@ def build(env: dict[str, str]) -> dict[str, float]:
             "--target",
             target,
             "-t",
-            f"muster:{target}",
+            f"{name}:{target}",
             *secrets,
             ".",
         ]
-        done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+        done = subprocess.run(line, cwd=root, env=env, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-3000:]
         seconds[target] = time.monotonic() - started
     return seconds

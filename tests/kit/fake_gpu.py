@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from muster.train.callbacks.base import Callback
@@ -25,6 +26,11 @@ READS = {
     "cpu",
     "numpy",
     "nonzero",
+    "argwhere",
+    "masked_select",
+    "repeat_interleave",
+    "unique",
+    "unique_consecutive",
     "is_nonzero",
     "__bool__",
     "__float__",
@@ -32,7 +38,9 @@ READS = {
     "__index__",
     "__array__",
 }
-"""Tensor methods for which the host waits until the device has computed the value."""
+"""Functions of tensors for which the host waits until the device has computed the value, or the size of the result."""
+COPIES = {"to", "cuda", "copy_"}
+"""Methods that wait unless they are asked not to block, if one side is in the host's memory."""
 waits = Counter[str]()
 """What waited for the device, and where."""
 
@@ -54,7 +62,14 @@ class Mapped(TorchFunctionMode):
             return args[0]
         if name in READS and args and isinstance(args[0], torch.Tensor):
             wait(name)
+        if name == "__getitem__" and any(map(_is_mask, args[1] if isinstance(args[1], tuple) else args[1:])):
+            wait("a boolean mask")
         on_device = any(map(_is_cuda, (*args, kwargs.get("device"))))
+        blocks = not kwargs.get("non_blocking") and not any(each is True for each in args)
+        if name in COPIES and blocks and (on_device or name != "to"):
+            wait(f"{name}, blocking")
+        if name == "cuda":
+            return args[0]
         if on_device and name == "tensor":
             wait("torch.tensor")  # from memory that is not page-locked
         if kwargs.get("pin_memory"):
@@ -67,6 +82,10 @@ def _is_cuda(value: Any) -> bool:
     return (isinstance(value, torch.device) and value.type == "cuda") or (
         isinstance(value, str) and value[:4] == "cuda"
     )
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype == torch.bool
 
 
 def _mapped(value: Any) -> Any:
@@ -128,6 +147,7 @@ def install(count: int = 1) -> None:
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         mock.patch.object(torch.optim.Optimizer, name, lambda self: None, create=True).start()
     autocast, scaler, form = torch.autocast, torch.amp.GradScaler, dist.init_process_group
+    wrap = DistributedDataParallel.__init__
 
     class Autocast(autocast):  # type: ignore[valid-type, misc]
         def __init__(self, device_type: str, *args: Any, **kwargs: Any):
@@ -139,25 +159,31 @@ def install(count: int = 1) -> None:
     mock.patch.object(torch, "autocast", Autocast).start()
     mock.patch.object(torch.amp, "GradScaler", lambda _, **kwargs: scaler("cpu", **kwargs)).start()
     mock.patch.object(dist, "init_process_group", init).start()
+    on_cpu = lambda self, module, device_ids=None, **kwargs: wrap(self, module, **kwargs)  # noqa: E731
+    mock.patch.object(DistributedDataParallel, "__init__", on_cpu).start()
     Mapped().__enter__()
 
 
 class Waits(Callback):
-    """Writes waits.json: after each step, how often anything has waited for the device so far."""
+    """Writes waits.json: after each step, how often anything has waited for the device so far, and for how many steps the
+    heartbeat says that the device has computed the gradients."""
 
     def on_start(self, run: Any) -> None:
         self.after: list[dict[str, int]] = []
+        self.gradients: list[int] = []
 
     def on_step_end(self, run: Any) -> None:
         self.after.append(dict(waits))
+        self.gradients.append(run.running.peers.heartbeat.phases.now(0).gradients)
 
     def on_end(self, run: Any) -> None:
-        Path(run.config.output_dir, "waits.json").write_text(json.dumps(self.after))
+        if run.world.is_first:
+            Path(run.config.output_dir, "waits.json").write_text(json.dumps([self.after, self.gradients]))
 
 
 if __name__ == "__main__":
     from kit import fake_gpu  # the module of the callback, which this one is not
     from kit.front import run
 
-    fake_gpu.install()
+    fake_gpu.install(2)
     run()

@@ -6,11 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from kit import warm
+from kit.ports import free_port
 from kit.until import until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -124,6 +124,20 @@ def start(
     )
 
 
+def on_nodes(
+    module: str, *words: str, folders: Sequence[Path], env: dict[str, str] | None = None, restarts: int = 0
+) -> list[subprocess.Popen[str]]:
+    """Start a torchrun agent of one rank in each folder, as nodes that meet by a static rendezvous."""
+    meet = (f"--nnodes={len(folders)}", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    how = (*meet, "--nproc-per-node=1", f"--max-restarts={restarts}")
+    pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    lines = [[sys.executable, "-m", "torch.distributed.run", *how, f"--node-rank={at}"] for at in range(len(folders))]
+    return [
+        subprocess.Popen([*line, "-m", module, *words], env=environment(**(env or {})), cwd=folder, **pipe)
+        for line, folder in zip(lines, folders, strict=True)
+    ]
+
+
 def finish(process: subprocess.Popen[str] | warm.Popen, folder: Path, *, timeout_s: float = 120) -> Result:
     started = time.monotonic()
     try:
@@ -197,10 +211,18 @@ def reached(step: int) -> Callable[[Result], bool]:
     return lambda result: any(line["step"] >= step for line in result.lines("train"))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def saved(step: int) -> Callable[[Result], bool]:
+    """Whether a checkpoint of `step` or later is committed; training may be some steps further by then."""
+    return lambda result: any(line["step"] >= step for line in result.events("checkpoint"))
+
+
+def hold(step: int, *, until: Path | str | None = None) -> tuple[str, ...]:
+    """Return overrides that have the run stand after `step` until it is killed, told to stop, or there is a file `until`.
+
+    However long the test is kept waiting, it then finds the run where it wants it.
+    """
+    file = [f"+callbacks.hold.until={until}"] if until else []
+    return ("+callbacks.hold._target_=kit.parts.callbacks.Hold", f"+callbacks.hold.step={step}", *file)
 
 
 class Job:
@@ -241,7 +263,7 @@ class Job:
         """World size of the newest attempt; 0 if there is none."""
         return int((self.attempts() or [{"world_size": 0}])[-1]["world_size"])
 
-    def until(self, condition: Callable[[], Any], what: str, *, timeout_s: float = 90, every_s: float = 0.02) -> float:
+    def until(self, condition: Callable[[], Any], what: str, *, timeout_s: float = 150, every_s: float = 0.02) -> float:
         """Wait until `condition` is true; return the seconds."""
 
         def said() -> str:
@@ -249,10 +271,31 @@ class Job:
 
         return until(condition, what, timeout_s=timeout_s, every_s=every_s, said=said)
 
-    def reach(self, step: int, *, timeout_s: float = 90) -> float:
+    def reach(self, step: int, *, timeout_s: float = 150) -> float:
         return self.until(lambda: self.step() >= step, f"step {step}", timeout_s=timeout_s)
 
-    def next_step(self, fault: Callable[[], Any], *, timeout_s: float = 90) -> float:
+    def gather(self, ranks: int = 2, *, timeout_s: float = 150) -> float:
+        """Wait until `ranks` ranks are at work, with slow steps: the run must not end before late ones came."""
+        self.pace(3)
+        try:
+            return self.until(lambda: self.world_size() >= ranks, f"{ranks} ranks at work", timeout_s=timeout_s)
+        finally:
+            self.pace(0.1)
+
+    def pace(self, seconds: float) -> None:
+        """Say how long a step takes from now on, to kit.parts' models.Paced and callbacks.Pace, and the newcomer's loop."""
+        new = self.folder.parent / "pace.new"
+        new.write_text(str(seconds))
+        new.replace(self.folder.parent / "pace")
+
+    @contextlib.contextmanager
+    def slowly(self) -> Iterator[None]:
+        """Let each step take a second in the block: the run must not end before the test has disturbed it."""
+        self.pace(1)
+        yield
+        self.pace(0.05)
+
+    def next_step(self, fault: Callable[[], Any], *, timeout_s: float = 150) -> float:
         """Cause `fault`; return the seconds to the first step of an attempt that began after it."""
         before = len(self.attempts())
         began = time.monotonic()

@@ -22,6 +22,8 @@ KINDS = {
     "indexed-job": "indexed-job/indexed-job.yaml",
     "trainjob": "trainjob/trainjob.yaml",
 }
+NODES = ("muster-node-1", "muster-node-2")
+"""The first has the operators, too."""
 LAGS_S = 120.0  # after an API server that was away for 25 s it was 59 s
 RESOURCE = {"pytorchjob": "pytorchjob", "indexed-job": "job", "trainjob": "trainjob"}
 PODS = {"pytorchjob": "muster-worker-{}", "indexed-job": "muster-{}-", "trainjob": "muster-node-0-{}-"}
@@ -153,9 +155,13 @@ class KubernetesJob(Job):
         name: str = max(alive, key=lambda each: each["metadata"]["creationTimestamp"])["metadata"]["name"]
         return name
 
+    def nodes(self) -> set[str]:
+        return {pod["spec"].get("nodeName", "none yet") for pod in self.pods()}
+
     @property
     def log(self) -> str:
-        seen = [self.space.kubectl("get", "pods", "-o", "wide", ok=False)]
+        seen = [self.space.kubectl("get", what, "-o", "wide", ok=False) for what in ("nodes", "pods")]
+        seen.append(self.space.kubectl("get", "nodes", "-o", "jsonpath={.items[*].spec.taints}", ok=False))
         seen.append(self.space.kubectl("get", "events", "--sort-by=.lastTimestamp", ok=False)[-3000:])
         for pod in self.pods():
             lines = self.space.kubectl("logs", pod["metadata"]["name"], "--tail=80", ok=False).splitlines()

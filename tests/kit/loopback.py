@@ -14,6 +14,7 @@ from typing import Any
 
 from kit import warm
 from kit.job import QUIET, Job, command, environment, free_port
+from muster.faults.agent import terminate
 from muster.launcher import loopback
 from muster.launcher import spec as launch
 
@@ -25,6 +26,11 @@ def children(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
+
+
+def variable(pid: int, name: str) -> str:
+    words = dict(word.split("=", 1) for word in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in word)
+    return words.get(name)
 
 
 def rank_of(worker: int) -> int:
@@ -105,9 +111,14 @@ class Nodes(Job):
         workers = self.workers(agent)
         return [agent.pid, *workers, *(pid for worker in workers for pid in children(worker))]
 
+    def tell(self, agent: Process) -> None:
+        """Send SIGTERM to an agent, at a moment when torchrun can take it."""
+        terminate(agent.pid)
+
     def kill_node(self, agent: Process) -> None:
-        """Kill an agent and its workers at once, like a machine that fails."""
-        for pid in reversed(self.node(agent)):
+        """Kill an agent and its workers at once, like a machine that fails: a keeper that outlives its rank would have it born
+        again."""
+        for pid in self.node(agent):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         agent.wait()

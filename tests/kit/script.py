@@ -71,7 +71,8 @@ for step in range(done, args.steps):
     if rank == 0:
         with (args.out / "steps").open("a") as file:
             file.write(f"{step}\\n")
-    time.sleep(args.step_s)
+    pace = args.out / "pace"
+    time.sleep(float(pace.read_text()) if pace.exists() else args.step_s)
 print("done", flush=True)
 leave(0)
 '''

@@ -77,5 +77,13 @@ class Slurm:
         )  # fmt: skip
         return self.state(job)
 
-    def ended(self, job: str, *, timeout_s: float = 150) -> dict[str, str]:
+    def restarted(self, job: str, *, times: int = 1, timeout_s: float = 150) -> None:
+        """Wait until Slurm has requeued a job `times` times."""
+        until(
+            lambda: int(self.state(job).get("Restarts", 0)) >= times,
+            f"{times} restarts of job {job}",
+            timeout_s=timeout_s, every_s=0.5, said=lambda: str(self.state(job)),
+        )  # fmt: skip
+
+    def ended(self, job: str, *, timeout_s: float = 240) -> dict[str, str]:
         return self.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", timeout_s=timeout_s)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+
+def await_writer() -> None:
+    """Wait until this process has written the checkpoint of its last save, or has failed to."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
 
 
 def until(
@@ -17,8 +25,10 @@ def until(
 ) -> float:
     """Wait until `condition` is true; return the seconds. Raises AssertionError with the output of `said`."""
     began = time.monotonic()
-    while not condition():
-        if time.monotonic() - began > timeout_s:
+    while True:
+        is_late = time.monotonic() - began > timeout_s  # looked at first: this process may stall before the condition
+        if condition():
+            return time.monotonic() - began
+        if is_late:
             raise AssertionError(f"no {what} within {timeout_s} s:\n{said()[-8000:]}")
         time.sleep(every_s)
-    return time.monotonic() - began

@@ -58,16 +58,24 @@ def cpu_s() -> float:
 
 
 class Popen:
-    """Runs `python -m MODULE ARGUMENTS` with the interface of `subprocess.Popen`; its output goes to a file."""
+    """Runs `python -m MODULE ARGUMENTS` with the interface of `subprocess.Popen`; its output goes to files, by default to one."""
 
-    def __init__(self, line: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path | None = None):
+    def __init__(
+        self,
+        line: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        log: Path | None = None,
+        errors: Path | None = None,
+    ):
         self.args, self.returncode, self._kept = line, None, log
         if log is None:
             handle, path = tempfile.mkstemp()
             os.close(handle)
             log = Path(path)
         self.log = log
-        self._process = start(_begin, list(line[2:]), dict(env), str(cwd), str(log))
+        self._process = start(_begin, list(line[2:]), dict(env), str(cwd), str(log), str(errors or log))
         assert self._process.pid
         self.pid: int = self._process.pid
 
@@ -134,12 +142,27 @@ def run(
         Path(log).unlink()
 
 
-def _begin(line: list[str], env: dict[str, str], cwd: str, log: str) -> None:
+def completed(
+    line: Sequence[str], *, env: Mapping[str, str], cwd: Path, timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m MODULE ARGUMENTS` as `subprocess.run` does with captured output."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, errors = Path(folder, "out"), Path(folder, "errors")
+        for file in (out, errors):
+            file.touch()
+        process = Popen(line, env=env, cwd=cwd, log=out, errors=errors)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(list(line), code, out.read_text(), errors.read_text())
+
+
+def _begin(line: list[str], env: dict[str, str], cwd: str, log: str, errors: str) -> None:
     process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     multiprocessing.set_start_method("fork", force=True)  # the default on Linux; it has inherited the server's
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(output, stream)
+    for stream, file in ((1, log), (2, errors)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), stream)
     os.chdir(cwd)
     if line[0] == "torch.distributed.run":
         from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler

@@ -93,7 +93,7 @@ start)
   export SLURM_CONF=$dir/slurm.conf
   on ctl slurmctld
   for host in n1 n2 n3; do on "$host" slurmd -N "$host"; done
-  for _ in $(seq 60); do
+  for _ in $(seq 240); do
     if [ "$(on ctl sinfo -h -t idle -o %D -p main)" = 3 ]; then exit 0; fi
     sleep 0.5
   done

@@ -3,7 +3,8 @@
 Floating-point addition is not associative, so a plain sum over ranks rounds differently at each world size. Here the
 addends are the leaves of one binary tree that is independent of ranks. Each rank adds up the whole subtrees among its
 leaves. The sums of the subtrees are then exchanged in chunks, and each rank joins one chunk for all. With a power of
-two of ranks this moves as many bytes as a ring all-reduce.
+two of ranks this moves as many bytes as a ring all-reduce. On several hosts the ranks of each host can do so first: then
+a host sends the subtrees of its leaves, and not those of each of its ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.dist.reduce.hosts import Hosts
 from muster.dist.reduce.shared_memory import SharedMemory
 from muster.plan import leaves_of
 
@@ -34,13 +36,18 @@ def subtrees(mine: range, leaves: int) -> list[Node]:
 
 def tree_sum(values: dict[Node, Tensor], leaves: int) -> Tensor:
     """Return the sum of all `leaves`, given as disjoint subtrees `values`. Adds in place, into the left operands."""
+    (total,) = joined(values, leaves)
+    return total
+
+
+def joined(values: dict[Node, Tensor], leaves: int) -> list[Tensor]:
+    """Return the largest subtrees that the disjoint subtrees `values` make up, from left to right. Adds in place."""
     nodes, sums = [], []
     for node in sorted(values, key=lambda node: node[1] << node[0]):
         nodes.append(node)
         sums.append(values[node])
         _fold(nodes, leaves, sums)
-    (total,) = sums
-    return total
+    return sums
 
 
 class TreeSum:
@@ -49,8 +56,16 @@ class TreeSum:
     Holds at most one tensor for each level of the tree, or two if the rank's leaves begin within a subtree.
     """
 
-    def __init__(self, leaves: int, *, rank: int, world_size: int, memory: SharedMemory | None = None):
-        self.leaves, self.rank, self.world_size, self.memory = leaves, rank, world_size, memory
+    def __init__(
+        self,
+        leaves: int,
+        *,
+        rank: int,
+        world_size: int,
+        memory: SharedMemory | None = None,
+        hosts: Hosts | None = None,
+    ):
+        self.leaves, self.rank, self.world_size, self.memory, self.hosts = leaves, rank, world_size, memory, hosts
         self._nodes: list[Node] = []
         self._sums: list[Tensor] = []
 
@@ -70,7 +85,8 @@ class TreeSum:
             total = self._sums[0]
             self.memory.exchange(self._sums, [*map(len, nodes)], partial(self._combine, nodes), into=total)
         else:
-            total = self._exchange(torch.stack(self._sums) if len(self._sums) > 1 else self._sums[0][None], nodes)
+            mine = torch.stack(self._sums) if len(self._sums) > 1 else self._sums[0][None]
+            total = self._by_hosts(mine, nodes, self.hosts) if self.hosts else self._exchange(mine, nodes)
         self._nodes, self._sums = [], []
         return total
 
@@ -81,22 +97,53 @@ class TreeSum:
 
     def _exchange(self, mine: Tensor, nodes: list[list[Node]]) -> Tensor:
         """Give every rank its chunk of all ranks' subtrees to add up, and gather the chunks."""
-        size, length = self.world_size, mine.shape[1]
-        chunk = -(-length // size)
-        padded = torch.nn.functional.pad(mine, (0, chunk * size - length)) if length % size else mine
-        outgoing = padded.view(len(mine), size, chunk).transpose(0, 1).contiguous()
-        incoming = mine.new_empty((sum(map(len, nodes)), chunk))
-        counts = [len(of_rank) * chunk for of_rank in nodes]
-        dist.all_to_all_single(
-            incoming.view(-1),
-            outgoing.view(-1),
-            output_split_sizes=counts,
-            input_split_sizes=[len(mine) * chunk] * size,
-        )
-        part = self._combine(nodes, torch.split(incoming, [*map(len, nodes)]))
-        whole = mine.new_empty(chunk * size)
-        dist.all_gather_into_tensor(whole, part)
-        return whole[:length]
+        part = self._combine(nodes, _dealt(_padded(mine, self.world_size), [*map(len, nodes)]))
+        return _gathered(part, self.world_size)[: mine.shape[1]]
+
+    def _by_hosts(self, mine: Tensor, nodes: list[list[Node]], hosts: Hosts) -> Tensor:
+        """As `_exchange`, among the ranks of each host first, and then among ranks of one local rank on all hosts.
+
+        A host then sends the subtrees of all its leaves, which are few, instead of those of each of its ranks.
+        """
+        of_hosts = [subtrees(leaves_of(host, hosts.number, self.leaves), self.leaves) for host in range(hosts.number)]
+        own = [nodes[rank] for rank in hosts.ranks(self.rank // hosts.per_host)]
+        rows = _dealt(_padded(mine, self.world_size), [*map(len, own)], among=hosts.here)
+        here = joined(dict(zip(chain(*own), chain(*rows), strict=True)), self.leaves)
+        parts = _dealt(torch.stack(here), [*map(len, of_hosts)], among=hosts.across)
+        part = _gathered(self._combine(of_hosts, parts), hosts.number, among=hosts.across)
+        return _gathered(part, hosts.per_host, among=hosts.here)[: mine.shape[1]]
+
+
+def _padded(rows: Tensor, multiple: int) -> Tensor:
+    """Return `rows`, [k, n], with zeros at their ends up to a multiple of elements."""
+    rest = -rows.shape[1] % multiple
+    return torch.nn.functional.pad(rows, (0, rest)) if rest else rows
+
+
+def _dealt(rows: Tensor, counts: list[int], *, among: dist.ProcessGroup | None = None) -> Sequence[Tensor]:
+    """Give each rank `among` all its chunk of this rank's `rows`, [k, n]; return this rank's chunks, [counts[r], n / ranks] of rank r.
+
+    Collective: every rank of the group must call it.
+    """
+    ranks = len(counts)
+    chunk = rows.shape[1] // ranks
+    outgoing = rows.view(len(rows), ranks, chunk).transpose(0, 1).contiguous()
+    incoming = rows.new_empty((sum(counts), chunk))
+    dist.all_to_all_single(
+        incoming.view(-1),
+        outgoing.view(-1),
+        output_split_sizes=[count * chunk for count in counts],
+        input_split_sizes=[len(rows) * chunk] * ranks,
+        group=among,
+    )
+    return torch.split(incoming, counts)
+
+
+def _gathered(part: Tensor, ranks: int, *, among: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the parts of all ranks of a group, one after the other. Collective: every rank of the group must call it."""
+    whole = part.new_empty(len(part) * ranks)
+    dist.all_gather_into_tensor(whole, part, group=among)
+    return whole
 
 
 def _fold(nodes: list[Node], leaves: int, sums: list[Tensor] | None = None) -> None:

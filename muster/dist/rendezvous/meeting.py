@@ -284,7 +284,8 @@ class Guest:
         while True:
             facts = self.lobby.facts(meeting, self._left())
             if "over" not in facts:
-                hello = {**self.own.hello, "clock": time.time(), "differs": self._difference(meeting, facts)}
+                differs = self._difference(meeting, facts)  # takes a while, and the clock is compared with the arrival
+                hello = {**self.own.hello, "clock": time.time(), "differs": differs}
                 number = self.lobby.arrive(meeting, hello)
                 self.arrived_in = meeting
                 verdict = self.lobby.verdict(meeting, self._left())

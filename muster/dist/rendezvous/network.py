@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ from torch.distributed import Store, TCPStore
 
 from muster.dist.board import CLIENTS
 from muster.dist.place import Place
+from muster.dist.rendezvous import port as port_of_store
 from muster.dist.rendezvous.listener import listener
 from muster.dist.rendezvous.reach import address_of, own_address
 from muster.errors import ConfigError, Preempted, RankLost, one_line, say
@@ -27,6 +29,8 @@ HOSTED_S = 300.0
 """How long a host of the store waits for its own answer: on a starved machine it takes seconds, and the ranks have timeouts."""
 STOP_S = 10.0
 """How long a rank that was told to stop waits for the others to learn of it; launchers kill after 30 s."""
+_hosted: list[TCPStore] = []
+"""The store that this process hosts, as long as it lives: another run in the same processes meets there, too."""
 
 
 class Unheard(ConfigError):
@@ -58,12 +62,13 @@ def connect(place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> 
     """
     host = _resolved(os.environ["MASTER_ADDR"], place)
     address = f"{host}:{os.environ['MASTER_PORT']}"
+    hosts = place.hosts_store and not is_kept() and not port_of_store.is_used()
     found: list[Store] = []
     reasons = [f"what listens there has not answered within dist.start_timeout_s={timeout_s:g} and may be no store"]
 
     def open_at_address() -> None:
         try:
-            found.append(open_store_at(host, place, timeout_s=timeout_s, hosts=place.hosts_store and not is_kept()))
+            found.append(open_store_at(host, place, timeout_s=timeout_s, hosts=hosts))
         except (RuntimeError, ValueError, OSError) as error:
             reasons.append(str(error).splitlines()[0][:200])
 
@@ -76,6 +81,8 @@ def connect(place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> 
         return found[0]
     if stopping():
         raise Stopped
+    if os.strerror(errno.EADDRINUSE) in reasons[-1]:
+        raise _in_use(os.environ["MASTER_PORT"])
     raise Unheard(
         f"rank {place.rank} cannot reach the rendezvous store at {address}: {reasons[-1]}; is rank 0 up, and the port free and open?"
     )
@@ -87,9 +94,9 @@ def open_store_at(host: str, place: Place, *, timeout_s: float, hosts: bool) -> 
     Raises RuntimeError, ValueError, OSError.
     """
     port = int(os.environ["MASTER_PORT"])
-    at = listener(host, port, is_one_node=place.is_one_node) if hosts else None
+    at = (port_of_store.use() or listener(host, port, is_one_node=place.is_one_node)) if hosts else None
     # As env:// does, but without its wait for all clients: the meeting names the missing ranks.
-    return TCPStore(
+    store = TCPStore(
         host,
         port,
         world_size=place.world_size,
@@ -99,6 +106,25 @@ def open_store_at(host: str, place: Place, *, timeout_s: float, hosts: bool) -> 
         multi_tenant=at is None,
         master_listen_fd=at.detach() if at else None,
     )
+    if hosts:
+        _hosted.append(store)
+        port_of_store.set_used()
+    return store
+
+
+def _in_use(port: str) -> Unheard | RankLost:
+    """Return the error for a taken port. torchrun finds another one when it restarts the ranks."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return RankLost(
+            f"MASTER_PORT={port} was free when torchrun chose it, and is in use by another process now: start again, as "
+            "torchrun does if --max-restarts allows it"
+        )
+    return Unheard(f"MASTER_PORT={port} is in use by another process here: give another port to all ranks")
+
+
+def store_for_keeper() -> Callable[[], None] | None:
+    """Return what hosts the store in a child of this process, a keeper; None if another process hosts it."""
+    return host_store if Place.from_env().hosts_store and not port_of_store.is_used() else None
 
 
 def host_store() -> None:

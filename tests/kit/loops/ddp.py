@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
-from kit.until import until
+from kit.until import await_writer, until
 
 SIZE = int(os.environ.get("SIZE", "100"))
 ATTEMPT = f"{os.environ.get('TORCHELASTIC_RUN_ID')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
@@ -31,8 +31,13 @@ class Numbered(torch.utils.data.Dataset):
 
 
 def disturb(step, rank):
-    """Go slowly with PACE; die once at KILL_AT=STEP:RANK, when the checkpoint of step SAVED is there."""
+    """Go slowly with PACE; die once at KILL_AT=STEP:RANK, when the checkpoint of step SAVED is there.
+
+    From step HOLD on each step takes two seconds until there is a file `go`: the test may be kept waiting.
+    """
     time.sleep(float(os.environ.get("PACE", "0")))
+    if step >= int(os.environ.get("HOLD", 10**9)) and not os.path.exists("go"):
+        time.sleep(2)
     fill(step)
     if os.environ.get("KILL_AT", "") == f"{step}:{rank}" and not os.path.exists("killed"):
         Path("killed").touch()
@@ -45,6 +50,8 @@ def fill(step):
     """From the first to the second step of FULL=FIRST:SECOND the disk has no room."""
     first, _, second = os.environ.get("FULL", "-1:-1").partition(":")
     ballast = Path("run/ballast")
+    if step in (int(first), int(second)):
+        await_writer()
     if step == int(second):
         ballast.unlink()
     if step == int(first):
