@@ -27,9 +27,28 @@ def main() -> None:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as python -m does: for the project's own modules
-    if len(sys.argv) > 1 and sys.argv[1] in TOOLS:
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    if first in TOOLS:
         runpy.run_module(TOOLS[sys.argv.pop(1)], run_name="__main__", alter_sys=True)
         return
+    if first in ("--version", "version"):
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"muster {version('torch-muster')}")
+        except PackageNotFoundError:
+            print("muster, from a clone that is not installed")
+        return
+    if first == "help":
+        sys.argv[1:] = [*sys.argv[2:], "--help"]
+        return main()
+    if first.isalpha():  # overrides have a = in them
+        from muster.errors import nearest, say
+
+        say(
+            f"muster: config error: there is no tool '{first}'; {nearest(first, TOOLS)}; or overrides, as in muster epochs=3"
+        )
+        sys.exit(2)
     from muster.train.__main__ import main as train
 
     train()

@@ -55,8 +55,9 @@ class Attempt:
         times_held: starts in a row that found the run held by another part of their job.
         checkpoint: the newest commit, {step, path}, so that its loss is noticed.
         error, traceback, rank, failed_host: of the first cause, if the attempt failed.
+        bad_host: the one host of several that cannot train, by the doctor's word.
         flight_recorder: folder with each rank's last collectives on GPUs, if the attempt ended in a hang.
-        cause: the error of the previous attempt.
+        cause: the error of the last attempt before this one that failed.
         failure: equal for two errors with the same traceback.
         failure_before: the `failure` of the previous attempt.
         job, meets_at, restarts: only in a claim, see lease.py.
@@ -84,6 +85,7 @@ class Attempt:
     rank: int | None = None
     failed_host: str | None = None
     flight_recorder: str | None = None
+    bad_host: str | None = None
     traceback: str | None = None
     failure: str | None = None
     failure_before: str | None = None
@@ -161,8 +163,9 @@ def newest(folder: Path, *, launcher: str = "") -> dict[str, Any]:
         folder: the run's folder.
         launcher: if given, read only this launcher's records, and records that name no launcher.
     """
-    records = (read_record(folder / OUTCOME), read_record(folder / REFUSED))
-    own = [record for record in records if not launcher or record.get("launcher", launcher) == launcher]
+    # The refusal first: of two records of the same millisecond it is the later one.
+    records = read_record(folder / REFUSED), read_record(folder / OUTCOME)
+    own = [each for each in records if each and (not launcher or each.get("launcher", launcher) == launcher)]
     return max(own, key=lambda record: float(record.get("time", 0.0)), default={})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Iterable
@@ -19,12 +20,14 @@ class MusterError(Exception):
     The message is one line: what was given, what is valid, what to do. Secrets in its URLs are removed.
     retry: True if a launcher may run the same command again unchanged and get further.
     of_data: True if the message should name the place of the data set in the user's code.
+    origin: the rank and the host on which it occurred, if another rank raises it, too.
     """
 
     exit_code = 1
     outcome = "failed"
     retry = True
     of_data = False
+    origin: tuple[int, str] | None = None
 
     def __init__(self, message: object = ""):
         super().__init__(redacted(str(message)))
@@ -96,6 +99,14 @@ class Preempted(MusterError):
     outcome = "preempted"
 
 
+class BadHost(ConfigError):
+    """One host of several cannot train, by the doctor's word: a job may go on without it."""
+
+    def __init__(self, message: str, *, host: str):
+        super().__init__(message)
+        self.host = host
+
+
 class RankLost(MusterError):
     """A rank is gone, hangs or failed first; the launcher restarts the group. `rank` and `host` name it, if known."""
 
@@ -119,10 +130,14 @@ def final() -> dict[int, str]:
     return {kind.exit_code: kind.outcome for kind in MusterError.__subclasses__() if not kind.retry}
 
 
-def storage_error(doing: str, error: OSError) -> StorageError:
-    """Return a StorageError that names the path and the system's reason, in place of a traceback."""
-    where = f" {os.fspath(error.filename)}" if error.filename else ""
-    return StorageError(f"cannot {doing}{where}: {error.strerror or error}; free or fix it, then run again")
+def storage_error(doing: str, error: OSError, place: str | os.PathLike[str] = "") -> StorageError:
+    """Return a StorageError that names `place` and the system's reason, in place of a traceback.
+
+    Without a `place` it names the file that the system names, which may be a draft of which no user knows.
+    """
+    where = place or error.filename or ""
+    named = f"{doing} {os.fspath(where)}" if where else doing.removesuffix(":")
+    return StorageError(f"cannot {named}: {error.strerror or error}; free or fix it, then run again")
 
 
 def environment_error(error: BaseException) -> ConfigError | None:
@@ -134,6 +149,16 @@ def environment_error(error: BaseException) -> ConfigError | None:
         return ConfigError(
             "a rank's micro-batch had one sample, and the model's batch norm needs two: at the end of an epoch, or at this world size. "
             "Set loader.drop_last=true, or a batch_size or micro_batch_size that leaves each rank two"
+        )
+    if "InvalidCxxCompiler" in text or "Failed to find C compiler" in text:
+        return ConfigError(
+            f"torch.compile finds no compiler that works on {socket.gethostname()}: install g++ (on GPUs gcc and the headers of libc), "
+            "or leave it out with compile=false"
+        )
+    if "does not have a deterministic implementation" in text:
+        return ConfigError(
+            f"{text.split()[0]} has no deterministic form, and deterministic=true (or the script's own use_deterministic_algorithms) "
+            "refuses it: use another layer, or allow it with deterministic=false"
         )
     if "shared memory" in text:
         return ConfigError(

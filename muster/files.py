@@ -41,7 +41,7 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
         os.replace(draft, path)
         sync_folder(path.parent)
     except OSError as error:
-        raise storage_error(f"write {path}:", error) from error
+        raise storage_error("write", error, path) from error
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muster.faults import output
@@ -25,19 +26,34 @@ def main() -> None:
     preemption = Preemption()
     preemption.install()  # before the slow imports: a signal during startup is handled like any other
     gc.disable()  # until training begins: collections take a sixth of the time to import torch
+    from muster.dist.rendezvous import port
+    from muster.errors import Preempted
     from muster.faults import agent
+
+    port.hold()  # likewise: see there
     from muster.train.config.compose import run_each
 
     agent.die_with_it()
     jobs: list[tuple[str | None, int, Mapping[str, str]]] = []
 
+    cut = 0
+
     def job(config: Config | ConfigError, values: Mapping[str, str]) -> int:
-        ended = run_attempt(config, preemption)
+        nonlocal cut
+        if cut:
+            return cut
+        agent.goes_on(bool(values))
+        ended = run_attempt(config, preemption, is_swept=bool(values))
         jobs.append((getattr(config, "output_dir", None), ended, values))
+        if values and ends_sweep(ended, getattr(config, "output_dir", None)):
+            cut = ended
         return ended
 
     code = run_each(job)
-    if len(jobs) > 1 and os.environ.get("RANK", "0") == "0":
+    code = cut or code
+    if jobs and jobs[-1][2]:  # a sweep, which has gone on after a run that a restart would not help
+        agent.end_restarts(code)
+    if len(jobs) > 1 and cut in (0, Preempted.exit_code) and os.environ.get("RANK", "0") == "0":
         from muster.report.sweep import SweptJob, print_table
 
         print_table([SweptJob(*each) for each in jobs])
@@ -48,8 +64,12 @@ def main() -> None:
     os._exit(code)
 
 
-def run_attempt(config: Config | ConfigError, preemption: Preemption) -> int:
-    """Run one attempt. A config error is reported at once if there are no other ranks to inform."""
+def run_attempt(config: Config | ConfigError, preemption: Preemption, *, is_swept: bool) -> int:
+    """Run one attempt. A config error is reported at once if there are no other ranks to inform.
+
+    With other ranks, each run of a sweep is in a child of its own, which ends with it: the next one finds no threads, no
+    group and no RPC of a run before.
+    """
     from muster.errors import ConfigError
     from muster.job.exit import tell
 
@@ -58,24 +78,64 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption) -> int:
         return config.exit_code
     from muster.train.run import attempt  # imports torch, which --help does without
 
-    if isinstance(config, ConfigError):
-        return attempt(config, preemption)
-    if isinstance(notes := notes_of(config), str):
+    notes = "" if isinstance(config, ConfigError) else notes_of(config)
+    if isinstance(notes, str) and not (is_swept and may_fork(config)):
         return attempt(config, preemption, why_no_survival=notes)
-    from muster.dist.place import Place
     from muster.dist.rendezvous.meeting import code_hash
-    from muster.dist.rendezvous.network import host_store
+    from muster.dist.rendezvous.network import store_for_keeper
     from muster.faults.keeper import keep
+    from muster.faults.notes import Notes
     from muster.job.survival import Survival
 
     code_hash()  # once for all lives
-    most = config.dist.max_survivals_per_hour
-    store = host_store if Place.from_env().hosts_store else None
+    most = 0 if isinstance(config, ConfigError) else config.dist.max_survivals_per_hour
 
     def live(life: Life) -> int:
+        if isinstance(notes, str):
+            return attempt(config, preemption, why_no_survival=notes)
         return attempt(config, preemption, Survival(life))
 
-    return keep(live, notes, preemption=preemption, most_per_hour=most, store=store)
+    kept = Notes(last=0) if isinstance(notes, str) else notes  # without notes a rank is not born again
+    store = store_for_keeper() if meets_by_port(config) else None
+    return keep(live, kept, preemption=preemption, most_per_hour=most, store=store)
+
+
+def ends_sweep(code: int, folder: str | None) -> bool:
+    """Return whether what is left of a sweep has to wait for the same command to be run again, as torchrun's agent does.
+
+    So it is after a request to stop; and after a rank was lost or has failed, which a restart may help: the ranks that are
+    left would wait for it in each of the other runs. Without restarts left, a run that fails costs the sweep no other.
+    """
+    from muster import attempts
+    from muster.dist.place import restarts_left
+    from muster.errors import Preempted, RankLost, final
+
+    if code in (0, *final()):
+        return False
+    is_lost = bool(folder) and attempts.last(Path(str(folder))).outcome == RankLost.outcome
+    return code == Preempted.exit_code or is_lost or restarts_left()
+
+
+def may_fork(config: Config | ConfigError) -> bool:
+    """Return whether a run of several ranks works in a child of this process. Not seen on a GPU: there it runs here."""
+    from muster.dist.place import Place
+    from muster.errors import ConfigError
+    from muster.faults.keeper import why_no_fork
+    from muster.job.survival import why_no_child
+
+    try:
+        place = Place.from_env("env://" if isinstance(config, ConfigError) else config.dist.init_method)
+    except ConfigError:  # which the attempt reports
+        return False
+    has_gpu = Path("/dev/nvidiactl").exists() or (not isinstance(config, ConfigError) and config.device.name == "cuda")
+    return place.world_size > 1 and not has_gpu and not (meets_by_port(config) and why_no_child()) and not why_no_fork()
+
+
+def meets_by_port(config: Config | ConfigError) -> bool:
+    """Return whether the ranks meet at a port, and not through a file."""
+    from muster.errors import ConfigError
+
+    return isinstance(config, ConfigError) or config.dist.init_method == "env://"
 
 
 def notes_of(config: Config) -> Notes | str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from muster.batches.fingerprint import note_of
 from muster.errors import say
 from muster.job.folder import RunFolder
 from muster.job.records import record_start
@@ -34,6 +35,8 @@ def announce(run: Run, folder: RunFolder, *, kinds: list[str], deaths: Sequence[
         )
     if run.course.data.test is None and (why := never_evaluated(run.config, run.course.data)):
         run.records.event("note", text=f"nothing is evaluated: {why}")
+    if text := note_of(run.course.data.fingerprint):
+        run.records.event("note", text=text)
     for text in mixed_kinds(kinds, folder.saved.manifest.get("computes_on") if folder.saved else None):
         run.records.event("note", text=text)
     known = {"total_steps": run.total_steps, "samples_per_epoch": len(run.course.data.train)}

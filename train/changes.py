@@ -18,10 +18,12 @@ def refuse_changes(config: Config, saved: Saved, *, fingerprint: str, total_step
     if config.checkpoint.accept_changes:
         return None
     if changed := differences(saved.manifest.get("config", {}), config):
-        return ConfigError(
-            f"{config.checkpoint.storage or config.output_dir} holds another run: {'; '.join(changed[:5])}{'; ...' if len(changed) > 5 else ''}. "
-            f"{_elsewhere(config, changed)}, resume all the same with checkpoint.accept_changes=true, or start over with checkpoint.resume=never"
-        )
+        place = config.checkpoint.storage or config.output_dir
+        said = "; ".join([*changed[:5], *(["..."] if changed[5:] else [])])
+        remedy = "resume all the same with checkpoint.accept_changes=true, or start over with checkpoint.resume=never"
+        if config.checkpoint.resume not in ("auto", "never") and not saved.path.startswith(f"{place}/"):
+            return ConfigError(f"{saved.path} is of another run: {said}. Give it the same values, {remedy}")
+        return ConfigError(f"{place} holds another run: {said}. {_elsewhere(config, changed)}, {remedy}")
     if saved.manifest.get("fingerprint") != fingerprint:
         return DataError(
             f"the training data has changed since {saved.path} was written (fingerprint {saved.manifest.get('fingerprint')}, "

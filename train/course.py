@@ -18,7 +18,8 @@ STEPPED, ENDED, LOGGED, EVALUATED, SAVED = range(5)
 class Progress:
     """Progress of a run over all its attempts.
 
-    step: optimizer steps done. evaluated: step of the last complete evaluation.
+    step: optimizer steps done. evaluated: step of the last complete evaluation. counted: step of the last evaluation that
+        the restored state of callbacks has counted.
     skipped_in_a_row: steps skipped since the last one that was not.
     best: {metric, value, step} of the evaluation with the best `checkpoint.best`. stopped: why training ends early.
     logged: step of the last `train` line. timed: what is due by the clock (timed.py). stage: what is done of this step. result: what the strategy has returned for it, if it is known.
@@ -26,6 +27,7 @@ class Progress:
 
     step: int = 0
     evaluated: int = 0
+    counted: int = 0
     skipped_in_a_row: int = 0
     best: dict[str, Any] | None = None
     stopped: str | None = None

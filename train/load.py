@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
-import yaml
 from torch import nn
 
 from muster.dist.pieces import in_pieces
@@ -23,10 +22,9 @@ from muster.loggers import jsonl
 from muster.train.data.load import load as load_data
 from muster.train.models.inputs import described
 from muster.train.models.record import ModelRecord
-from muster.train.saved_weights import Source, chosen_run
+from muster.train.saved_weights import Source, chosen_run, config_of, is_of_job
 
 CPU = torch.device("cpu")
-CONFIG = "config.yaml"
 T = TypeVar("T", bound=nn.Module | Mapping[str, nn.Module])
 
 
@@ -91,24 +89,6 @@ def open_source(folder: Path, checkpoint: str | None, *, storage: str | None = N
     config = config_of(folder)
     settings = config if is_of_job(config) else config.get("checkpoint") or {}
     return Source(folder, checkpoint, storage=storage or settings.get("storage"))
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    """Read config.yaml of the run in `folder`. Raises ConfigError."""
-    try:
-        config = yaml.safe_load((folder / CONFIG).read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        config = None
-    if not isinstance(config, dict):
-        raise ConfigError(
-            f"{folder} is not a run's folder: it has no readable {CONFIG}; give output_dir, such as runs/NAME"
-        )
-    return config
-
-
-def is_of_job(config: Mapping[str, Any]) -> bool:
-    """Return True for the config of a run of `muster.Job`, which names no model."""
-    return not isinstance(config.get("model"), dict)
 
 
 def record_of(folder: Path) -> ModelRecord:

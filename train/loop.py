@@ -25,7 +25,7 @@ from muster.plan import Plan
 from muster.train.config.keys import Config, NonFinite, Precision
 from muster.train.course import ENDED, EVALUATED, LOGGED, SAVED, Course, Progress
 from muster.train.data.batches import micro_batches
-from muster.train.evaluation import measure
+from muster.train.evaluation import best_mode, measure
 from muster.train.objectives.measure import Measures, value_of
 from muster.train.strategies.base import StepResult, Strategy
 from muster.train.strategies.step.optimizer_step import Stepping
@@ -110,6 +110,11 @@ class Run:
     def is_over(self) -> bool:
         """True if all steps are done or training was stopped early."""
         return self.course.is_over
+
+    @property
+    def is_evaluated_again(self) -> bool:
+        """True if an evaluation of this step is one that the restored state of callbacks has counted."""
+        return self.progress.counted == self.step > 0
 
     @property
     def is_preempted(self) -> bool:
@@ -197,7 +202,8 @@ def end_step(run: Run) -> None:
     progress.stage = max(progress.stage, LOGGED)
     evaluate_if_due(run)
     progress.stage = max(progress.stage, EVALUATED)
-    if progress.stage < SAVED and is_time_to_save(run):
+    is_saved = progress.stage >= SAVED and not is_best(run)  # which may be of another run's checkpoint
+    if not is_saved and is_time_to_save(run):
         save(run)
     progress.stage = SAVED
 
@@ -249,9 +255,17 @@ def evaluate(run: Run) -> None:
     if values is None:  # cut short: the next attempt repeats it
         return
     run.records.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=values)
+    if not math.isfinite(values.get("loss", 0.0)):
+        stop_if_diverged(run)
     run.progress.evaluated = run.step
     run.callbacks.on_eval_end(run, values)
     note_best(run, values)
+
+
+def stop_if_diverged(run: Run) -> None:
+    """Raise Diverged if the loss of the steps since the last `train` line is not finite. Collective: every rank must call it."""
+    if run.config.on_nonfinite is NonFinite.stop and not math.isfinite(run.world.sum([run.window.own_loss()])[0]):
+        raise diverged(run)
 
 
 def try_evaluation(run: Run) -> None:
@@ -283,12 +297,25 @@ def measure_test(run: Run, *, begin: Callable[[], bool], most: int | None = None
 
 
 def note_best(run: Run, values: dict[str, float]) -> None:
-    """Record this step in `progress.best` if its `checkpoint.best` metric is the best so far."""
+    """Record this step in `progress.best` if its `checkpoint.best` metric is the best so far.
+
+    A best evaluation whose checkpoint could not be written does not count: its weights are gone. Collective: every rank must
+    call it.
+    """
     if not (metric := run.config.checkpoint.best):
         return
+    checkpoints = run.running.checkpoints
+    if run.progress.best and checkpoints.has_failed(run.progress.best["step"]):
+        run.progress.best = checkpoints.best
     value, best = value_of(metric, values, key="checkpoint.best"), run.progress.best
-    if not best or is_better(metric, value, best["value"]):
-        run.progress.best = {"metric": metric, "value": value, "step": run.step}
+    mode = best_mode(run.config, run.measures, best)
+    if not best or is_better(value, best["value"], mode=mode):
+        run.progress.best = {"metric": metric, "value": value, "step": run.step, "mode": mode}
+
+
+def is_best(run: Run) -> bool:
+    """Return True if the evaluation of this step is the best so far."""
+    return run.progress.best is not None and run.progress.best["step"] == run.step
 
 
 def is_time_to_save(run: Run) -> bool:
@@ -296,11 +323,10 @@ def is_time_to_save(run: Run) -> bool:
 
     After the last step, and when preempted, `train` saves in any case.
     """
-    is_best = run.progress.best is not None and run.progress.best["step"] == run.step
     wanted, by_clock = run.config.checkpoint, run.timed.is_due("save", run.progress)
     every = (wanted.every_epochs or 0) * run.course.plan.steps_per_epoch or wanted.every_steps
     is_due = run.step % every == 0 if by_clock is None else by_clock
-    return (is_due or is_best) and not run.is_over and not run.is_preempted
+    return (is_due or is_best(run)) and not run.is_over and not run.is_preempted
 
 
 def log(run: Run, result: StepResult) -> None:
@@ -325,14 +351,17 @@ def log(run: Run, result: StepResult) -> None:
 def save(run: Run) -> None:
     """Start to write a checkpoint of this step. Collective: every rank must call it.
 
-    Raises Diverged instead of saving weights that are not finite.
+    Raises Diverged instead of saving weights that are not finite: at the next save, or when the run ends.
     """
     running = run.running
     running.enter("save")
     run.callbacks.on_checkpoint(run)
-    if not run.strategy.is_finite():
+    if run.strategy.has_diverged():
         raise diverged(run)
-    running.save(lambda: {**run.strategy.state(), **run.callbacks.state(), **run.window.state()}, position(run))
+    finite = run.strategy.finite()
+    running.save(
+        lambda: {**run.strategy.state(), **run.callbacks.state(), **run.window.state()}, position(run), finite=finite
+    )
 
 
 def position(run: Run) -> dict[str, Any]:

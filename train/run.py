@@ -12,7 +12,7 @@ from muster.checkpoint.weights import write_weights
 from muster.dist.place import Place
 from muster.dist.rendezvous.meeting import meet
 from muster.dist.world import World, start
-from muster.errors import ConfigError, Diverged, MusterError, say
+from muster.errors import BadHost, ConfigError, Diverged, MusterError, say
 from muster.faults.preemption import Preemption
 from muster.job.folder import RunFolder
 from muster.job.lifecycle import Lifecycle
@@ -127,14 +127,22 @@ def find_place(config: Config | ConfigError) -> Place:
 
 
 def consult(config: Config, world: World) -> None:
-    """Run the doctor's quick checks. Collective: every rank must call it. Raises ConfigError if a check fails."""
-    from muster.doctor.show import wrong
+    """Run the doctor's quick checks. Collective: every rank must call it.
+
+    Raises:
+        ConfigError: a check fails.
+        BadHost: checks fail on one host of several, and nowhere else.
+    """
+    from muster.doctor.show import bad_host, wrong
     from muster.doctor.visit import examine
 
-    failed, warned = wrong(examine(world, visit_of(config, quick=True)))
+    results = examine(world, visit_of(config, quick=True))
+    failed, warned = wrong(results)
     for line in warned:
         say(f"muster: doctor: {line}")
-    world.together(ConfigError(f"the doctor: {'; '.join(failed)}") if failed else None)
+    said, host = world.broadcast(["; ".join(failed), bad_host(results)])
+    if said:
+        raise BadHost(f"the doctor: {said}", host=host) if host else ConfigError(f"the doctor: {said}")
 
 
 @contextlib.contextmanager
@@ -166,7 +174,9 @@ def open_run(
     if live and source is not None:
         progress = live.hand_over(source, world, data, plan, strategy, callbacks, window)
     else:
-        progress = restore(config, world, folder, strategy, callbacks, window)
+        progress = restore(
+            config, world, folder, strategy, callbacks, window, measures, run_options(config).checkpoints
+        )
     if isinstance(strategy, Stepping):
         # a rank that saves alone has no other rank's generators
         are_restored = folder.saved is not None and folder.saved.manifest.get("drawn", True)
@@ -179,7 +189,7 @@ def open_run(
     records = open_records(config, world, course, is_finished=is_finished, kept=kept, rates=rates)
     facts = identity(config, data, course.total_steps, kinds) | {"averages": callbacks.averages}
     options, keep = run_options(config), config.checkpoint.keep
-    newest = live.newest_step if live and source is not None else folder.saved.step if folder.saved else None
+    newest = live.newest_step if live and source is not None else folder.newest_step(options)
     running = Running(
         peers=life.run(),
         progress=progress,
@@ -190,6 +200,7 @@ def open_run(
         ),
         clock=Clock(strategy.waited_s),
     )
+    running.checkpoints.best = progress.best
     running.peers.heartbeat.phases.count_gradients(strategy.gradients_computed)
     run = Run(
         config=config,
@@ -257,10 +268,12 @@ def finish(run: Run, folder: RunFolder) -> None:
     run.callbacks.on_end(run)
     failure: MusterError | None
     failure = write_weights(folder.path / "model.pt", run.strategy.weights(), writes=run.world.is_first)
+    best, checkpoints = run.progress.best, run.running.checkpoints
+    is_kept = best is not None and not checkpoints.has_failed(best["step"])
     if run.world.is_first and not failure:
         try:
-            if run.progress.best:  # may be from the last evaluation, which comes after the last save
-                run.running.checkpoints.note_best(run.progress.best)
+            if best and is_kept:  # may be from the last evaluation, which comes after the last save
+                checkpoints.note_best(best)
             run.records.event_once("done", step=run.step, output_dir=str(folder.path))
         except MusterError as error:
             failure = error

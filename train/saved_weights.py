@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import yaml
 from torch import nn
 
 from muster import attempts
@@ -20,6 +23,8 @@ from muster.redact import redacted
 from muster.report.results import best_in
 from muster.train.models.prepare import take
 from muster.train.strategies.replicas.buffers import Buffers
+
+CONFIG = "config.yaml"
 
 
 def chosen_run(folder: Path, checkpoint: str | None = None) -> tuple[Path, str | None]:
@@ -60,6 +65,11 @@ class Source:
     def step(self) -> int | None:
         """The step of the weights; None if nothing says it."""
         return self.saved.step if self.saved else attempts.last(self.run).step
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that trained to these weights; 1 if nothing says it."""
+        return int(self.saved.manifest["world_size"]) if self.saved else attempts.last(self.run).world_size or 1
 
     def __str__(self) -> str:
         return self.saved.path if self.saved else str(self.run)
@@ -145,7 +155,11 @@ class Source:
             step = int(digits) if digits.isdecimal() else -1
         if step in steps:
             return Saved(self.storage, self.storage.manifest(step))
-        there = ", ".join(name(step) for step in reversed(steps)) or "none"
+        there = ", ".join(name(each) for each in reversed(steps)) or "none"
+        if checkpoint == "best":
+            raise ConfigError(
+                f"the best checkpoint, of step {step}, is no longer in {self.storage.root}: use one of {there}"
+            )
         raise ConfigError(
             f"checkpoint {checkpoint} is not in {self.storage.root}: use newest, best or one of its steps: {there}"
         )
@@ -156,3 +170,21 @@ class Source:
         raise ConfigError(
             f"{self.run} has no readable best.json: train with checkpoint.best=accuracy, or give a step as the checkpoint"
         )
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Read config.yaml of the run in `folder`. Raises ConfigError."""
+    try:
+        config = yaml.safe_load((folder / CONFIG).read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        config = None
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"{folder} is not a run's folder: it has no readable {CONFIG}; give output_dir, such as runs/NAME"
+        )
+    return config
+
+
+def is_of_job(config: Mapping[str, Any]) -> bool:
+    """Return True for the config of a run of `muster.Job`, which names no model."""
+    return not isinstance(config.get("model"), dict)

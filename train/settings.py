@@ -22,6 +22,7 @@ def group_options(config: Config) -> GroupOptions:
         timeout_s=config.dist.timeout_s,
         start_timeout_s=config.dist.start_timeout_s,
         shared_memory=config.dist.shared_memory,
+        hierarchical=config.dist.hierarchical.name if config.virtual_world_size else "never",
         alike=comparable(config),
     )
 

@@ -51,9 +51,13 @@ class Window:
             self._made = True
         self._samples += samples
         self._measured += samples * self._measures
-        own, waits = result.loss.detach(), self._world.device.type == "cuda"
-        loss = (own.double() if waits else float(own)) * samples  # exact in float64: a float32 loss has 24 bits
-        for name, value in {LOSS: loss, **{f"{MEASURED}{key}": one for key, one in result.metrics.items()}}.items():
+        waits = self._world.device.type == "cuda"
+        loss = (
+            result.loss.detach().double() if waits else result.loss.item()
+        ) * samples  # exact in float64: a float32 loss has 24 bits
+        self._sums[LOSS] = self._sums[LOSS] + loss if LOSS in self._sums else loss
+        for key, value in result.metrics.items():
+            name = f"{MEASURED}{key}"
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     @property

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import random
-from typing import Any
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,6 +25,15 @@ BYTES = 4 * (WORDS + 1)
 PYTHON, NUMPY, TORCH = "python", "numpy", "torch"
 ALL = frozenset({PYTHON, NUMPY, TORCH})
 """The global generators."""
+
+OF_STATES = (
+    (random, "getstate"), (random, "setstate"), (np.random, "get_state"), (np.random, "set_state"),
+    (torch, "get_rng_state"), (torch, "set_rng_state"), (torch, "initial_seed"),
+    (torch.random, "get_rng_state"), (torch.random, "set_rng_state"), (torch.random, "initial_seed"),
+)  # fmt: skip
+"""Functions that give or set the state of a global generator."""
+_looking = threading.Lock()
+_generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
 
 OTHER = "other"
 """Kind of a generator that `np.random.set_bit_generator` has put in the place of NumPy's Mersenne Twister."""
@@ -62,6 +74,38 @@ class Watch:
             torch.default_generator.set_state(self._torch)
 
 
+class Looks:
+    """A context manager that notes in `seen` whether this thread asks for the state of a global generator, or sets it.
+
+    Such code may put the state back, as `torch.random.fork_rng` does, or make a generator of its own from it: then what it
+    draws depends on the state, which is unchanged. Seen are calls of the functions as attributes of their modules. Within
+    another one, also of another thread or of the process that has forked this one, nothing can be told, and `seen` is True.
+    """
+
+    def __init__(self) -> None:
+        self.seen = self._can = False
+        self._thread, self._kept = threading.get_ident(), list[Callable[..., Any]]()
+
+    def __enter__(self) -> Self:
+        self._can = _looking.acquire(blocking=False)
+        self.seen = not self._can
+        if self._can:
+            self._kept = [getattr(module, name) for module, name in OF_STATES]
+            for (module, name), function in zip(OF_STATES, self._kept, strict=True):
+                setattr(module, name, partial(self._note, function))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._can:
+            for (module, name), function in zip(OF_STATES, self._kept, strict=True):
+                setattr(module, name, function)
+            _looking.release()
+
+    def _note(self, function: Callable[..., Any], /, *args: Any, **values: Any) -> Any:
+        self.seen = self.seen or threading.get_ident() == self._thread
+        return function(*args, **values)
+
+
 class Others:
     """The states of the generators of Python and NumPy when it was created.
 
@@ -96,11 +140,10 @@ def forget() -> None:
 
 def _address_of_python() -> int | None:
     """Return the address of the position and words of `random`'s generator; None if it is not where it is expected."""
-    generator = random.getstate.__self__  # type: ignore[attr-defined]
-    if type(generator).__basicsize__ < object.__basicsize__ + BYTES:
+    if type(_generator).__basicsize__ < object.__basicsize__ + BYTES:
         return None
-    address = id(generator) + object.__basicsize__
-    *words, position = generator.getstate()[1]
+    address = id(_generator) + object.__basicsize__
+    *words, position = _generator.getstate()[1]
     return (
         address if np.frombuffer(ctypes.string_at(address, BYTES), np.uint32).tolist() == [position, *words] else None
     )
@@ -115,7 +158,7 @@ def _python() -> tuple[Any, Any]:
     """Return (words, the second of two normal numbers, if one is kept)."""
     if _of_python is None:
         return random.getstate(), None
-    return ctypes.string_at(_of_python, BYTES), random.getstate.__self__.gauss_next  # type: ignore[attr-defined]
+    return ctypes.string_at(_of_python, BYTES), _generator.gauss_next
 
 
 def _numpy() -> tuple[Any, ...]:

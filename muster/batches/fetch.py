@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
-from muster.batches.drawn import ALL, TORCH, Watch
+from muster.batches.drawn import ALL, TORCH, Looks, Watch
 from muster.batches.generators import kept_generators, seed_generators
 from muster.batches.split import split
 from muster.batches.stream import Stream
@@ -89,12 +89,10 @@ class Fetch(Dataset[Any]):
         """
         if self._draws:
             return None
-        watch = Watch()
-        try:
+        watch, made = Watch(), None
+        with Looks() as looks, contextlib.suppress(Exception):
             made = self._split(self._whole(indices) if self._is_read_whole else self._together(indices.tolist()))
-        except Exception:
-            made = None
-        if not watch.drawn():
+        if not (watch.drawn() or looks.seen):
             return made
         watch.restore()
         self._draws = True
@@ -146,11 +144,12 @@ class Fetch(Dataset[Any]):
             return self._first(pairs)
         while True:
             samples, failure = [], None
-            try:
-                samples = [self._sample(index, key, self._drawn_from) for index, key in pairs]
-            except Exception as error:  # which may come of what was drawn
-                failure = error
-            if more := watch.drawn() - self._drawn_from:
+            with Looks() as looks:
+                try:
+                    samples = [self._sample(index, key, self._drawn_from) for index, key in pairs]
+                except Exception as error:  # which may come of what was drawn
+                    failure = error
+            if more := (ALL if looks.seen else watch.drawn()) - self._drawn_from:
                 watch.restore()
                 self._drawn_from |= more
             elif failure:

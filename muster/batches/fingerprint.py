@@ -9,11 +9,21 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from muster.batches.drawn import Looks, Watch
 from muster.batches.generators import kept_generators, seed_generators
 
 LOOKED_AT = 8
 DRAWN = "drawn"
 """In place of a hash if a sample differs from itself, because its transforms draw from a generator of their own."""
+OWN_DRAWS = (
+    "the data set draws from a generator of its own, or takes a state of the global ones unseen: a resumed run, or a rank that is born again, "
+    "draws other numbers, as does each rank; draw from the global generators of torch, NumPy or Python, which are seeded for each sample"
+)
+
+
+def note_of(fingerprint: str) -> str:
+    """Return what is to be said of data with this fingerprint; empty if nothing is."""
+    return OWN_DRAWS if fingerprint.endswith(DRAWN) else ""
 
 
 def fingerprint(dataset: Any) -> str:
@@ -26,16 +36,22 @@ def fingerprint(dataset: Any) -> str:
     count = len(dataset)
     chosen = [*dict.fromkeys(position * (count - 1) // (LOOKED_AT - 1) for position in range(LOOKED_AT))]
     with kept_generators():
-        first, second = ([_look(dataset, index) for index in chosen] for _ in range(2))
+        first, have_drawn = zip(*(_look(dataset, index) for index in chosen), strict=True)
+        key = 0 if any(have_drawn) else 1  # what does not draw, as far as can be seen, must not depend on a state
+        second, _ = zip(*(_look(dataset, index, key=key) for index in chosen), strict=True)
     return f"{count}:{hash_of(first) if first == second else DRAWN}"
 
 
-def _look(dataset: Any, index: int) -> Any:
-    seed_generators(0)  # makes random transforms reproducible
+def _look(dataset: Any, index: int, *, key: int = 0) -> tuple[Any, bool]:
+    """Return what is seen of a sample, and whether it has drawn from the global generators."""
+    seed_generators(key)  # makes random transforms reproducible
+    watch = Watch()
     try:
-        return look(dataset[index])
+        with Looks() as looks:
+            sample = dataset[index]
+        return look(sample), looks.seen or bool(watch.drawn())
     except Exception:  # the loader handles samples that cannot be read
-        return "unreadable"
+        return "unreadable", True
 
 
 def look(sample: Any) -> list[Any]:

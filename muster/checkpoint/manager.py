@@ -11,24 +11,24 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import DistError
+from torch.distributed import DistError, DistNetworkError
 
 from muster import attempts
 from muster.checkpoint.backends.base import name
-from muster.checkpoint.records import BEST, INDEX
+from muster.checkpoint.records import BEST, INDEX, read_best
 from muster.checkpoint.state import RankShare, Shares, file_of, read, saved_tensors
 from muster.checkpoint.storage import Files, Lost, Saved, Storage, Unclear, place_of
 from muster.checkpoint.trained import Resumable, Trained, own_prefix
 from muster.checkpoint.weights import unreadable
 from muster.dist.world import World, alone
-from muster.errors import Damaged, MusterError, NoValidCheckpoint, StorageError, say, traceback_of
+from muster.errors import Damaged, Diverged, MusterError, NoValidCheckpoint, StorageError, say, traceback_of
 from muster.faults.phase import LONG_S
 from muster.files import replace_file
 from muster.redact import without
@@ -56,11 +56,15 @@ class Checkpoints:
         self.may_commit, self.on_commit, self.newest_step = may_commit, on_commit, newest_step
         self._shares = Shares(world)
         self._writer: threading.Thread | None = None
-        self._failures: list[StorageError] = []
+        self._failures: list[StorageError | Diverged] = []
         self._broken: RuntimeError | None = None
         self._saves = 0  # the same on every rank: it matches the ranks' writers on the board
+        self._writing: int | None = None
+        self._failed = set[int]()
+        self.best: dict[str, Any] | None = None
+        """The best evaluation whose checkpoint is committed, as far as this attempt knows."""
 
-    def save(self, *, state: dict[str, Any], position: dict[str, Any]) -> None:
+    def save(self, *, state: dict[str, Any], position: dict[str, Any], finite: Collection[str] = ()) -> None:
         """Copy this rank's share of `state` and write it in the background, after waiting for the previous save.
 
         Collective: every rank must call it.
@@ -68,15 +72,19 @@ class Checkpoints:
         Args:
             state: the state that this rank owns or replicates; see strategies/base.py.
             position: facts for the manifest, at least `step`.
+            finite: names of tensors of `state` that must be finite, or nothing is committed. The writer compares its copy,
+                so that training, and a GPU, need not wait for it.
 
         Raises:
+            Diverged: a tensor that must be finite was not, in the checkpoint before.
             StorageError: the last three checkpoints could not be written, or the run's folder or its storage is lost.
         """
         self.wait()
         if self.world.sum([float(position["step"] != self.newest_step)]) == [0.0]:
             return
         self._saves += 1
-        share = self._shares.divide({**state, f"{own_prefix(self.world.rank)}rng": rng_state()})
+        self._writing = int(position["step"])
+        share = self._shares.divide({**state, f"{own_prefix(self.world.rank)}rng": rng_state()}, finite=finite)
         self._writer = threading.Thread(target=self._write, args=(share, position), name="checkpoint")
         self._writer.start()
 
@@ -100,18 +108,28 @@ class Checkpoints:
         self.newest_step = step
 
     def wait(self) -> None:
-        """Wait until the checkpoint being written is committed or has failed. Raises StorageError as `save` does.
+        """Wait until the checkpoint being written is committed or has failed. Raises Diverged, StorageError as `save` does.
 
         Raises:
             DistBackendError: a rank has died meanwhile, and is born again: the checkpoint is given up.
+            DistNetworkError: the rendezvous store is gone, and the process group with it.
         """
         if self._writer:
             self._writer.join()
             self._writer = None
         if self._broken:
             raise self._broken
-        if len(self._failures) >= FAILURES_ALLOWED or any(isinstance(failure, Lost) for failure in self._failures):
+        if len(self._failures) >= FAILURES_ALLOWED or any(isinstance(each, Lost | Diverged) for each in self._failures):
             raise self._failures[-1]
+
+    def has_failed(self, step: int) -> bool:
+        """Return whether the checkpoint of `step` could not be written, after waiting for it. Raises as `wait` does.
+
+        The same on every rank.
+        """
+        if self._writing == step:
+            self.wait()
+        return step in self._failed
 
     def settle(self, seconds: float) -> None:
         """Wait up to `seconds` for the checkpoint being written, before the run ends for another reason."""
@@ -124,7 +142,7 @@ class Checkpoints:
         return self._broken is not None
 
     def flush(self) -> None:
-        """Wait for the last checkpoint of a run, and raise StorageError if it failed."""
+        """Wait for the last checkpoint of a run, and raise StorageError or Diverged if it failed."""
         self.wait()
         if self._failures:
             raise self._failures[-1]
@@ -139,15 +157,19 @@ class Checkpoints:
             else:
                 self._await_end(number)
             self._failures.clear()
+            self._failed.discard(step)
             self.newest_step = step
-        except StorageError as error:
+            if (best := position.get("best")) and best["step"] not in self._failed:
+                self.best = best
+        except (Diverged, StorageError) as error:
             self._give_up(number, step, error)
         except RuntimeError as error:
-            if self._is_one_lost():
+            # Without the store there is no process group either: the storage has not failed.
+            if self._is_one_lost() or isinstance(error, DistNetworkError):
                 self._broken = error
                 if self.world.is_first:
                     self.storage.abandon(step, self.world.attempt)
-            else:  # the store is gone, and the process group with it
+            else:
                 failure = StorageError(f"checkpoint {name(step)} is incomplete: {str(error).splitlines()[0]}")
                 self._give_up(number, step, failure, alone=isinstance(error, DistError))
         except BaseException as error:  # no error may end this thread unreported
@@ -158,7 +180,10 @@ class Checkpoints:
         contents: dict[str, Iterable[Any]] = {file_of(self.world.rank): share.pieces()}
         if self.world.is_first:
             contents[INDEX] = [_as_json(self._shares.index)]
-        return self._write_files(step, self.world.attempt, contents)
+        try:
+            return self._write_files(step, self.world.attempt, contents)
+        except Diverged as error:
+            raise Diverged(f"{name(step)} is not saved: {error}") from None
 
     def _write_files(self, step: int, draft: str, contents: Mapping[str, Iterable[Any]]) -> Files:
         files: Files = {}
@@ -179,7 +204,10 @@ class Checkpoints:
         if not self.storage.commit(step, draft, {**position, **self.facts, **facts}, files):
             return  # an earlier attempt, then cut off, committed this step; a step is never written twice
         attempts.note_commit(self.folder, self.world.attempt, step=step, path=self.storage.path(step))
-        if best := position.get("best"):
+        best = position.get("best")
+        if best and best["step"] in self._failed - {step}:  # its weights are gone
+            best = None
+        if best:
             self.note_best(best)
         self.on_commit(
             {
@@ -190,7 +218,7 @@ class Checkpoints:
             }
         )
         try:
-            self.storage.prune(keep=self.keep, spare=(position.get("best") or {}).get("step"))
+            self.storage.prune(keep=self.keep, spare=best["step"] if best else self._step_of_best())
         except StorageError as error:
             say(f"muster: {name(step)} is saved, but older checkpoints could not be deleted: {error}")
 
@@ -198,6 +226,11 @@ class Checkpoints:
         """Write the best evaluation and its checkpoint's path to best.json in the run's folder. Rank 0 only."""
         facts = {**best, "path": self.storage.path(best["step"])}
         replace_file(self.folder / BEST, lambda draft: draft.write_text(json.dumps(facts)))
+
+    def _step_of_best(self) -> int | None:
+        """Return the step that best.json names: of an attempt that looked for a best one, as this one does not, or not yet."""
+        noted = read_best(self.folder)
+        return noted.step if noted else None
 
     def _see_folder(self) -> None:
         if not (self.folder / "outcome.json").exists():
@@ -207,30 +240,31 @@ class Checkpoints:
         files: Files = {}
         for said in self.world.board.parts(number, LONG_S):
             if said.get("failed"):
-                raise StorageError(said["failed"])
+                raise _failure(said)
             files |= said["files"]
         return files
 
     def _await_end(self, number: int) -> None:
         said = self.world.board.save_end(number, LONG_S)
         if said.get("failed"):
-            raise (Lost if said["lost"] else StorageError)(said["failed"])
+            raise _failure(said)
 
     def _is_one_lost(self) -> bool:
         with contextlib.suppress(RuntimeError):
             return self.world.board.is_one_lost()
         return False
 
-    def _give_up(self, number: int, step: int, error: StorageError, *, alone: bool = False) -> None:
+    def _give_up(self, number: int, step: int, error: StorageError | Diverged, *, alone: bool = False) -> None:
         try:
             self._see_folder()
         except Lost as lost:
             error = lost
         self._failures.append(error)
+        self._failed.add(step)
         board = self.world.board
         with contextlib.suppress(RuntimeError):
             if not alone:
-                board.post_part(number, {"failed": str(error)})
+                board.post_part(number, _said(error))
                 if self.world.is_first:  # wait for the others: a rank still writing would recreate the draft
                     board.parts(number, OTHERS_S)
         if self.world.is_first:
@@ -238,8 +272,19 @@ class Checkpoints:
                 self.storage.abandon(step, self.world.attempt)
             with contextlib.suppress(RuntimeError):
                 if not alone:
-                    board.end_save(number, {"failed": str(error), "lost": isinstance(error, Lost)})
+                    board.end_save(number, _said(error))
             self.on_commit({"failed": str(error), "failures_in_a_row": len(self._failures)})
+
+
+def _said(error: StorageError | Diverged) -> dict[str, Any]:
+    """Return what other ranks are told of a failure."""
+    return {"failed": str(error), "kind": type(error).__name__}
+
+
+def _failure(said: dict[str, Any]) -> StorageError | Diverged:
+    """Return the failure that a rank has told of."""
+    kinds = {kind.__name__: kind for kind in (Lost, Diverged)}
+    return kinds.get(said.get("kind", ""), StorageError)(said["failed"])
 
 
 def newest(storage: Storage, world: World, *, on_bad: Callable[[str], None], own: bool = True) -> Saved | None:

@@ -59,9 +59,39 @@ class Facts(Record):
     sha256: str
 
 
-def lower_is_better(metric: str) -> bool:
-    """Return True for `loss`, `error`, `perplexity` and names that end with them; of other metrics higher is better."""
-    return metric.endswith(("loss", "error", "perplexity"))
+PLAIN = ("loss", "error", "perplexity")
+"""Endings of names of which less is better, whatever stands before them."""
+LOWER = {
+    "err", "ppl", "nll", "mae", "mse", "rmse", "mape", "smape", "msle", "rmsle", "regret", "wer", "cer", "bpb", "bpc",
+    "distance", "divergence", "kl", "ece", "brier", "hamming", "fid", "lpips",
+}  # fmt: skip
+HIGHER = {
+    "accuracy", "acc", "top", "f", "fbeta", "precision", "recall", "sensitivity", "specificity", "auc", "auroc",
+    "auprc", "ap", "map", "iou", "miou", "jaccard", "dice", "bleu", "rouge", "r", "psnr", "ssim", "ndcg", "mrr",
+    "kappa", "mcc", "similarity", "correlation", "pearson", "spearman", "reward", "match",
+}  # fmt: skip
+TURNED = {
+    "neg", "negative", "inv", "inverse", "minus", "improvement", "reduction", "gain", "free", "skill", "drop", "gap", "std",
+    "var", "variance", "delta", "diff", "difference", "cost", "no", "non", "without", "profit", "traveled", "travelled", "hit",
+}  # fmt: skip
+"""Words in the names of metrics, without digits at their ends: of which less, or more, is better; or that turn another one."""
+
+
+def direction(metric: str) -> str:
+    """Return `min` or `max`, whichever value of `metric` its name says is the best one; empty if it does not say."""
+    parts = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", metric).lower()
+    words = [word for part in re.split(r"[^a-z0-9]+", parts) if (word := part.rstrip("0123456789"))]
+    if TURNED & {*words} or re.match(r"1\W", metric):
+        return ""
+    if metric.lower().endswith(PLAIN):
+        return "min"
+    lower, higher = bool(LOWER & {*words}), bool(HIGHER & {*words})
+    return "" if lower == higher else "min" if lower else "max"
+
+
+def direction_before(metric: str) -> str:
+    """Return the direction that runs went by whose best.json has none."""
+    return "min" if metric.endswith(PLAIN) else "max"
 
 
 class Best(Record):
@@ -70,6 +100,7 @@ class Best(Record):
     metric: str
     value: float
     step: Whole
+    mode: str = ""  # `min` or `max`: which value is the best; empty in files of earlier versions
     path: str = ""  # of its checkpoint; for display only
 
 
@@ -196,19 +227,23 @@ def read_marker(text: bytes) -> dict[str, Any]:
 def read_best(folder: Path) -> Best | None:
     """Read best.json in a run's `folder`; None if it is missing or damaged."""
     try:
-        return _checked(Best, _json((folder / BEST).read_bytes()))
+        best = _checked(Best, _json((folder / BEST).read_bytes()))
     except (OSError, Damaged):
         return None
+    best.mode = best.mode or direction_before(best.metric)
+    return best
 
 
-def is_better(metric: str, value: float, best: float, *, by: float = 0.0) -> bool:
-    """Return True if `value` is better than `best` by more than `by`; NaN is worse than any number.
+def is_better(value: float, best: float, *, mode: str, by: float = 0.0) -> bool:
+    """Return True if `value` is better than `best` by more than `by`; NaN and infinities are worse than any number.
 
-    See `lower_is_better` for the direction.
+    mode: `min` if less is better, `max` if more is.
     """
-    if math.isnan(value) or math.isnan(best):
-        return not math.isnan(value)
-    return value < best - by if lower_is_better(metric) else value > best + by
+    if mode not in ("min", "max"):
+        raise ValueError(f"mode={mode} is neither min nor max")
+    if not (math.isfinite(value) and math.isfinite(best)):
+        return math.isfinite(value)
+    return value < best - by if mode == "min" else value > best + by
 
 
 def _digest(manifest: dict[str, Any]) -> str:

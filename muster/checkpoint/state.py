@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from muster.checkpoint.index import Index, OwnPiece, Read, WritePlan, dtype_of
 from muster.checkpoint.trained import SavedTensor
 from muster.dist.pieces import in_pieces, own_piece
 from muster.dist.world import World
-from muster.errors import StorageError
+from muster.errors import Diverged, StorageError
 
 ALIGNMENT = 64
 """Bytes; a multiple of the size of every dtype."""
@@ -66,21 +66,25 @@ class Replicated:
 class RankShare:
     """This rank's part of one state, in host memory.
 
+    finite: names of the tensors that must be finite, by their places.
     ready: waits until the tensors are there; on CUDA the device copies them while training goes on.
     """
 
     tensors: list[Tensor]
     values: dict[str, Any]
+    finite: Mapping[int, str] = field(default_factory=dict)
     ready: Callable[[], object] = lambda: None
 
     def pieces(self) -> Iterator[Any]:
-        """Yield the content of this rank's file, as buffers, once it is there."""
+        """Yield the content of this rank's file, as buffers, once it is there. Raises Diverged if it is not finite."""
         self.ready()
-        for tensor in self.tensors:
+        for place, tensor in enumerate(self.tensors):
+            if place in self.finite and not is_finite(tensor):
+                raise Diverged(f"{self.finite[place]} is not finite: lower the learning rate, or clip the gradient")
             yield as_bytes(tensor)
         blob = io.BytesIO()
         torch.save(self.values, blob)
-        yield blob.getbuffer()
+        yield memoryview(blob.getvalue())  # not its buffer: a BytesIO that is collected with one crashes Python 3.12
 
 
 class Shares:
@@ -94,8 +98,8 @@ class Shares:
         self.index: Index = {}
         """Index of the last state divided; rank 0 only."""
 
-    def divide(self, state: Mapping[str, Any]) -> RankShare:
-        """Copy this rank's part of `state`; each replicated entry is written by one rank.
+    def divide(self, state: Mapping[str, Any], *, finite: Collection[str] = ()) -> RankShare:
+        """Copy this rank's part of `state`; each replicated entry is written by one rank. `finite`: see RankShare.
 
         The next call overwrites the copies: allocating new memory takes several times as long as copying. Collective:
         every rank must call it.
@@ -104,14 +108,18 @@ class Shares:
         if self._world.sum([float(structure != self._structure)])[0]:
             self._exchange(state)
             self._structure = structure
-        ready = self._copy([own_piece(state[piece.name]) for piece in self._plan.pieces])
-        return RankShare(self._copies, {name: host_copy(state[name]) for name in self._plan.values}, ready)
+        pieces = self._plan.pieces
+        ready = self._copy([own_piece(state[piece.name]) for piece in pieces])
+        values = {name: host_copy(state[name]) for name in self._plan.values}
+        checked = {place: piece.name for place, piece in enumerate(pieces) if piece.name in finite}
+        return RankShare(self._copies, values, checked, ready)
 
     def _copy(self, tensors: list[Tensor]) -> Callable[[], object]:
         """Copy tensors to host memory, and return what waits until they are there.
 
         On CUDA the memory is page-locked, and the copies are queued between this step and the next one, whose update may
-        not overtake them: only the device waits for them, and the thread that writes the file.
+        not overtake them: only the device waits for them, and the thread that writes the file. On a stream of their own they
+        would run beside the next forward pass, which changes buffers, and beside whatever a user's code does to the weights.
         """
         fits = [(tensor.shape, tensor.dtype) for tensor in tensors] == [(c.shape, c.dtype) for c in self._copies]
         cuda = self._world.device.type == "cuda"
@@ -215,6 +223,15 @@ def host_copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: host_copy(item) for key, item in value.items()}
     return type(value)(host_copy(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all elements are, and their norm: that of weights above 1e19 is not."""
+    if tensor.itemsize == 1:  # floats of 8 bits have no norm
+        tensor = tensor.float()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return bool(torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.itemsize == 2 else None).isfinite())
 
 
 def as_bytes(tensor: Tensor) -> Any:

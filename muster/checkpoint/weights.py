@@ -64,7 +64,7 @@ def write_weights(path: Path, weights: Mapping[str, Any], *, writes: bool) -> Mu
             if writes and not failure:
                 whole[name] = host_copy(value) if in_memory else _spilled(spill, pieces)
         except (OSError, RuntimeError) as error:
-            failure = storage_error(f"write {spill}:", error if isinstance(error, OSError) else OSError(str(error)))
+            failure = storage_error("write", error if isinstance(error, OSError) else OSError(str(error)), spill)
         for _ in pieces:  # the senders do not know that it failed
             pass
     if writes and not failure:

@@ -19,11 +19,16 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem. fails: True if training cannot work, False if it may be slow or unreliable. remedy: what to do."""
+    """A problem.
+
+    fails: True if training cannot work, False if it may be slow or unreliable. remedy: what to do.
+    host: the host that has the problem, if it is one host's own; empty if it is between hosts, or of the job.
+    """
 
     what: str
     remedy: str
     fails: bool = True
+    host: str = ""
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,13 @@ def wrong(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[str]]:
     return [line for fails, line in lines if fails], [line for fails, line in lines if not fails]
 
 
+def bad_host(results: Sequence[dict[str, Any]]) -> str:
+    """Return the one host of at least two to which every finding that fails belongs; empty if there is none."""
+    hosts = {facts["host"] for result in results for facts in result["ranks"]}
+    bad = {finding["host"] for result in results for finding in result["findings"] if finding["fails"]}
+    return bad.pop() if len(bad) == 1 and len(hosts) > 1 else ""
+
+
 def matrix(results: Sequence[dict[str, Any]]) -> dict[int, dict[int, float]]:
     """Return rank -> rank -> MB/s of the measured links, in both directions."""
     found: dict[int, dict[int, float]] = {}
@@ -99,7 +106,7 @@ def write(results: Sequence[dict[str, Any]], folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise storage_error(f"create {folder}:", error) from error
+        raise storage_error("create", error, folder) from error
     failed = [result["check"] for result in results if any(f["fails"] for f in result["findings"])]
     text = json.dumps(
         {"ok": not failed, "verdict": verdict(results), "failed": failed, "checks": list(results)}, indent=1

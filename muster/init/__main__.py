@@ -70,10 +70,10 @@ def created(path: Path, text: str) -> bool:
         create_file(path, text.encode())
     except FileExistsError as error:
         if not path.parent.is_dir():
-            raise storage_error("write", error) from error
+            raise storage_error("write", error, path) from error
         return False
     except OSError as error:
-        raise storage_error("write", error) from error
+        raise storage_error("write", error, path) from error
     path.chmod(0o755 if text.startswith("#!") else 0o644)
     return True
 
@@ -96,7 +96,7 @@ def compared(path: Path, text: str) -> str:
     try:
         there = path.read_text(errors="replace")
     except OSError as error:
-        raise storage_error("read", error) from error
+        raise storage_error("read", error, path) from error
     lines = difflib.unified_diff(
         there.splitlines(),
         text.splitlines(),

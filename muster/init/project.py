@@ -43,9 +43,18 @@ The job is `{job}`. Run these commands in this folder, with the environment acti
 |---|---|
 | this machine | `torchrun --nproc-per-node=2 --max-restarts=3 {local}` |
 {rows}
+After it: {after}.
 {images}{operator}Slurm, containers and Kubernetes print the torchrun command that they run. `muster init --check` with the same arguments shows what differs from the
 files of an installed version of Muster.
 """
+AFTER = (
+    "`muster report --watch --once {run}`, its page `{run}/report.html`, `muster evaluate {run}`, `muster export {run}`, and\n"
+    '`muster.load("{run}")` in a notebook. `muster --help` lists all keys: metrics and losses of your own, sweeps'
+)
+AFTER_A_JOB = '`muster report --watch --once {run}`, its page `{run}/report.html`, and `muster.load("{run}", into=model)` in a notebook'
+AFTER_A_SCRIPT = "what the script itself has written. Alone on this machine, `NPROC=2 muster launch node {words}` does what a cluster's\nnodes do"
+JOBS_RUN = "runs/my-loop"
+"""The folder that examples/my_loop.py names."""
 BEGINS_ANEW = "run one\nagain to resume: a script that saves nothing begins anew"
 IMAGES = """\
 Images: the first is the kit's, built once from the wheel of Muster that you have installed, or in a clone of Muster by
@@ -185,8 +194,12 @@ def readme(given: Project, substrates: Sequence[str]) -> str:
     words = shlex.join(given.named)
     script = script_of(given.words)
     rows = "".join(ROWS[each].format(words=words) for each in SUBSTRATES if each in substrates)
+    after = AFTER_A_SCRIPT.format(words=words)
+    if given.example:
+        after = AFTER_A_JOB.format(run=JOBS_RUN) if script else AFTER.format(run=f"runs/{given.name}")
     return README.format(
         name=given.name,
+        after=after,
         job=script.name if script else given.example,
         local=shlex.join(script.words) if script else f"-m muster {words}",
         again="run one again to resume" if given.example or not script else BEGINS_ANEW,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from muster.dist.place import has_ended
-from muster.job.lease import RENEW_S, RESTARTS, give_up, newest_claim, show, sign
+from muster.job.lease import RENEW_S, RESTARTS, give_up, newest_claim, remove_last_sign, show, sign
 
 POLL_S = 0.2
 
@@ -30,6 +30,7 @@ def main(given: Sequence[str]) -> None:
             beat, shown = beat + 1, time.monotonic()
             show(folder, sign(token, beat, RESTARTS))
         time.sleep(POLL_S)
+    remove_last_sign(folder)
 
 
 if __name__ == "__main__":

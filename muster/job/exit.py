@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import socket
+import threading
 import time
 import traceback
 import uuid
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from muster import attempts
 from muster.attempts import Attempt
 from muster.errors import (
+    BadHost,
     CrashLoop,
     Held,
     MusterError,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from muster.faults.preemption import Preemption
 
 FIRST_CAUSE_WAIT_S = 1.0  # a failing rank reports at once; a killed rank never does
+WRITE_S = 1.0  # less than a rank that stands still is left (heartbeat.STILL_S)
 SILENCE_S = 0.3  # a killed rank sends no heartbeat either
 OF_A_START = ("token", "idle_attempts", "times_held")
 
@@ -124,7 +127,7 @@ class Exit:
         won, first_said = world.board.claim_failure(record)
         if won and isinstance(error, MusterError):
             tell(error)  # print before a write that may hang
-        kept = self._write(first_said, first=won)
+        kept = self._write_soon(first_said, first=won)
         if won and not isinstance(error, MusterError):
             tell(error, kept)
             agent.tell(_and_where(error, kept))
@@ -197,18 +200,35 @@ class Exit:
 
     def _record(self, error: BaseException, code: int, *, lost: bool) -> dict[str, Any]:
         known = isinstance(error, MusterError)
-        whose = error if isinstance(error, RankLost) and error.rank is not None else None
+        lost_one = (error.rank, error.host) if isinstance(error, RankLost) and error.rank is not None else None
+        origin = error.origin if isinstance(error, MusterError) else None
+        here = (self.world.rank if self.world else 0, socket.gethostname())
+        rank, host = lost_one or origin or here
         return {
             "outcome": error.outcome if isinstance(error, MusterError) else "failed",
             "exit_code": code,
             "step": self.step,
-            "rank": whose.rank if whose else self.world.rank if self.world else 0,
-            "failed_host": whose.host if whose else socket.gethostname(),
-            "error": in_words(error),
+            "rank": rank,
+            "failed_host": host,
+            "error": in_words(error).removeprefix(f"rank {rank}: "),
             "flight_recorder": self.flight_recorder,
+            "bad_host": error.host if isinstance(error, BadHost) else None,
             "traceback": redacted(traceback.format_exc()) if lost or not known or error.__cause__ else None,
             "failure": None if lost or known else _digest(traceback.format_exc()),
         }
+
+    def _write_soon(self, record: dict[str, Any], *, first: bool) -> Path | None:
+        """Write `record` as `_write` does. Where another rank holds the run and writes it too, wait at most `WRITE_S`.
+
+        That rank may stand in a collective until this one's connections are closed, which ends it without its last save.
+        """
+        if self.lease:
+            return self._write(record, first=first)
+        found: list[Path | None] = []
+        writer = threading.Thread(target=lambda: found.append(self._write(record, first=first)), daemon=True)
+        writer.start()
+        writer.join(WRITE_S)
+        return found[0] if found else None
 
     def _write(self, record: dict[str, Any], *, first: bool = False) -> Path | None:
         """Write `record` to outcome.json if this attempt has the run; a refused command leaves the run's record alone.
@@ -245,8 +265,8 @@ class Exit:
 
 
 def _own_code(error: BaseException) -> int:
-    """Return the exit code that a script has chosen by `sys.exit`; 1 for any other error."""
-    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    """Return the exit code that a script has chosen by `sys.exit`; 1 for any other error, and for 0: the run is not done."""
+    return (error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1) or 1
 
 
 def _digest(text: str) -> str:

@@ -13,7 +13,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
 
 from muster.batches.fingerprint import fingerprint
 from muster.batches.generators import kept_generators, key_of, seed_generators
@@ -97,6 +105,17 @@ class LoadedFeed:
         self.loader, self.total_steps, self.device, self.seed = loader, total_steps, device, seed
         self.steps_per_epoch, self.samples_per_epoch = len(loader), 0
         self.facts = {"steps_per_epoch": self.steps_per_epoch, "seed": seed}
+
+    @property
+    def is_whole(self) -> bool:
+        """True if no sampler leaves samples to other ranks, as far as can be seen."""
+        batches = getattr(self.loader, "batch_sampler", None)
+        is_part = isinstance(getattr(self.loader, "dataset", None), Subset)  # perhaps this rank's
+        return (
+            type(batches) is BatchSampler
+            and type(batches.sampler) in (RandomSampler, SequentialSampler, WeightedRandomSampler)
+            and not is_part
+        )
 
     def samples_before(self, step: int) -> int:
         """Return 0: a loader does not say how many samples its batches have."""

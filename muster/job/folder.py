@@ -82,6 +82,11 @@ class RunFolder:
     lease: Lease | None
     owner: Owner | None
 
+    def newest_step(self, options: RunOptions) -> int | None:
+        """Return the step of the run's own newest checkpoint, from which it resumes; None if that is another run's."""
+        is_own = self.saved is not None and self.saved.storage.root == options.checkpoints.root
+        return self.saved.step if self.saved and is_own else None
+
     def may_commit(self) -> bool:
         """Return True if no other attempt has taken over the run. Rank 0 only. Raises Lost if its storage was taken."""
         if self.lease and not self.lease.is_held():
@@ -121,7 +126,7 @@ def claim_folder(
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise storage_error("use output_dir:", error) from error
+            raise storage_error("use output_dir:", error, path) from error
         held.append(Lease(path, own, after=after, on_loss=on_loss, on_request=on_request, stands=stands))
 
     world.on_first(claim)
@@ -221,7 +226,7 @@ def _take_over(
     options.checkpoints.clear()
     furthest = max(saved.step if saved else 0, last_step(path), before.step or 0)
     failures, stops = before.idle(furthest)
-    cause = before.error or before.cause
+    cause = (None if before.outcome == attempts.PREEMPTED else before.error) or before.cause
     now = Attempt(
         outcome=attempts.RUNNING, attempt=world.attempt, token=held.token if held else 0, agents=tuple(world.agents), step=furthest,
         world_size=world.size, asked_for=asked_for(world.place.local_world_size),
@@ -232,7 +237,7 @@ def _take_over(
     if failures > options.max_idle_attempts:
         raise CrashLoop(
             f"{failures} consecutive attempts got no further than step {furthest}, the last one {before.outcome}: "
-            f"{cause or 'killed'}. Fix the cause and run the same command again"
+            f"{before.error or cause or 'killed'}. Fix the cause and run the same command again"
         )
     if stops > options.max_idle_preemptions:
         raise CrashLoop(

@@ -86,13 +86,16 @@ class Job(JobOptions):
             stop = self._stop_of(session)
             session.end_stopped(stop) if stop else session.end_done()
             return None
+        if isinstance(error, SystemExit) and self._session and self._session.save_as_asked():
+            self._session.settle()
         return error
 
     @staticmethod
     def _stop_of(session: Session) -> AgreedStop | None:
         """Return the stop after which the loop has left by itself because of `should_stop`, and save its last step."""
-        if not session.peers.agreement.is_reached:
+        if not session.is_told_to_stop:
             return None
+        session.has_left = True
         try:
             session.stop()
         except AgreedStop as stop:
@@ -231,7 +234,9 @@ class Job(JobOptions):
             session.begin_step()
 
     def save(self) -> None:
-        """Save a checkpoint of this step now, in the background. Collective: every rank must call it.
+        """Save a checkpoint of this step, in the background. Collective: every rank must call it.
+
+        In a loop over `batches`, what the body does after `step` belongs to the step: it is saved once the body has ended.
 
         Raises:
             Diverged: a weight is not finite.
@@ -239,7 +244,7 @@ class Job(JobOptions):
         """
         session = self._between_steps("save()")
         session.tracked.between.refuse("save()")
-        session.save()
+        session.ask_to_save()
 
     def log(self, **values: float | Tensor) -> None:
         """Add numbers to the next `train` record. Those of rank 0 are written.
@@ -283,7 +288,7 @@ class Job(JobOptions):
                 world=session.world,
                 modules=session.tracked.modules.values(),
                 loader=self._loader(num_workers, collate_fn),
-                begin=lambda: session.peers.begin("evaluation", self.steps_done),
+                begin=lambda: session.goes_on("evaluation"),
             )
         if values is None:
             session.stop()
@@ -310,7 +315,8 @@ class Job(JobOptions):
         """
         session = self._between_steps("should_stop")
         session.tracked.between.refuse("should_stop")
-        return not session.peers.begin("step", self.steps_done)
+        session.is_told_to_stop = not session.peers.begin("step", self.steps_done)
+        return session.is_told_to_stop
 
     # What the loop can see
 
@@ -385,6 +391,7 @@ class Job(JobOptions):
 
     def _between_steps(self, what: str) -> Session:
         session = self._opened(what)
+        session.see_left()
         if not (self._portion.begins if self._is_owed else self._portion.ends):
             raise ConfigError(f"{what} came between two micro-batches of a step: call it after step() if job.ends_step")
         return session
@@ -405,7 +412,11 @@ class Job(JobOptions):
             if portion.begins:
                 session.begin_step()
             self._portion, self._is_owed, self._is_weighed = portion, True, False
-            yield portion.batch
+            try:
+                yield portion.batch
+            except GeneratorExit:
+                session.is_closed = True
+                raise
             if self._is_owed:
                 raise ConfigError(
                     f"no step() came for batch {self.steps_done}: call it once for each batch of batches()"

@@ -223,7 +223,7 @@ class Lease:
         try:
             is_held = self.claim.take(after)
         except OSError as error:
-            raise storage_error("use output_dir:", error) from error
+            raise storage_error("use output_dir:", error, folder) from error
         if not is_held:
             raise in_use(folder, newest_claim(folder)[1])
         _remove(folder / ".wanted")
@@ -275,6 +275,7 @@ class Lease:
                 self.on_loss(RankLost(f"another launch has taken over {self.folder}: this one ends"))
                 return
             self.clock.wait(self._ended, RENEW_S)
+        remove_last_sign(self.folder)
 
     def _request(self) -> str:
         """Return which other part of this job asks for the run; empty if none does."""
@@ -308,6 +309,12 @@ def show(folder: Path, text: str) -> None:
             os.replace(draft, folder / ".alive")
         finally:
             draft.unlink(missing_ok=True)
+
+
+def remove_last_sign(folder: Path) -> None:
+    """Remove `.alive` if it was renewed while its claim was given up, and nobody has claimed the folder since."""
+    if not newest_claim(folder)[0]:
+        _remove(folder / ".alive")
 
 
 def give_up(folder: Path, token: int) -> None:

@@ -36,8 +36,9 @@ from muster.job.exit import Exit
 from muster.job.folder import Refusal, RunFolder, RunOptions, claim_folder, keep_folder, note_end, open_folder
 from muster.job.lease import Lease
 from muster.job.survival import Survival, is_of_peer
+from muster.process import is_kept
 
-REPORT_S = 5.0
+REPORT_S = 15.0
 
 
 class State(Enum):
@@ -329,7 +330,7 @@ class Lifecycle:
         self._enter(State.ended)
         self._undo.close()
         if self._world is None:
-            agent.end_restarts(self.exit_code)
+            agent.end_restarts(self.exit_code, process_ends=False)
         elif self._world.size > 1 and not self._together:
             os._exit(self.exit_code)
 
@@ -385,7 +386,7 @@ class Lifecycle:
 
     def _leave(self) -> None:
         """Leave without waiting for ranks that may be gone: destroying a broken process group can block."""
-        agent.end_restarts(self.exit_code)
+        agent.end_restarts(self.exit_code, process_ends=not is_kept())
         sys.stdout.flush()
         sys.stderr.flush()
         if self._world and self._heartbeat:

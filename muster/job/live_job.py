@@ -55,6 +55,8 @@ class LiveJob(HandOver):
         """The attempt's, from the first step on; None once its state is kept, or is not to be."""
         self.has_worked = False
         """True if this process has begun to make steps: what it has outside of the tracked objects may remember them."""
+        self.built: dict[str, Any] | None = None
+        """The options with which the loop has built what it tracks, when this process called it first."""
         self._whole = self._left_to_compare = 0
         self._common: list[tuple[int, int]] = []
         """The buffers as they were when the attempt began, if they were equal on all ranks."""
@@ -63,14 +65,14 @@ class LiveJob(HandOver):
         self._plain: dict[str, Any] = {}
         self._versions: list[tuple[int, int]] = []
         self._noted: list[tuple[int, int]] = []
-        self._has_buffers = self._is_lost = self._is_within = False
+        self._has_buffers = self._is_lost = False
 
     # In an attempt.
 
     def follow(self, session: Session) -> None:
         """Note from now on what only this rank knows. Collective: every rank must call it."""
         self.begin()
-        self._session, self._is_within, self.has_worked = session, False, True
+        self._session, self.has_worked = session, True
         buffers = session.tracked.buffers()
         told = session.world.gather([_why_not(session.tracked), hash_of(look([*buffers.values()]))])
         if why := next((why for why, _ in told if why), ""):
@@ -99,14 +101,10 @@ class LiveJob(HandOver):
                     self._refuse(f"{what} differ between ranks, so no rank has those of another")
         if self._session is None:
             return
-        before, self._is_within = self._versions, False
+        before = self._versions
         self._note()
         if not session.tracked.optimizers and before == self._versions:
             self._refuse("a step has changed no parameter that torch could see: change them in place, and not by .data")
-
-    def begin_body(self) -> None:
-        """Note that a step is counted, and the rest of the loop's body belongs to it."""
-        self._is_within = True
 
     def _note(self) -> None:
         assert self._session
@@ -167,7 +165,7 @@ class LiveJob(HandOver):
         """Return True if the state is that of the end of a step."""
         between, parameters = session.tracked.between, session.tracked.parameters()
         is_changed = self._versions != _versions(parameters) or self._point != _point(parameters)
-        return not (is_changed or self._is_within or between.is_within() or between.gradients())
+        return not (is_changed or session.is_within or between.is_within() or between.gradients())
 
     def _state_of(self, tracked: Tracked) -> dict[str, Any]:
         # Copies: modules may outlive the function, and be built upon again. A body may have changed rates before its sum.

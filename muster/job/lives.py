@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muster.dist import borrowed
-from muster.dist.place import Place
+from muster.dist.place import Place, leave_store
 from muster.dist.rendezvous.meeting import code_hash
-from muster.dist.rendezvous.network import host_store
+from muster.dist.rendezvous.network import store_for_keeper
 from muster.errors import ConfigError
 from muster.faults import agent, output
 from muster.faults.keeper import Life, keep, why_no_fork
@@ -46,8 +46,10 @@ def run(job: Job, function: Callable[[Job], object]) -> None:
     def live(life: Life) -> int:
         return _live(job, function, LiveJob(Survival(life)), preemption)
 
-    store = host_store if Place.from_env().hosts_store else None
-    if code := keep(live, notes, preemption=preemption, most_per_hour=job.max_survivals_per_hour, store=store):
+    store = store_for_keeper()
+    code = keep(live, notes, preemption=preemption, most_per_hour=job.max_survivals_per_hour, store=store)
+    leave_store()  # also for a script that goes on after a failure
+    if code:
         raise SystemExit(code)
     preemption.uninstall()
 

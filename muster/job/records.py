@@ -99,7 +99,11 @@ def report(path: Path) -> None:
     try:
         write_report(path)
     except Exception as error:
-        say(f"muster: no report.html: {one_line(error)[:300]}; `python -m train.report {path}` writes it again")
+        say(f"muster: no report.html: {one_line(error)[:300]}; `muster report {path}` writes it again")
+
+
+NO_RECORD = "it left no record: killed (kill -9, out of memory), or its host was lost"
+"""The cause of a restart after an attempt of which nothing was recorded but its beginning."""
 
 
 def record_start(
@@ -126,7 +130,8 @@ def record_start(
             "restart", step=step, after="killed", cause=f"{who} died, and all ranks went back in their processes"
         )
     elif before.outcome not in ("none", attempts.DONE, attempts.PREEMPTED):
-        records.event("restart", step=step, after=before.outcome, cause=before.error)
+        silent = NO_RECORD if before.outcome == attempts.RUNNING else None
+        records.event("restart", step=step, after=before.outcome, cause=before.error or silent)
     known = {"step": step, "world_size": world.size, "device": str(world.device.type), "attempt": world.attempt}
     if folder.saved is None:
         records.event("start", output_dir=str(folder.path), **known, **facts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ def kept_buffers(buffers: Mapping[str, Tensor], world: World) -> dict[str, Tenso
 
     Collective: every rank must call it.
     """
-    digests = world.gather(_digest(buffers)) if buffers else [""]
+    digests = world.gather(digest_of(buffers.values())) if buffers else [""]
     if len({*digests}) == 1 or world.is_first:
         return dict(buffers)
     return {f"{own_prefix(world.rank)}{name}": buffer for name, buffer in buffers.items()}
@@ -125,8 +125,9 @@ def _is_apart(own: list[float], first: list[float], tolerance: float) -> bool:
     return any(abs(one - other) > tolerance * largest for one, other in zip(own, first, strict=True))
 
 
-def _digest(buffers: Mapping[str, Tensor]) -> str:
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of the values of `tensors`."""
     digest = hashlib.sha256()
-    for buffer in buffers.values():
+    for buffer in tensors:
         digest.update(as_bytes(host_copy(buffer)))
     return digest.hexdigest()

@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from muster import attempts
+from muster.checkpoint.state import is_finite
+from muster.dist.pieces import own_piece
 from muster.dist.world import World
 from muster.errors import MusterError, StorageError, say
 from muster.files import DRAFT
@@ -91,7 +92,7 @@ def last_lines(running: Running) -> list[dict[str, Any]]:
 
 def check_finite(parameters: Iterable[Tensor], step: int) -> None:
     """Raise StorageError if a parameter is not finite at `step`; no communication."""
-    if not all(bool(torch.isfinite(each).all()) for each in parameters):
+    if not all(is_finite(own_piece(each.detach())) for each in parameters):
         raise StorageError(f"weights are not finite at step {step}")
 
 

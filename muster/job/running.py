@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,31 +72,39 @@ class Running:
         """Tell the other ranks' heartbeats that this rank is in `phase` now: some phases may take long."""
         self.peers.heartbeat.enter(phase, self.step)
 
-    def save(self, state: Callable[[], dict[str, Any]], position: dict[str, Any]) -> None:
+    def save(
+        self, state: Callable[[], dict[str, Any]], position: dict[str, Any], *, finite: Collection[str] = ()
+    ) -> None:
         """Start to write a checkpoint of this step. Collective: every rank must call it.
 
-        state: returns the state to save. position: entries of the manifest about the progress.
+        state: returns the state to save. position: entries of the manifest about the progress. finite: names of tensors
+        of the state that must be finite.
 
         Raises:
+            Diverged: a tensor that must be finite was not, in the checkpoint before.
             StorageError: three checkpoints in a row could not be written.
         """
         self.enter("save")
         with self.clock.spending("checkpoint"):
-            self.checkpoints.save(state=state(), position={"step": self.step, **position})
+            self.checkpoints.save(state=state(), position={"step": self.step, **position}, finite=finite)
         self.enter("step")
 
     def flush(self) -> None:
-        """Wait for the checkpoint that is being written. Raises StorageError if it failed."""
+        """Wait for the checkpoint that is being written. Raises StorageError or Diverged if it failed."""
         self.enter("save")
         with self.clock.spending("checkpoint"):
             self.checkpoints.flush()
 
-    def stopped(self) -> Ending:
-        """Wait for the checkpoint of the step at which the ranks have stopped, and return this end. Raises StorageError."""
+    def stopped(self, *, is_saved: bool = True) -> Ending:
+        """Wait for the checkpoint of the step at which the ranks have stopped, and return this end. Raises StorageError.
+
+        is_saved: False if the step is not saved.
+        """
         self.flush()
         self.records.event_once("preempted", step=self.step)
         of = f" of {self.total_steps}" if self.total_steps else ""
-        said = f"stopped at step {self.step}{of} and saved it: run the same command again to resume"
+        how = "and saved it" if is_saved else "and did not save it, as the loop's body had not ended"
+        said = f"stopped at step {self.step}{of} {how}: run the same command again to resume"
         return Ending(self.step, self.total_steps, preempted=said)
 
     def done(self) -> Ending:

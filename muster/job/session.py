@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from muster import attempts
-from muster.batches.fingerprint import DRAWN
+from muster.batches.fingerprint import note_of
 from muster.batches.generators import drawn_from, key_of, seed_generators, state_of_generators
 from muster.checkpoint import manager
+from muster.checkpoint.storage import Saved
 from muster.checkpoint.weights import write_weights
 from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted
 from muster.files import replace_file
+from muster.job import built
 from muster.job.ends import end_alike
 from muster.job.entrance import Entrance
-from muster.job.feed import Feed
+from muster.job.feed import Feed, LoadedFeed
 from muster.job.lifecycle import Ending
 from muster.job.live_job import KEY, seed_step
 from muster.job.options import JobOptions, as_yaml, run_options_of
@@ -29,7 +34,7 @@ from muster.job.rescue import make_up
 from muster.job.running import Running, open_checkpoints
 from muster.job.survival import note_why_not
 from muster.job.totals import Totals
-from muster.job.tracked import Tracked
+from muster.job.tracked import Tracked, Unsaved
 from muster.loggers.metrics import Metrics
 from muster.timing.clock import Clock
 
@@ -37,11 +42,26 @@ BUILD_ALIKE = (
     "build modules in the `with` block, where all ranks have the same seed, or wrap them in DistributedDataParallel "
     "before track()"
 )
-OWN_DRAWS = (
-    "the data set draws from a generator of its own: a resume draws other numbers, as does each rank; draw from the "
-    "global generators of torch, NumPy or Python, which are seeded for each sample"
-)
 STEP_ALIKE = "a checkpoint has the state of one rank: keep it alike on all ranks, or shard the model by fully_shard, and its optimizer with it"
+UNTRACKED = "{name} steps the model and is not tracked: a resume, or the death of a rank, would begin its state anew; name it: track(model=..., optimizer=...)"
+UNSCHEDULED = (
+    "{kind}, the schedule of {name}, is not tracked: a resume, or the death of a rank, would begin it anew, unless your code sets it from job.steps_done; "
+    "name it: track(schedule=...)"
+)
+BODY_S = 10.0
+"""How long an evaluation in a loop's body goes on after the ranks agreed to stop; launchers kill after 30 s."""
+UNSAVED = (
+    "the buffer {name} changes in training and is in no checkpoint, as it was registered with persistent=False: a resume, or the death "
+    "of a rank, would begin it anew; leave persistent=False out, unless each forward pass makes it anew"
+)
+FROZEN = (
+    "{name} was thawed before the checkpoint, which has a group of the optimizer for it, and is frozen here, so it is trained no further: "
+    "thaw it after track() where job.steps_done says that it was"
+)
+WHOLE = (
+    "the loader has no sampler that divides the samples: each of {ranks} ranks goes through all of its data set, in one order; "
+    "give batches() the data set itself, or the loader a DistributedSampler"
+)
 TRAIN_ALIKE = "wrap the model in DistributedDataParallel, or average gradients over the ranks before optimizer.step()"
 
 
@@ -82,17 +102,28 @@ class Session:
         saved = self.folder.saved
         self.reached = Reached(saved.step, int(saved.manifest.get("samples", 0))) if saved else Reached()
         seed_generators(key_of(options.seed, self.world.rank, self.reached.step), on_device=True)
-        self.owes_save = False
+        self.owes_save = self._is_asked_to_save = False
         """True between the end of a step after which a checkpoint is due, and its beginning."""
+        self.is_within = False
+        """True between the count of a step and the end of the loop's body, as the iterator of the batches sees it."""
+        self.is_closed = self.has_left = False
+        """True once that iterator is closed before its end, by `break` or by an error; and once it was by `break`."""
+        self.is_told_to_stop = False
+        """True once the loop has read that it should stop, so that leaving it is not its end."""
+        self._latest = 0.0
+        self._unsaved: dict[str, Unsaved] | None = None
         if (
             self.world.again
         ):  # of a pass that a death has cut short, if the modules outlive the function that trains them
             for parameter in tracked.parameters():
                 parameter.grad = None
+        here, self.loaded_instead = built.options_of(tracked), ""
+        self.built = self._built(here)
         if entrance.handed_on:
             self.reached = Reached(*entrance.handed_on.restore(self))
         elif saved:
             self._refuse("tracked", tracked.names, "track the same names")
+            self._refuse_built(saved, here)
             manager.restore(saved, tracked, self.totals)
         else:
             check_replicas(tracked.named, self.world, tolerance=0.0, what="the parameter", remedy=BUILD_ALIKE)
@@ -115,8 +146,11 @@ class Session:
     @property
     def is_left(self) -> bool:
         """True if the loop has left these batches before their end, in an earlier attempt that is done."""
-        before, here = self.folder.before, (self.reached.step, self.total_steps)
-        return before.outcome == attempts.DONE and (before.step, before.total_steps) == here
+        before, saved, here = self.folder.before, self.folder.saved, (self.reached.step, self.total_steps)
+        if before.outcome == attempts.DONE and (before.step, before.total_steps) == here:
+            return True  # also by the record alone: the step may have been saved before the loop was left
+        manifest = saved.manifest if saved else {}  # the record may be of a command that was refused since
+        return bool(manifest.get("left")) and (manifest["step"], manifest.get("total_steps")) == here
 
     @property
     def epoch(self) -> int:
@@ -153,20 +187,49 @@ class Session:
             deaths = kept.deaths(self.world) if kept and self.world.again else ()
             known = {"step": self.reached.step, "total_steps": self.total_steps, "deaths": deaths, **known}
             record_start(records, self.folder, self.world, **known)
-            if str(facts.get("fingerprint")).endswith(DRAWN):
-                records.event("note", text=OWN_DRAWS)
+            if text := note_of(facts.get("fingerprint", "")):
+                records.event("note", text=text)
+            if self.world.size > 1 and isinstance(feed, LoadedFeed) and feed.is_whole:
+                records.event("note", text=WHOLE.format(ranks=self.world.size))
+            if self.loaded_instead:
+                records.event("note", text=self.loaded_instead)
             make_up(running, self.folder)
             if why := self.entrance.why_no_survival:
                 note_why_not(records, why, key=KEY)
         self.is_open = True
+        if self.world.is_first:  # which writes the records
+            self._see_optimizers(records)
         running.start()
         if self.entrance.handed_on:
             self.entrance.handed_on.go_on(self)
         if self.entrance.kept:
             self.entrance.kept.follow(self)
 
+    def _see_optimizers(self, records: Metrics) -> None:
+        """Note an optimizer that steps parameters of tracked modules, or its schedule, that is not tracked: a resume begins it anew."""
+        seen, trained = set[int](), {id(each) for each in self.tracked.parameters()}
+
+        def look(optimizer: Optimizer, *_: Any) -> None:
+            if id(optimizer) in seen:
+                return
+            seen.add(id(optimizer))
+            stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            if trained & stepped and not self.tracked.saves(optimizer):
+                records.event("note", text=UNTRACKED.format(name=type(optimizer).__name__))
+            for each in self.tracked.untracked_schedules(optimizer) if trained & stepped else ():
+                text = UNSCHEDULED.format(kind=type(each).__name__, name=type(optimizer).__name__)
+                records.event("note", text=text)
+
+        handle = register_optimizer_step_post_hook(look)
+        self.entrance.life.on_end(handle.remove, failed=handle.remove, parted=handle.remove)
+
     def _run(self, records: Metrics, facts: dict[str, Any]) -> Running:
-        saved = {"tracked": self.tracked.names, "batches": facts, "total_steps": self.total_steps}
+        saved = {
+            "tracked": self.tracked.names,
+            "built": self.built,
+            "batches": facts,
+            "total_steps": self.total_steps,
+        }
         options, keep = run_options_of(self.options), self.options.keep
         return Running(
             peers=self.peers,
@@ -188,7 +251,7 @@ class Session:
     def _newest_step(self) -> int | None:
         if self.entrance.handed_on:
             return self.entrance.handed_on.newest_step
-        return self.folder.saved.step if self.folder.saved else None
+        return self.folder.newest_step(run_options_of(self.options))
 
     def note(self, values: Mapping[str, Any], *, weight: int) -> None:
         """Add means over `weight` samples of this rank to those of the next record."""
@@ -198,8 +261,7 @@ class Session:
     def advance(self, *, samples: int) -> None:
         """Count a step of `samples` samples of all ranks, and log if it is time to. Collective: every rank must call it."""
         self.tracked.between.count()
-        if self.entrance.kept:
-            self.entrance.kept.begin_body()
+        self.is_within = True
         self.reached.step += 1
         self.reached.samples += samples
         self.running.records.advance(self.reached.step)
@@ -212,9 +274,15 @@ class Session:
 
     def end_step(self) -> None:
         """Save at the interval, after the body of the loop has ended. Collective: every rank must call it."""
-        self.owes_save = self.reached.step % self.options.save_every == 0 and not self.is_over
+        is_due = self.reached.step % self.options.save_every == 0 and not self.is_over
+        self.owes_save, self._is_asked_to_save = is_due or self._is_asked_to_save, False
+        if self._unsaved is None and self.world.is_first:  # a first forward pass may have made them
+            self._unsaved = self.tracked.unsaved()
+            if name := self.tracked.frozen_again():
+                self.running.records.event("note", text=FROZEN.format(name=name))
         if self.entrance.kept:
             self.entrance.kept.end_step(self)
+        self.is_within = False
         if self.owes_save:  # after the last step it is done at the end
             self.save()
             self.owes_save = False
@@ -239,6 +307,35 @@ class Session:
         known |= {"grad_norm": means.pop("grad_norm", None), "samples": self.reached.samples}
         self.running.log([], lambda _: {**known, "more": means})
 
+    @property
+    def _owes_body(self) -> bool:
+        """Whether the rest of the loop's body is still to come, and belongs to the last step."""
+        return self.is_within and not self.has_left
+
+    def ask_to_save(self) -> None:
+        """Save this step: now, or once the loop's body has ended. Collective: every rank must call it."""
+        if self._owes_body:  # a resume would go on with the next batch, and never do the rest of the body
+            self._is_asked_to_save = True
+        else:
+            self.save()
+
+    def see_left(self) -> None:
+        """Take notice that the loop was left by `break`, and so its last body has ended. Collective.
+
+        An error closes the iterator, too; but then nothing more is asked of the job.
+        """
+        if not self.is_closed:
+            return
+        self.has_left = True
+        self.save_as_asked()
+
+    def save_as_asked(self) -> bool:
+        """Make the save that the loop has asked for in a body that it then left; return False if there is none. Collective."""
+        is_asked, self._is_asked_to_save = self._is_asked_to_save, False
+        if is_asked:
+            self.save()
+        return is_asked
+
     def save(self) -> None:
         """Start to write a checkpoint of this step. Collective: every rank must call it. Raises Diverged, StorageError."""
         if not self.tracked.is_finite():
@@ -248,15 +345,37 @@ class Session:
             self._has_compared, state = True, self.tracked.of_optimizers()
             check_replicas(state, self.world, tolerance=TOLERANCE, what="the optimizer's", remedy=STEP_ALIKE)
         self.running.save(lambda: {**self.tracked.state(), **self.totals.state()}, self.position())
+        self._see_unsaved()
+
+    def _see_unsaved(self) -> None:
+        """Note a buffer that training changes and no checkpoint has, once."""
+        if self._unsaved and (changed := self.tracked.changed(self._unsaved)):
+            self._unsaved = {}
+            self.running.records.event("note", text=UNSAVED.format(name=changed))
 
     def position(self) -> dict[str, Any]:
         """Return the entries of a checkpoint's manifest about the progress."""
-        return {"epoch": self.epoch, "samples": self.reached.samples}
+        left = {"left": True} if self.has_left and not (self.is_told_to_stop or self.is_over) else {}
+        return {"epoch": self.epoch, "samples": self.reached.samples, **left}
+
+    def goes_on(self, phase: str) -> bool:
+        """Enter a phase of the body; return False if the ranks agreed to stop, and it is not to be finished. Collective.
+
+        The body of a step that is counted has a few seconds to end, after which the step can be saved.
+        """
+        if self.peers.begin(phase, self.reached.step):
+            return True
+        self._latest = self._latest or time.monotonic() + BODY_S
+        return self._owes_body and self.world.lowest(time.monotonic() > self._latest) is None
 
     def stop(self) -> NoReturn:
-        """Save the step at which all ranks have stopped. Collective: every rank must call it. Raises AgreedStop."""
-        self.save()
-        raise AgreedStop(self.running.stopped())
+        """Save the step at which all ranks have stopped. Collective: every rank must call it. Raises AgreedStop.
+
+        A step whose body has not ended is not saved: the resumed run repeats it from the checkpoint before.
+        """
+        if not self._owes_body:
+            self.save()
+        raise AgreedStop(self.running.stopped(is_saved=not self._owes_body))
 
     def end_stopped(self, stop: AgreedStop) -> None:
         """Record the end of an attempt that has stopped. Collective: every rank must call it."""
@@ -270,6 +389,7 @@ class Session:
         if saved and step == saved.step and self.folder.before.outcome == attempts.DONE:
             running.records.event("done", step=step, note="finished already")
             return self.entrance.life.end(running.ending(), report=False)
+        self.has_left = True
         self.save()
         ending = running.done()
         self.peers.heartbeat.enter("finish", step)
@@ -309,6 +429,34 @@ class Session:
         for name, value in facts.items():
             remedy = "restore the data" if name == "fingerprint" else f"give batches() the {name} of before"
             self._refuse(name, value, remedy, within="batches")
+
+    def _built(self, here: dict[str, Any]) -> dict[str, Any]:
+        """Return the options with which the run has begun; empty if they are not known. here: those of this attempt."""
+        if self.folder.saved:
+            return self.folder.saved.manifest.get("built") or {}
+        kept = self.entrance.kept
+        if kept is None:
+            return here
+        kept.built = kept.built or here
+        return kept.built
+
+    def _refuse_built(self, saved: Saved, here: dict[str, Any]) -> None:
+        """Raise ConfigError for an optimizer or a schedule built otherwise than before; at another world size, note it."""
+        changed, failure = next(built.differences(self.built, here), None), None
+        if changed and self.world.is_first and not self.world.again:
+            name, before, now = changed
+            text = (
+                f"{saved.path} was written with {name}={before}, and this is {name}={now}, in place of which the "
+                "checkpoint's is loaded"
+            )
+            if saved.manifest["world_size"] == self.world.size:
+                later = (
+                    "" if built.is_scheduled(self.tracked) else ", and set another one after track(), in every attempt"
+                )
+                failure = ConfigError(f"{text}: build it as before{later}; or use another folder")
+            else:  # perhaps it follows from the number of ranks
+                self.loaded_instead = text
+        self.world.together(failure)
 
     def _refuse_draws(self) -> None:
         """Raise if the script has drawn random numbers since `track`, which a resumed attempt would draw otherwise."""

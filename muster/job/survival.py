@@ -29,6 +29,7 @@ from muster.dist.births import Births
 from muster.dist.board import Board
 from muster.dist.client import Connections
 from muster.dist.place import Place
+from muster.dist.rendezvous import port
 from muster.dist.rendezvous.meeting import Birth
 from muster.dist.rendezvous.network import connect
 from muster.errors import RankLost
@@ -171,13 +172,18 @@ def why_no_survival() -> str:
     """Return why a rank of this process's launch cannot be born again; empty if it can."""
     if sys.platform != "linux":
         return "it needs Linux"
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return "ranks are not started by torchrun"
+    return why_no_child() if "TORCHELASTIC_RUN_ID" in os.environ else "ranks are not started by torchrun"
+
+
+def why_no_child() -> str:
+    """Return why no child of this process can be a rank; empty if one can."""
+    if sys.platform != "linux":
+        return "it needs Linux"
     try:
         os.close(handle_of(os.getpid()))
     except OSError as error:  # Linux before 5.3, or a container that forbids it
         return f"the system has no pidfd_open ({error.strerror})"
-    return ""
+    return "" if port.hold() else "MASTER_PORT is in use by another process"
 
 
 def note_why_not(records: Metrics, why: str, *, key: str = "dist.survive=true") -> None:

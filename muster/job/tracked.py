@@ -8,26 +8,30 @@ any other object is one value: stored once if it is equal on all ranks, else by 
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils import _pytree as pytree
 
 from muster.batches.fingerprint import hash_of, look
 from muster.checkpoint.optimizer_state import empty_state, keep_types
-from muster.checkpoint.state import host_copy
+from muster.checkpoint.state import host_copy, is_finite
 from muster.checkpoint.trained import SavedTensor, own_prefix
-from muster.dist.pieces import in_pieces
+from muster.dist.pieces import in_pieces, own_piece
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.job.between import Between
-from muster.job.replicas import kept_buffers, names_of_buffers
+from muster.job.replicas import digest_of, kept_buffers, names_of_buffers
 
 GROUPS = "groups"
 GRADIENTS = "gradients"
@@ -35,6 +39,19 @@ ZEROED = "zeroed"
 COMPILED = "OptimizedModule"  # torch.compile's; its own module takes seconds to import
 RESERVED = ("loop", "callbacks", GRADIENTS, ZEROED)
 """Names that checkpoints have for other entries."""
+ELSEWHERE = (Tensor, nn.Module, LRScheduler, str, bytes, type, FunctionType, ModuleType)
+"""Kinds of objects in which no optimizer is looked for. A scheduler's state dict leaves its optimizer out."""
+MOST_SEEN = 10_000
+"""Objects that are looked at in search of an optimizer."""
+
+
+@dataclass(frozen=True)
+class Unsaved:
+    """A buffer in no checkpoint: its address, its version and a digest of its values."""
+
+    address: int
+    version: int
+    digest: str
 
 
 class Tracked:
@@ -66,6 +83,7 @@ class Tracked:
         for name, other in self.others.items():
             _check_plain(name, other.state_dict())
         self._saved_buffers = {*self._buffers()}
+        self._added: list[str] = []
 
     @property
     def names(self) -> list[str]:
@@ -91,9 +109,51 @@ class Tracked:
         """Return the parameters of all modules."""
         return [parameter for module in self.modules.values() for parameter in module.parameters()]
 
+    def saves(self, optimizer: Optimizer) -> bool:
+        """Return whether the state of `optimizer`, which has made a step, is saved: by itself or by an object that holds it.
+
+        A wrapper's `state_dict()` has the tensors of what it wraps; that of an object which only reads it, as a schedule
+        does, has not. If there is no tensor in the state, as for plain SGD, holding it is enough.
+        """
+        if any(each is optimizer for each in self.optimizers.values()):
+            return True
+        own = {id(leaf) for leaf in pytree.tree_leaves([*optimizer.state.values()]) if isinstance(leaf, Tensor)}
+        if not own:
+            return any(
+                _holds(each, lambda part: part is optimizer)
+                for each in (*self.optimizers.values(), *self.others.values())
+            )
+        extra = [value for value in self._of_modules().values() if not isinstance(value, Tensor)]
+        states = [[*each.state.values()] for each in self.optimizers.values()]
+        saved = pytree.tree_leaves([*extra, *states, *(each.state_dict() for each in self.others.values())])
+        return own <= {id(leaf) for leaf in saved}
+
+    def untracked_schedules(self, optimizer: Optimizer) -> list[LRScheduler]:
+        """Return the learning rate schedulers of `optimizer` that are not tracked, by themselves or in an object that is.
+
+        They are found among all objects of the process, which takes a tenth of a second.
+        """
+
+        saved: list[LRScheduler] = []
+
+        def note(part: object) -> bool:
+            if isinstance(part, LRScheduler):
+                saved.append(part)
+            return False
+
+        for each in self.others.values():
+            _holds(each, note)
+        for schedule in saved:  # which grows
+            saved += getattr(schedule, "_schedulers", [])  # of ChainedScheduler and SequentialLR
+        kept = {*map(id, saved)}
+        found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler) and id(each) not in kept]
+        chained = (each for each in found if isinstance(each, ChainedScheduler))  # has no state but that of its parts
+        kept |= {id(each) for each in chained if kept.issuperset(map(id, each._schedulers))}
+        return [each for each in found if getattr(each, "optimizer", None) is optimizer and id(each) not in kept]
+
     def is_finite(self) -> bool:
         """Return True if all parameters are finite on all ranks. Collective: every rank must call it."""
-        own = all(bool(_local(each.detach()).isfinite().all()) for each in self.parameters())
+        own = all(is_finite(own_piece(each.detach())) for each in self.parameters())
         return self.world.lowest(not own) is None
 
     def state(self) -> dict[str, Any]:
@@ -134,6 +194,32 @@ class Tracked:
             for inner, buffer in module.named_buffers(remove_duplicate=False)
             if f"{name}/{inner}" in self._saved_buffers
         }
+
+    def unsaved(self) -> dict[str, Unsaved]:
+        """Return the buffers that the modules do not save (`persistent=False`), as they are now, by name."""
+        return {
+            f"{name}/{inner}": Unsaved(buffer.data_ptr(), buffer._version, digest_of([buffer]))
+            for name, inner, buffer in self._unsaved_buffers()
+        }
+
+    def changed(self, before: Mapping[str, Unsaved]) -> str:
+        """Return the first of the buffers `before`, from `unsaved`, whose values are others now; empty if none has."""
+        for name, inner, buffer in self._unsaved_buffers():
+            known = before.get(f"{name}/{inner}")
+            is_same = known is None or (known.address, known.version) == (buffer.data_ptr(), buffer._version)
+            if known and not is_same and digest_of([buffer]) != known.digest:
+                return f"{name}/{inner}"
+        return ""
+
+    def _unsaved_buffers(self) -> Iterator[tuple[str, str, Tensor]]:
+        for name, module in self.modules.items():
+            for inner, buffer in module.named_buffers():
+                if f"{name}/{inner}" not in self._saved_buffers and not in_pieces(buffer):
+                    yield name, inner, buffer
+
+    def frozen_again(self) -> str:
+        """Return the first parameter of a group that a checkpoint has added which is not trained here; empty if all are."""
+        return next((name for name in self._added if not self.named[name].requires_grad), "")
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the modules' parameters and buffers by name."""
@@ -283,6 +369,7 @@ class Tracked:
         """Add the last groups that the saved state has beyond those of a loop that adds some in its course."""
         for group in saved[len(optimizer.param_groups) :]:
             optimizer.add_param_group({**group, "params": [self.named[name] for name in group["params"]]})
+            self._added += group["params"]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -318,6 +405,12 @@ def _refuse(name: str, thing: Any) -> None:
             f"track({name}=...) is of type {type(thing).__name__}, which has no state_dict() and load_state_dict(): "
             "give a module, an optimizer, or another object with both"
         )
+    if isinstance(thing, Optimizer) and (more := sorted(thing.state_dict().keys() - {"state", "param_groups"})):
+        raise ConfigError(
+            f"track({name}=...) is of type {type(thing).__name__}, an optimizer whose state_dict() also has {more[0]}, and here "
+            "an optimizer's state is stored by parameter: track the optimizer that it wraps, or an object of yours whose "
+            "state_dict() and load_state_dict() call its own"
+        )
     if isinstance(thing, nn.Module) and any(map(is_lazy, [*thing.parameters(), *thing.buffers()])):
         raise ConfigError(
             f"track({name}=...) has parameters without a shape yet: put one batch through it before track()"
@@ -348,9 +441,25 @@ def _shape(value: Any) -> list[int] | None:
     return list(value.shape) if isinstance(value, Tensor) else None
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if in_pieces(tensor) else tensor
-
-
 def _digest(state: Any) -> str:
     return hash_of([pytree.tree_structure(state), *look(state)])
+
+
+def _holds(whole: object, is_it: Callable[[object], bool]) -> bool:
+    """Return whether `is_it` is true of `whole`, or of something in its attributes, or in containers there."""
+    seen, left = set[int](), [whole]
+    while left and len(seen) < MOST_SEEN:
+        each = left.pop()
+        if is_it(each):
+            return True
+        if id(each) in seen or isinstance(each, ELSEWHERE):
+            continue
+        seen.add(id(each))
+        if isinstance(each, Mapping):
+            left += each.values()
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            left += each
+        else:
+            slots = (name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ()))
+            left += [*getattr(each, "__dict__", {}).values(), *(getattr(each, name, None) for name in slots)]
+    return False

@@ -130,11 +130,8 @@ def describe(record: dict[str, Any], total_steps: int) -> str:
     if record["kind"] == "eval":
         values = "  ".join(f"{name} {value:.4f}" for name, value in fields.items() if name not in ("step", "epoch"))
         return f"step {fields['step']}  test: {values}"
-    if fields["event"] == "restart" and fields.get("after") == "running" and not fields.get("cause"):
-        fields |= {
-            "after": "killed",
-            "cause": "it left no record: killed (kill -9, out of memory), or its host was lost",
-        }
+    if fields["event"] == "restart" and fields.get("after") == "running":
+        fields["after"] = "killed"
     if fields["event"] == "survived":
         facts = {"host": "?", "cause": "?", "seconds": 0.0, "rank": "?", "step": "?"} | fields
         often = fields.get("deaths_on_host", 0)

@@ -77,7 +77,7 @@ class Jsonl(Logger):
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise storage_error("write", error) from error
+            raise storage_error("write", error, path) from error
         self._unwritten, self._warned = b"", False
 
     def log(self, record: dict[str, Any]) -> None:

@@ -12,21 +12,23 @@ from muster.loggers import jsonl
 from muster.origin import located
 from muster.report.history import History
 from muster.report.page import NAME, write_page
-from muster.report.results import runs_in
+from muster.report.results import RECORDS, runs_in
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Return 0, 2 if a folder is not a run's, or 5 if the page cannot be written."""
     parser = argparse.ArgumentParser(prog="muster report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a folder of such folders")
-    parser.add_argument("--output", type=Path, help="file to write (default for one run: report.html in its folder)")
+    parser.add_argument(
+        "--output", type=Path, help="file to write (default: report.html, in the folder if one is given, else here)"
+    )
     parser.add_argument(
         "--watch", action="store_true", help="show the status of the runs in the terminal until they end"
     )
     parser.add_argument("--once", action="store_true", help="with --watch: show the status once")
     given = parser.parse_args(arguments)
     folders = [folder for run in given.runs for folder in runs_in(run) or [run]]
-    nothing = [str(folder) for folder in folders if not (folder / jsonl.NAME).exists()]
+    nothing = [str(folder) for folder in folders if not any((folder / name).exists() for name in RECORDS)]
     if given.watch:
         from muster.report.watch import watch
 
@@ -34,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     if nothing:
         say(f"muster: {nothing[0]} is not a run's folder: it has no {jsonl.NAME}; give output_dir, such as runs/NAME")
         return 2
-    path = given.output or (folders[0] if len(folders) == 1 else Path()) / NAME
+    path = given.output or (given.runs[0] if len(given.runs) == 1 else Path()) / NAME
     try:
         print(write_page([History.of(folder) for folder in folders], path))
     except MusterError as error:

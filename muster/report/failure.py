@@ -29,20 +29,23 @@ def command(history: History) -> str:
     return str(facts["command"]) if facts.get("resumes") else ""
 
 
+def resumes(history: History) -> str:
+    """Return from where the same command resumes the run, with a colon if `command` is known."""
+    saves = history.of_event("checkpoint")
+    point = f"the checkpoint of step {saves[-1]['step']}" if saves else "the beginning: there is no checkpoint"
+    return f"The same command resumes the run from {point}{': ' if command(history) else '.'}"
+
+
 def shown(history: History) -> list[str]:
     """Return the HTML of the failure: the first cause, where it happened, what resumes the run, and the traceback."""
     if not has_failed(history):
         return []
-    saves = history.of_event("checkpoint")
-    point = (
-        f"from the checkpoint of step {saves[-1]['step']}" if saves else "from the beginning: there is no checkpoint"
-    )
     again = command(history)
     trace = history.outcome.get("traceback")
     return [
         f'<p class="cause">{escape(str(history.outcome.get("error") or "no cause is recorded"))}</p>',
         f"<p>{escape(where(history))}, exit code {escape(str(history.outcome.get('exit_code', '?')))}. "
-        f"The same command resumes the run {escape(point)}{':' if again else '.'}</p>",
+        f"{escape(resumes(history))}</p>",
         f'<pre class="command">{escape(again)}</pre>' if again else "",
         f"<details><summary>Traceback</summary><pre>{escape(str(trace))}</pre></details>" if trace else "",
     ]

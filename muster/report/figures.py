@@ -43,8 +43,9 @@ def curves(histories: Sequence[History]) -> list[Figure]:
 
 
 def _is_constant(figure: Figure) -> bool:
-    """Return True if all runs have one value: a figure of several runs is there for what differs."""
-    return len({value for trace in figure["data"] for value in trace["y"]}) == 1
+    """Return True if all runs have one value, or each has one rate: a figure of several runs is there for what differs."""
+    each = [{*trace["y"]} for trace in figure["data"]]
+    return len(set().union(*each)) == 1 or (figure["title"] == WORDS["lr"] and all(len(values) == 1 for values in each))
 
 
 def _curve(histories: Sequence[History], name: str) -> Figure:
@@ -62,7 +63,7 @@ def _curve(histories: Sequence[History], name: str) -> Figure:
                     "x": [line["step"] for line in points],
                     "y": [line[name] for line in points],
                     "times": [_rounded(history.time_of(line["step"])) for line in points],
-                    "name": label, "legendgroup": history.name, "mode": "lines+markers" if dot else "lines",
+                    "name": label, "legendgroup": history.name, "mode": "lines+markers" if dot or not points[1:] else "lines",
                     "line": {"width": 2 if dot else 1.2, "color": colour if several else RUNS[dot], "dash": "dot" if dot and several else "solid"},
                     "marker": {"size": 5}, "noisy": kind == "train" and name != "lr",
                     "hovertemplate": f"%{{y:.5~g}} at %{{x}}<extra>{label}</extra>",
@@ -90,6 +91,8 @@ def marks(history: History) -> list[dict[str, Any]]:
     for line in history.events:
         step, what = line.get("step"), None
         if line["event"] == "resume":
+            if line not in history.begins:
+                continue
             grown = size not in (None, line.get("world_size"))
             what = f"resumed on {line['world_size']} ranks" if grown else "resumed"
         elif line["event"] == "preempted":
@@ -176,6 +179,7 @@ def parallel(histories: Sequence[History]) -> Figure | None:
 
     None with fewer than three runs or two axes.
     """
+    histories = [history for history in histories if history.config]  # others failed before they began
     if len(histories) < 3:
         return None
     axes = []

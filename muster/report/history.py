@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +13,12 @@ from typing import Any
 import yaml
 
 from muster import attempts
-from muster.checkpoint.records import lower_is_better
 from muster.flat import flatten
 from muster.loggers import jsonl
 from muster.plan import Plan
 from muster.redact import redacted_all
+from muster.report import results
+from muster.report.results import Result
 from muster.timing import record as timing
 
 Line = dict[str, Any]
@@ -92,8 +92,29 @@ class History:
 
     @cached_property
     def begins(self) -> list[Line]:
-        """The `start` or `resume` event of each attempt that reached training."""
-        return [line for line in self.events if line["event"] in ("start", "resume")]
+        """The `start` or `resume` event of each attempt that reached training, except those that found the run finished."""
+        return [line for line in self._all_begins if line.get("attempt") not in self._idle]
+
+    @property
+    def _all_begins(self) -> list[Line]:
+        return self.of_event("start", "resume")
+
+    @cached_property
+    def _idle(self) -> set[str]:
+        """The attempts that found the run finished."""
+        found, last = set[str](), None
+        for number, line in enumerate(self.of_event("start", "resume", "done")):
+            if line["event"] != "done":
+                last = line.get("attempt")
+            elif "note" in line and last and number > 1:
+                found.add(last)
+        return found
+
+    @property
+    def logs(self) -> list[Path]:
+        """The files to which the output of the attempts went, without repetition, as far as they were known."""
+        found = (stretch.facts.get("environment", {}).get("log") for stretch in self.stretches)
+        return [Path(log) for log in dict.fromkeys(found) if log]
 
     def of_event(self, *names: str) -> list[Line]:
         """Return the events with these names."""
@@ -134,11 +155,10 @@ class History:
                 continue
             rest = self.timings[at + 1 :]
             own = rest[: next((n for n, other in enumerate(rest) if other["kind"] == "attempt"), len(rest))]
+            if line.get("attempt") in self._idle:
+                continue
             windows = [other for other in own if other["kind"] == "window"]
             end = next((other for other in own if other["kind"] == "end"), None)
-            idle = not windows and end is not None and end["step"] == line["step"]
-            if found and idle and line["step"] == found[-1].last_step == self.total_steps:
-                continue
             ended = own[-1]["time"] if own else line["time"]
             found.append(Stretch(line["began"], line["time"], ended, line["step"], line, windows, end))
         return found
@@ -174,14 +194,15 @@ class History:
         return spent
 
     def _is_survival(self, stretch: Stretch) -> bool:
-        """True if `stretch` is no attempt of its own: rank 0 was born again, and its process goes on with the times."""
-        return stretch.trained in self._rebirths
+        """True if `stretch` is no attempt of its own: a rank was born again, and the run goes on with the state that is alive."""
+        has_begun = any(line.get("attempt") == stretch.facts.get("attempt") for line in self._all_begins)
+        return stretch.trained in self._rebirths and not has_begun
 
     @cached_property
     def _rebirths(self) -> set[float]:
-        """When the processes began to write that were born in the place of rank 0."""
+        """When the times began that were last begun before a death was noted: in rank 0's place, or anew, as by a Job."""
         began = [stretch.trained for stretch in self.stretches]
-        times = [line["time"] for line in self.deaths if line.get("rank") == 0]
+        times = [line["time"] for line in self.deaths if "time" in line]
         return {began[bisect(began, then) - 1] for then in times if began and then >= began[0]}
 
     @cached_property
@@ -278,37 +299,25 @@ def _config(path: Path) -> Line:
     return found if isinstance(found, dict) else {}
 
 
-def measure(histories: Sequence[History]) -> str:
-    """Return the metric by which runs are compared: that of `checkpoint.best` if all name one, else `loss`."""
-    named = {(history.config.get("checkpoint") or {}).get("best") for history in histories}
-    return str(named.pop()) if len(named) == 1 and named != {None} else "loss"
-
-
-def known(history: History, metric: str) -> bool:
-    """Return True if the run's last evaluation has a finite value of `metric`."""
-    value = history.last_values.get(metric)
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
 def ranked(histories: Sequence[History]) -> list[History]:
-    """Return the runs, the best last value of `measure` first; runs without one come last, in the given order."""
-    metric = measure(histories)
-    sign = 1 if lower_is_better(metric) else -1
-    return sorted(
-        histories,
-        key=lambda history: sign * history.last_values[metric] if known(history, metric) else math.inf,
-    )
+    """Return the runs in the order of their results, the best one first (results.py)."""
+    of = {id(result := Result.of(history.folder, history.lines)): (history, result) for history in histories}
+    return [of[id(each)][0] for each in results.ranked([result for _, result in of.values()])]
 
 
 UNTOLD = ("name", "output_dir")
 
 
 def differing(histories: list[History]) -> dict[str, list[Any]]:
-    """Return config key -> value of each run, for keys whose values differ, except names, folders and `log.`."""
+    """Return config key -> value of each run, for keys whose values differ, except names, folders and `log.`.
+
+    A run that failed before it had a config has no values, and differs in none.
+    """
     flats = [flatten(history.config) for history in histories]
     names = dict.fromkeys(name for each in flats for name in each if name not in UNTOLD and not name.startswith("log."))
     found = {name: [each.get(name) for each in flats] for name in names}
-    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+    known = [number for number, each in enumerate(flats) if each]
+    return {name: values for name, values in found.items() if any(values[n] != values[known[0]] for n in known)}
 
 
 def _plan(size: int, config: Mapping[str, Any]) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -23,7 +24,8 @@ from muster.files import replace_file
 from muster.loggers.console import several
 from muster.report import failure, figures
 from muster.report.figures import Figure, duration
-from muster.report.history import History, differing, known, measure, ranked
+from muster.report.history import History, differing, ranked
+from muster.report.results import Result, metric_of
 
 NAME = "report.html"
 LAST = 200
@@ -40,7 +42,7 @@ def write_page(histories: Sequence[History], path: Path) -> Path:
     page = Page()
     if len(histories) == 1:
         title = f"Run {histories[0].name}"
-        body = one(histories[0], page, links(histories[0].folder, path.parent))
+        body = one(histories[0], page, links(histories[0], path.parent))
     else:
         title = f"{len(histories)} runs"
         body = compared(ranked(histories), page, path.parent)
@@ -75,10 +77,11 @@ FILES = (
 )
 
 
-def links(folder: Path, start: Path) -> str:
-    """Return the HTML of links to a run's files, relative to the page's folder `start`."""
-    there = [name for name in FILES if (folder / name).exists()]
-    return f'<p class="dim">{" · ".join(_link(folder / name, start, name) for name in there)}</p>'
+def links(history: History, start: Path) -> str:
+    """Return the HTML of links to a run's files and its attempts' logs, relative to the page's folder `start`."""
+    there = [_link(history.folder / name, start, name) for name in FILES if (history.folder / name).exists()]
+    there += [_link(log, start, log.name) for log in history.logs if log.is_file()]
+    return f'<p class="dim">{" · ".join(there)}</p>'
 
 
 def _link(path: Path, start: Path, words: str) -> str:
@@ -212,27 +215,37 @@ def _class(history: History) -> str:
 
 def compared(histories: Sequence[History], page: Page, start: Path) -> list[str]:
     """Return the body of a page about several runs, the best of which comes first. `start`: the page's folder."""
-    differs, key = differing(list(histories)), measure(histories)
-    values = list(dict.fromkeys(name for history in histories for name in history.last_values))
+    differs, found = differing(list(histories)), [Result.of(history.folder, history.lines) for history in histories]
+    key = metric_of(found)
+    values = list(dict.fromkeys(name for result in found for name in result.values))
     head = ("run", "", *differs, "step", *values, "samples/s", "duration", "goodput")
     rows = [
         (
             _named(history, start),
-            escape(history.state),
-            *(escape(str(column[number])) for column in differs.values()),
+            escape(history.state.replace("_", " ")),
+            *(escape(str(column[number])) if history.config else "" for column in differs.values()),
             f"{history.step:,}",
-            *(f"{history.last_values[name]:.4g}" if known(history, name) else "" for name in values),
+            *(
+                f"{found[number].value(name):.4g}" if math.isfinite(found[number].value(name)) else ""
+                for name in values
+            ),
             _speed(history),
             duration(history.seconds),
             _percent(history.goodput),
         )
         for number, history in enumerate(histories)
     ]
-    is_known = bool(key) and known(histories[0], key)
+    is_known = math.isfinite(found[0].value(key))
+    which = f"best {key} {'that checkpoint.best kept' if found[0].metric == key else 'of a last evaluation'}"
     return [
         f"<h1>{len(histories)} runs</h1>",
-        f'<p class="dim">The best {escape(key)} of a last evaluation comes first.</p>' if is_known else "",
+        f'<p class="dim">The {escape(which)} comes first.</p>' if is_known else "",
         _table(head, rows, best=is_known, escaped=True),
+        *(
+            f"<p><b>{escape(history.name)}</b>: {escape(str(history.outcome.get('error')))}</p>"
+            for history in histories
+            if failure.has_failed(history)
+        ),
         page.plots([figures.parallel(histories)]),
         CURVES,
         page.plots(figures.curves(histories)),
@@ -270,7 +283,7 @@ def _environment(history: History) -> dict[str, Any]:
     facts = history.stretches[-1].facts if history.stretches else {}
     begin = history.begins[-1] if history.begins else {}
     known = {"hosts": ", ".join(facts.get("hosts", ())), "device": begin.get("device"), **facts.get("environment", {})}
-    return {name: value for name, value in known.items() if value and name != "resumes"}
+    return {name: value for name, value in known.items() if value and name not in ("resumes", "log")}
 
 
 def _best(history: History) -> dict[str, Any]:

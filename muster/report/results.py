@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muster.checkpoint.records import is_better, read_best
+from muster import attempts
+from muster.attempts import Attempt
+from muster.checkpoint.records import direction, read_best
 from muster.errors import ConfigError
 from muster.loggers.jsonl import NAME, read
 
 COORDINATES = ("kind", "step", "epoch")
 OF_A_RUN = (NAME, "config.yaml", "model.pt", "checkpoints")
 """Files of which a run's folder has at least one."""
+RECORDS = (NAME, attempts.OUTCOME)
+"""Files of a run that was claimed, of which one that failed before it began has the second alone."""
 DEFAULT_METRICS = ("loss", "train loss")
 """Metrics that runs without `checkpoint.best` are compared by: the first that one of them has."""
+
+UNENDED, FAILED = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,29 +32,40 @@ class Result:
 
     step, values: of the evaluation that `checkpoint.best` chose, else of the last one; without evaluations, of the last
         `train` line, as `train loss`.
-    metric: the metric of `checkpoint.best`; empty without it.
+    metric, mode: the metric of `checkpoint.best`, and `min` or `max`; empty without it.
+    standing: 0 if the run is done, or nothing says how it ended; 1 if it has not come to its end; 2 if it has failed.
     """
 
     folder: Path
     step: int | None = None
     values: dict[str, Any] = field(default_factory=dict)
     metric: str = ""
+    mode: str = ""
+    standing: int = 0
 
     @classmethod
-    def of(cls, folder: Path) -> Result:
-        """Read the result of the run in `folder`. A run that has measured nothing has no values."""
-        lines, best = read(folder / NAME), read_best(folder)
+    def of(cls, folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> Result:
+        """Read the result of the run in `folder`. A run that has measured nothing has no values.
+
+        lines: those of its metrics.jsonl, if they were read already.
+        """
+        lines, best = read(folder / NAME) if lines is None else lines, read_best(folder)
+        standing = _standing(attempts.last(folder).outcome)
         evaluations = [line for line in lines if line["kind"] == "eval"]
         if best:
             at_best = [line for line in evaluations if line["step"] == best.step]
             values = {**_values(at_best[-1] if at_best else {}), best.metric: best.value}
-            return cls(folder=folder, step=best.step, values=values, metric=best.metric)
+            return cls(
+                folder=folder, step=best.step, values=values, metric=best.metric, mode=best.mode, standing=standing
+            )
         if evaluations:
-            return cls(folder=folder, step=evaluations[-1]["step"], values=_values(evaluations[-1]))
+            return cls(folder=folder, step=evaluations[-1]["step"], values=_values(evaluations[-1]), standing=standing)
         losses = [line for line in lines if line["kind"] == "train"]
         if losses:
-            return cls(folder=folder, step=losses[-1]["step"], values={"train loss": losses[-1]["loss"]})
-        return cls(folder=folder)
+            return cls(
+                folder=folder, step=losses[-1]["step"], values={"train loss": losses[-1]["loss"]}, standing=standing
+            )
+        return cls(folder=folder, standing=standing)
 
     def value(self, metric: str) -> float:
         """Return the value of `metric`; NaN if the run has none."""
@@ -57,25 +75,35 @@ class Result:
 
 def metric_of(results: Sequence[Result]) -> str:
     """Return the metric to compare runs by: that of `checkpoint.best` if all use the same one, else the loss."""
-    chosen = {each.metric for each in results if each.values}
+    chosen = {each.metric for each in results if each.values and each.standing < FAILED} or {
+        each.metric for each in results if each.values
+    }
     if len(chosen) == 1 and (metric := chosen.pop()):
         return metric
     return next((name for name in DEFAULT_METRICS if any(name in each.values for each in results)), "")
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:
-    """Return the results with the best first; those without a finite value come last, in their order."""
+    """Return the results with the best first, those that are equal by the numbers in their folders' names.
+
+    A run that has not come to its end, or has failed, is behind all that have; one without a finite value comes last.
+    """
     metric = metric_of(results)
-    sign = 1 if is_better(metric, 0.0, 1.0) else -1
-    values = {id(each): each.value(metric) for each in results}
-    return sorted(results, key=lambda each: (not math.isfinite(values[id(each)]), sign * _finite(values[id(each)])))
+    modes = {each.mode for each in results if each.metric == metric and each.mode} or {direction(metric)}
+    sign = 1 if modes == {"min"} else -1
+
+    def place(each: Result) -> tuple[Any, ...]:
+        value = each.value(metric)
+        return not math.isfinite(value), each.standing, sign * _finite(value), _by_numbers(each.folder)
+
+    return sorted(results, key=place)
 
 
 def runs_in(folder: Path) -> list[Path]:
     """Return the folder itself if it is a run's, else the run folders in it, sorted by name."""
     if (folder / NAME).exists():
         return [folder]
-    return sorted(path.parent for path in folder.glob(f"*/{NAME}"))
+    return sorted({path.parent for name in RECORDS for path in folder.glob(f"*/{name}")})
 
 
 def best_in(folder: Path) -> tuple[Result, str] | None:
@@ -90,10 +118,27 @@ def best_in(folder: Path) -> tuple[Result, str] | None:
     results = [Result.of(run) for run in runs]
     metric, best = metric_of(results), ranked(results)[0]
     value = best.value(metric)
+    if not metric and (names := sorted({name for each in results for name in each.values})):
+        raise ConfigError(
+            f"{folder} holds {len(runs)} runs, which measure {', '.join(names)} and no loss: run the sweep with "
+            f"checkpoint.best={names[0]}, or give one of its runs"
+        )
     if not math.isfinite(value):
         raise ConfigError(f"{folder} holds {len(runs)} runs, and none has a finite loss or metric: give one of them")
     by = f"the best by {metric} ({value:.4g} at step {best.step})"
     return best, f"muster: {folder} holds {len(runs)} runs: taking {best.folder}, {by}"
+
+
+def _standing(outcome: str) -> int:
+    if outcome in (attempts.RUNNING, attempts.PREEMPTED):
+        return UNENDED
+    return 0 if outcome in (attempts.DONE, Attempt().outcome) else FAILED
+
+
+def _by_numbers(folder: Path) -> list[tuple[int, str]]:
+    """Return what sorts seed-2 before seed-10."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", folder.name)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def _values(line: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from muster.report.results import Result, metric_of, ranked
+from muster.errors import ConfigError, Held
+from muster.report.results import FAILED, Result, metric_of, ranked
 
 
 class SweptJob(NamedTuple):
@@ -28,13 +29,12 @@ def print_table(jobs: Sequence[SweptJob]) -> None:
     A row has the values of the job's best evaluation if `checkpoint.best` is set, else of its last one, else its last
     loss. Jobs are compared by `checkpoint.best`, else by the loss.
     """
-    results = {id(job): Result.of(Path(job.folder)) if job.folder else Result(folder=Path()) for job in jobs}
+    results = {id(job): _result(job) for job in jobs}
     order = [id(result) for result in ranked([*results.values()])]
     rows = sorted(jobs, key=lambda job: order.index(id(results[id(job)])))
     metric = metric_of([*results.values()])
-    best = next((job for job in rows if not job.exit_code), None)
-    if best and not math.isfinite(results[id(best)].value(metric)):
-        best = None
+    first = results[id(rows[0])]
+    best = rows[0] if not first.standing and math.isfinite(first.value(metric)) else None
     columns = _columns(rows, [results[id(job)] for job in rows], metric)
     if best:
         columns[""] = ["best" if job is best else "" for job in rows]
@@ -54,6 +54,13 @@ def print_table(jobs: Sequence[SweptJob]) -> None:
         found = results[id(best)]
         value = f"{metric} {found.value(metric):.4g} at step {found.step}"
         console.print(f"best: {best.folder} ({value})", markup=False, highlight=False)
+
+
+def _result(job: SweptJob) -> Result:
+    """Return the job's own result: a job that was refused has none, whatever run its folder holds."""
+    if not job.folder or job.exit_code in (ConfigError.exit_code, Held.exit_code):
+        return Result(folder=Path(job.folder or ""), standing=FAILED)
+    return Result.of(Path(job.folder))
 
 
 def _columns(jobs: Sequence[SweptJob], results: Sequence[Result], metric: str) -> dict[str, list[str]]:

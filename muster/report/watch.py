@@ -18,7 +18,7 @@ from muster.faults import output
 from muster.loggers.console import OF_A_STEP, describe, several, speeds
 from muster.loggers.jsonl import NAME
 from muster.origin import located
-from muster.report.failure import has_failed, where
+from muster.report.failure import command, has_failed, resumes, where
 from muster.report.figures import duration
 from muster.report.history import History
 from muster.timing import record as timing
@@ -40,8 +40,9 @@ def watch(folders: Sequence[Path], *, once: bool = False) -> int:
     try:
         with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
             while True:
+                is_over = all(map(_is_done, folders))  # looked at first: the last view shows the end
                 live.update(Group(*(_surely_shown(folder, console.width) for folder in folders)), refresh=True)
-                if not output.has_reader() or all(map(_is_done, folders)):
+                if is_over or not output.has_reader():
                     return 0
                 time.sleep(EVERY_S)
     except KeyboardInterrupt:
@@ -60,18 +61,22 @@ def _surely_shown(folder: Path, width: int) -> Group:
 
 
 def shown(folder: Path, width: int, *, now: float | None = None) -> Group:
-    """Return up to three lines about one run: progress, loss and speed, and the last event or error."""
+    """Return lines about one run: progress, loss and speed, and the last event, or the error and what resumes the run."""
     if not (folder / NAME).exists():
-        return Group(Text.assemble((str(folder), "bold"), "  has not started: no metrics.jsonl yet"))
+        last = attempts.last(folder)
+        state = f"{last.outcome.replace('_', ' ')}: {last.error}" if last.error else f"no {NAME} yet"
+        return Group(Text.assemble((str(folder), "bold"), f"  has not started: {state}"))
     history = History.of(folder)
     now = time.time() if now is None else now
     lines: list[RenderableType] = [_how_far(history, now), _how_well(history, width)]
     told = history.events[-1] if history.events else None
     if told:
         ago = f"{duration(max(0.0, now - told['time']))} ago: " if "time" in told else ""
-        said = f"{where(history)}: {history.outcome.get('error')}" if has_failed(history) else None
-        line = Text(f"  {ago}{describe(told, 0)}", style="dim", no_wrap=True, overflow="ellipsis")
-        lines.append(Text(f"  {said}", style="red", no_wrap=True, overflow="ellipsis") if said else line)
+        if has_failed(history):
+            lines.append(Text(f"  {where(history)}: {history.outcome.get('error')}", style="red"))
+            lines.append(Text(f"  {resumes(history)}{command(history)}", style="dim"))
+        else:
+            lines.append(Text(f"  {ago}{describe(told, 0)}", style="dim", no_wrap=True, overflow="ellipsis"))
     return Group(*lines)
 
 

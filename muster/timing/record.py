@@ -16,6 +16,7 @@ import platform
 import re
 import resource
 import shlex
+import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -154,13 +155,14 @@ def began() -> float:
 
 
 def environment() -> dict[str, Any]:
-    """Return command, whether it resumes the run, versions, processor, GPU and threads of this process."""
+    """Return command, whether it resumes the run, log file, versions, processor, GPU and threads of this process."""
     import torch  # here, so that readers of timing.jsonl do not import it
 
     on_cuda = torch.cuda.is_available()
     return {
         "command": shlex.join(map(redacted, command_line() or sys.argv)),
         "resumes": bool(command_line()),
+        "log": log_file(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_cuda else None,
@@ -169,6 +171,19 @@ def environment() -> dict[str, Any]:
         "system": platform.platform(),
         "threads": torch.get_num_threads(),
     }
+
+
+def log_file() -> str | None:
+    """Return the file that the job's output goes to: `$MUSTER_LOG`, as a batch script sets it, or this process's own.
+
+    None if the output goes elsewhere, as to a terminal.
+    """
+    if named := os.environ.get("MUSTER_LOG"):
+        return named
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(os.fstat(1).st_mode):
+            return os.readlink("/proc/self/fd/1")
+    return None
 
 
 def peak_memory_mb() -> dict[str, int]:

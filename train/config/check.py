@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from muster.errors import ConfigError
+from muster.train.config.explain import unknown_key
 from muster.train.config.keys import GROUPS, SEVERAL, Config, keys
 from muster.train.config.marks import not_finite, out_of_range
 from muster.train.config.options import options
@@ -24,9 +26,14 @@ def check(composed: DictConfig) -> Config:
     """Convert Hydra's composed config to dataclasses and parts, and validate it.
 
     Raises:
-        ConfigError: a value is out of range, or a part does not accept its values.
+        ConfigError: a key is unknown, a value is out of range, or a part does not accept its values.
         OmegaConfBaseException: a value is missing or of the wrong type.
     """
+    plain = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(plain, dict)
+    if added := next(_added(plain, Config()), None):  # by +key, or by a YAML file: nothing would read it
+        own = f"; values of your own are +own.{added}=..., and YAML and overrides read them as ${{own.{added}}}"
+        raise ConfigError(f"{unknown_key(added)}{'' if '.' in added else own}")
     unchosen = [group for group in GROUPS if not isinstance(OmegaConf.select(composed, group), DictConfig)]
     if unchosen:
         valid = ", ".join(options(unchosen[0]))
@@ -81,3 +88,13 @@ def _devices(given: Any) -> list[int] | None:
     if len(set(devices)) != len(devices):
         raise ConfigError(f"gpus={devices} names a device twice: give each local rank one of its own")
     return devices
+
+
+def _added(given: Mapping[Any, Any], known: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the full names of keys in `given` that the kit's own groups, the dataclass `known` and those in it, do not have."""
+    names = {field.name for field in fields(known)}
+    for name, value in given.items():
+        if name not in names:
+            yield f"{prefix}{name}"
+        elif is_dataclass(getattr(known, name)) and isinstance(value, Mapping):
+            yield from _added(value, getattr(known, name), f"{prefix}{name}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -35,11 +36,20 @@ def arranged(words: Sequence[str]) -> list[str]:
         raise wrong
     if any(not text.strip() for text in overrides):
         raise ConfigError("one of the overrides is empty: leave it out, or write key=value")
+    if drawn := next((each for each in readable(overrides) if _is_shuffled(each)), None):
+        raise ConfigError(
+            f"{drawn.input_line}: each of several ranks would draw an order of its own; write the values in order"
+        )
     line = [*overrides, *options]
     parser = get_args_parser()
     parser.error = _refuse
     parser.parse_args(line)
     return line
+
+
+def _is_shuffled(override: Override) -> bool:
+    """Whether a sweep's order is drawn anew by each process, of which there are several."""
+    return os.environ.get("WORLD_SIZE", "1") != "1" and bool(getattr(override.value(), "shuffle", False))
 
 
 def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:

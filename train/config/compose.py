@@ -215,10 +215,10 @@ def _swept_values(swept: set[str]) -> dict[str, str]:
 
 def _own_folder(config: Config, swept: set[str]) -> Config:
     """Give each job of a sweep, which is a run, its own folder, named after the swept values."""
-    job = HydraConfig.get()
-    if swept & {"name", "output_dir"}:  # the swept values already set the folder
+    job, others = HydraConfig.get(), swept - {"name", "output_dir"}
+    if swept and not others:  # the swept values already set the folder
         return config
-    given = [text for text in _task() if parsed([text])[0].key_or_group in swept]
+    given = [text for text in _task() if parsed([text])[0].key_or_group in others]
     name = folder_of(given) or str(job.job.num)
     storage = config.checkpoint.storage
     checkpoint = replace(config.checkpoint, storage=storage and f"{storage.rstrip('/')}/{name}")

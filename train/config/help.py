@@ -20,6 +20,8 @@ HEAD = """\
 torchrun --nproc-per-node=N -m train [overrides]     train on N processes
 python -m train [overrides]                          train in this process
 python -m train -m optimizer.lr=0.1,0.01             sweep: one run per value, each in its own folder
+muster [overrides], torchrun ... -m muster           the same, also outside of a clone of the kit
+muster TOOL --help                                   init, launch, doctor, evaluate, load, export, report, collectives
 """
 
 
@@ -41,7 +43,7 @@ def _wrapped(name: str, meaning: str) -> str:
     """Return the lines of one key: its name, and its meaning in the second column."""
     indent = " " * 28
     lines = textwrap.wrap(meaning, WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)
-    return f"  {name:<26}" + f"\n{indent}".join(lines)
+    return f"  {name:<25} " + f"\n{indent}".join(lines)
 
 
 def _quoted(meaning: str) -> str:

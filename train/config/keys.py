@@ -20,6 +20,8 @@ Precision = Enum("Precision", ["fp32", "bf16", "fp16"])
 Backend = Enum("Backend", ["auto", "gloo", "nccl"])
 Device = Enum("Device", ["auto", "cpu", "cuda"])
 Progress = Enum("Progress", ["auto", "bar", "plain", "none"])
+BestMode = Enum("BestMode", ["auto", "min", "max"])
+Hierarchical = Enum("Hierarchical", ["never", "auto", "always"])
 NonFinite = Enum("NonFinite", ["stop", "skip"])
 BadSample = Enum("BadSample", ["stop", "skip"])
 
@@ -82,6 +84,12 @@ class Dist:
     shared_memory: bool = key(
         True, "all-reduce in shared memory if all ranks are on the CPUs of one host; otherwise use gloo", FREE
     )
+    hierarchical: Hierarchical = key(
+        Hierarchical.never,
+        "with `virtual_world_size` on several hosts: `always`: the ranks of a host add up first, so that less goes over the "
+        "network; `auto`: if each host has 4 ranks and the network is 10 times slower than memory; same bits",
+        FREE,
+    )
     survive: bool = key(
         True,
         "under torchrun on CPUs with `strategy=ddp`: a rank that dies by a signal is born again in place, and no step is repeated",
@@ -125,6 +133,11 @@ class Checkpoint:
     best: str | None = key(
         None,
         "name of an evaluation metric, such as `accuracy`: also keep the checkpoint with its best value; `best.json` names it",
+        FREE,
+    )
+    best_mode: BestMode = key(
+        BestMode.auto,
+        "`min` if less of `best` is better, `max` if more is; `auto`: as the metric or its name says (`loss`, `mae`, `accuracy`)",
         FREE,
     )
     accept_changes: bool = key(False, "resume even if the config or the data differ from the checkpoint's", FREE)
@@ -202,7 +215,9 @@ class Config:
     )
     grad_clip: float | None = key(None, "maximum L2 norm of the global gradient; `null`: no clipping", Gt(0))
     on_nonfinite: NonFinite = key(
-        NonFinite.stop, "`stop`: end the run if the loss or the gradient is not finite; `skip`: skip the step", FREE
+        NonFinite.stop,
+        "`stop`: end the run if the loss or the gradient is not finite, at the next log line, evaluation or save; `skip`: skip the step",
+        FREE,
     )
     max_skipped_steps: int = key(10, "maximum number of consecutive skipped steps", Ge(1), FREE)
     max_idle_attempts: int = key(

@@ -9,9 +9,10 @@ import torch
 
 from muster.checkpoint.backends.base import name
 from muster.checkpoint.download import local_copy
+from muster.checkpoint.records import read_best
 from muster.checkpoint.weights import read_weights
 from muster.dist.world import World
-from muster.errors import MusterError, StorageError, say
+from muster.errors import ConfigError, MusterError, StorageError, say
 from muster.report.results import best_in
 from muster.train.config.keys import Config
 
@@ -44,5 +45,13 @@ def _chosen(source: str, *, says: bool) -> str:
     best, line = found
     if says:
         say(line)
-    checkpoint = best.folder / "checkpoints" / name(best.step or 0)
-    return str(checkpoint if best.metric and checkpoint.is_dir() else best.folder)
+    if not best.metric:
+        return str(best.folder)
+    noted = read_best(best.folder)
+    places = [best.folder / "checkpoints" / name(best.step or 0), *([Path(noted.path)] if noted and noted.path else [])]
+    if found_at := next((place for place in places if place.is_dir()), None):
+        return str(found_at)
+    raise ConfigError(
+        f"init_from={source}: the best checkpoint, of step {best.step}, is not in {places[0].parent}: give the path of a "
+        "checkpoint, or of a run's model.pt"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 from torch import nn
 
 from muster.batches.stream import Stream
-from muster.errors import MusterError
+from muster.errors import ConfigError, MusterError
 from muster.files import replace_file
+from muster.origin import defined
 from muster.train.config.differences import to_dict
 from muster.train.config.keys import Config
 from muster.train.config.parts import Part, build, locate, signature
@@ -72,11 +74,21 @@ class ModelRecord:
 
 
 def filled_in(part: Part, data: Data) -> dict[str, Any]:
-    """Return the values of the data set that the model's constructor takes and the config does not set."""
-    wanted = signature(locate(part)).keys() - part.values.keys()
+    """Return the values of the data set that the model's constructor takes and the config does not set.
+
+    Raises:
+        ConfigError: the constructor needs a number of classes, which the data set does not have.
+    """
+    parameters = signature(locate(part))
+    wanted = parameters.keys() - part.values.keys()
     found: dict[str, Any] = {}
     if "num_classes" in wanted and data.num_classes:
         found["num_classes"] = data.num_classes
+    elif "num_classes" in wanted and parameters["num_classes"].default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"model: {part.target} needs num_classes, which the data set {type(data.train).__name__}{defined(data.train)} does "
+            "not have: write self.num_classes = ... there, or +model.num_classes=..."
+        )
     if "input_shape" in wanted:  # reading `data.input_shape` may load a sample
         found["input_shape"] = data.input_shape
     return found

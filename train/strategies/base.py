@@ -25,7 +25,7 @@ from muster.checkpoint.trained import SavedTensor
 from muster.dist.layout import DATA, Layout
 from muster.dist.world import World
 from muster.errors import ConfigError
-from muster.train.config.keys import Config, Device, NonFinite, Precision
+from muster.train.config.keys import Config, Device, Hierarchical, NonFinite, Precision
 from muster.train.objectives.measure import Measures
 from muster.train.strategies.honours import honoured
 
@@ -113,7 +113,10 @@ class Strategy(ABC):
         Raises:
             ConfigError: the strategy does not keep the parameters equal across ranks after every step.
         """
-        raise ConfigError(f"strategy={type(self).__name__}: it does not give callbacks access to its parameters")
+        raise ConfigError(
+            f"strategy={type(self).__name__}: it does not give callbacks access to its parameters, which its ranks do not hold "
+            "alike after every step: leave out callbacks that read them, such as ema, or train with ddp, zero or fsdp"
+        )
 
     @property
     @abstractmethod
@@ -146,9 +149,16 @@ class Strategy(ABC):
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
         """Metrics of one micro-batch, summed over its samples, for the model as it would be saved. Collective."""
 
+    def has_diverged(self) -> bool:
+        """True if an update was left out, or not finite, that no `StepResult` tells of; the same on every rank. Collective."""
+        return False
+
     @abstractmethod
-    def is_finite(self) -> bool:
-        """True if all parameters are finite, the same on every rank. Synchronizes with the device. Collective."""
+    def finite(self) -> Collection[str]:
+        """Names of entries of `state`, such as those of parameters, that must be finite for a checkpoint to be committed.
+
+        They are compared in the copy that is written, beside training, which does not wait for it.
+        """
 
     @abstractmethod
     def sync_parameters(self) -> None:
@@ -191,6 +201,11 @@ class Strategy(ABC):
 def check_slices(config: Config, strategy: Strategy, world_size: int) -> None:
     """Raise ConfigError if a step cannot be computed as on `virtual_world_size` ranks."""
     if not (slices := config.virtual_world_size):
+        if config.dist.hierarchical is Hierarchical.always:
+            raise ConfigError(
+                "dist.hierarchical=always is of virtual_world_size alone: other sums are gloo's ring, which crosses the "
+                "network once per host; leave it out"
+            )
         return
     said = f"virtual_world_size={slices}"
     if "virtual_world_size" not in honoured(type(strategy)):

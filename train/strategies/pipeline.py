@@ -7,7 +7,7 @@ Language Model Training on GPU Clusters Using Megatron-LM", 2021 (interleaved).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils import _pytree as pytree
 
+from muster.batches.generators import kept_generators
 from muster.batches.loader import Batch
 from muster.checkpoint.trained import SavedTensor
 from muster.dist.layout import DATA, Layout
@@ -380,6 +381,9 @@ class Flow:
 class Autocast(nn.Module):
     """Runs a stage's forward under the run's autocast; its backward runs outside, as autocast requires.
 
+    torch 2.11 runs a stage once more in the first step of each process, for the shapes of its outputs: without gradients,
+    but as in training. That leaves generators and buffers as they were, or the step would differ after a resume.
+
     Args:
         stage: the stage to run.
         autocast: returns the context manager for the run's precision.
@@ -391,8 +395,17 @@ class Autocast(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """Run the stage under autocast."""
-        with self.autocast():
+        is_for_shapes = self.stage.training and not torch.is_grad_enabled()
+        with self.autocast(), self._untouched() if is_for_shapes else contextlib.nullcontext():
             return self.stage(*inputs)
+
+    @contextlib.contextmanager
+    def _untouched(self) -> Iterator[None]:
+        before = [(buffer, buffer.detach().clone()) for buffer in self.stage.buffers()]
+        with kept_generators(on_device=True):
+            yield
+        for buffer, value in before:
+            buffer.copy_(value)
 
 
 def _names(state: Mapping[str, Any], stages: Stages, rank: int, ranks: int) -> set[str]:

@@ -47,6 +47,8 @@ def recipe(
     objective = build_objective(config.objective, device=world.device)
     if isinstance(objective, nn.Module):
         begin_alike(objective)
+    elif config.compile and hasattr(objective, "compile_loss"):
+        objective.compile_loss()
 
     def new_optimizer(named: Iterable[Named], **options: Any) -> torch.optim.Optimizer:
         based = partial(adapt, schedule, total_steps=total_steps)

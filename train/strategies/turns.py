@@ -69,7 +69,7 @@ class Turns(Stepping):
         self.seed(step)
         inner = self.optimizer_step
         inner.set_training(True)
-        measured: dict[str, Tensor] = {}
+        measured, skipped = dict[str, Tensor](), False
         count = sum(batch.count for batch in batches)
         for part, parameters in self._turns.items():
             inner.optimizer.zero_grad()
@@ -77,11 +77,11 @@ class Turns(Stepping):
                 share = self._backward(part, batches)
                 self._reduce(parameters)
             norm = inner.norm()
-            inner.update(step, norm)
+            skipped |= inner.update(step, norm)
             if inner.recipe.train_metrics and count:
                 measured[f"{part}_loss"] = share.double() * batches[0].total
         inner.buffers.forget()
-        return StepResult(share, norm, metrics=measured)
+        return StepResult(share, norm, skipped, measured)
 
     def _backward(self, part: str, batches: list[Batch]) -> Tensor:
         """Accumulate the gradient of the global batch's mean loss of `part`; return this rank's share of it, []."""

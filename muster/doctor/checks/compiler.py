@@ -39,7 +39,7 @@ class Compiler(Check):
         return found
 
     def summary(self, ranks: Sequence[Facts]) -> str:
-        return ", ".join(sorted({facts["compiler"] for facts in ranks if facts["compiler"]})) or "not used on CPUs"
+        return ", ".join(sorted({facts["compiler"] for facts in ranks if facts["compiler"]})) or "not checked on CPUs"
 
 
 def find() -> str | None:

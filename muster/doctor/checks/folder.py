@@ -41,6 +41,7 @@ class OutputFolder(Check):
                 Finding(
                     f"{where}: {first['at']} cannot be written to on {', '.join(locked)}",
                     "give a folder that this user may write to",
+                    host=locked[0] if len(locked) == 1 else "",
                 )
             )
         elif unseen := by_value(ranks, "seen").get(False):
@@ -48,6 +49,7 @@ class OutputFolder(Check):
                 Finding(
                     f"{where} is not the folder that rank 0 writes to on {', '.join(unseen)}",
                     "give one that all nodes share: checkpoints would lack those nodes' files",
+                    host=unseen[0] if len(unseen) == 1 and len({facts["host"] for facts in ranks}) > 2 else "",
                 )
             )
         if first["free"] < LEAST_FREE_GB:

@@ -62,11 +62,16 @@ class Gpus(Check):
             if facts["free"] < FREE:
                 said = f"{where}: {facts['free']:.0%} of {facts['gib']:.0f} GiB of GPU memory are free"
                 found.append(
-                    Finding(said, "end the other process there: nvidia-smi names it", fails=facts["free"] < FREE / 4)
+                    Finding(
+                        said,
+                        "end the other process there: nvidia-smi names it",
+                        fails=facts["free"] < FREE / 4,
+                        host=facts["host"],
+                    )
                 )
             if facts.get("ecc"):
                 said = f"{where}: {facts['ecc']} uncorrected memory errors since the driver was loaded ({facts['gpu']})"
-                found.append(Finding(said, "drain the node and reset or replace the GPU"))
+                found.append(Finding(said, "drain the node and reset or replace the GPU", host=facts["host"]))
             if facts.get("slowed") or (facts.get("celsius") or 0) > HOT:
                 said = f"{where}: the GPU slows itself down at {facts.get('celsius')} °C ({facts['gpu']})"
                 found.append(Finding(said, "look at cooling and power of that node", fails=False))

@@ -41,6 +41,7 @@ class Memory(Check):
                     Finding(
                         f"{host}: {facts['free']:.1f} GiB of memory are free for {number} ranks",
                         "a rank takes about 1 GiB before any model",
+                        host=facts["host"],
                     )
                 )
             if facts["workers"] and facts["shared"] < LEAST_SHARED * number:
@@ -48,6 +49,7 @@ class Memory(Check):
                     Finding(
                         f"{host}: {facts['shared']:.2f} GiB of /dev/shm are free, which loader workers need for batches",
                         "docker --shm-size=8g, a Kubernetes emptyDir with medium: Memory, or loader.num_workers=0",
+                        host=facts["host"],
                     )
                 )
             if facts["files"] < LEAST_FILES:

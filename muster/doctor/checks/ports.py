@@ -39,6 +39,7 @@ class Ports(Check):
                         said,
                         "widen net.ipv4.ip_local_port_range, or end what holds them",
                         fails=facts["free"] < len(ranks),
+                        host=facts["host"],
                     )
                 )
         each = by_value(hosts, "range")

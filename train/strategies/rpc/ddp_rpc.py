@@ -246,13 +246,13 @@ class DdpRpc(Served):
             self.stand_in.forget()
         return self._train(step, batches)
 
-    def is_finite(self) -> bool:
-        """Return False if the server has skipped a non-finite gradient of an asynchronous update. Collective.
+    def has_diverged(self) -> bool:
+        """Return True if the server has skipped a non-finite gradient of an asynchronous update. Collective.
 
         Only the server knows about skipped asynchronous updates.
         """
         left_out = self.table is not None and self.table.left_out > 0
-        return not self.asynchronous or not self.world.broadcast(left_out, source=SERVER)
+        return self.asynchronous and self.world.broadcast(left_out, source=SERVER)
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Tensors to read the `saved` ones into, for the part of the model on this rank. Collective."""

@@ -127,15 +127,15 @@ class ParameterServer(Served):
         self.sync_parameters()
         return super().evaluate(batch)
 
-    def is_finite(self) -> bool:
-        """Return False if the server has skipped a non-finite gradient of an asynchronous update. Collective.
+    def has_diverged(self) -> bool:
+        """Return True if the server has skipped a non-finite gradient of an asynchronous update. Collective.
 
-        A synchronous step reports a skipped gradient in its StepResult, so the result is True there.
+        A synchronous step reports a skipped gradient in its StepResult, so the result is False there.
         """
         if self.server:
             self.sync_parameters()
         left_out = self.server is not None and self.server.left_out > 0
-        return self._is_synchronous or not self.world.broadcast(left_out, source=SERVER)
+        return not self._is_synchronous and self.world.broadcast(left_out, source=SERVER)
 
     def sync_parameters(self) -> None:
         """Wait for all gradients of the step on the server, then pull its parameters on the trainers."""

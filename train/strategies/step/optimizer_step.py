@@ -300,7 +300,7 @@ class OptimizerStep:
     def set_training(self, mode: bool) -> None:
         """Set training or evaluation mode on the model, and on the objective if it is a module."""
         for root in (self.model, self._objective):
-            if root is not None and any(each.training is not mode or _has_own_train(each) for each in root.modules()):
+            if root is not None and _needs_mode(root, mode):
                 root.train(mode)
 
     def see_parameters(self) -> None:
@@ -329,7 +329,7 @@ class OptimizerStep:
         synchronizes anyway). Any other non-finite value shows in the parameters, which are checked before they are
         saved.
         """
-        return (self.leaves_out or not norm.is_cuda) and not bool(torch.isfinite(norm))
+        return (self.leaves_out or self.world.device.type != "cuda") and not bool(torch.isfinite(norm))
 
     def _set_lr(self, step: int) -> None:
         self._follow_schedule(step)
@@ -391,9 +391,12 @@ class Stepping(Strategy):
         """The model's parameters by name, as this rank holds them."""
         return dict(self.optimizer_step.model.named_parameters())
 
-    def is_finite(self) -> bool:
-        """Return True if the parameters of all ranks are finite. Collective."""
-        return self.optimizer_step.is_finite()
+    def finite(self) -> Collection[str]:
+        """Names of the trained parameters that this rank holds, in `state`."""
+        trained, model = set(self.optimizer_step.parameters), self.optimizer_step.model
+        return {
+            f"{flat.MODEL}{name}" for name, each in model.named_parameters(remove_duplicate=False) if each in trained
+        }
 
     def sync_parameters(self) -> None:
         """Do nothing: the parameters are equal after every step."""
@@ -415,9 +418,14 @@ class Stepping(Strategy):
         return self.optimizer_step.weights()
 
 
-def _has_own_train(module: nn.Module) -> bool:
-    """Whether `module.train` is not torch's, and may do more than set the mode."""
-    return type(module).train is not nn.Module.train or "train" in vars(module)
+def _needs_mode(module: nn.Module, mode: bool) -> bool:
+    """Whether a module in it is not in `mode`, or its `train` is not torch's, and may do more than set it.
+
+    In every step, so without `modules()`, which takes as long as a small layer.
+    """
+    if module.training is not mode or type(module).train is not nn.Module.train or "train" in module.__dict__:
+        return True
+    return any(_needs_mode(each, mode) for each in module._modules.values() if each is not None)
 
 
 def _prefers_channels_last(model: nn.Module, recipe: Recipe, device: torch.device) -> bool:

@@ -60,7 +60,8 @@ class SlicedStep(OptimizerStep):
             flat = self._slice(step, number, by_slice.get(number, []), start)
             self.buffers.put_back(kept)
             trees = trees or [
-                TreeSum(self.slices, rank=world.rank, world_size=world.size, memory=world.memory) for _ in flat
+                TreeSum(self.slices, rank=world.rank, world_size=world.size, memory=world.memory, hosts=world.hosts)
+                for _ in flat
             ]
             for tree, vector in zip(trees, flat, strict=True):
                 tree.add(number, vector)
