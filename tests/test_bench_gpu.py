@@ -7,7 +7,9 @@ import pytest
 from kit.fake_cuda import ON_FAKE
 from kit.job import ROOT, environment
 
-from bench.gpu import NO_GPU, everywhere, table
+from bench.gpu import NO_GPU, everywhere, gpus, table
+
+without_gpu = pytest.mark.skipif(gpus() > 0, reason="there is a GPU here, which would be measured for twenty minutes")
 
 
 def bench(*words, **env):
@@ -15,6 +17,7 @@ def bench(*words, **env):
     return subprocess.run(line, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=540)
 
 
+@without_gpu
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_line_runs_on_a_fake_device_and_writes_no_table(tmp_path):
@@ -34,6 +37,23 @@ def test_every_line_runs_on_a_fake_device_and_writes_no_table(tmp_path):
     assert not (tmp_path / "gpu.md").exists() and "| workload |" not in done.stdout
 
 
+@without_gpu
+@pytest.mark.timeout(300)
+def test_every_line_for_one_gpu_runs_on_a_fake_device(tmp_path):
+    done = bench("one", "--tiny", f"--folder={tmp_path}", **ON_FAKE, ROUNDS="1", KILLS="1")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    ran = [line.removeprefix("ran: ").partition(",") for line in done.stdout.splitlines() if line.startswith("ran: ")]
+    assert [first for first, _, _ in ran] == ["resnet18", "gpt", "1 kills of 1 processes"], done.stdout
+    assert done.stdout.splitlines()[-1] == NO_GPU and not (tmp_path / "gpu.md").exists()
+    listed = (tmp_path / "tokens-1-operations.txt").read_text()
+    assert [line for line in listed.splitlines() if line.startswith("4 steps of ")] == [
+        "4 steps of kit",
+        "4 steps of bare",
+        "4 steps of nanoGPT's manner",
+    ]
+
+
+@without_gpu
 def test_without_a_device_nothing_is_run(tmp_path):
     done = bench("one", f"--folder={tmp_path}")
     assert done.returncode == 1 and done.stderr.strip() == NO_GPU and not list(tmp_path.iterdir())
@@ -55,7 +75,7 @@ def test_each_world_of_a_slurm_job_meets_for_itself(monkeypatch):
 def test_the_table_says_what_a_goal_is_held_against():
     def row(gpus, speed):
         return {
-            "workload": "resnet50", "unit": "images", "goal": 3000, "gpus": gpus, "mfu": 0.07, "log_ms": 1.5, "blocked_s": 0.02, "saved_s": 0.5,
+            "workload": "resnet50", "unit": "images", "goal": 3000, "gpus": gpus, "mfu": 0.07, "log_ms": 1.5, "first_save_s": 0.3, "blocked_s": 0.02, "saved_s": 0.5,
             "speeds": {"kit": speed, "bare": 3100.0, "torchvision's manner": 2500.0},
             "ratios": {"bare": 0.97, "torchvision's manner": 1.2}, "device": "NVIDIA H100 80GB HBM3",
         }  # fmt: skip

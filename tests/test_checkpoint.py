@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from kit.job import finish, pace, reached, run, start, wait_for
+from kit.job import finish, hold, reached, run, start, wait_for
 
 SAVING = ("checkpoint.every_steps=5", "max_steps=20")
 
@@ -155,7 +155,7 @@ def test_model_pt_is_the_plain_model(trained):
 def test_sigterm_saves_once_and_the_same_command_goes_on(tmp_path, ranks):
     slow = ("model=convnet", "batch_size=32", "max_steps=90", "checkpoint.every_steps=1000")
     whole = run(tmp_path / "whole", *slow, ranks=ranks)
-    process = start(tmp_path / "run", *slow, *pace(0.1), ranks=ranks)
+    process = start(tmp_path / "run", *slow, *hold(21), ranks=ranks)
     wait_for(tmp_path / "run", reached(20), process=process)
     process.send_signal(signal.SIGTERM)
     stopped = finish(process, tmp_path / "run", timeout_s=40)
@@ -166,6 +166,7 @@ def test_sigterm_saves_once_and_the_same_command_goes_on(tmp_path, ranks):
     assert names(tmp_path / "run") == [f"step-{at:08d}"] and at == max(stopped.losses)
     result = run(tmp_path / "run", *slow, ranks=ranks)
     assert result.events("resume")[-1]["step"] == at
+    assert not result.outcome.get("cause"), "being stopped is no failure"
     assert result.losses == whole.losses and list(result.losses) == sorted(result.losses)
     assert all(torch.equal(weight, result.weights[name]) for name, weight in whole.weights.items())
 
@@ -173,13 +174,14 @@ def test_sigterm_saves_once_and_the_same_command_goes_on(tmp_path, ranks):
 @pytest.mark.quick
 def test_metrics_have_no_step_twice_after_a_kill(tmp_path):
     slow = ("model=convnet", "batch_size=32", "max_steps=60", "checkpoint.every_steps=10")
-    process = start(tmp_path / "run", *slow, *pace(0.2))
+    process = start(tmp_path / "run", *slow, *hold(26))
     wait_for(tmp_path / "run", reached(25), process=process)
     process.kill()
     finish(process, tmp_path / "run")
     result = run(tmp_path / "run", *slow)
     assert [line["step"] for line in result.lines("train")] == list(range(1, 61))
     assert result.events("restart")[0]["after"] == "running"
+    assert result.events("restart")[0]["cause"].startswith("it left no record")
     assert "after=killed  cause=it left no record" in result.out and "cause=None" not in result.out
     assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "done"
 
@@ -196,6 +198,9 @@ def test_two_jobs_in_one_folder(tmp_path):
     wait_for(tmp_path / "run", reached(10), process=first)
     second = run(tmp_path / "run", *endless, ranks=2, ok=False)
     assert len(second.said) == 1 and "in use by another job" in second.said[0], second.out
+    assert second.said[0].endswith("stop it, or give this one another name"), second.out
+    *_, last, _ = second.out.splitlines()
+    assert last.lstrip().startswith("traceback : ") and "another name" in last, "torchrun's own report ends with it"
     assert "exitcode  : 2 " in second.out and first.poll() is None
     first.kill()
     first.wait()

@@ -1,7 +1,14 @@
 """What is typed is what is meant: values arrive as they were given, and what cannot be is one line, at once."""
 
+import contextlib
+import json
+import os
 import shutil
+import signal
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,9 +16,12 @@ import yaml
 from hydra.core.override_parser.types import Quote, QuotedString
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kit.job import ROOT, environment, free_port, run
+from kit.job import QUIET, ROOT, by_hand, environment, free_port, hold, pace, run
+from kit.loopback import children
+from kit.until import until
 from kit.warm import run as start
 
+from muster.launcher.spec import UNSHARED
 from muster.train.config import compose as composition
 from muster.train.config import mode, options
 from muster.train.config.compose import compose, run_each
@@ -165,6 +175,9 @@ MISTAKES = {
     "model={width:3}": "model takes a name",
     "+loggers.x=3": "loggers.x=3 is not a part",
     "own.x=3": "write +own.x=",
+    "+epoch=7": "unknown key epoch; did you mean epochs?",
+    "+checkpoint.mode=min": "did you mean best_mode?",
+    "+loader.batchsize=7": "unknown key loader.batchsize",
     "~model": "model is not chosen",
     "name=${nowhere}": "nowhere",
     "output_dir=${oc.env:MUSTER_NOWHERE}": "MUSTER_NOWHERE",
@@ -243,8 +256,175 @@ def test_a_sweep_s_table_names_each_job_by_what_is_swept(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
+def test_ranks_meet_anew_for_each_run_of_a_sweep(tmp_path):
+    """Where rank 0 hosts the store, for runs whose ranks are born again and for others, in any order."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "train", "-m"]
+    for strategies in ("ddp,zero,fsdp", "parameter_server,ddp"):
+        line_of = [*line, f"name={strategies[:3]}", f"strategy={strategies}", "data=synthetic", "max_steps=1", *QUIET]
+        done = subprocess.run(
+            line_of, env=environment(**UNSHARED), cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        out = done.stdout + done.stderr
+        assert done.returncode == 0 and "muster: " not in out, out
+        assert out.count("done: step=1") == len(strategies.split(",")), out
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_sweep_goes_on_after_a_run_that_has_diverged(tmp_path, strategy):
+    """And its launcher's exit code is that of the run that ended worst."""
+    rates = ["optimizer.lr=0.1,1e30,0.05", f"strategy={strategy}"]
+    line = [sys.executable, "-m", "train.launch", "node", "-m", "name=sw", *rates, "max_steps=6", *QUIET]
+    done = subprocess.run(line, env=environment(NPROC="2"), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    out = done.stdout + done.stderr
+    assert done.returncode == 6 and out.count("done: step=6") == 2, out
+    assert "best: runs/sw/lr-0.1" in out and "does not apply: an imported" not in out, out
+    assert f"muster: {tmp_path}/runs/sw: diverged (exit code 6)" in out, out
+
+
+def test_a_sweep_one_of_whose_runs_is_refused_is_not_done(tmp_path):
+    line = [sys.executable, "-m", "train.launch", "node", "-m", "name=sw", "strategy=ddp,single", "max_steps=2", *QUIET]
+    done = subprocess.run(line, env=environment(NPROC="2"), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "1 of the sweep's 2 runs left no record" in done.stderr, done.stdout + done.stderr
+
+
+def test_a_sweep_that_is_told_to_stop_begins_no_further_run(tmp_path):
+    line = [sys.executable, "-m", "train", "-m", "name=sw", "seed=1,2,3", "max_steps=10000", *QUIET, *pace(0.05)]
+    sweep = subprocess.Popen(
+        line, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    until(
+        lambda: (tmp_path / "runs/sw/seed-1/metrics.jsonl").exists() or sweep.poll() is not None,
+        "first run",
+        timeout_s=60,
+    )
+    sweep.send_signal(signal.SIGTERM)
+    out, _ = sweep.communicate(timeout=60)
+    assert sweep.returncode == 75 and out.count("preempted: step=") == 1, out
+    assert [path.name for path in (tmp_path / "runs/sw").iterdir()] == ["seed-1"]
+
+
+@pytest.mark.parametrize("at_s", [0.0, 0.2])
+def test_a_sweep_that_is_told_to_stop_between_two_runs_is_to_be_run_again(tmp_path, at_s):
+    """Nothing has failed: the next run had not begun, or it saves its first step."""
+    line = [sys.executable, "-m", "train.launch", "node", "-m", "name=sw", "seed=1,2,3", "max_steps=8", *QUIET]
+    line += hold(1, until=f"{tmp_path}/go-${{seed}}")
+    (tmp_path / "go-1").touch()
+    with (tmp_path / "log").open("w") as log:
+        sweep = subprocess.Popen(line, env=environment(NPROC="2"), cwd=tmp_path, stdout=log, stderr=log)
+    first = tmp_path / "runs/sw/seed-1/outcome.json"
+    until(lambda: first.exists() and json.loads(first.read_text())["outcome"] == "done", "first run", timeout_s=60)
+    time.sleep(at_s)
+    sweep.send_signal(signal.SIGTERM)
+    assert sweep.wait(timeout=90) == 75, (tmp_path / "log").read_text()
+    for seed in (2, 3):
+        (tmp_path / f"go-{seed}").touch()
+    done = subprocess.run(line, env=environment(NPROC="2"), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    ends = [json.loads(path.read_text())["outcome"] for path in sorted(tmp_path.glob("runs/sw/*/outcome.json"))]
+    assert done.returncode == 0 and ends == ["done"] * 3, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("place", ["port", "file"])
+def test_a_refused_value_costs_a_sweep_on_several_ranks_no_other_run(tmp_path, place):
+    """Nor does one that diverges after it, whether the ranks meet at a port or through a file."""
+    line = [sys.executable, "-m", "train", "-m", "name=sw", "optimizer.lr=bad,0.1,1e30,0.05", "max_steps=6", *QUIET]
+    line += [f"dist.init_method=file://{tmp_path}/meet"] if place == "file" else []
+    with (tmp_path / "log").open("w") as log:
+        ranks = [
+            subprocess.Popen(line, env=environment(**each), cwd=tmp_path, stdout=log, stderr=log) for each in by_hand(2)
+        ]
+    codes = [rank.wait(timeout=120) for rank in ranks]
+    out = (tmp_path / "log").read_text()
+    ends = {
+        path.parent.name: json.loads(path.read_text())["outcome"] for path in tmp_path.glob("runs/sw/*/outcome.json")
+    }
+    assert ends == {"lr-0.1": "done", "lr-1e+30": "diverged", "lr-0.05": "done"}, out
+    assert codes == [6, 6] and "best: runs/sw/lr-0.1" in out, out
+
+
+def is_listening(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_sweep_goes_on_without_a_node_that_is_lost(tmp_path):
+    """As a single run does: the ranks that are left begin anew, and do not wait for it in each run that is left."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+    line += [f"--rdzv-endpoint=127.0.0.1:{(port := free_port())}", "--rdzv-id=7", "--max-restarts=3"]
+    line += ["--rdzv-conf=last_call_timeout=20", "-m", "train", "-m", "name=sw", "seed=1,2,3", "max_steps=40", *QUIET]
+    agents = []
+    for number in range(2):
+        with (tmp_path / f"{number}.log").open("w") as log:
+            agents.append(
+                subprocess.Popen([*line, *pace(0.1)], env=environment(), cwd=tmp_path, stdout=log, stderr=log)
+            )
+        until(lambda: is_listening(port), "the first agent, which hosts the rendezvous", timeout_s=60, every_s=0.1)
+    metrics = tmp_path / "runs/sw/seed-1/metrics.jsonl"
+    until(
+        lambda: metrics.exists() and '"step": 15' in metrics.read_text(),
+        "steps",
+        timeout_s=150,
+        said=lambda: (tmp_path / "0.log").read_text(),
+    )
+    ranks = children(agents[1].pid)
+    for pid in (agents[1].pid, *ranks):  # first the agent, which would start others; they may end with it
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert agents[0].wait(timeout=150) == 0, (tmp_path / "0.log").read_text()
+    agents[1].wait()
+    ends = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("runs/sw/*/outcome.json"))]
+    assert [end["outcome"] for end in ends] == ["done"] * 3, ends
+    assert (tmp_path / "0.log").read_text().count("best: ") == 1, "one table, at the end"
+
+
+def test_two_jobs_of_a_sweep_of_names_share_no_folder(tmp_path):
+    code, out = start(["-m", "name=na,nb", "max_steps=2,4", *QUIET], [environment()], cwd=tmp_path, timeout_s=60)
+    found = sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.glob("runs/**/model.pt"))
+    assert code == 0 and found == [f"runs/{name}/max_steps-{steps}" for name in ("na", "nb") for steps in (2, 4)], out
+
+
+def test_a_job_that_was_refused_has_no_values_of_the_run_in_its_folder(tmp_path):
+    start(["-m", "name=h", "seed=1,2", "max_steps=8", *QUIET], [environment()], cwd=tmp_path, timeout_s=60)
+    code, out = start(
+        ["-m", "name=h", "seed=1,3", "batch_size=32", "max_steps=2", *QUIET],
+        [environment()],
+        cwd=tmp_path,
+        timeout_s=60,
+    )
+    rows = [[cell.strip() for cell in row.strip("│").split("│")] for row in out.splitlines() if row.startswith("│")]
+    assert code == 2 and [row[0] for row in rows] == ["3", "1"], out
+    assert "best: runs/h/seed-3" in out and not any(cell for cell in rows[1][2:]), out
+
+
+def test_an_order_that_each_rank_would_draw_for_itself_is_refused(tmp_path):
+    line = ["-m", "name=sh", "seed=shuffle(range(1,4))", "max_steps=1", *QUIET]
+    code, out = start(line, [{**environment(), **each} for each in by_hand(2)], cwd=tmp_path, timeout_s=60)
+    assert (
+        code == 2 and "seed=shuffle(range(1,4)): each of several ranks" in out and not (tmp_path / "runs").exists()
+    ), out
+    code, out = start(line, [environment()], cwd=tmp_path, timeout_s=60)
+    assert code == 0, out
+
+
+@pytest.mark.parametrize("port", ["0", "70000", "-1"])
+def test_a_port_that_there_is_not_is_refused(tmp_path, port):
+    ranks = [{**environment(), **each, "MASTER_PORT": port} for each in by_hand(2)]
+    code, out = start(["name=p", "max_steps=1", *QUIET], ranks, cwd=tmp_path, timeout_s=60)
+    assert code == 2 and f"MASTER_PORT={port} is no port" in out and "Traceback" not in out, out
+
+
+def test_a_run_that_a_callback_ends_with_0_is_not_done(tmp_path):
+    source = (
+        "from muster.train.callbacks.base import Callback\n\n\nclass Ends(Callback):\n    def on_step_end(self, run):\n"
+    )
+    (tmp_path / "mine.py").write_text(source + "        raise SystemExit(0)\n")
+    line = ["name=e", "+callbacks.e._target_=mine.Ends", "max_steps=3", *QUIET]
+    code, out = start(
+        line, [environment(PYTHONPATH=f"{tmp_path}:{environment()['PYTHONPATH']}")], cwd=tmp_path, timeout_s=60
+    )
+    assert code == 1 and json.loads((tmp_path / "runs/e/outcome.json").read_text())["exit_code"] == 1, out
+
+
 def test_help_of_evaluate_imports_no_torch(tmp_path):
-    import subprocess
 
     line = [sys.executable, "-X", "importtime", "-m", "muster", "evaluate", "--help"]
     done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
@@ -255,11 +435,20 @@ def test_help_of_evaluate_imports_no_torch(tmp_path):
 
 def test_muster_refuses_a_tool_that_there_is_not(tmp_path):
     """`muster run` is a module of the kit and no tool: it would end with 0 and have done nothing."""
-    import subprocess
 
     line = [sys.executable, "-m", "muster", "run", "max_steps=1"]
     done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "'run'" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    line[3:] = ["doctr"]
+    done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "did you mean doctor?" in done.stderr, done.stderr
+    line[3:] = ["--version"]
+    assert subprocess.run(line, env=environment(), capture_output=True, text=True).stdout.startswith("muster 0.")
+    line[3:] = ["--help"]
+    shown = subprocess.run(line, env=environment(), capture_output=True, text=True).stdout
+    assert all(
+        tool in shown for tool in ("init", "launch", "doctor", "evaluate", "load", "export", "report", "collectives")
+    )
 
 
 @pytest.mark.unit
@@ -276,7 +465,6 @@ def test_submit_keeps_values_and_refuses_in_a_line(tmp_path):
 
 
 def test_submit_shows_its_text_also_where_there_is_no_slurm(tmp_path):
-    import subprocess
 
     line = [sys.executable, str(ROOT / "slurm/submit.py"), "name=x"]
     env = environment(PATH=str(tmp_path))
@@ -296,7 +484,6 @@ def test_submit_shows_its_text_also_where_there_is_no_slurm(tmp_path):
 
 
 def test_submit_takes_a_folder_of_yaml_files(tmp_path):
-    import subprocess
 
     conf = tmp_path / "my conf"
     for file, text in {

@@ -9,11 +9,13 @@ import torch
 from kit import warm
 from kit.job import ROOT, environment, run
 
+from muster.errors import DataError
 from muster.train.config.compose import compose
 from muster.train.config.differences import differences, to_dict
 from muster.train.config.help import markdown
 from muster.train.config.keys import GROUPS, Config
 from muster.train.config.options import options
+from muster.train.objectives.language_modeling import LanguageModeling
 
 TINY = {
     "mlp": [],
@@ -90,6 +92,39 @@ def test_clipping_bounds_the_update(tmp_path):
 def test_compile(tmp_path):
     result = run(tmp_path / "run", "compile=true", "max_steps=3", ranks=2, timeout_s=240)
     assert not [name for name in result.weights if "_orig_mod" in name or name.startswith("module.")]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_compiled_language_model_and_its_loss_train_as_they_are(tmp_path):
+    """The last batch of an epoch is smaller, and evaluation is not compiled."""
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question: " * 20)
+    line = ("data=text", f"data.root={tmp_path}", "data.pattern=*.txt", "data.block_size=16", "batch_size=10")
+    line += ("model=gpt", "model.num_layers=1", "model.num_heads=2", "model.hidden_dim=16", "precision=bf16")
+    line += ("objective=language_modeling", "optimizer=adamw", "eval.every_steps=4")
+    eager = run(tmp_path / "eager", *line, "max_steps=8")
+    compiled = run(tmp_path / "compiled", *line, "max_steps=8", "compile=true", timeout_s=400)
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-2)
+    values = [[each["loss"] for each in result.lines("eval")] for result in (eager, compiled)]
+    assert values[1] == pytest.approx(values[0], rel=1e-2)
+
+
+@pytest.mark.unit
+def test_the_loss_of_a_language_model_is_compiled_for_training_alone(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "compile", lambda function: lambda *given: calls.append(1) or function(*given))
+    loss, outputs = LanguageModeling(), torch.randn(2, 5, 7, requires_grad=True)
+    targets = torch.randint(7, (2, 5))
+    before = loss(outputs, targets)
+    assert not calls
+    loss.compile_loss()
+    assert torch.equal(loss(outputs, targets), before) and len(calls) == 1
+    assert loss.metrics(outputs, targets)["loss"] == 2 * before and len(calls) == 1
+    assert torch.equal(loss(outputs, targets.byte()), before) and len(calls) == 1, "Inductor takes no bytes"
+    wide = torch.randn(1, 2, 256, requires_grad=True)
+    assert loss(wide, torch.tensor([[8, 255]], dtype=torch.uint8)).isfinite()
+    with pytest.raises(DataError, match="label 300, but the model has 256 classes"):
+        loss(wide, torch.tensor([[8, 300]]))
 
 
 def test_the_default_run_learns(tmp_path):

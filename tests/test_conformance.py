@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from kit.job import ROOT, environment
+from kit.until import until
 
 from bench.conformance import ledger
 from bench.conformance.comparison import Reference, judge
@@ -47,8 +48,9 @@ def test_our_columns(tmp_path, name, fault):
     assert result["metrics"] == {"twice": 0, "missing": 0}
     assert all(seconds is not None for seconds in result["seconds"])
     if fault == "twice":
-        assert not result["facts"]["second trained too"] and result["exit_codes"] == [0, 1]
-    assert not left_behind(tmp_path)
+        logs = "\n".join(path.read_text() for path in (tmp_path / "runs").rglob("log"))
+        assert not result["facts"]["second trained too"] and result["exit_codes"] == [0, 1], f"{result}\n{logs}"
+    until(lambda: not left_behind(tmp_path), "end of all processes", timeout_s=60)
 
 
 def left_behind(folder):

@@ -14,7 +14,7 @@ from PIL import Image
 
 from muster.batches.drawn import Watch
 from muster.batches.fetch import Fetch
-from muster.batches.fingerprint import fingerprint
+from muster.batches.fingerprint import fingerprint, note_of
 from muster.batches.generators import kept_generators, seed_generators, state_of_generators
 from muster.batches.loader import LoaderConfig, batches
 from muster.errors import DataError
@@ -124,11 +124,16 @@ def test_text_defaults_to_the_standard_library():
 
 @pytest.mark.unit
 def test_synthetic_is_computed_by_index():
-    data = Synthetic(train=True, num_samples=10**12, image_shape=[3, 4, 5], num_classes=7, pool=None)
+    data = Synthetic(train=True, num_samples=10**12, image_shape=[3, 4, 5], num_classes=7)
     images, labels = data.__getitems__([0, 10**12 - 1, 0])
     assert images.shape == (3, 3, 4, 5) and torch.equal(images[0], images[2]) and labels.max() < 7
-    many, _ = data.__getitems__(range(2000))
+    many, labels = data.__getitems__(range(2000))
     assert abs(many.mean()) < 0.1 and abs(many.std() - 1) < 0.1
+    assert len(many.flatten(1).unique(dim=0)) > 1950, "nearly all are different"
+    assert all(torch.equal(data[index][0], many[index]) for index in (0, 7, 1999))
+    patterns = torch.stack([many[labels == label].mean(dim=0).flatten() for label in range(7)])
+    nearest = torch.cdist(many.flatten(1), patterns).argmin(dim=1)
+    assert (nearest == labels).float().mean() > 0.9, "a class can be told by its pattern"
 
 
 def fetch(indices, epoch, *, dataset, order=None):
@@ -233,13 +238,18 @@ def test_what_samples_draw_is_of_their_keys_whichever_generator_they_draw_from()
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("form", ["forks", "derives", "copies"])
+@pytest.mark.parametrize("form", ["forks", "derives", "copies", "forks alone", "forks torch alone", "seeds its own"])
 def test_a_sample_that_draws_and_puts_the_state_back_is_of_its_key(form):
     """The state is as it was afterwards, so nothing seems to have been drawn from the generator."""
 
     class Putting(Pictured):
         def __getitem__(self, index):
-            first = torch.rand(())
+            if form == "forks torch alone":
+                with torch.random.fork_rng(devices=[]):
+                    return torch.rand(()), 0
+            if form == "seeds its own":
+                return torch.rand((), generator=torch.Generator().manual_seed(torch.initial_seed() % 1000 + index)), 0
+            first = torch.tensor(0.0) if form == "forks alone" else torch.rand(())
             if form == "derives":
                 return first + np.random.default_rng(np.random.get_state()[1][:4]).random(), 0
             if form == "copies":
@@ -252,14 +262,85 @@ def test_a_sample_that_draws_and_puts_the_state_back_is_of_its_key(form):
             return first + noise, 0
 
     def read(state, size):
-        random.seed(state)
-        np.random.seed(state)
+        seed_generators(state)
         reader = Fetch(Putting(), seed=1)
         parts = [reader.__getitems__(MicroBatch(0, np.arange(at, at + size), size))[0] for at in range(0, 12, size)]
         return torch.cat(parts)
 
     assert torch.equal(read(0, 4), read(1, 4)) and torch.equal(read(0, 4), read(2, 12))
     assert len({*read(0, 4).tolist()}) == 12
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("drawing", [(2,), (2, 5)])
+def test_a_sample_that_puts_a_state_back_late_is_of_its_key_too(drawing):
+    """The first micro-batches show none of it, or draw from another generator."""
+
+    class Late(Pictured):
+        def __getitem__(self, index):
+            if index == 1 and len(drawing) == 2:
+                return torch.rand(()), 0
+            if index not in drawing:
+                return torch.tensor(float(index)), 0
+            state = np.random.get_state()
+            noise = np.random.rand()
+            np.random.set_state(state)
+            return torch.tensor(noise), 0
+
+    def read(state, order):
+        seed_generators(state)
+        reader = Fetch(Late(), seed=1)
+        return {index: float(reader.__getitems__(MicroBatch(0, np.array([index]), 1))[0]) for index in order}
+
+    found = read(0, range(8))
+    assert found == read(1, range(8)) == read(2, [5, 7, 2, 0, 1, 3, 4, 6])
+    assert np.random.get_state.__name__ == "get_state", "what looks is gone after each micro-batch"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("form, said", [("none", 0), ("draws", 0), ("forks", 0), ("hides", 1), ("own", 1)])
+def test_draws_that_cannot_be_seeded_are_known(form, said):
+    own = np.random.default_rng(0)
+
+    class Drawing(Pictured):
+        def __getitem__(self, index):
+            if form == "hides":  # as by `from torch import get_rng_state`
+                state = torch.default_generator.get_state()
+                noise = torch.rand(())
+                torch.default_generator.set_state(state)
+                return noise, index
+            with torch.random.fork_rng(devices=[], enabled=form == "forks"):
+                noise = (
+                    {"none": 0.0, "own": own.random()}.get(form) if form in ("none", "own") else float(torch.rand(()))
+                )
+            return torch.tensor(noise), index
+
+    assert bool(note_of(fingerprint(Drawing()))) == said
+
+
+@pytest.mark.unit
+def test_a_data_set_that_reads_another_one_in_its_samples_is_of_its_key_too():
+    """Whether the inner one asks for a state cannot be told within the outer one, so it is seeded."""
+
+    class Inner(Pictured):
+        def __getitem__(self, index):
+            with torch.random.fork_rng(devices=[]):
+                return torch.rand(()), 0
+
+    class Outer(Pictured):
+        inner = Fetch(Inner(), seed=2)
+
+        def __getitem__(self, index):
+            return self.inner.__getitems__(MicroBatch(0, np.array([index]), 1))[0][0], 0
+
+    def read(state, size):
+        seed_generators(state)
+        reader = Fetch(Outer(), seed=1)
+        parts = [reader.__getitems__(MicroBatch(0, np.arange(at, at + size), size))[0] for at in range(0, 8, size)]
+        return torch.cat(parts)
+
+    assert torch.equal(read(0, 2), read(1, 4)) and len({*read(0, 2).tolist()}) == 8
+    assert np.random.get_state.__name__ == "get_state" and torch.get_rng_state.__name__ == "get_rng_state"
 
 
 @pytest.mark.unit

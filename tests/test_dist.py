@@ -12,6 +12,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from kit import hosts
 from kit.job import QUIET, by_hand, command, environment, finish, free_port, start
 from kit.ranks import on_ranks
 from kit.until import until
@@ -64,7 +65,7 @@ class Visitor(threading.Thread):
     def run(self):
         try:
             self.met = meet(self.place, **self.arguments)
-        except MusterError as error:  # also of one that outlives its test, and so the store
+        except (MusterError, KeyError) as error:  # also of one that outlives its test, and so the store and its address
             self.error = error
 
 
@@ -130,7 +131,7 @@ def test_told_to_stop_while_meeting_all_that_came_leave(store, arrived):
     flag.set()
     together(*visitors)
     assert all(isinstance(visitor.error, Stopped) for visitor in visitors)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     again = [Visitor(rank, 2) for rank in range(2)]
     assert len({*together(*again)}) == 1, "and the next attempt hears nothing of it"
 
@@ -138,8 +139,8 @@ def test_told_to_stop_while_meeting_all_that_came_leave(store, arrived):
 def test_told_to_stop_and_rank_0_never_comes(store):
     began = time.monotonic()
     alone = Visitor(1, 2, stopping=lambda: True, timeout_s=300.0)
-    together(alone, timeout_s=15)
-    assert isinstance(alone.error, Stopped) and time.monotonic() - began < 15
+    together(alone, timeout_s=60)
+    assert isinstance(alone.error, Stopped) and time.monotonic() - began < 60
 
 
 def boards(store, size):
@@ -189,13 +190,14 @@ def preempted(store, *, begun, signalled):
     watchers, preemptions = [], []
     for board, number in zip(boards(store, len(begun)), begun, strict=True):
         preemption = Preemption()
-        watcher = Agreement(SimpleNamespace(size=len(begun), rank=board.rank, board=board), preemption)
+        place = Place(board.rank, len(begun))
+        watcher = Agreement(SimpleNamespace(size=len(begun), rank=board.rank, board=board, place=place), preemption)
         for _ in range(number):
             assert watcher.proceed()
         watchers.append((watcher, board))
         preemptions.append(preemption)
     preemptions[signalled].request()
-    until(lambda: all(watcher._holding for watcher, _ in watchers), "word to all", timeout_s=5)
+    until(lambda: all(watcher._holding for watcher, _ in watchers), "word to all", timeout_s=60)
     return watchers
 
 
@@ -229,6 +231,7 @@ def collectives(sizes):
             ask()
         except MusterError as error:
             told[name] = [error.exit_code, str(error)]
+            told["origin"] = error.origin
     told["operations"] = world.board.operations.total()
     world.close()
     return told
@@ -242,6 +245,7 @@ def test_collectives_of_a_run():
         assert told["named"] == {"a": 2.0, "only 1": 1.0, "only 2": 2.0}
         assert told["same"][0] == 3 and "data y on rank 2" in told["same"][1] and "mend it" in told["same"][1]
         assert told["failed"] == [7, "mine 1" if rank == 1 else "rank 1: mine 1"]
+        assert told["origin"] == (None if rank == 1 else (1, socket.gethostname()))
     assert max(told["operations"] for told in values[1:]) <= 12, "none of it goes through the store"
 
 
@@ -341,7 +345,7 @@ def test_sigterm_at_any_moment_of_the_start(tmp_path, delay_s):
     time.sleep(delay_s)
     ranks[1].send_signal(signal.SIGTERM)
     codes = [finish(process, tmp_path / "run", timeout_s=120).code for process in ranks]
-    assert codes in ([75, 75], [2, -15]), codes
+    assert codes in ([75, 75], [2, -15], [2, 75]), codes  # the last if rank 0 comes 10 s later
 
 
 def takes_sigterm(pid):
@@ -435,35 +439,16 @@ def test_talk_is_counted(tmp_path):
         [sys.executable, "-m", "bench.talk", "--ranks=8", "--seconds=1"],
         env=environment(), capture_output=True, text=True, timeout=100, cwd=os.path.dirname(os.path.dirname(__file__)),
     )  # fmt: skip
-    assert done.returncode == 0 and "| idle |" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "| idle, a beat in 0.1 s |" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.fixture
-def two_hosts(tmp_path):
+def two_hosts():
     """Two network namespaces with a link, and a second interface in each that leads nowhere. Gives their names."""
     if os.getuid() != 0:
         pytest.skip("network namespaces need root")
-    names = [f"muster-{os.getpid()}-{letter}" for letter in "ab"]
-    a, b = names
-    lines = [f"netns add {a}", f"netns add {b}", f"-n {a} link add link0 type veth peer name link0 netns {b}"]
-    for number, name in enumerate(names, 1):
-        lines += [
-            f"-n {name} link set lo up",
-            f"-n {name} addr add 10.77.0.{number}/24 dev link0",
-            f"-n {name} link set link0 up",
-        ]
-        lines += [
-            f"-n {name} link add other type veth peer name blind",
-            f"-n {name} addr add 10.88.{number}.1/24 dev other",
-        ]
-        lines += [f"-n {name} link set other up", f"-n {name} link set blind up"]
-    try:
-        for line in lines:
-            subprocess.run(["ip", *line.split()], check=True, capture_output=True)
+    with hosts.two_hosts(blind=True) as names:
         yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 @pytest.mark.long
@@ -474,7 +459,7 @@ def test_hosts_that_cannot_reach_each_other_are_named(tmp_path, two_hosts):
     common["GLOO_SOCKET_IFNAME"] = "other"
     ranks = [
         subprocess.Popen(
-            ["nsenter", f"--net=/run/netns/{host}", *line],
+            hosts.inside(host, *line),
             env=environment(RANK=str(rank), **common),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
         )

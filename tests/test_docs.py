@@ -12,6 +12,8 @@ import pytest
 from kit.commands import warm_commands
 from kit.job import ROOT, environment
 
+from docs.picture import BROWSERS, browser
+
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 NEEDS = {"docker", "slurm", "kubernetes", "network", "gpu", "two-machines", "once"}
 """What a block may say that it needs (```sh needs=docker): then the substrate's own tests run such lines."""
@@ -22,9 +24,12 @@ commands of README.md start as for a user in test_wheel, test_init and test_doct
 
 
 def blocks(page):
-    """(needs, text) of each `sh` block; None needs nothing."""
-    found = re.findall(r"^```sh(?: needs=(\S+))?\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
-    return [(needs or None, text) for needs, text in found]
+    """(needs, text) of each `sh` block; None needs nothing. A `python` block that begins with `# FILE.py` is written there."""
+    text = (ROOT / page).read_text()
+    found = re.findall(r"^```(?:sh(?: needs=(\S+))?\n(.*?)|python\n(# (\w+\.py)\n.*?))^```", text, re.S | re.M)
+    return [
+        (needs or None, f"cat > {file} <<'END'\n{code}END\n" if file else line) for needs, line, code, file in found
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +71,29 @@ def test_every_line_runs_as_printed(page, checkout, warm):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+@pytest.mark.unit
+def test_no_two_runs_of_a_page_share_a_folder():
+    """The second of two is refused: each line that trains with the kit's loop names its run."""
+    pages = [*PAGES, "slurm/README.md", "docker/README.md", "k8s/README.md"]
+    trains = re.compile(r"(?:-m (?:train|muster)|slurm/\w+\.sbatch|slurm/submit\.py)(?: (?!-)\S+)* [\w.]+=")
+    other = (
+        "-- my.py",
+        "doctor",
+        "evaluate",
+        " -m muster report",
+        "output_dir=",
+        "+experiment=",
+        "RUN=",
+        "--cfg",
+        "collectives",
+    )
+    for page in pages:
+        text = re.sub(r"\\\n\s*", "", (ROOT / page).read_text())
+        for line in re.findall(r"^(?!\||\s*#)[^`\n]*$", text, re.M):
+            if trains.search(line) and not any(word in line for word in other):
+                assert re.search(r"\bname=", line), f"{page}: {line}"
+
+
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.unit
 def test_every_block_says_what_it_is(page):
@@ -102,6 +130,32 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     api = (tmp_path / "api.html").read_text()
     assert "samples per optimizer step over all ranks (not per rank)" in api and "Path:" not in api, (
         "from the docstrings"
+    )
+    for page in tmp_path.rglob("*.html"):  # the site asks no other host: not for a script, a font, or a graph
+        text = page.read_text()
+        assert not re.findall(r"<(?:script|img|iframe)[^>]* src=.?https?:|<link[^>]* href=.?https?:", text), page
+        assert 'class="mermaid"' not in text
+        for picture in re.findall(r'src="([^"]*drawn/[^"]*)"', text):
+            assert (page.parent / picture).is_file()
+
+
+@pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="needs Chromium or Chrome")
+def test_the_search_of_a_site_that_was_opened_from_files_finds_something(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT, env=environment(NO_MKDOCS_2_WARNING="1"), check=True, timeout=120,
+    )  # fmt: skip
+    line = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--allow-file-access-from-files",
+        "--virtual-time-budget=20000",
+    ]
+    profile, page = f"--user-data-dir={tmp_path}/profile", f"{(tmp_path / 'index.html').as_uri()}?q=goodput"
+    shown = subprocess.run([browser(), *line, profile, "--dump-dom", page], capture_output=True, text=True, timeout=60)
+    assert re.search(r"[1-9]\d* matching documents", shown.stdout), (
+        "the search finds nothing in a site opened from files"
     )
 
 

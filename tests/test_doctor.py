@@ -3,14 +3,17 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from kit.job import ROOT, environment, run
 
 from muster.doctor.base import Visit
+from muster.doctor.checks import compiler
 from muster.doctor.checks.gpus import told
 from muster.doctor.lint import lint
-from muster.doctor.show import verdict
+from muster.doctor.show import bad_host, verdict
 from muster.doctor.visit import all_checks
 from muster.doctor.visit import judged as judged_of
 
@@ -103,6 +106,64 @@ def test_every_check_has_facts_here():
 def test_what_is_wrong_is_named_with_its_host_and_a_remedy(name, changes, fails, says):
     found = judged(name, *changes)
     assert [finding for finding in found if says in finding.what and finding.fails is fails and finding.remedy], found
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """On a device that is the CPU: what is given to torch.compile, which `compiled` sets."""
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, device: ones(*size))
+
+    def by(function):
+        monkeypatch.setattr(torch, "compile", function)
+
+    return by
+
+
+def on_gpu(local_rank):
+    place = SimpleNamespace(local_rank=local_rank)
+    return CHECKS["compiler"].look(SimpleNamespace(device=torch.device("cuda", 0), place=place), Visit("runs/run"))
+
+
+def broken(_):
+    raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+
+@pytest.mark.unit
+def test_one_rank_of_a_host_compiles_a_kernel_for_its_gpu(compiled):
+    compiled(lambda function: function)
+    assert on_gpu(0)["error"] == "" and on_gpu(0)["has_gpu"]
+    compiled(lambda function: lambda values: 4 * values)
+    assert on_gpu(0)["error"] == "the compiled function computes another sum"
+    compiled(broken)
+    assert "Failed to find C compiler" in on_gpu(0)["error"] and "\n" not in on_gpu(0)["error"]
+    assert on_gpu(1)["error"] == "", "another rank of the host does"
+    cpu = SimpleNamespace(device=torch.device("cpu"))
+    assert not CHECKS["compiler"].look(cpu, Visit("runs/run"))["has_gpu"], "where nothing is compiled by Triton"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("there, chosen, found", [
+    ({"gcc", "clang"}, None, "gcc"), ({"clang"}, None, "clang"), ({"gcc", "icx"}, "icx", "icx"), (set(), None, None),
+])  # fmt: skip
+def test_the_compiler_is_the_one_that_triton_takes(there, chosen, found, monkeypatch):
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: name if name in there else None)
+    monkeypatch.setenv("CC", chosen or "")
+    assert compiler.find() == found
+
+
+@pytest.mark.unit
+def test_one_host_of_several_may_be_bad_and_what_is_between_hosts_is_nobody_s():
+    def of(*findings, hosts=("a", "b")):
+        found = [{"what": "", "remedy": "", "fails": fails, "host": host} for host, fails in findings]
+        return bad_host([{"check": "memory", "ranks": [{"host": host} for host in hosts], "findings": found}])
+
+    assert of(("b", True)) == of(("b", True), ("a", False), ("b", True)) == "b"
+    assert of() == of(("b", False)) == of(("a", True), ("b", True)) == of(("b", True), ("", True)) == ""
+    assert of(("b", True), hosts=("b",)) == "", "the job has no other"
+    assert [each.host for each in judged("memory", {}, {"free": 0.1})] == ["host1"]
+    assert [each.host for each in judged("folder", {}, {"seen": False})] == [""], "of two, either may lack the mount"
+    assert [each.host for each in judged("folder", {}, {"seen": False}, {})] == ["host1"]
 
 
 @pytest.mark.unit

@@ -1,7 +1,10 @@
 """What feeds a GPU: workers by default, samples that are small on the way, copies one step ahead. Without a GPU: by a
 device that is the CPU (kit/fake_cuda), on which a run gives the same bits."""
 
+import contextlib
+import io
 import os
+import tarfile
 from collections import namedtuple
 
 import numpy as np
@@ -14,13 +17,13 @@ from torchvision.transforms import v2
 
 from muster.batches import loader, workers
 from muster.batches.loader import LoaderConfig, batches
-from muster.batches.onto_device import one_ahead
+from muster.batches.onto_device import one_ahead, onto
 from muster.batches.stream import Stream
-from muster.errors import ConfigError
+from muster.errors import ConfigError, DataError
 from muster.plan import Plan, Share
 from muster.train.data.digits import Digits
 from muster.train.data.imagefolder import ImageFolder
-from muster.train.data.synthetic import Synthetic
+from muster.train.data.shards import Shards
 
 GIB = 2**30
 
@@ -31,6 +34,31 @@ def folder_of_images(root):
     for number, each in enumerate(pixels):
         Image.fromarray(each).save(root / f"train/cat/{number}.png")
     return ImageFolder(train=True, root=str(root), image_size=16, augment=False)
+
+
+def shards_of_images(root, *, image_size, pixels=None):
+    (root / "train").mkdir(parents=True)
+    if pixels is None:
+        pixels = np.random.default_rng(0).integers(0, 256, (3, 40, 50, 3), dtype=np.uint8)
+    with tarfile.open(root / "train/000.tar", "w") as shard:
+        for number, each in enumerate(pixels):
+            stream = io.BytesIO()
+            Image.fromarray(each).save(stream, "png")
+            for ending, data in (("png", stream.getvalue()), ("cls", b"1")):
+                entry = tarfile.TarInfo(f"{number:03d}.{ending}")
+                entry.size = len(data)
+                shard.addfile(entry, io.BytesIO(data))
+    return Shards(True, root=str(root), input="png", target="cls", image_size=image_size, num_classes=2), pixels
+
+
+@pytest.mark.unit
+def test_pictures_of_shards_expand_to_the_same_bits(tmp_path):
+    whole, pixels = shards_of_images(tmp_path / "whole", image_size=None)
+    for data in (whole, shards_of_images(tmp_path / "resized", image_size=16)[0]):
+        small = data.compact()[1][0]
+        assert small.dtype == torch.uint8 and data[1][0].dtype == torch.float32
+        assert torch.equal(data.expand(small), data[1][0]) and data[1][0].max() <= 1
+    assert torch.equal(whole[1][0], torch.from_numpy(pixels[1]).permute(2, 0, 1).float() / 255)
 
 
 @pytest.mark.unit
@@ -48,21 +76,32 @@ def test_compact_images_expand_to_the_same_bits(tmp_path):
 
 
 @pytest.mark.unit
+@pytest.mark.unit
+def test_pictures_of_16_bits_are_divided_and_not_cut_off(tmp_path):
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    data, _ = shards_of_images(tmp_path, image_size=None, pixels=[ramp])
+    assert torch.equal(data[0][0][2], torch.from_numpy((ramp // 257).astype(np.float32)) / 255)
+
+
+@pytest.mark.unit
+def test_a_picture_of_16_bits_in_a_folder_is_divided_too(tmp_path):
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    (tmp_path / "train/cat").mkdir(parents=True)
+    Image.fromarray(ramp).save(tmp_path / "train/cat/0.png")
+    Image.fromarray((ramp // 257).astype(np.uint8)).save(tmp_path / "train/cat/1.png")
+    data = ImageFolder(train=True, root=str(tmp_path), image_size=8, augment=False)
+    assert torch.equal(data[0][0], data[1][0])
+    Image.fromarray(ramp.astype(np.float32)).save(tmp_path / "train/cat/2.tif")
+    with pytest.raises(DataError, match=r"2\.tif: its pixels are of PIL's mode F"):
+        ImageFolder(train=True, root=str(tmp_path), image_size=8, augment=False)[2]
+
+
 def test_pictures_are_normalized_as_torchvision_does(tmp_path):
     data = folder_of_images(tmp_path)
     by_torchvision = v2.Compose(
         [v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
     )
     assert torch.equal(by_torchvision(data.compact()[0][0]), data[0][0])
-
-
-@pytest.mark.unit
-def test_a_pool_repeats_the_first_images():
-    whole, pool = (Synthetic(False, num_samples=900, image_shape=[1, 4, 4], num_classes=5, pool=p) for p in (None, 7))
-    images, labels = pool.__getitems__([3, 10, 80])
-    assert torch.equal(images[0], whole[3][0]) and torch.equal(images[0], images[1]) and labels[0] == labels[1]
-    assert torch.equal(images[2], whole[3][0]) and len(pool) == len(whole) == 90
-    assert pool.fingerprint() != whole.fingerprint()
 
 
 @pytest.mark.unit
@@ -83,6 +122,62 @@ def test_one_item_is_made_ahead_and_an_error_comes_in_its_turn():
     with pytest.raises(OSError, match="broken"):
         next(seen)
     assert list(one_ahead(iter([]))) == [] and list(one_ahead(iter([5]))) == [5]
+
+
+class Recording:
+    """A stream that notes in `calls` what it is asked for, with its own name."""
+
+    def __init__(self, name, calls):
+        self.name, self.calls, self.events = name, calls, 0
+
+    def record_event(self):
+        self.events += 1
+        self.calls.append(f"{self.name} records {self.events}")
+        return self.events
+
+    def wait_event(self, event):
+        self.calls.append(f"{self.name} waits for {event}")
+
+
+@pytest.mark.unit
+def test_a_step_waits_for_its_copy_and_holds_its_memory(monkeypatch):
+    """Else a step would read what is not there yet, or the next copy overwrite what the step before still reads."""
+    calls, current = [], []
+    side, main = Recording("side", calls), Recording("main", calls)
+
+    @contextlib.contextmanager
+    def on(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: side)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: [main, *current][-1])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, by: calls.append(f"{by.name} holds {int(self)}"))
+
+    def move(item):
+        calls.append(f"{[main, *current][-1].name} copies {int(item)}")
+        return item
+
+    items = iter(torch.tensor([7, 8]))
+    for item in onto(torch.device("cuda", 0), items, move, tensors=lambda item: {"inputs": item}, ahead=False):
+        calls.append(f"step {int(item)}")
+    assert calls == [
+        *("side copies 7", "side records 1", "main waits for 1", "main holds 7", "step 7"),
+        *("side copies 8", "side records 2", "main waits for 2", "main holds 8", "step 8"),
+    ]
+
+
+@pytest.mark.unit
+def test_small_samples_travel_and_the_device_expands_them(monkeypatch):
+    data, travelled = Digits(train=True, augment=False), []
+    monkeypatch.setattr(loader, "onto", lambda _, steps, move, **__: map(move, steps))
+    monkeypatch.setattr(loader, "to", lambda _, value: travelled.append(value.dtype) or value)
+    config = LoaderConfig(Share(0, 1), torch.device("cuda", 0))
+    (batch,) = next(batches(data, Plan(8, 4, shuffle=False), range(1), config))
+    assert travelled == [torch.uint8, torch.int64], "inputs and targets"
+    assert torch.equal(batch.inputs, torch.stack([data[index][0] for index in range(4)]))
 
 
 @pytest.fixture

@@ -11,16 +11,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muster.checkpoint.optimizer_state import empty_state
+from muster.checkpoint.state import _in_one_piece
 from muster.checkpoint.trained import SavedTensor
 from muster.dist import timeouts, world
 from muster.dist.layout import Layout, form_alone
 from muster.dist.options import GroupOptions
 from muster.dist.pieces import own_piece
 from muster.dist.place import Place
-from muster.dist.recorder import VARIABLES
+from muster.dist.recorder import VARIABLES, variable
 from muster.dist.rendezvous import network
 from muster.dist.rendezvous.network import choose_interface
 from muster.errors import ConfigError
+from muster.train import evaluate_run, evaluation
 from muster.train.config.compose import compose
 from muster.train.config.parts import build
 from muster.train.evaluation import EVAL_BATCH, samples_at_once
@@ -56,14 +58,21 @@ def test_nccl_takes_the_interface_that_leads_to_the_master_as_gloo_does(variable
     [("cpu:gloo,cuda:nccl", None, "2000"), ("cpu:gloo,cuda:nccl", "0", "0"), ("gloo", None, None)],
 )
 def test_the_flight_recorder_is_on_before_a_group_is_made_on_gpus(variables, backend, own, entries):
-    seen = []
+    seen, name = [], variable(torch.__version__)
     if own:
-        variables.setenv(VARIABLES[0], own)
-    variables.setattr(world.dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(VARIABLES[0])))
+        variables.setenv(name, own)
+    variables.setattr(world.dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(name)))
     variables.setattr(timeouts, "extend", lambda _: None)
     place, board = Place(rank=0, world_size=2, local_rank=0, local_world_size=2), SimpleNamespace(group_store=None)
     world.form_group(GroupOptions(), place, board, backend=backend, device=torch.device("cuda", 0))
     assert seen == [entries]
+    others = [each for each in VARIABLES if each != name and each in os.environ]
+    assert not others, "torch warns of a name that it knows no longer"
+
+
+def test_each_version_of_torch_has_its_name_for_the_flight_recorder_s_entries():
+    assert variable("2.13.0") == variable("2.15.0+cu132") == variable("3.0.1") == "TORCH_FR_BUFFER_SIZE"
+    assert variable("2.11.0") == variable("2.12.1+cpu") == "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -80,12 +89,58 @@ def test_the_count_of_steps_is_read_where_the_optimizer_wants_it(fused):
     assert loaded["exp_avg"].device.type == "meta" and loaded["exp_avg"].shape == (3, 4)
 
 
+def test_copies_of_a_checkpoint_lie_in_one_block_each_on_a_line_of_its_own(monkeypatch):
+    """The system locks a block of memory slowly, and the device copies to where a line of the cache begins."""
+    asked, empty = [], torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory, **more: asked.append(pin_memory) or empty(*size, **more)
+    )
+    tensors = [torch.ones(3, 5), torch.tensor(2.0, dtype=torch.bfloat16), torch.arange(130, dtype=torch.uint8)]
+    copies = _in_one_piece([*tensors, torch.ones(0)])
+    assert asked == [True], "one block, page-locked"
+    at = [copy.data_ptr() - copies[0].data_ptr() for copy in copies[:3]]
+    assert at == [0, 64, 128] and len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
+    for copy, tensor in zip(copies, tensors, strict=False):
+        copy.copy_(tensor)
+    assert all(map(torch.equal, copies, tensors)), "and none overwrites another"
+    assert copies[3].shape == (0,)
+
+
 def test_an_evaluation_on_a_gpu_takes_no_more_samples_at_once_than_training():
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     assert samples_at_once(compose(["batch_size=16"]), cuda, parts=4) == 4
     assert samples_at_once(compose(["batch_size=5"]), cuda, parts=4) == 2
     assert samples_at_once(compose(["batch_size=16"]), cpu, parts=4) == EVAL_BATCH
     assert samples_at_once(compose(["batch_size=100000"]), cuda, parts=4) == EVAL_BATCH
+
+
+@pytest.mark.parametrize(
+    "device, trained_in, batch_size",
+    [("cuda", 1, 4 * 64), ("cuda", 8, 4 * 32), ("cuda", 2, 4 * 64), ("cpu", 8, 4 * EVAL_BATCH)],
+)
+def test_a_batch_of_an_evaluation_is_as_large_as_the_ranks_of_training_took_it(
+    device, trained_in, batch_size, monkeypatch
+):
+    sizes = []
+    monkeypatch.setattr(
+        evaluation, "micro_batches", lambda config, test, plan, *_, **__: sizes.append(plan.batch_size) or []
+    )
+    world, strategy = SimpleNamespace(device=torch.device(device)), SimpleNamespace(data_shard=(0, 4))
+    how = {"begin": lambda: False, "trained_in": trained_in}
+    evaluation.measure(compose(["batch_size=256"]), range(10_000), strategy, world, None, **how)
+    assert sizes == [batch_size]
+
+
+@pytest.mark.parametrize("ranks, slices, parts", [(2, 8, 8), (8, "null", 8)])
+def test_muster_evaluate_knows_into_how_many_parts_training_cut_its_batches(
+    ranks, slices, parts, tmp_path, monkeypatch
+):
+    (tmp_path / "outcome.json").write_text(f'{{"outcome": "done", "world_size": {ranks}}}')
+    (tmp_path / "model.pt").touch()
+    (tmp_path / "config.yaml").write_text("model: {_target_: mine.Net}\n")
+    monkeypatch.setattr(evaluate_run, "of_run", lambda *_: compose([f"virtual_world_size={slices}"]))
+    monkeypatch.setattr(evaluate_run, "attempt", lambda *_, trained_in, **__: trained_in)
+    assert evaluate_run.evaluate(tmp_path, [], None) == parts
 
 
 @pytest.mark.parametrize(

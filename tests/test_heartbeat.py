@@ -11,7 +11,10 @@ import pytest
 import torch
 from kit.clock import ManualClock
 from kit.until import until
+from torch.distributed import TCPStore
 
+from muster.clock import SYSTEM
+from muster.dist.place import Place
 from muster.dist.waiting import Waiting
 from muster.faults.blame import NAMED, Outlook, fault, last, outlook, silence
 from muster.faults.heartbeat import DESERTED_S, HEARD_S, RESCUE, Heartbeat, period_s
@@ -78,6 +81,26 @@ def test_a_device_with_an_error_does_not_end_the_heartbeat(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_stream", broken)
     assert not cuda_is_busy(torch.device("cuda", 0))
+
+
+def test_a_gradient_of_a_device_with_an_error_is_not_computed_and_raises_nothing(monkeypatch):
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            pass
+
+        def query(self):
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    weight = torch.nn.Parameter(torch.ones(2))
+    waiting = Waiting(SimpleNamespace(device=torch.device("cuda", 0)), [weight])
+    waiting.begin()
+    (weight * 2).sum().backward()
+    waiting.end()
+    assert waiting.computed() == 0, "the main thread reports the error"
 
 
 def seen(**ranks):
@@ -165,7 +188,7 @@ def test_what_rank_0_posts_stays_small_and_survives_the_way():
 
 
 def board_of(beats):
-    return SimpleNamespace(beats=lambda: [*beats], first_beat=lambda: beats[0])
+    return SimpleNamespace(beats=lambda: [*beats], first_beat=lambda: beats[0], beat_lag=2)
 
 
 def test_a_rank_that_posts_nothing_new_is_silent_and_one_that_was_not_looked_at_is_not(clock):
@@ -194,15 +217,18 @@ def test_the_others_see_that_rank_0_posts_nothing_new(clock):
 
 
 def test_beats_grow_rarer_with_the_world_but_not_too_rare_for_the_timeout():
-    assert period_s(2, 300) == period_s(200, 300) == 0.1
-    assert period_s(1024, 300) == pytest.approx(0.512)
-    assert period_s(100_000, 40) == 5
+    def of(nodes, each, timeout_s=300):
+        return period_s(Place(world_size=nodes * each, local_world_size=each), timeout_s)
+
+    assert of(1, 2) == of(27, 1) == of(27, 8) == 0.1
+    assert of(128, 8) == of(128, 1) == pytest.approx(0.465, abs=0.001)
+    assert of(100_000, 1, 40) == 5 and of(100_000, 8, 40) == 2.5, "several periods within the timeout"
 
 
 def test_a_rank_that_waits_for_a_silent_rank_0_leaves_at_the_timeout(clock):
     beats = [json.dumps({"phase": vars(phase(7)), "outlook": None}).encode()]
     board, began = board_of(beats), clock.now
-    world = SimpleNamespace(size=2, rank=1, is_first=False, device=torch.device("cpu"), board=board)
+    world = SimpleNamespace(size=2, rank=1, is_first=False, device=torch.device("cpu"), board=board, place=Place())
     own = Heartbeat(world, timeout_s=5.0, start_s=5.0, on_hang=print, clock=clock)
     own.enter("step", 7)
     own.enter("step", 8)
@@ -219,8 +245,10 @@ def standing(clock):
     """A heartbeat of rank 1 whose main thread stands where `place` says, and what has reached it."""
     beats = [json.dumps({"phase": vars(phase(7)), "outlook": None}).encode()]
     said = SimpleNamespace(place=(1, 1), failed=False, stopped=False, beats=True)
-    board = SimpleNamespace(**vars(board_of(beats)), has_failure=lambda: said.failed, post_beat=lambda text: None)
-    world = SimpleNamespace(size=2, rank=1, is_first=False, device=torch.device("cpu"), board=board)
+    board = SimpleNamespace(
+        **vars(board_of(beats)), has_failure=lambda: said.failed, post_beat=lambda text, every_s: None
+    )
+    world = SimpleNamespace(size=2, rank=1, is_first=False, device=torch.device("cpu"), board=board, place=Place())
     still = Stillness(place=lambda: said.place, clock=clock)
     options = {"stillness": still, "is_asked_to_stop": lambda: said.stopped, "clock": clock}
     own = Heartbeat(world, timeout_s=300.0, start_s=300.0, on_hang=print, **options)
@@ -278,6 +306,65 @@ def test_after_a_sigterm_a_rank_that_stands_still_waits_for_ranks_that_live(stan
         and "sends no heartbeat" in str(found)
         and DESERTED_S - 0.2 < seconds < DESERTED_S + 0.5
     )
+
+
+@pytest.mark.parametrize("device, after_s", [("cpu", None), ("cuda", 300 / 4)])
+def test_on_a_gpu_a_rank_that_stands_still_leaves_others_that_are_silent(standing, device, after_s):
+    """With a static rendezvous no SIGTERM comes from another node, and NCCL may wait for ever."""
+    said, own, passes = standing
+    own.world.device = torch.device(device)
+    assert passes(30) == (None, 30), "a step may take long"
+    said.beats = False
+    found, seconds = passes(100)
+    assert bool(found) == bool(after_s)
+    assert not found or ("rank 0" in str(found) and after_s - 0.2 < seconds < after_s + 0.5)
+
+
+def test_after_a_pause_of_its_own_a_rank_does_not_take_others_for_silent(standing):
+    """As of the whole host: SIGSTOP and SIGCONT of all ranks, or a machine that is moved."""
+    said, own, passes = standing
+    own.world.device, said.beats = torch.device("cuda"), False
+    assert passes(10) == (None, 10)
+    own.clock.sleep(200)
+    assert own._verdict() is None and passes(70) == (None, 70)
+    assert passes(10)[0], "and then they are"
+
+
+@pytest.mark.parametrize("device, after_s", [("cpu", None), ("cuda", HEARD_S)])
+def test_on_a_gpu_a_rank_that_stands_still_leaves_when_the_store_is_gone(standing, device, after_s):
+    _, own, passes = standing
+    own.world.device = torch.device(device)
+    assert passes(5) == (None, 5)
+    own._store_is_gone = True
+    found, seconds = passes(30)
+    assert bool(found) == bool(after_s) and (not found or after_s - 0.2 < seconds < after_s + 0.3)
+
+
+def test_a_store_whose_process_has_ended_is_lost(standing):
+    _, own, _ = standing
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    own.world.board.post_beat, own.clock = lambda text, every_s: client.set("beat/1", text), SYSTEM
+    del store
+    own._exchange()
+    assert "sends no heartbeat" in str(own.silence(1.0)), "rank 0, whose process had the store"
+
+
+def test_another_error_of_the_exchange_is_not_taken_for_a_lost_store_and_ends_no_heartbeat(standing, capsys):
+    _, own, _ = standing
+    sent = []
+
+    def post(text, *, every_s):
+        if len(sent) < 2:
+            sent.append("")
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        sent.append(text)
+        own._ended.set()
+
+    own.world.board.post_beat, own.clock = post, SYSTEM
+    own._exchange()
+    assert sent[-1] and own.silence(1.0) is None and not own._store_is_gone
+    assert capsys.readouterr().err.count("Traceback") == 1
 
 
 def test_a_main_thread_that_waits_for_another_one_is_not_still():

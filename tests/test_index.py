@@ -53,15 +53,50 @@ def test_make_takes_torch_from_the_index_as_pinned(index, tmp_path):
     assert versions(venv) == WANTED
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "wheel.Dockerfile"])
-def test_an_image_takes_torch_from_the_index(name, index, tmp_path):
-    """The image's own shell line, without the rest of the build."""
+def bare_venv(tmp_path):
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    text = (ROOT / "docker" / name).read_text().replace("\\\n", " ")
-    line = re.search(r"if \[ -n \"\$\{TORCH_INDEX:-\}\" \]; then .*?fi", text)[0].replace("/opt/muster", str(ROOT))
-    env = {"PATH": f"{venv}/bin:/usr/bin:/bin", "TORCH_INDEX": index}
-    done = subprocess.run(["bash", "-euc", line], env=env, capture_output=True, text=True, timeout=120)
+    return venv, {"PATH": f"{venv}/bin:/usr/bin:/bin"}
+
+
+def test_an_image_takes_torch_from_the_index(index, tmp_path):
+    """The script that the image's build runs, but for its last line, which installs the rest."""
+    venv, env = bare_venv(tmp_path)
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit/constraints.txt").write_text((ROOT / "constraints.txt").read_text())
+    script = (ROOT / "docker/install.sh").read_text().replace("/var/cache/pip", f"{tmp_path}/cache")
+    first = script.rpartition("\n")[0].rpartition("\n")[0]
+    given = {**env, "TORCH_INDEX": index, "KIT": str(tmp_path / "kit")}
+    done = subprocess.run(["bash", "-c", first], env=given, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert versions(venv) == WANTED
+    none = subprocess.run(["bash", "-c", first], env={**given, "TORCH_INDEX": ""}, capture_output=True, text=True)
+    assert none.returncode == 0 and not none.stdout, "no index, no pip"
+
+
+def test_the_gpu_image_never_takes_the_cpu_wheels():
+    stages = re.split(r"^FROM ", (ROOT / "docker/Dockerfile").read_text(), flags=re.M)
+    named = {stage.split()[2]: stage for stage in stages if " AS " in stage}
+    assert [name for name, stage in named.items() if re.search(r"^ARG .*TORCH_INDEX", stage, re.M)] == ["cpu-packages"]
+    assert "install.sh" in named["gpu-packages"] and named["gpu"].startswith("gpu-packages")
+
+
+@pytest.mark.parametrize("image", ["docker/Dockerfile", "docker/wheel.Dockerfile"])
+def test_an_image_for_gpus_has_the_compiler_that_triton_calls(image):
+    text = (ROOT / image).read_text()
+    stage = next(each for each in re.split(r"^FROM ", text, flags=re.M)[::-1] if "NVIDIA_" in each or "wheel" in image)
+    (line,) = re.findall(r"apt-get install -y --no-install-recommends (.*?) \\$", stage, re.M)
+    assert {"gcc", "libc6-dev"} <= {*line.split()}
+
+
+def test_the_wheel_s_image_takes_torch_from_the_index(index, tmp_path):
+    """The image's own shell line, without the rest of the build."""
+    venv, env = bare_venv(tmp_path)
+    text = (ROOT / "docker/wheel.Dockerfile").read_text().replace("\\\n", " ")
+    line = re.search(r"if \[ -n \"\$\{TORCH_INDEX:-\}\" \]; then .*?fi", text)[0]
+    line = line.replace("torch torchvision", f"torch=={VERSIONS['torch']} torchvision=={VERSIONS['torchvision']}")
+    given = {**env, "TORCH_INDEX": index}
+    done = subprocess.run(["bash", "-euc", line], env=given, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert versions(venv) == WANTED
     subprocess.run(
@@ -77,5 +112,9 @@ def test_make_names_the_documented_index_for_cpu_1_alone(tmp_path):
     first, rest = asked("CPU=1").split("torch torchvision\n")
     assert f"--no-deps --index-url {CPU_INDEX} " in first and CPU_INDEX not in rest and "-c constraints.txt" in rest
     assert "--index-url" not in asked()
+    image = ["make", "--dry-run", "image"]
+    assert (
+        f"TORCH_INDEX={CPU_INDEX}" in subprocess.run(image, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    )
     build = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]["folder"]["build"]
     assert build["args"] == {"TORCH_INDEX": "${TORCH_INDEX:-}"}

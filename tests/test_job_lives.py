@@ -12,6 +12,7 @@ from kit.job import ROOT, environment, finish
 
 from muster.dist.world import alone
 from muster.job.tracked import Tracked
+from muster.report.history import History
 
 
 def trained(folder, ranks, kill="", *, code=0, restarts=3, script="lives", cold=False, **env):
@@ -57,6 +58,8 @@ def test_a_rank_that_dies_before_its_sum_costs_nothing(tmp_path, undisturbed, wh
     assert len(result.events("survived")) == len(kill.split(",")), result.out
     assert not result.events("restart") and not result.events("resume"), result.out
     assert result.sha256 == whole.sha256 and result.numbers == whole.numbers
+    history = History.of(result.folder)
+    assert history.attempts == len(history.begins) == 1 and not history.spent["restart"]
 
 
 def test_ranks_that_wait_for_others_than_the_dead_one_go_on_at_once(tmp_path, undisturbed):

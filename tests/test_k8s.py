@@ -130,23 +130,43 @@ def test_apply_sees_what_kustomize_sees():
     assert all(path.resolve() == (K8S / "base" / path.name).resolve() for path in K8S.glob("*.yaml"))
 
 
-@pytest.mark.parametrize("overlay", ["cpu", "gpu", "kueue", "debug"])
-def test_overlays_build_and_are_valid(overlay):
+def overlay(folder):
+    """What kubectl makes of an overlay."""
     if not shutil.which("kubectl"):
         skip("kubectl is not installed")
-    out = subprocess.run(
-        ["kubectl", "kustomize", str(K8S / "overlays" / overlay)], capture_output=True, text=True, timeout=60
-    )
+    out = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
     assert out.returncode == 0, out.stderr
-    built = list(yaml.safe_load_all(out.stdout))
+    return list(yaml.safe_load_all(out.stdout))
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu", "kueue", "debug"])
+def test_overlays_build_and_are_valid(name):
+    built = overlay(K8S / "overlays" / name)
     assert sorted(document["kind"] for document in built) == ["NetworkPolicy", "PersistentVolumeClaim", "PyTorchJob"]
     for document in built:
         check(document)
     job = next(document for document in built if document["kind"] == "PyTorchJob")
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
-    assert container["image"] == ("muster:gpu" if overlay == "gpu" else "muster:cpu")
+    assert container["image"] == ("muster:gpu" if name == "gpu" else "muster:cpu")
     gpus = container["resources"]["limits"].get("nvidia.com/gpu")
-    assert gpus == (job["spec"]["nprocPerNode"] if overlay == "gpu" else None)
+    assert gpus == (job["spec"]["nprocPerNode"] if name == "gpu" else None)
+
+
+def test_what_the_gpu_overlay_has_commented_out_is_valid_as_well(tmp_path):
+    """RDMA and NUMA: nobody has tried them, so at least the API would take them."""
+    shutil.copytree(K8S / "base", tmp_path / "base")
+    text = (K8S / "overlays/gpu/kustomization.yaml").read_text()
+    text, number = re.subn(r"^( +)# (- \{|- op:|  path:|  value:)", r"\1\2", text, flags=re.M)
+    assert number == 5
+    (tmp_path / "overlays/gpu").mkdir(parents=True)
+    (tmp_path / "overlays/gpu/kustomization.yaml").write_text(text)
+    job = next(document for document in overlay(tmp_path / "overlays/gpu") if document["kind"] == "PyTorchJob")
+    check(job)
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"]["rdma/hca"] == "1"
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    values = {each["name"]: each.get("value") for each in container["env"]}
+    assert (values["NUMA_BINDING"], values["OMP_NUM_THREADS"]) == ("node", "4")
 
 
 def pod(job):
@@ -392,10 +412,20 @@ def test_pods_train_as_one_machine_does_and_survive_a_deletion(engine, tmp_path,
     )
     (tmp_path / "ledger").mkdir()
     plain = run(tmp_path / "plain", *arguments, "+model.delay_s=0", env={"LEDGER": str(tmp_path / "ledger")}, ranks=2)
-    with Pods(engine, tmp_path, job, *arguments, "+model.delay_s=0.05") as pods:
-        pods.until(lambda: pods.step() >= 30 and pods.world_size() >= 2, "two pods at work", timeout_s=120)
+    with Pods(engine, tmp_path, job, *arguments, "model._target_=kit.parts.models.Paced") as pods:
+        pods.reach(30, timeout_s=240)
+        pods.gather()
+        pods.pace(1)  # the others must not end before pod 1 is back
+        before = len(pods.attempts())
         pods.delete(1)
         pods.start(1)
+        pods.until(
+            lambda: pods.all_succeeded() or (len(pods.attempts()) > before and pods.world_size() >= 2),
+            "return of pod 1",
+            timeout_s=200,
+            every_s=0.5,
+        )
+        pods.pace(0.1)
         pods.until_all_succeed()
         result = pods.result()
         assert result.events("preempted") and result.events("resume")

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from kit.deaths import has_ended
 from kit.job import ROOT, environment
+from kit.until import until
 
 from muster.errors import ConfigError, Held, final
 from muster.faults.agent import STUCK_S
@@ -197,6 +199,33 @@ def test_apptainer_passes_on_whatever_the_launcher_reads():
     assert {name for name in read if not name.startswith("SLURM_")} <= passed
 
 
+INTERRUPTED = """
+import os, signal, subprocess
+from muster.launcher.torchrun import take_signals_between_looks
+from torch.distributed.elastic.multiprocessing import api
+
+look = subprocess.Popen._internal_poll
+def interrupted(self):
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("looks", flush=True)
+    return look(self)
+subprocess.Popen._internal_poll = interrupted
+take_signals_between_looks()
+signal.signal(signal.SIGTERM, api._terminate_process_handler)
+process = subprocess.Popen(["true"])
+try:
+    process.poll()
+except api.SignalException as error:
+    print("told", int(error.sigval), process._waitpid_lock.locked())
+"""
+
+
+def test_a_stop_signal_does_not_interrupt_an_agent_that_looks_at_its_workers():
+    """Its handler raises an exception, which would leave a lock taken."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], env=environment(), capture_output=True, text=True)
+    assert done.stdout == "looks\ntold 15 False\n", done
+
+
 def test_a_shell_reads_what_python_meant():
     words, value = ["a b", "'", "$HOME", "x\ny", ""], "it's `id`\n"
     script = slurm.assignments({"words": words, "value": value}) + '\nprintf "%s\\0" "${words[@]}" "$value"'
@@ -257,6 +286,29 @@ def test_verdicts(policy, after, agent, told, code, requeue):
     assert (end.code, end.requeue) == (code, requeue)
     line = "done, although its launcher ended with 1" if code == 0 else line
     assert end == Verdict(0, False, "") if agent == 0 else end.line.startswith(line)
+
+
+@pytest.mark.parametrize(
+    "ends, agent, told, code",
+    [
+        ([("done", 0), ("running", None)], 137, False, 137),
+        ([("running", None), ("diverged", 6)], 1, False, 1),
+        ([("done", 0), ("diverged", 6)], 1, False, 6),
+        ([("done", 0), ("done", 0)], 1, False, 0),
+        ([("done", 0), None], 1, False, 1),
+        ([("done", 0), None], 1, True, 75),
+        ([("preempted", 75), None], 1, True, 75),
+        ([("diverged", 6), None], 1, False, 6),
+    ],
+)
+@pytest.mark.unit
+def test_a_sweep_is_judged_by_the_run_that_ended_worst(ends, agent, told, code):
+    """One that has not ended has to go on, whatever the others made of it."""
+    after = [
+        {} if end is None else {"attempt": "b", "outcome": end[0], "exit_code": end[1], "time": 9.0} for end in ends
+    ]
+    found = decide(*verdict.before_and_after([{}] * len(ends), after), agent, told=told, policy=verdict.THIS_MACHINE)
+    assert found.code == code, found
 
 
 BOUND = verdict.Requeues(so_far=2, most=3)
@@ -526,7 +578,8 @@ def started(place, folder, env, **popen):
     )
     deadline = time.monotonic() + 60
     while not ((folder / "heard").exists() and (folder / "heard").read_text()):
-        assert time.monotonic() < deadline and process.poll() is None
+        ended = process.poll() is not None  # looked at first: one that ends at once has written before
+        assert time.monotonic() < deadline and (not ended or (folder / "heard").exists())
         time.sleep(0.05)
     return process
 
@@ -546,8 +599,10 @@ def test_a_node_passes_on_one_signal_alone_and_shields_its_agent(own_python, tmp
         time.sleep(0.3)
     assert heard.read_text().split() == ["ready"]
     subprocess.run(["kill", "-USR1", agent], check=True)  # Slurm's comes to every process: the agent would die of it
-    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
-        process.send_signal(number)
+    process.send_signal(signal.SIGUSR2)
+    until(lambda: "term" in heard.read_text(), "its way to the agent", timeout_s=60)
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
     (tmp_path / "end").touch()
     out, _ = process.communicate(timeout=60)
@@ -575,13 +630,10 @@ def test_the_end_of_the_run_is_said_after_torchrun_s_own_report(own_python, tmp_
 
 def test_an_agent_dies_with_its_launcher(own_python, tmp_path):
     process = started(own_python(f"echo $$ >{tmp_path}/heard; exec sleep 60"), tmp_path, INDEXED)
-    agent = Path("/proc", (tmp_path / "heard").read_text().strip())
-    deadline = time.monotonic() + 10
+    agent = int((tmp_path / "heard").read_text())
     process.kill()
     process.wait()
-    while agent.exists() and "Z" not in (agent / "stat").read_text().rpartition(")")[2].split()[0]:
-        assert time.monotonic() < deadline, "an orphan"
-        time.sleep(0.05)
+    until(lambda: has_ended(agent), "end of the orphan", timeout_s=60)
 
 
 SETTINGS = (
@@ -687,6 +739,19 @@ def test_the_node_to_exclude_is_part_of_the_verdict(tmp_path, capsys, monkeypatc
     assert bad(str(tmp_path), "{}", "", "", "") == "", "a job that asks for certain nodes"
     assert bad(str(tmp_path), "{}", "n1 n2", usable, "", told="") == "", "not requeued"
     assert bad("my.py", "", "n1 n2", usable, "") == "", "a script of a user's own has no record"
+    refused = {"attempt": "a", "outcome": "config_error", "exit_code": 2, "time": now, "bad_host": "n1.example.org"}
+    (tmp_path / "refused.json").write_text(json.dumps(refused))
+    assert bad(str(tmp_path), "{}", "n1 n2", usable, "", told="") == "n1", "the doctor's word is newer than the deaths"
+    assert bad(str(tmp_path), json.dumps(refused), "n1 n2", usable, "", told="") == "", "of an attempt before"
+    assert bad(str(tmp_path), "{}", "n1", usable, "", told="") == "", "the job has no other"
+    elsewhere = {**refused, "bad_host": "pod-7"}
+    (tmp_path / "refused.json").write_text(json.dumps(elsewhere))
+    assert bad(str(tmp_path), "{}", "n1 n2", usable, "", told="") == "", (
+        "no node of this name: another is not to blame for it"
+    )
+    (tmp_path / "refused.json").write_text(json.dumps(refused))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert bad(str(tmp_path), "{}", "n1 n2", usable, "", told="") == "", "at most twice"
     monkeypatch.setenv("MAX_EXCLUDED", "0")
     assert bad(str(tmp_path), "{}", "n1 n2", usable, "") == ""
     assert main(["verdict"]) == 2

@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 import torch
-from kit.job import finish, pace, reached, run, start, wait_for
+from kit.job import finish, hold, pace, reached, run, start, wait_for
 
 from muster.dist.world import alone
+from muster.report.history import History
 from muster.train.course import Progress
 from muster.train.timed import Timed
 
@@ -138,6 +139,8 @@ def test_a_run_that_a_callback_has_stopped_is_finished(tmp_path):
     assert again.sha256 == before and again.events("done")[-1] | {"time": 0} == {
         "kind": "event", "event": "done", "time": 0, "step": 4, "note": "finished already",
     }  # fmt: skip
+    history = History.of(again.folder)
+    assert len(history.begins) == history.attempts == 1, "the second has not trained"
     more = run(tmp_path / "run", "max_steps=12", "+callbacks.stop._target_=kit.parts.callbacks.StopAt", "+callbacks.stop.at=11", "eval.every_steps=off")  # fmt: skip
     assert more.events("done")[-1]["step"] == 11
 
@@ -148,9 +151,9 @@ def test_the_last_evaluation_of_a_run_that_goes_on(tmp_path):
     run(tmp_path / "run", *line, "max_steps=21")
     best = json.loads((tmp_path / "run/best.json").read_text())
     assert best["step"] == 21
-    more = (*line, "max_steps=60", "checkpoint.every_steps=1", EVERY, *pace(0.3))
+    more = (*line, "max_steps=60", "checkpoint.every_steps=1", EVERY, *hold(26))  # the next evaluation is at 30
     process = start(tmp_path / "run", *more)
-    wait_for(tmp_path / "run", reached(25), process=process)  # the next evaluation is at 30
+    wait_for(tmp_path / "run", reached(25), process=process)
     process.kill()
     killed = finish(process, tmp_path / "run")
     assert json.loads((tmp_path / "run/best.json").read_text())["step"] == 21
@@ -200,9 +203,9 @@ def test_intervals_in_seconds_leave_the_run_as_it_is(tmp_path):
     plain = run(tmp_path / "plain", *LINE, "max_steps=60", ranks=2)
     assert timed.sha256 == plain.sha256
     steps = [line["step"] for line in timed.lines("train")]
-    assert 3 <= len(steps) < 20 and steps[-1] == 60 and steps == sorted({*steps}), steps
+    assert 3 <= len(steps) <= timed.seconds / 0.4 + 2 and steps[-1] == 60 and steps == sorted({*steps}), steps
     assert timed.lines("train")[-1]["samples"] == plain.lines("train")[-1]["samples"]
-    assert 2 <= len(timed.events("checkpoint")) <= 6, timed.out
+    assert 2 <= len(timed.events("checkpoint")) <= timed.seconds / 1 + 2, timed.out
     refused = run(tmp_path / "refused", "log.every_s=0", ok=False)
     assert refused.code == 2 and "log.every_s" in refused.said[-1], refused.out
 

@@ -50,8 +50,20 @@ MISTAKES = {
     "dict": ([data("Dicts")], 2, "a dict of points [8, 4] float32, label [8] int64", "loader.batch="),
     "float64": ([data("Doubles")], 2, "a Tensor [8, 4] float64", "write .float()"),
     "labels out of range": ([data("Beyond")], 3, "label 3, but the model has 3 classes, 0 to 2", "num_classes"),
+    "each with each": (
+        [data("Values"), model("OneColumn"), "objective._target_=torch.nn.MSELoss"],
+        2,
+        "MSELoss would compare each with each of the targets, a Tensor [8] float32",
+        "write .squeeze(-1) in the model",
+    ),
     "float labels": ([data("FloatLabels")], 3, "labels [8] int64, but the data has [8] torch.float32", "write .long()"),
     "classes": ([data("Counted")], 3, "classes is 3", "write self.num_classes = 3"),
+    "no number of classes": (
+        [data("Uncounted"), model("ForClasses")],
+        2,
+        "needs num_classes, which the data set Uncounted (mistakes.py",
+        "write self.num_classes = ... there, or +model.num_classes=",
+    ),
     "no length": ([data("NoLength")], 3, "no __len__", "write `def __len__(self)`"),
     "unreadable": ([data("Unreadable")], 3, "ValueError: no such sample", "loader.on_bad_sample=skip"),
     "raises in the data set": ([data("Misspelt")], 1, "has no attribute 'points' (reading sample ", "outcome.json"),
@@ -104,6 +116,21 @@ def test_a_mistake_is_one_line_with_its_place(tmp_path, mark):
     check(result, mark, code=code)
     assert "Traceback" not in result.out and 'File "' not in result.out
     assert result.out.splitlines()[-1] == result.said[-1], "something comes after it"
+
+
+def test_a_layer_without_a_deterministic_form_is_named_with_the_key(tmp_path):
+    refused = run(tmp_path / "run", *BASE, model("Puts"), "deterministic=true", ok=False)
+    assert refused.code == 2 and len(refused.said) == 1, refused.out
+    assert "put_ has no deterministic form" in refused.said[0] and "deterministic=false" in refused.said[0]
+    run(tmp_path / "allowed", *BASE, model("Puts"))
+
+
+def test_a_compiler_that_is_missing_is_one_line(tmp_path):
+    env = {"CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    refused = run(tmp_path / "run", "compile=true", "max_steps=2", "eval.every_steps=off", ok=False, env=env, cold=True)
+    assert refused.code == 2 and len(refused.said) == 1 and "finds no compiler that works" in refused.said[0], (
+        refused.out
+    )
 
 
 def test_what_is_never_evaluated_is_said(tmp_path):

@@ -1,5 +1,6 @@
 """One model over several ranks: layers in pieces (tensor_parallel) and layers in turn (pipeline) train as one process does."""
 
+import contextlib
 import json
 import signal
 from itertools import pairwise
@@ -22,7 +23,7 @@ from muster.train.models.mlp import Mlp
 from muster.train.models.resnet import resnet18
 from muster.train.models.vit import Vit
 from muster.train.strategies.partition.stages import Stages, evenly, subset
-from muster.train.strategies.pipeline import Flow
+from muster.train.strategies.pipeline import Autocast, Flow
 from muster.train.strategies.tensor_parallel import divided_layers
 
 TENSOR, PIPELINE = "strategy=tensor_parallel", "strategy=pipeline"
@@ -104,13 +105,14 @@ def test_every_layout_resumes_from_every_other(tmp_path, lines, whole):
     "chosen", [["strategy._target_=kit.parts.tensor_parallel.WatchedTensor"], [PIPELINE]], ids=["tensor", "1f1b"]
 )
 def test_preempted_it_resumes_bit_for_bit_with_its_dropout(tmp_path, lines, chosen):
-    line = (*lines["gpt"], *chosen, "model.dropout=0.2", "max_steps=20", "eval.every_steps=off")
-    (tmp_path / "whole").mkdir()
-    undisturbed = run(tmp_path / "whole/run", *line, ranks=2)
-    process = start(tmp_path / "run", *line, *pace(0.4), ranks=2)
+    line = (*lines["gpt"], *chosen, "model.dropout=0.2", "eval.every_steps=off")
+    process = start(tmp_path / "run", *line, "max_steps=100000", *pace(0.4), ranks=2)
     wait_for(tmp_path / "run", reached(3), process=process)
     process.send_signal(signal.SIGTERM)
     stopped = end(process, tmp_path / "run")
+    line = (*line, f"max_steps={stopped.outcome['step'] + 15}")
+    (tmp_path / "whole").mkdir()
+    undisturbed = run(tmp_path / "whole/run", *line, ranks=2)
     assert stopped.outcome["outcome"] == "preempted" and stopped.outcome["exit_code"] == 75, stopped.out
     result = run(tmp_path / "run", *line, ranks=2)
     assert result.events("resume") and result.losses == undisturbed.losses
@@ -119,6 +121,30 @@ def test_preempted_it_resumes_bit_for_bit_with_its_dropout(tmp_path, lines, chos
     assert len(digests) == (0 if chosen == [PIPELINE] else 2)
     for one, other in zip(*digests, strict=True):
         assert one == other and json.loads(one)["tensors"], "ranks of a tensor group have drifted apart"
+
+
+@pytest.mark.unit
+def test_a_forward_for_shapes_alone_leaves_generators_and_buffers_as_they_were():
+    """So torch 2.11 begins the first step of each process."""
+    stage = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5))
+    part = Autocast(stage, contextlib.nullcontext)
+    torch.manual_seed(1)
+    before, drawn = part.state_dict()["stage.0.running_var"].clone(), torch.get_rng_state()
+    with torch.no_grad():
+        part(torch.randn(6, 4, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(part.state_dict()["stage.0.running_var"], before) and torch.equal(torch.get_rng_state(), drawn)
+    part(torch.randn(6, 4))
+    assert not torch.equal(part.state_dict()["stage.0.running_var"], before)
+    stage.eval()
+    drawn = torch.get_rng_state()
+    with torch.no_grad():
+        Autocast(nn.Sequential(stage, Draws()).eval(), contextlib.nullcontext)(torch.zeros(6, 4))
+    assert not torch.equal(torch.get_rng_state(), drawn), "an evaluation draws as it likes"
+
+
+class Draws(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
 
 
 def test_what_cannot_be_built_is_one_line_from_all_ranks(tmp_path, lines):

@@ -1,13 +1,16 @@
 """virtual_world_size: one hash of the weights at every world size, through kills and resumes at other ones."""
 
 import hashlib
+import json
+import os
 import signal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.job import by_hand, finish, pace, reached, run, start, wait_for
+from kit.job import by_hand, finish, hold, pace, reached, run, start, wait_for
+from kit.loopback import nodes
 from kit.ranks import on_ranks
 
 from muster.dist.reduce.tree import subtrees, tree_sum
@@ -83,18 +86,25 @@ def test_the_cuts_are_the_same_at_every_world_size(count, slices, data, micro):
     assert all(0 < end - begin <= (micro or count) for _, begin, end in alone)
 
 
-def exchanged():
+def exchanged(per_host):
     import os
 
     import torch.distributed as dist
 
+    from muster.dist.options import GroupOptions
+    from muster.dist.place import Place
+    from muster.dist.reduce.hosts import find_hosts
     from muster.dist.reduce.tree import TreeSum
+    from muster.dist.world import start
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
+    place = Place(rank, size, rank % per_host, per_host, rank // per_host)
+    world = start(GroupOptions(shared_memory=False), place)
+    hosts = find_hosts(world, "always")
+    assert (hosts is None) == (per_host == 1) and find_hosts(world, "never") is None
     totals = []
     for leaves in (size, size + 1, 8, 13):
-        total = TreeSum(leaves, rank=rank, world_size=size)
+        total = TreeSum(leaves, rank=rank, world_size=size, hosts=hosts)
         for leaf in leaves_of(rank, size, leaves):
             total.add(leaf, numbers(leaves, 10)[leaf].clone())
         totals.append(total.total().tolist())
@@ -102,10 +112,10 @@ def exchanged():
     return totals
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_exchange_what_joins_their_subtrees(ranks):
+@pytest.mark.parametrize("ranks, per_host", [(2, 1), (3, 1), (4, 2), (6, 2), (6, 3)])
+def test_ranks_exchange_what_joins_their_subtrees(ranks, per_host):
     expected = [tree(list(numbers(leaves, 10))).tolist() for leaves in (ranks, ranks + 1, 8, 13)]
-    assert on_ranks(exchanged, ranks) == [expected] * ranks
+    assert on_ranks(exchanged, ranks, per_host) == [expected] * ranks
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +141,55 @@ def test_the_number_of_ranks_leaves_no_trace(tmp_path, alone, ranks, extra):
     assert values(result) == values(alone)
 
 
+def test_nor_do_hosts_whose_ranks_add_up_first(tmp_path, alone):
+    """Two agents of two ranks, one of which dies on the way and is born again."""
+    line = (*LINE, "dist.shared_memory=false", "dist.hierarchical=always", *pace(0.1))
+    line = (*line, *hold(40, until=tmp_path / "killed"))
+    with nodes(tmp_path / "run", *line, nnodes="2", nproc=2, cold=False) as job:
+        agents = [job.start(), job.start()]
+        wait_for(tmp_path / "run", reached(20), process=agents[0])
+        os.kill(job.ranks(agents[1])[0], signal.SIGKILL)
+        (tmp_path / "killed").touch()
+        assert job.ended() == [0, 0], job.log
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines if line.get("event") == "survived"], lines
+    assert hashlib.sha256((tmp_path / "run/model.pt").read_bytes()).hexdigest() == digest(alone)
+
+
+def decided(network_s):
+    import os
+
+    from muster.dist.options import GroupOptions
+    from muster.dist.place import Place
+    from muster.dist.reduce import hosts
+    from muster.dist.world import start
+
+    rank = int(os.environ["RANK"])
+    world = start(GroupOptions(shared_memory=False), Place(rank, 4, rank % 2, 2, rank // 2))
+    assert hosts.find_hosts(world, "auto") is None, "two ranks on a host are too few"
+    hosts.FEWEST, seconds = 2, iter([0.001, network_s])
+    hosts._seconds = lambda *_: next(seconds)
+    return hosts.find_hosts(world, "auto") is not None
+
+
+@pytest.mark.parametrize("network_s, goes", [(0.0049, False), (0.0051, True)])
+def test_sums_go_by_hosts_if_the_network_is_ten_times_slower_than_memory(network_s, goes):
+    """Half of the bytes leave a host of two."""
+    assert on_ranks(decided, 4, network_s) == [goes] * 4
+
+
+def test_sums_by_hosts_are_refused_where_no_such_sum_is(tmp_path):
+    result = run(tmp_path / "run", "dist.hierarchical=always", ok=False)
+    assert result.code == 2 and "dist.hierarchical=always is of virtual_world_size alone" in result.said[0], result.out
+    result = run(
+        tmp_path / "one", *LINE, "dist.hierarchical=always", "dist.shared_memory=false", "max_steps=2", ranks=2
+    )
+    assert "dist.hierarchical=always has no effect: it needs several hosts" in result.out
+
+
 def test_nor_do_kills_and_resumes_at_other_world_sizes(tmp_path, alone):
     for ranks, until in ((3, 9), (1, 21), (2, 33)):
-        process = start(tmp_path / "run", *LINE, *pace(0.3), ranks=ranks)
+        process = start(tmp_path / "run", *LINE, *pace(0.1), *hold(until + 2), ranks=ranks)
         wait_for(tmp_path / "run", reached(until), process=process)
         process.send_signal(signal.SIGKILL if ranks == 3 else signal.SIGTERM)
         process.communicate(timeout=60)

@@ -11,6 +11,7 @@ import tarfile
 
 import pytest
 import torch
+from kit import warm
 from kit.job import ROOT, environment, finish, reached, run, start, wait_for
 from kit.until import until
 from torch import nn
@@ -355,7 +356,7 @@ def test_mlflows_store_of_files_is_refused_in_one_line(tmp_path):
 def evaluated(folder, *arguments, ranks=None):
     launcher = [] if ranks is None else ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     line = [sys.executable, "-m", *launcher, "muster.train.evaluate", str(folder), "--json", *arguments]
-    done = subprocess.run(line, env=environment(), cwd=folder.parent, capture_output=True, text=True, timeout=120)
+    done = warm.completed(line, env=environment(), cwd=folder.parent)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -368,6 +369,7 @@ def test_a_run_is_measured_again(tmp_path):
     assert evaluated(tmp_path / "run", ranks=2)["accuracy"] == again["accuracy"]
     early = evaluated(tmp_path / "run", "--checkpoint", "10", "--split", "train", "eval.max_samples=200")
     assert early["weights"].endswith("step-00000010") and early["split"] == "train"
+    assert (again["samples"], early["samples"]) == (360, 200)
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
 
 
@@ -380,8 +382,9 @@ def test_a_run_is_measured_again(tmp_path):
         ("model._target_=kit.parts.state.Recalling", "+model.bare=true"),
         ("objective._target_=kit.parts.state.Centred",),
         ("model._target_=kit.parts.state.Tied", "callbacks=[ema]", "callbacks.ema.decay=0.9"),
+        ("scheduler=cosine", "scheduler.warmup_steps=2"),
     ],
-    ids=["buffers", "late buffers", "extra state", "extra tensor", "objective", "average"],
+    ids=["buffers", "late buffers", "extra state", "extra tensor", "objective", "average", "warm-up"],
 )
 def test_a_run_is_measured_again_with_all_that_it_evaluated_with(tmp_path, parts):
     """In the end, and at a checkpoint of before: not with the parameters alone."""
@@ -397,7 +400,7 @@ def test_weights_that_are_not_the_whole_are_measured_with_a_word(tmp_path):
     assert evaluated(tmp_path / "run", ranks=2)["weights"].endswith("step-00000004")
     shutil.rmtree(tmp_path / "run/checkpoints")
     line = [sys.executable, "-m", "train.evaluate", str(tmp_path / "run")]
-    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=120)
+    done = warm.completed(line, env=environment(), cwd=tmp_path)
     assert done.returncode == 0 and done.stderr.count("model.pt has no unsaved") == 1, done.stderr
 
 
@@ -448,7 +451,7 @@ def test_training_begins_with_the_weights_of_another(tmp_path):
 def test_weights_that_do_not_fit_are_named_and_never_left_out_of_an_evaluation(tmp_path):
     trained = run(tmp_path / "run", *SMALL)
     line = [sys.executable, "-m", "train.evaluate", str(trained.folder), "model.hidden=[8]"]
-    done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    done = warm.completed(line, cwd=tmp_path, env=environment())
     said = done.stderr.splitlines()
     assert done.returncode == 2 and len(said) == 1 and "init_" not in said[0], done.stderr
     assert "1.weight is [16, 64] there and [8, 64] in this model (3 such names), in 1, 3" in said[0]
@@ -480,7 +483,7 @@ def test_muster_runs_the_kit_where_a_project_has_a_train_of_its_own(tmp_path):
         )
         assert done.returncode == 0 and "theirs" not in done.stdout + done.stderr, done.stderr
     tool = [sys.executable, "-m", "muster", "evaluate", "run"]
-    done = subprocess.run(tool, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    done = warm.completed(tool, cwd=tmp_path, env=environment())
     assert done.returncode == 0 and "accuracy" in done.stdout, done.stderr
 
 

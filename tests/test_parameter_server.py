@@ -62,10 +62,9 @@ KEPT = {
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", KEPT)
 def test_killed_stopped_and_preempted_it_resumes_bit_for_bit(tmp_path, strategy):
-    line = (f"strategy={strategy}", *KEPT[strategy], "batch_size=31", "checkpoint.every_steps=5", "max_steps=50")
-    whole = run(tmp_path / "whole", *line, ranks=3)
+    line = (f"strategy={strategy}", *KEPT[strategy], "batch_size=31", "checkpoint.every_steps=5")
     with nodes(tmp_path / "run", *line, *pace(0.1), "dist.timeout_s=4", nnodes="1:1", nproc=3, cold=False) as cluster:
-        agent = cluster.start()
+        agent = cluster.start("max_steps=100000")
         cluster.reach(8)
         cluster.next_step(lambda: os.kill(cluster.workers(agent)[2], signal.SIGKILL))
         cluster.reach(20)
@@ -73,13 +72,16 @@ def test_killed_stopped_and_preempted_it_resumes_bit_for_bit(tmp_path, strategy)
         cluster.reach(30)
         agent.send_signal(signal.SIGTERM)
         cluster.ended()
-        assert cluster.result().outcome["outcome"] == "preempted", cluster.log
-        cluster.start()
+        stopped = cluster.result().outcome
+        assert stopped["outcome"] == "preempted", cluster.log
+        ends = f"max_steps={stopped['step'] + 20}"
+        cluster.start(ends)
         assert cluster.ended()[-1] == 0, cluster.log
-        cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=15)
+        cluster.until(lambda: not cluster.left_over(), "end of all processes", timeout_s=60)
         result = cluster.result()
-    causes = [event["cause"] for event in result.events("restart")]
-    assert "rank 2" in causes[0] and "rank 1" in causes[1], causes
+    whole = run(tmp_path / "whole", *line, ends, ranks=3)
+    causes = iter(told := [event["cause"] for event in result.events("restart")])  # a stall of 4 s is a cause, too
+    assert any("rank 2" in cause for cause in causes) and any("rank 1" in cause for cause in causes), told
     assert result.losses == whole.losses
     assert all(torch.equal(weight, result.weights[name]) for name, weight in whole.weights.items())
 

@@ -1,7 +1,8 @@
-"""The picture of the rooms in the docs is the one that the code gives."""
+"""The pictures of the docs are those that the code and the pages give."""
 
 import pytest
 
+from docs.drawn import FOLDER, graphs
 from docs.rooms import PAGES, drawn, imports, mermaid, reduced
 
 pytestmark = pytest.mark.unit
@@ -10,6 +11,10 @@ pytestmark = pytest.mark.unit
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_picture_of_the_rooms_is_up_to_date(page):
     assert page.read_text() == drawn(page.read_text(), mermaid(reduced(imports()))), "run `make rooms`"
+
+
+def test_every_graph_is_drawn_for_the_site():
+    assert {path.name for path in FOLDER.iterdir()} == graphs().keys(), "run `make rooms`"
 
 
 def test_an_arrow_that_others_imply_is_left_out():

@@ -36,7 +36,7 @@ def test_a_child_dies_with_its_parent(call):
         child = int(parent.stdout.readline())
         assert is_running(child)
         parent.kill()
-    until(lambda: not is_running(child), "death of the child", timeout_s=10)
+    until(lambda: not is_running(child), "death of the child", timeout_s=60)
 
 
 def test_a_child_whose_parent_has_died_before_dies_at_once():
@@ -67,11 +67,12 @@ batches.itself = batches
 del loader, batches
 began = time.monotonic()
 collect_garbage()
-print(time.monotonic() - began, [each.is_alive() for each in workers])
+seconds = time.monotonic() - began
+print(seconds, [each.join(10) or each.is_alive() for each in workers])
 """
 
 
 def test_workers_of_a_data_loader_in_the_garbage_are_not_waited_for():
     done = subprocess.run([sys.executable, "-c", WORKERS_IN_A_CYCLE], capture_output=True, text=True, timeout=60)
     seconds, _, alive = done.stdout.partition(" ")
-    assert alive == "[False, False]\n" and float(seconds) < 3, done
+    assert alive == "[False, False]\n" and float(seconds) < 4.5, done

@@ -1,5 +1,6 @@
 """What is to be seen of a run: where its time goes, who is late, the page, the live view, what others scrape."""
 
+import itertools
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 
 import certifi
 import pytest
-from kit.job import ROOT, environment, finish, free_port, reached, run, start, wait_for
+from kit.job import ROOT, command, environment, finish, free_port, hold, reached, run, saved, start, wait_for
 from kit.until import until
 
 from muster.loggers import trainjob
@@ -142,12 +143,12 @@ def test_where_the_time_went_adds_up(tmp_path):
     """Killed, resumed on another number of ranks, finished: every second is in one of the parts."""
     line = ("model._target_=kit.parts.own.Late", "max_steps=120", "checkpoint.every_steps=60", *SEEN)
     began = time.time()
-    process = start(tmp_path / "run", *line, ranks=2, env={"LATE_S": "0.05"}, cold=True)
-    wait_for(tmp_path / "run", reached(70), process=process)
+    process = start(tmp_path / "run", *line, *hold(77), ranks=2, env={"LATE_S": "0.05"}, cold=True)
+    wait_for(tmp_path / "run", lambda found: reached(75)(found) and saved(60)(found), process=process)
     process.send_signal(signal.SIGKILL)
     finish(process, tmp_path / "run")
     time.sleep(1)
-    run(tmp_path / "run", *line, ranks=3, env={"LATE_S": "0.02"}, cold=True)
+    run(tmp_path / "run", *line, ranks=3, env={"LATE_S": "0.1"}, cold=True)
     history = History.of(tmp_path / "run")
     assert sum(history.spent.values()) == pytest.approx(history.seconds, abs=0.01)
     assert history.seconds < time.time() - began
@@ -175,10 +176,11 @@ def test_a_ledger_that_does_not_fit_is_said(tmp_path):
 def test_the_page_of_a_run_at_its_every_end(tmp_path):
     """Preempted, then failed, then done: each end leaves a page that says so; it loads nothing from anywhere."""
     folder, line = tmp_path / "run", (*LATE, "checkpoint.every_steps=20")
-    process = start(folder, *line, ranks=2, env={"LATE_S": "0.02"})
+    process = start(folder, *line, "max_steps=100000", ranks=2, env={"LATE_S": "0.02"})
     wait_for(folder, reached(40), process=process)
     process.send_signal(signal.SIGTERM)
-    finish(process, folder)
+    at = finish(process, folder).outcome["step"]
+    line = (*line, f"max_steps={at + 160}")
     page = Seen(folder / "report.html")
     assert "preempted" in page.text and page.loads == []
     assert {"metrics.jsonl", "checkpoints"} <= set(page.links) and all((folder / link).exists() for link in page.links)
@@ -198,6 +200,13 @@ def test_the_page_of_a_run_at_its_every_end(tmp_path):
         f"on {failed.outcome['failed_host']} after step" in text
         and "resumes the run from the checkpoint of step" in text
     )
+    watched = " ".join(tool("--watch", "--once", folder, cwd=tmp_path, columns=100).stdout.split())
+    for words in (
+        failed.outcome["error"],
+        f"resumes the run from the checkpoint of step {at}:",
+        "--nproc-per-node=2 -m train output_dir=",
+    ):
+        assert words in watched, watched
     (told,) = failed.events("failed")
     assert (told["rank"], told["exit_code"], told["host"]) == (failed.outcome["rank"], 6, failed.outcome["failed_host"])
     assert "torch.distributed.run --standalone --nproc-per-node=2 -m train output_dir=" in text, (
@@ -211,7 +220,7 @@ def test_the_page_of_a_run_at_its_every_end(tmp_path):
     page = Seen(folder / "report.html")
     assert "memory, rank 0 at most" in page.text and "2 rank" in page.text and "waits for the next batch" in page.text
     assert (folder / "report.html").stat().st_size < 3e6, "Plotly is compressed"
-    assert "done" in page.text and "200 of 200" in page.text and "as planned, each once" in page.text
+    assert "done" in page.text and f"{at + 160} of {at + 160}" in page.text and "as planned, each once" in page.text
     loss = page.figure("loss")
     assert [trace["name"] for trace in loss["data"]] == ["train", "test"]
     assert [mark["what"] for mark in loss["marks"] if "preempted" in mark["what"]] and "3 ranks" in str(loss["marks"])
@@ -228,6 +237,24 @@ def test_the_page_of_a_run_that_was_over_at_once_has_all_that_its_files_have(tmp
     assert "evaluation" in {trace["name"] for trace in page.figure("where the time went")["data"]}
     assert tool("run", "--output", "again.html", cwd=tmp_path).returncode == 0
     assert Seen(tmp_path / "again.html").figures == page.figures
+
+
+def test_a_run_of_a_sweep_that_failed_before_it_began_is_on_the_page(tmp_path):
+    sweep = tmp_path / "sw"
+    sweep.mkdir()
+    run(sweep / "lr-0.1", "optimizer.lr=0.1", "max_steps=3")
+    run(sweep / "lr-0.2", "optimizer.lr=0.2", "max_steps=3")
+    nowhere = f"data.root={tmp_path}/nowhere"
+    failed = run(sweep / "elsewhere", "data=imagefolder", nowhere, "model=resnet18", ok=False)
+    assert failed.code == 3 and not (sweep / "elsewhere/metrics.jsonl").exists()
+    assert tool("sw", cwd=tmp_path).returncode == 0
+    page = Seen(sweep / "report.html")
+    assert "elsewhere" in page.text and "data error" in page.text and "nowhere/train is not a folder" in page.text
+    assert "optimizer.lr" in page.text and "model.hidden" not in page.text.partition("Configurations")[0], (
+        "what it did not come to differs in nothing"
+    )
+    watched = tool("--watch", "--once", "sw", cwd=tmp_path).stdout
+    assert "has not started: data error" in watched and "lr-0.2" in watched
 
 
 def test_the_page_waits_for_the_cause_that_another_rank_is_slow_to_write(tmp_path):
@@ -250,6 +277,19 @@ def test_no_text_of_a_run_ends_the_script(tmp_path):
     text = (folder / "report.html").read_text()
     assert evil not in text and text.count("</script>") == 2
     assert evil in Seen(folder / "report.html").text
+
+
+def test_the_page_links_the_files_that_the_output_went_to(tmp_path):
+    """A batch script names its own; else it is where the process writes. One that is gone is not linked."""
+    folder, log = tmp_path / "run", tmp_path / "muster-7.log"
+    log.write_text("")
+    for step, named in ((5, "/nowhere/muster-6.log"), (10, str(log)), (15, "")):
+        env = environment(MUSTER_LOG=named)
+        with (tmp_path / "own.log").open("a") as own:
+            line = command(f"output_dir={folder}", f"max_steps={step}", "log.every_steps=5", ranks=None)
+            subprocess.run(line, cwd=tmp_path, env=env, stdout=own, check=True)
+    links = Seen(folder / "report.html").links
+    assert {"../muster-7.log", "../own.log"} <= set(links) and not [link for link in links if "muster-6" in link], links
 
 
 @pytest.mark.unit
@@ -295,12 +335,19 @@ def test_runs_beside_each_other(tmp_path):
     )
     assert axes[2]["values"] == sorted(losses) and "The best loss" in page.text
     assert page.links == [f"runs/grid/lr-{lr:g}/report.html" for _, lr in ordered] and page.loads == []
-    assert {figure["title"] for figure in page.figures} >= {"learning rate", "loss"}
+    titles = {figure["title"] for figure in page.figures}
+    assert "loss" in titles and "learning rate" not in titles, "each run has one, which the table names"
     assert len(page.figure("loss")["data"]) == 6 and "3 runs" in page.text
     two = tool(*sorted((tmp_path / "runs/grid").iterdir())[:2], cwd=tmp_path)
     assert two.stdout.strip() == "report.html" and (tmp_path / "report.html").exists()
-    starts = [History.of(folder).spent["start"] for folder in sorted((tmp_path / "runs/grid").iterdir())]
-    assert max(starts[1:]) < starts[0], "a later job of the sweep does not count the earlier ones' time as its own"
+    (tmp_path / "report.html").unlink()
+    whole = tool("runs/grid", cwd=tmp_path)
+    assert whole.stdout.strip() == "runs/grid/report.html" and not (tmp_path / "report.html").exists(), whole.stderr
+    (tmp_path / "runs/grid/report.html").unlink()
+    jobs = [History.of(folder).stretches for folder in sorted((tmp_path / "runs/grid").iterdir())]
+    assert all(after[0].began >= before[-1].ended - 0.01 for before, after in itertools.pairwise(jobs)), (
+        "not its own time"
+    )
 
 
 def test_a_report_is_made_without_torch():
@@ -365,11 +412,13 @@ def prometheus():
 def test_prometheus_scrapes_a_run(tmp_path):
     port, own = free_port(), free_port()
     (tmp_path / "prometheus.yml").write_text(
-        "global: {scrape_interval: 200ms}\n"
+        "global: {scrape_interval: 1s}\n"
         f"scrape_configs: [{{job_name: muster, static_configs: [{{targets: ['127.0.0.1:{port}']}}]}}]\n"
     )
     line = [prometheus(), f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
     server = subprocess.Popen([*line, f"--web.listen-address=127.0.0.1:{own}"], stderr=subprocess.DEVNULL)
+
+    seen = []
 
     def asked(query):
         try:
@@ -382,8 +431,8 @@ def test_prometheus_scrapes_a_run(tmp_path):
         late = ("model._target_=kit.parts.own.Late", "max_steps=10000", "log.every_steps=5")
         process = start(tmp_path / "run", *late, f"metrics.port={port}", "name=mine", ranks=2, env={"LATE_S": "0.02"})
         until(lambda: asked("muster_train"), "value in Prometheus", timeout_s=60)
-        until(lambda: asked("muster_step%3E0"), "step in Prometheus", timeout_s=30)
-        (step,) = asked("muster_step")
+        until(lambda: seen.extend(asked("muster_step%3E0")) or seen, "step in Prometheus", timeout_s=30)
+        (step,) = seen
         assert step["metric"]["run"] == "mine" and 0 < float(step["value"][1]) < 10000
         until(lambda: len(asked("muster_rank_seconds_total")) == 10, "time of each rank", timeout_s=30)
         listening = Path("/proc/net/tcp").read_text()
@@ -410,8 +459,8 @@ def test_tensorboard_has_each_step_once_after_a_kill_and_the_hyperparameters(tmp
 
     line = ("model._target_=kit.parts.own.Late", "max_steps=90", "checkpoint.every_steps=40", "eval.every_steps=10")
     seen = (*line, "log.tensorboard=true", "log.every_steps=5")
-    process = start(tmp_path / "run", *seen, ranks=2, env={"LATE_S": "0.08"})
-    wait_for(tmp_path / "run", reached(50), process=process)
+    process = start(tmp_path / "run", *seen, *hold(55), ranks=2, env={"LATE_S": "0.08"})
+    wait_for(tmp_path / "run", lambda found: reached(50)(found) and saved(40)(found), process=process)
     process.kill()
     finish(process, tmp_path / "run")
     result = run(tmp_path / "run", *seen, ranks=2, env={"LATE_S": "0"})

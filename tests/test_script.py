@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from kit import script as mine
 from kit.job import environment, free_port
+from kit.loopback import children
 from kit.until import until
 
 SLURM = {
@@ -58,9 +59,9 @@ def test_a_script_runs_unchanged_with_its_arguments_untouched(tmp_path, words):
 
 
 def test_told_to_stop_it_saves_and_leaves_with_75_and_the_same_command_goes_on(tmp_path):
-    words = (mine.write(tmp_path).name, f"--out={tmp_path}", "--steps=60", "--step-s=0.05")
-    process = start(tmp_path, *words)
-    reach(tmp_path, 20, process)
+    words = (mine.write(tmp_path).name, f"--out={tmp_path}", "--steps=60")
+    process = start(tmp_path, *words, "--step-s=0.5")
+    reach(tmp_path, 5, process)
     process.send_signal(signal.SIGTERM)
     code, out = finish(process)
     assert code == 75 and "muster: my script.py: to be run again (exit code 75)" in out, out
@@ -128,12 +129,37 @@ def test_no_rank_outlives_its_agent(tmp_path):
     assert len(ranks) == 2
     os.kill(int(agent), signal.SIGKILL)
     finish(process)
-    until(lambda: not [rank for rank in ranks if Path("/proc", rank).exists()], "end of the ranks", timeout_s=10)
+    until(lambda: not [rank for rank in ranks if Path("/proc", rank).exists()], "end of the ranks", timeout_s=60)
 
 
 def two_nodes(folder, *words, **env):
-    job = {"SLURM_JOB_ID": str(free_port()), "NPROC": "1", **SLURM, **env}
+    job = {"SLURM_JOB_ID": str(free_port() - 10000), "NPROC": "1", **SLURM, **env}
     return [start(folder, *words, SLURM_NODEID=str(node), **job) for node in range(2)]
+
+
+def test_a_host_that_has_no_name_is_one_line(tmp_path):
+    code, out = launch(
+        tmp_path, mine.write(tmp_path).name, **SLURM | {"HEAD": "a..b"}, SLURM_JOB_ID="7", SLURM_NODEID="1"
+    )
+    assert code == 2 and "a..b is not a host's name" in out.splitlines()[-1] and "Traceback" not in out, out
+
+
+@pytest.mark.parametrize("told", [None, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_node_waits_for_the_one_that_holds_the_rendezvous(tmp_path, told):
+    """Not in torchrun, which gives up after 20 s; a stop request ends the wait."""
+    words = (mine.write(tmp_path).name, f"--out={tmp_path}", "--steps=3")
+    job = {"SLURM_JOB_ID": str(free_port() - 10000), "NPROC": "1", **SLURM}
+    waits = start(tmp_path, *words, SLURM_NODEID="1", **job)
+    assert "--rdzv-endpoint" in waits.stdout.readline()
+    assert "waits up to 300 s for the node that holds the rendezvous, 127.0.0.1:" in waits.stdout.readline()
+    assert not children(waits.pid)
+    if told:
+        waits.send_signal(told)
+        code, out = finish(waits, timeout_s=60)
+        assert (code, out) == (75, "") and not mine.attempts(tmp_path), "torchrun is not started"
+        return
+    host = start(tmp_path, *words, SLURM_NODEID="0", **job)
+    assert [finish(each)[0] for each in (host, waits)] == [0, 0] and mine.steps(tmp_path) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("fault", "code"), [("again", 75), ("always", 3)])

@@ -26,6 +26,7 @@ SLOW = (
     "log.report=false",
     "log.tensorboard=false",
     "dist.timeout_s=20",
+    "model._target_=kit.parts.models.Paced",
 )
 
 
@@ -33,7 +34,7 @@ def step(folder):
     return Job(folder).step()
 
 
-def reach(folder, target, timeout_s=60):
+def reach(folder, target, timeout_s=120):
     Job(folder).reach(target, timeout_s=timeout_s)
 
 
@@ -49,7 +50,13 @@ def logs(checkout):
 def ledger(tmp_path):
     folder = tmp_path / "ledger"
     folder.mkdir()
+    Job(folder).pace(0.05)
     return folder
+
+
+def slowly(ledger):
+    """For a block in which Slurm is told something: under load it may take half a minute to do it."""
+    return Job(ledger).slowly()
 
 
 def test_every_directive_is_one():
@@ -89,19 +96,20 @@ def test_two_nodes_train_as_one_process_does(slurm, checkout, tmp_path):
 
 
 def test_a_wrong_override_ends_at_once(slurm, checkout):
-    started = time.monotonic()
     job = slurm.sbatch(checkout, "lr=3")
-    state = slurm.ended(job, timeout_s=30)
+    state = slurm.ended(job)
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0")
     assert "did you mean optimizer.lr?" in logs(checkout) and state["Restarts"] == "0"
-    assert time.monotonic() - started < 30
+    assert state["RunTime"] < "00:00:30", state
 
 
 def test_usr1_saves_requeues_and_resumes(slurm, checkout, ledger):
     folder = checkout / "runs/run"
     job = slurm.sbatch(checkout, *SLOW, "max_steps=200", "checkpoint.every_steps=1000", LEDGER=str(ledger))
     reach(folder, 40)
-    slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+    with slowly(ledger):
+        slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+        slurm.restarted(job)
     state = slurm.ended(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), logs(checkout)
     assert result(folder).events("preempted") and result(folder).events("resume")[0]["step"] >= 40
@@ -111,14 +119,19 @@ def test_usr1_saves_requeues_and_resumes(slurm, checkout, ledger):
 
 def test_requeue_and_preemption_resume(slurm, checkout, ledger):
     """scontrol requeue, then a job of a higher partition that needs the nodes: both send SIGTERM."""
-    folder = checkout / "runs/run"
-    job = slurm.sbatch(checkout, *SLOW, "max_steps=300", "checkpoint.every_steps=10", LEDGER=str(ledger))
+    folder, steps = checkout / "runs/run", ("max_steps=300", "checkpoint.every_steps=10")
+    job = slurm.sbatch(checkout, *SLOW, *steps, LEDGER=str(ledger))
     reach(folder, 30)
-    slurm.on("ctl", "scontrol", "requeue", job)
-    slurm.wait(job, "PENDING", timeout_s=60)
+    with slowly(ledger):
+        slurm.on("ctl", "scontrol", "requeue", job)
+        slurm.restarted(job)
     at = step(folder)
-    reach(folder, at + 20, timeout_s=90)
-    slurm.on("ctl", "sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
+    reach(folder, at + 20)
+    with slowly(ledger):
+        slurm.on(
+            "ctl", "sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 3"
+        )
+        slurm.restarted(job, times=2)
     state = slurm.ended(job, timeout_s=200)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2"), logs(checkout)
     assert_exact(ledger, steps=300, batch_size=10)
@@ -128,7 +141,7 @@ def test_a_node_whose_ranks_die_often_is_left_out_of_the_next_attempt(slurm, che
     folder, short = checkout / "runs/run", ("max_steps=300", "checkpoint.every_steps=1000", "dist.survive=true")
     job = slurm.sbatch(checkout, *SLOW, *short, LEDGER=str(ledger))
     for number in range(5):
-        reach(folder, 10 + 10 * number)
+        reach(folder, step(folder) + 10)  # a rank that dies twice at one step restarts all
         kill_rank(1, f"SLURM_JOB_ID={job}\0")
         until(
             lambda n=number: len(result(folder).events("survived")) > n,
@@ -137,12 +150,31 @@ def test_a_node_whose_ranks_die_often_is_left_out_of_the_next_attempt(slurm, che
             said=lambda: logs(checkout),
         )
     bad = result(folder).events("survived")[-1]["host"]
-    slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+    with slowly(ledger):
+        slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+        slurm.restarted(job)
     state = slurm.ended(job)
     assert (state["JobState"], state["Restarts"], state["ExcNodeList"]) == ("COMPLETED", "1", bad), logs(checkout)
-    assert f"muster: without {bad}, where ranks have died often" in logs(checkout)
+    assert f"muster: without {bad} in the next attempt" in logs(checkout)
     assert bad not in re.split(r"[\[\],-]", state["NodeList"]) and state["NumNodes"] == "2", state
     assert_exact(ledger, steps=300, batch_size=10)
+
+
+def test_a_node_that_the_doctor_refuses_is_left_out_of_the_next_attempt(slurm, checkout):
+    """Its /dev/shm is too small for the loader's workers."""
+    pids = subprocess.run(
+        ["ip", "netns", "pids", "muster-n2"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    [daemon] = [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text() == "slurmd\n"]
+    there = ["nsenter", f"--target={daemon}", "--mount"]
+    subprocess.run([*there, "mount", "-t", "tmpfs", "-o", "size=1m", "none", "/dev/shm"], check=True)
+    try:
+        job = slurm.sbatch(checkout, "doctor=true", "loader.num_workers=1", "max_steps=20")
+        state = slurm.ended(job)
+    finally:
+        subprocess.run([*there, "umount", "/dev/shm"], check=True)
+    assert (state["JobState"], state["Restarts"], state["ExcNodeList"]) == ("COMPLETED", "1", "n2"), logs(checkout)
+    assert "n2: 0.00 GiB of /dev/shm are free" in logs(checkout) and "without n2 it can go on" in logs(checkout)
 
 
 def agents(checkout):
@@ -157,7 +189,7 @@ def test_a_lost_node_brings_the_job_back(slurm, checkout, ledger):
         checkout, *SLOW, "max_steps=200", "checkpoint.every_steps=10", flags=("--nodelist=n1,n2",), LEDGER=str(ledger)
     )
     reach(folder, 30)
-    with slurm.cut_off("n2"):
+    with slurm.cut_off("n2"), slowly(ledger):
         slurm.wait(job, "PENDING", timeout_s=120)
         # One that comes back with the old step still at work confuses Slurm: it starts the job there, and waits for ever.
         until(lambda: not agents(checkout), "end of the agent that was cut off", timeout_s=90)
@@ -210,7 +242,7 @@ def test_an_elastic_job_that_loses_its_first_node_is_requeued(slurm, checkout, l
     folder = checkout / "runs/run"
     job = elastic(slurm, checkout, ledger, steps=150, nodes="n1,n3")
     reach(folder, 40)
-    with slurm.powered_off("n1"):
+    with slurm.powered_off("n1"), slowly(ledger):
         slurm.wait(job, "PENDING", timeout_s=150)
     state = slurm.ended(job, timeout_s=200)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), logs(checkout)
@@ -225,9 +257,9 @@ def test_scancel_stays_cancelled(slurm, checkout, ledger):
     until(lambda: result(folder).events("survived"), "birth of rank 1", timeout_s=60, said=lambda: logs(checkout))
     slurm.on("ctl", "scancel", job)
     assert slurm.ended(job)["JobState"] == "CANCELLED"
+    until(lambda: result(folder).outcome["outcome"] == "preempted", "saved place", timeout_s=60)
     time.sleep(3)
     assert slurm.state(job)["JobState"] == "CANCELLED"
-    assert result(folder).outcome["outcome"] == "preempted"
 
 
 def test_of_two_steps_of_one_allocation_in_one_folder_one_trains(slurm, checkout, ledger):
@@ -261,7 +293,7 @@ def test_agents_that_never_meet_do_not_requeue_for_ever(slurm, checkout):
     folder = checkout / "runs/run"
     folder.mkdir(parents=True)
     (folder / "outcome.json").write_text('{"outcome": "preempted", "exit_code": 75, "attempt": "1"}')
-    state = slurm.ended(slurm.sbatch(checkout, "max_steps=5", MAX_RESTARTS="many"), timeout_s=60)
+    state = slurm.ended(slurm.sbatch(checkout, "max_steps=5", MAX_RESTARTS="many"))
     assert (state["JobState"], state["Restarts"]) == ("FAILED", "0") and state["ExitCode"] != "75:0", logs(checkout)
     assert "no rank began to train" in logs(checkout)
 
@@ -270,13 +302,15 @@ def test_told_to_stop_before_anybody_trains(slurm, checkout, ledger):
     """USR1 while the data still loads; and what a user's module prints is not taken for the run's folder."""
     (checkout / "slow_start.py").write_text(
         "import time\nfrom kit.parts.data import Numbered\nprint('hello from a module')\n\n"
-        "class Late(Numbered):\n    def __init__(self, train):\n        time.sleep(8)\n        super().__init__(train)\n"
+        "class Late(Numbered):\n    def __init__(self, train):\n        open('loading', 'w').close()\n"
+        "        time.sleep(8)\n        super().__init__(train)\n"
     )
     arguments = (*SLOW, "data._target_=slow_start.Late", "max_steps=30")
     job = slurm.sbatch(checkout, *arguments, LEDGER=str(ledger))
-    slurm.wait(job, "RUNNING")
-    time.sleep(9)
-    slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+    until(lambda: (checkout / "loading").exists(), "data that load", timeout_s=150, said=lambda: logs(checkout))
+    with slowly(ledger):
+        slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+        slurm.restarted(job)
     state = slurm.ended(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), logs(checkout)
     assert_exact(ledger, steps=30, batch_size=10)
@@ -286,11 +320,13 @@ def test_told_to_stop_while_the_overrides_are_checked(slurm, checkout, ledger):
     """USR1 before srun has begun: the batch script is alone with it, and lets no node start for nothing."""
     (checkout / "slow_check.py").write_text(
         "import os, pathlib, time\nfrom kit.parts.data import Numbered\nseen = pathlib.Path('checked')\n"
-        "if not seen.exists():\n    seen.touch()\n    time.sleep(6)\n\nclass Slow(Numbered):\n    pass\n"
+        "if not seen.exists():\n    seen.touch()\n    while not pathlib.Path('go').exists():\n        time.sleep(0.1)\n\nclass Slow(Numbered):\n    pass\n"
     )
     job = slurm.sbatch(checkout, *SLOW, "data._target_=slow_check.Slow", "max_steps=10", LEDGER=str(ledger))
-    until(lambda: (checkout / "checked").exists(), "the check", timeout_s=60)
+    until(lambda: (checkout / "checked").exists(), "the check", timeout_s=150)
     slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+    time.sleep(5)  # for the controller to pass it on
+    (checkout / "go").touch()
     state = slurm.ended(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), logs(checkout)
     assert "stopped before a rank began to train" in logs(checkout)
@@ -340,19 +376,21 @@ def container(tmp_path_factory):
 def test_a_container_trains_requeues_and_resumes(slurm, checkout, ledger, container):
     """In Apptainer, as one node's wrong override, then as two nodes that are told to save their place."""
     script = "slurm/container.sbatch"
-    state = slurm.ended(slurm.sbatch(checkout, "lr=3", script=script, **container), timeout_s=60)
+    state = slurm.ended(slurm.sbatch(checkout, "lr=3", script=script, **container))
     assert (state["JobState"], state["ExitCode"]) == ("FAILED", "2:0")
     assert "did you mean optimizer.lr?" in logs(checkout) and state["Restarts"] == "0"
     env = container | {
-        "MOUNTS": f"{ROOT / 'tests'}:/tests:ro,{ledger}:/ledger",
-        "LEDGER": "/ledger",
+        "MOUNTS": f"{ROOT / 'tests'}:/tests:ro,{ledger.parent}:/seen",
+        "LEDGER": "/seen/ledger",
         "PASS_ENV": "LEDGER",
     }
     arguments = (*SLOW, "max_steps=200", "checkpoint.every_steps=1000")
     job = slurm.sbatch(checkout, *arguments, script=script, **env)
     folder = checkout / "runs/run"
-    reach(folder, 40, timeout_s=150)  # two containers start
-    slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+    reach(folder, 40)
+    with slowly(ledger):
+        slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+        slurm.restarted(job)
     state = slurm.ended(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), logs(checkout)
     assert result(folder).events("resume")[0]["step"] >= 40
@@ -381,7 +419,9 @@ def test_submit_is_requeued_and_resumes(slurm, checkout, ledger):
     )
     job = re.search(r"job (\d+)", out)[1]
     reach(folder, 40)
-    slurm.on("ctl", "scancel", "--signal=USR2", job)
+    with slowly(ledger):
+        slurm.on("ctl", "scancel", "--signal=USR2", job)
+        slurm.restarted(job)
     state = slurm.ended(job)
     text = "\n".join(path.read_text() for path in (checkout / "slurm/logs").glob("*.err"))
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), text[-4000:]
@@ -399,6 +439,8 @@ def test_submit_comes_back_after_a_preemption(slurm, checkout, ledger):
     state = slurm.ended(job, timeout_s=200)
     text = "\n".join(path.read_text() for path in (checkout / "slurm/logs").glob("*.err"))
     once_more = slurm.version() >= (24, 5)  # Slurm requeues it, too: the last start finds that the run is done
+    slurm.restarted(job, times=1 + once_more)
+    state = slurm.ended(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2" if once_more else "1"), text[-4000:]
     assert result(folder).events("resume")[0]["step"] >= 30
     assert_exact(ledger, steps=1000, batch_size=10)
@@ -434,12 +476,13 @@ def test_a_script_of_ones_own_is_requeued_after_75_and_after_a_lost_node(slurm, 
     out.mkdir()
     words = ("--", "my script.py", f"--out={out}", "--steps=150", "--step-s=0.1", "a b", "--", "c='d'")
     job = slurm.sbatch(checkout, *words, flags=("--nodelist=n1,n2",))
-    until(lambda: len(mine.steps(out)) >= 20, "20 steps", timeout_s=60, said=lambda: logs(checkout))
-    slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
-    until(lambda: len(mine.attempts(out)) == 2, "second attempt", timeout_s=90, said=lambda: logs(checkout))
+    until(lambda: len(mine.steps(out)) >= 20, "20 steps", timeout_s=150, said=lambda: logs(checkout))
+    with slowly(out / "ledger"):
+        slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+        until(lambda: len(mine.attempts(out)) >= 2, "second attempt", timeout_s=150, said=lambda: logs(checkout))
     assert "my script.py: to be run again (exit code 75); requeue 1 of at most 100" in logs(checkout)
     assert re.search(r"^\[1\] start 0 .*\"a b\", \"--\", \"c='d'\"\] threads 1$", logs(checkout), re.M)
-    with slurm.cut_off("n2"):
+    with slurm.cut_off("n2"), slowly(out / "ledger"):
         slurm.wait(job, "PENDING", timeout_s=120)
         until(lambda: not agents(checkout), "end of the agent that was cut off", timeout_s=120)
     state = slurm.ended(job, timeout_s=200)
@@ -468,7 +511,7 @@ def test_a_script_that_always_asks_for_more_is_requeued_as_often_as_it_may_be(sl
 
 
 def test_a_script_that_is_not_there_ends_at_once(slurm, checkout):
-    state = slurm.ended(slurm.sbatch(checkout, "--", "mine.py"), timeout_s=30)
+    state = slurm.ended(slurm.sbatch(checkout, "--", "mine.py"))
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
     assert "mine.py is not a file in" in logs(checkout)
 
@@ -477,8 +520,10 @@ def test_submit_a_script_of_ones_own(slurm, checkout, tmp_path):
     mine.write(checkout)
     words = ("cluster.nodes=2", "--", "my script.py", f"--out={tmp_path}", "--steps=200", "--step-s=0.1")
     job = re.search(r"job (\d+)", submit(slurm, checkout, *words))[1]
-    until(lambda: len(mine.steps(tmp_path)) >= 20, "20 steps", timeout_s=90)
-    slurm.on("ctl", "scancel", "--signal=USR2", job)
+    until(lambda: len(mine.steps(tmp_path)) >= 20, "20 steps", timeout_s=150)
+    with slowly(tmp_path / "ledger"):
+        slurm.on("ctl", "scancel", "--signal=USR2", job)
+        slurm.restarted(job)
     state = slurm.ended(job)
     text = "\n".join(path.read_text() for path in (checkout / "slurm/logs").glob("*.err"))
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), text[-4000:]
@@ -489,8 +534,10 @@ def test_a_newcomers_own_loop_by_the_command_that_init_printed(slurm, newcomer):
     """With the wheel alone; it is told to stop, requeued, and ends with the weights of an undisturbed run."""
     out = slurm.on("ctl", "bash", "-c", newcomer.printed("Slurm"), cwd=newcomer.project)
     job = re.search(r"Submitted batch job (\d+)", out)[1]
-    newcomer.reach(20)
-    slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+    newcomer.reach(20, timeout_s=150)
+    with newcomer.slowly():
+        slurm.on("ctl", "scancel", "--signal=USR1", "--batch", job)
+        slurm.restarted(job)
     state = slurm.ended(job)
     assert (state["JobState"], state["Restarts"], state["JobName"]) == ("COMPLETED", "1", "my-job"), logs(
         newcomer.project

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.deaths import started
 from kit.job import QUIET, ROOT, Job, environment, finish, reached, start, wait_for
 from kit.until import until
 from torch.distributed import FileStore
@@ -120,12 +121,12 @@ class Skewed(torch.nn.Linear):
         super().__init__(64, 10)
 
     def forward(self, x):
-        time.sleep(1.2 * self.training * (os.environ["RANK"] == "1"))
+        time.sleep(3 * self.training * (os.environ["RANK"] == "1"))
         return super().forward(x.flatten(1))
 
 
 def test_a_run_comes_back_with_its_folder_and_a_rank_that_is_slower_than_the_others_is_waited_for(tmp_path):
-    line = ("model._target_=test_spawn.Skewed", "max_steps=6", "dist.timeout_s=5")
+    line = ("model._target_=test_spawn.Skewed", "max_steps=6", "dist.timeout_s=15")
     run = launch([f"output_dir={tmp_path / 'run'}", *QUIET, *line], nproc=2)
     assert run.folder == tmp_path / "run" and (run.outcome["outcome"], run.outcome["step"]) == ("done", 6)
     steps = [line for line in Job(run.folder).lines() if line["kind"] == "train"]
@@ -193,13 +194,13 @@ def script():
 def test_a_script_loses_nothing_to_a_killed_rank_to_sigterm_or_to_its_own_death(tmp_path, script):
     run = script(tmp_path / "run", *LONG)
     run.reach(3)
-    ranks = sorted(pid for pid, line in run.processes().items() if " -m muster name=" in line)
+    ranks = sorted((pid for pid, line in run.processes().items() if " -m muster name=" in line), key=started)
     os.kill(ranks[-1], signal.SIGKILL)
     run.until(lambda: any(line.get("event") == "survived" for line in run.lines()), "birth of the killed rank")
     run.next_step(lambda: os.kill(ranks[0], signal.SIGKILL))  # a keeper
     run.process.send_signal(signal.SIGTERM)
     assert run.process.wait(60) == Preempted.exit_code, run.log
-    assert not run.processes()
+    until(lambda: not run.processes(), "end of all processes", timeout_s=60, said=lambda: run.log)
     assert "stopped by SIGTERM" in run.log
     saved = run.result().outcome
     assert saved["outcome"] == "preempted" and saved["step"] > 3
@@ -239,7 +240,7 @@ def press_stop():
 
 threading.Thread(target=press_stop).start()
 try:
-    muster.launch(["name=notebook", "epochs=2", "log.every_steps=1", "model=convnet", "batch_size=8"], nproc=2)
+    muster.launch(["name=notebook", "epochs=1000", "log.every_steps=1", "model=convnet", "batch_size=8"], nproc=2)
 except KeyboardInterrupt as stop:
     print("stopped:", stop)
 """
@@ -345,7 +346,7 @@ def test_files_of_a_killed_launch_lead_nobody_astray(tmp_path, first):
     visitors = []
     for rank in order:
         for earlier in visitors:  # each finds what those before it have made of the files
-            until(lambda earlier=earlier: earlier.has_written(), "files of the ranks before", timeout_s=10)
+            until(lambda earlier=earlier: earlier.has_written(), "files of the ranks before", timeout_s=60)
         visitors.append(Visitor(rank, 3, at))
     for visitor in visitors:
         visitor.join(30)

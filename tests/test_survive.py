@@ -15,8 +15,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kit.job import environment, finish, pace, reached, run, start, wait_for
-from kit.loopback import rank_of
+from kit.deaths import has_ended, started
+from kit.job import environment, finish, hold, pace, reached, run, start, wait_for
+from kit.loopback import rank_of, variable
+from kit.until import until
 from torch.distributed import DistBackendError
 
 from muster.attempts import Attempt
@@ -29,6 +31,7 @@ from muster.faults.notes import SLOT_BYTES, Notes
 from muster.job import survival
 from muster.job.folder import RunFolder, RunOptions, _newest
 from muster.job.rescue import rescue
+from muster.launcher.spec import UNSHARED
 from muster.report.history import History
 from muster.report.page import write_report
 
@@ -53,6 +56,7 @@ ENV = {
     "lines": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # as under `muster launch node`: the store is not the agent's
 }
 RESTARTS = ("--max-restarts=3",)
+FOR_GOOD = {"MUSTER_TEST_FOR_GOOD": "1"}
 
 
 def trained(folder, kind, *more, kill=""):
@@ -213,32 +217,44 @@ def test_a_rank_that_stands_still_is_born_again(tmp_path, fault):
     """Stopped by SIGSTOP, or asleep in its own code: after dist.timeout_s, with no rank restarted."""
     env = {"MUSTER_TEST_MARKS": str(tmp_path)}
     hang = ("+callbacks.hang._target_=kit.parts.dying.Hang", "+callbacks.hang.at=30")
-    line = (
-        (*LINE, *hang)
-        if fault == "hangs"
-        else (*LINE, "+callbacks.pace._target_=kit.parts.callbacks.Pace", "+callbacks.pace.step_s=0.05")
-    )
+    line = (*LINE, *hang) if fault == "hangs" else (*LINE, *pace(0.05), *hold(40, until=tmp_path / "stopped"))
     process = start(
-        tmp_path / "run", *line, "dist.timeout_s=3", "max_steps=100", ranks=2, torchrun=RESTARTS, env=env, cold=True
+        tmp_path / "run", *line, "dist.timeout_s=5", "max_steps=100", ranks=2, torchrun=RESTARTS, env=env, cold=True
     )
     if fault == "stopped":
         wait_for(tmp_path / "run", reached(28), process=process)
         [keeper] = [pid for pid in children(process.pid) if variable(pid, "RANK") == "1"]
         [rank] = children(keeper)
         os.kill(rank, signal.SIGSTOP)
+        (tmp_path / "stopped").touch()
     done = finish(process, tmp_path / "run")
     [survived] = done.events("survived")
     assert done.code == 0 and survived["rank"] == 1 and not done.events("restart"), done.out
 
 
+def test_a_store_that_is_killed_restarts_all_ranks_and_is_no_failure_of_the_storage(tmp_path):
+    """Under the kit's launchers rank 0's keeper has it in a child; a checkpoint may be on its way."""
+    line = (*LINE, *pace(0.05), *hold(30, until=tmp_path / "killed"), "max_steps=60", "checkpoint.every_steps=1")
+    process = start(tmp_path / "run", *line, ranks=2, torchrun=RESTARTS, env={**UNSHARED, **FOR_GOOD}, cold=True)
+    wait_for(tmp_path / "run", reached(20), process=process)
+    [keeper] = [pid for pid in children(process.pid) if variable(pid, "RANK") == "0"]
+    store, _ = sorted(children(keeper), key=started)
+    os.kill(store, signal.SIGKILL)
+    (tmp_path / "killed").touch()
+    done = finish(process, tmp_path / "run")
+    assert done.code == 0 and done.events("restart") and "storage error" not in done.out, done.out
+
+
 @pytest.mark.parametrize("delay_s", [-0.05, 0.05])
 def test_a_death_while_the_ranks_are_told_to_stop_costs_no_step(tmp_path, undisturbed, delay_s):
     """SIGTERM to torchrun, as by a scheduler, just before or after a rank is killed: the ranks stop together, and save."""
-    line = (*LINE, *pace(0.05), "checkpoint.every_steps=1000")
+    line = (*LINE, *pace(0.05), *hold(25), "checkpoint.every_steps=1000")
     process = start(tmp_path / "run", *line, ranks=2)
     wait_for(tmp_path / "run", reached(14), process=process)
     rank = rank_of(children(process.pid)[1])
     acts = [lambda: os.kill(rank, signal.SIGKILL), lambda: process.send_signal(signal.SIGTERM)]
+    if delay_s < 0:  # or it may be gone before it is killed
+        os.kill(rank, signal.SIGSTOP)
     for act in acts if delay_s > 0 else reversed(acts):
         act()
         time.sleep(abs(delay_s))
@@ -252,11 +268,6 @@ def test_a_death_while_the_ranks_are_told_to_stop_costs_no_step(tmp_path, undist
 
 def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def variable(pid, name):
-    words = dict(word.split("=", 1) for word in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in word)
-    return words.get(name)
 
 
 def test_signals_and_exit_codes_are_as_without_a_keeper(tmp_path):
@@ -279,11 +290,13 @@ def test_signals_and_exit_codes_are_as_without_a_keeper(tmp_path):
 
 
 def test_a_rank_dies_with_its_keeper_and_the_run_restarts(tmp_path):
-    process = start(tmp_path / "run", *LINE, "max_steps=400", ranks=2, torchrun=RESTARTS, cold=True)
+    line = (*LINE, *hold(60, until=tmp_path / "killed"), "max_steps=400")
+    process = start(tmp_path / "run", *line, ranks=2, torchrun=RESTARTS, env=FOR_GOOD, cold=True)
     wait_for(tmp_path / "run", reached(28), process=process)
     keeper = children(process.pid)[0]
     [rank] = children(keeper)
     os.kill(keeper, signal.SIGKILL)
+    (tmp_path / "killed").touch()
     done = finish(process, tmp_path / "run")
     assert done.code == 0 and done.events("restart") and not done.events("survived"), done.out
     assert not Path(f"/proc/{rank}").exists()
@@ -305,11 +318,12 @@ def test_no_step_is_repeated_when_a_rank_is_lost_for_good(tmp_path, kind, rank, 
     undisturbed = run(tmp_path / "undisturbed", *line, ranks=ranks)
     steps = tmp_path / "steps"
     steps.mkdir()
-    process = start(
-        tmp_path / "run", *line, *pace(0.02), ranks=ranks, torchrun=RESTARTS, env={"MUSTER_TEST_STEPS": str(steps)}
-    )
+    paced = (*line, *pace(0.02), *hold(35, until=tmp_path / "killed"))
+    env = {"MUSTER_TEST_STEPS": str(steps), **FOR_GOOD}
+    process = start(tmp_path / "run", *paced, ranks=ranks, torchrun=RESTARTS, env=env)
     wait_for(tmp_path / "run", reached(28), process=process)
     os.kill(next(pid for pid in children(process.pid) if is_rank(pid, rank)), signal.SIGKILL)
+    (tmp_path / "killed").touch()
     done = finish(process, tmp_path / "run")
     assert done.code == 0 and done.events("restart") and not done.events("survived"), done.out
     assert done.sha256 == undisturbed.sha256, done.out
@@ -343,7 +357,7 @@ def test_what_the_other_ranks_do_not_know_is_not_saved_without_the_lost_one(tmp_
     assert result.events("restart") and result.sha256 == undisturbed.sha256, result.out
 
 
-@pytest.mark.parametrize("more", [{}, {"MUSTER_TEST_FOR_GOOD": "1"}], ids=["born again", "for good"])
+@pytest.mark.parametrize("more", [{}, FOR_GOOD], ids=["born again", "for good"])
 def test_the_best_checkpoint_is_made_again_if_it_was_still_being_written(tmp_path, more):
     marks = tmp_path / "marks"
     marks.mkdir()
@@ -367,8 +381,14 @@ def test_an_error_of_one_rank_after_each_step_is_a_crash_loop_although_the_other
     assert result.outcome["exit_code"] == 7 and "the same error at the same place" in result.outcome["error"], (
         result.out
     )
-    resumes = [event["step"] for event in result.events("resume")]  # on a busy machine two were seen, once in forty
-    assert resumes in ([5], [5, 6]), resumes
+    assert len(result.events("resume")) == 1 and result.events("resume")[0]["step"] == 5, result.out
+
+
+def test_the_others_save_the_last_step_although_the_rank_that_failed_is_slow_to_record_why(tmp_path):
+    more = ("+callbacks.raises._target_=kit.parts.dying.RaisesSlowly", "dist.survive=true", "max_steps=20")
+    result = run(tmp_path / "run", *more, ranks=2, torchrun=RESTARTS)
+    assert result.events("resume")[0]["step"] == 5, result.out
+    assert [each["rank"] for each in result.events("failed")] == [1], result.out
 
 
 @pytest.mark.unit
@@ -560,7 +580,7 @@ def test_what_a_rank_has_started_is_gone_when_it_is_born_again():
     orphan = int(process.stdout.readline())
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 0 and out == "1 SIGKILL False\n"
-    assert not Path(f"/proc/{orphan}").exists() or "\nState:\tZ" in Path(f"/proc/{orphan}/status").read_text()
+    until(lambda: has_ended(orphan), "end of the orphan", timeout_s=30)
 
 
 @pytest.mark.parametrize(("begun", "said"), [("thread", "the thread beside"), ("socket", "a connection")])

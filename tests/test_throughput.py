@@ -126,5 +126,7 @@ def test_they_are_in_the_line_the_bar_the_live_view_and_the_report(tmp_path):
 def test_on_the_cpu_text_has_tokens_per_second_and_no_figure_of_a_gpu(tmp_path):
     result = run(tmp_path / "run", *GPT, "max_steps=2", "batch_size=2", "eval.every_steps=off", "model.hidden_dim=8")
     for line in result.lines("train"):
-        assert line["tokens_per_s"] == pytest.approx(128 * line["samples_per_s"], rel=0.05)
+        assert line["tokens_per_s"] == pytest.approx(
+            128 * line["samples_per_s"], abs=128 * 0.06
+        )  # which has one decimal
         assert not {"mfu", "peak_memory_gib"} & line.keys()

@@ -34,6 +34,13 @@ def test_an_update_is_the_one_that_is_written_by_hand_at_any_world_size(tmp_path
         assert line["second_loss"] == line["loss"] == pytest.approx(of_second.item(), rel=1e-5)
 
 
+def test_a_part_whose_gradient_is_not_finite_ends_the_run(tmp_path):
+    """Its update is left out, and the loss that is logged is another part's."""
+    line = (*BOTH, f"model._target_={OWN}.Lost", "max_steps=6", "eval.every_steps=off")
+    result = run(tmp_path / "run", *line, ok=False)
+    assert result.code == 6 and "not finite at step 3" in result.said[0], result.out
+
+
 @pytest.mark.parametrize(
     "given, says",
     [

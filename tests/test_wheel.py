@@ -1,5 +1,6 @@
 """The package: a wheel from a clone, an sdist, and the wheel built from it, each used from an empty folder."""
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -52,6 +53,9 @@ def test_the_wheel_of_the_sdist_is_the_wheel_of_the_clone(wheels):
 def test_all_is_in_one_package(wheels):
     names = contents(wheels["clone"])
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"muster"}
+    [facts] = [text.decode() for name, text in names.items() if name.endswith("METADATA")]
+    extras = {"wandb", "mlflow", "metrics", "onnx", "s3", "gcs"}
+    assert {*re.findall(r"^Provides-Extra: (.*)$", facts, re.M)} == extras, "what the kit's own tests need is no extra"
     for folder, place in (("conf", "muster/train/conf"), ("slurm", "muster/templates/slurm"), ("k8s", "muster/templates/k8s")):  # fmt: skip
         ours = {path.relative_to(ROOT / folder).as_posix() for path in (ROOT / folder).rglob("*.*") if path.is_file()}
         kept = {name for name in ours if not name.endswith(".pyc") and not name.startswith("logs/")}
