@@ -1,13 +1,14 @@
 """Measure the kit on GPUs: images and tokens per second, log lines and saves, weak scaling, seconds after a kill.
 
-    python -m bench.gpu one                                           # one GPU: about twenty minutes on an H100
+    python -m bench.gpu one                                           # one GPU
     srun --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 \\
-        python -m bench.gpu cluster --folder /shared/bench            # all GPUs, one node's, one: about an hour
+        python -m bench.gpu cluster --folder /shared/bench            # all GPUs, one node's, one
 
 `cluster` runs once on each node, under any launcher that `muster launch node` knows (on one machine: NPROC=8). In a world
 of ranks, the kit's own run and the other loops (gpu_loops.py) take turns in the same processes; the ratios are medians over
 the turns. The kit logs every ten steps, also to TensorBoard. What a log line and a save take is timed around them, with
-the device idle. The table for bench/README.md is written to FOLDER/gpu.md. Without a GPU there is nothing to measure: then
+the device idle. The operations of some steps after the turns, of each loop, are listed by their time on the device in
+FOLDER/*-operations.txt. The table for bench/README.md is written to FOLDER/gpu.md. Without a GPU there is nothing to measure: then
 no table is written, also where a device is pretended (tests/kit/fake_cuda), on which `--tiny` runs every line.
 """
 
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.profiler import profile
 
 from bench import gpu_loops
 from muster.errors import ConfigError
@@ -50,10 +52,14 @@ ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 KILLS = int(os.environ.get("KILLS", "3"))
 UNITS = ("images", "tokens")
+LISTED = 4
+"""Steps of each loop whose operations are listed."""
+AFTER = LISTED + 3
+"""Steps after the turns: those that are listed, one before them, one that is saved, and the last one, which is saved again."""
 NO_GPU = "There is no GPU here: nothing is measured, and no table is written."
 AS_A_USER = (
     *("device=cuda", "precision=bf16", "log.every_steps=10", "log.progress=plain", "log.report=false"),
-    *("eval.every_steps=off", "checkpoint.every_steps=1000000000", "dist.timeout_s=3600"),
+    *("eval.every_steps=off", "dist.timeout_s=3600"),
 )
 
 
@@ -108,24 +114,45 @@ def gpus() -> int:
 
 
 class InTurns:
-    """A strategy that stops the clock at fixed intervals, for the turns of the other loops."""
+    """A strategy that stops the clock at fixed intervals, for the turns of the other loops, and then lists the operations."""
 
-    def __init__(self, strategy: Any, others: dict[str, Iterator[None]], steps: int):
-        self.strategy, self.others, self.steps = strategy, others, steps
+    def __init__(self, strategy: Any, others: dict[str, Iterator[None]], steps: int, list_in: Path):
+        self.strategy, self.others, self.steps, self.list_in = strategy, others, steps, list_in
         self.turns: list[dict[str, float]] = []
         self._done, self._since = 0, time.perf_counter()
+        self._profile = profile()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.strategy, name)
 
     def step(self, step: int, batches: list[Any]) -> Any:
-        if self._done == self.steps:
+        if self._done == self.steps and len(self.turns) <= ROUNDS:
             torch.cuda.synchronize()
             turn = {"kit": time.perf_counter() - self._since}
             self.turns.append(turn | {name: self._turn(other) for name, other in self.others.items()})
             self._done, self._since = 0, time.perf_counter()
         self._done += 1
-        return self.strategy.step(step, batches)
+        if len(self.turns) <= ROUNDS:
+            return self.strategy.step(step, batches)
+        if self._done == 2:
+            self._profile.start()
+        result = self.strategy.step(step, batches)
+        if self._done == 1 + LISTED:
+            self._list("kit")
+            for name, other in self.others.items():
+                self._profile.start()
+                for _ in range(LISTED):
+                    next(other)
+                self._list(name)
+        return result
+
+    def _list(self, name: str) -> None:
+        torch.cuda.synchronize()
+        self._profile.stop()
+        found = self._profile.key_averages().table(sort_by="self_device_time_total", row_limit=40)
+        with self.list_in.open("a") as file:
+            file.write(f"{LISTED} steps of {name}\n{found}\n\n")
+        self._profile = profile()
 
     def _turn(self, other: Iterator[None]) -> float:
         began = time.perf_counter()
@@ -161,15 +188,17 @@ class Timed:
 def measure(workload: Workload, folder: str) -> tuple[bool, dict[str, Any]]:
     """Return whether this rank is the first, and the figures of a world. Collective: every rank must call it."""
     ranks, output = int(os.environ["WORLD_SIZE"]), f"{folder}/{workload.unit}-{os.environ['WORLD_SIZE']}"
+    last = workload.steps * (ROUNDS + 1) + AFTER
     line = [*workload.line, *AS_A_USER, f"batch_size={workload.batch * ranks}", f"output_dir={output}"]
-    config, preemption = compose([*line, f"max_steps={workload.steps * (ROUNDS + 1) + 1}"]), Preemption()
+    config, preemption = compose([*line, f"max_steps={last}", f"checkpoint.every_steps={last - 1}"]), Preemption()
     world, strategy = join(config, preemption)
     life = Lifecycle(Path(output), preemption)
     life.meet(world, timeout_s=config.dist.timeout_s)
     with life, open_run(config=config, world=world, strategy=strategy, life=life) as (run, _):
         data = run.course.data
         worth = throughput(config, data, world)
-        turns = InTurns(strategy, others(workload, config, data, world), workload.steps)
+        list_in = Path(f"{output}-operations.txt") if world.is_first else Path(os.devnull)
+        turns = InTurns(strategy, others(workload, config, data, world), workload.steps, list_in)
         with Timed("log") as logged, Timed("save") as saved:
             life.end(loop.train(replace(run, strategy=turns)))  # type: ignore[arg-type]
     if life.exit_code:
@@ -183,7 +212,7 @@ def measure(workload: Workload, folder: str) -> tuple[bool, dict[str, Any]]:
         "workload": workload.name, "unit": workload.unit, "goal": workload.goal, "gpus": ranks,
         "speeds": {name: speed * per_sample for name, speed in speeds.items()}, "ratios": ratios,
         "mfu": worth.rates(speeds["kit"]).get("mfu"), "log_ms": 1e3 * statistics.median(logged.seconds),
-        "blocked_s": max(saved.seconds), "saved_s": last_save(Path(output)), "device": torch.cuda.get_device_name(world.device),
+        "first_save_s": saved.seconds[0], "blocked_s": saved.seconds[-1], "saved_s": last_save(Path(output)), "device": torch.cuda.get_device_name(world.device),
     }  # fmt: skip
 
 
@@ -227,11 +256,12 @@ def worker(unit: str, folder: str, *, tiny: bool) -> None:
 
 
 def rows_of(line: Sequence[str], env: dict[str, str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows that a world prints. On the nodes without its first rank there are none."""
+    """Yield the rows that a world prints, and show all that it prints. On the nodes without its first rank there are no rows."""
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
     whole = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {}), "PYTHONPATH": path}
     with subprocess.Popen(line, env=whole, stdout=subprocess.PIPE, text=True) as child:
         for text in child.stdout or ():
+            sys.stderr.write(text)
             if text.startswith("row "):
                 yield json.loads(text[4:])
     if child.returncode:
@@ -289,7 +319,7 @@ def after_kills(nproc: int, *, tiny: bool) -> list[float]:
 
 COLUMNS = (
     "workload", "GPUs", "kit, per s", "per GPU", "of one GPU's", "goal", "MFU", "bare", "reference", "kit / bare", "kit / reference",
-    "a log line, ms", "a save: blocked, s", "committed after, s",
+    "a log line, ms", "the first save blocks, s", "a later one, s", "committed after, s",
 )  # fmt: skip
 
 
@@ -305,7 +335,7 @@ def table(rows: Sequence[dict[str, Any]], kills: dict[int, list[float]]) -> str:
             row["workload"], row["gpus"], f"{kit:,.0f} {row['unit']}", f"{each:,.0f}", f"{each / one:.1%}" if one else "", goal,
             "" if row["mfu"] is None else f"{row['mfu']:.1%}", f"{row['speeds'][bare]:,.0f}", f"{row['speeds'][reference]:,.0f} ({reference})",
             f"{row['ratios'][bare]:.2f}", f"{row['ratios'][reference]:.2f}",
-            f"{row['log_ms']:.2f}", f"{row['blocked_s']:.3f}", f"{row['saved_s']:.2f}",
+            f"{row['log_ms']:.2f}", f"{row['first_save_s']:.3f}", f"{row['blocked_s']:.3f}", f"{row['saved_s']:.2f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     for nproc, seconds in kills.items():
@@ -330,13 +360,13 @@ def carry_out(what: str, folder: str, *, tiny: bool) -> None:
             rows += rows_of(alone(nproc, words))
     nproc = there if what == "cluster" else 1
     kills = {nproc: after_kills(nproc, tiny=tiny)}
+    text = table(rows, kills)
     if not gpus():
         for row in rows:
             print(f"ran: {row['workload']}, {row['gpus']} processes, beside {' and '.join(row['ratios'])}")
         print(f"ran: {len(kills[nproc])} kills of {nproc} processes")
         print(NO_GPU, flush=True)
         return
-    text = table(rows, kills)
     Path(folder, "gpu.md").write_text(text)
     print(text, flush=True)
 

@@ -92,5 +92,5 @@ PEERS: dict[str, Loop] = {"accelerate": accelerate, "lightning": lightning}
 
 
 def installed() -> dict[str, Loop]:
-    """Return the installed trainers; `pip install -e '.[conformance]'` installs all."""
+    """Return the installed trainers; `pip install . --group conformance` installs all."""
     return {name: loop for name, loop in PEERS.items() if importlib.util.find_spec(name)}

@@ -3,12 +3,18 @@
 `python -m bench.talk` simulates 64 ranks by threads with connections of their own, which use the store over loopback like
 the ranks of a run, without a model and a process group. An operation on several keys counts once per key. Only the counts
 carry over to a cluster, not the times.
+
+`python -m bench.talk --idle 1024 4096` counts only what ranks do that train: each rank's heartbeat and look for a request to
+stop, by the code of a run, in turns in one thread. It also measures how many operations a second the store answers.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import os
+import random
+import subprocess
 import sys
 import threading
 import time
@@ -21,11 +27,13 @@ import torch
 from torch.distributed import TCPStore
 
 from muster.dist.board import Board
+from muster.dist.client import Connections
+from muster.dist.node_memory import NodeMemory
 from muster.dist.place import Place
 from muster.dist.rendezvous.meeting import Met, meet
 from muster.faults import heartbeat
-from muster.faults.heartbeat import Heartbeat, period_s
-from muster.faults.preemption import Agreement, Preemption
+from muster.faults.heartbeat import Heartbeat
+from muster.faults.preemption import POLL_S, Agreement, Preemption, poll_s
 
 STILL_S = 4.0  # for the simulation: a rank without progress for half of it starts to watch
 
@@ -52,24 +60,40 @@ def at_once(work: Callable[[int], Any], ranks: int) -> list[Any]:
 
 
 class Ranks:
-    """`size` ranks that have met."""
+    """`size` ranks that have met, `per_node` of them on each node."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, per_node: int, *, timeout_s: float = 300.0):
+        places = [Place(rank, size, rank % per_node, per_node, rank // per_node) for rank in range(size)]
+
         def arrive(rank: int) -> Met:
-            return meet(Place(rank, size, rank, size), alike=None, error=None, timeout_s=120.0)
+            return meet(places[rank], alike=None, error=None, timeout_s=600.0)
 
+        began = time.monotonic()
         met = at_once(arrive, size)
-        self.met = [one.operations.total() for one in met]
-        self.boards = [Board(one.store, attempt=one.attempt, rank=rank, size=size) for rank, one in enumerate(met)]
+        self.boards = [self._board(place, one) for place, one in zip(places, met, strict=True)]
         for board in self.boards:
             board.post_beat("")
+        self.seconds = time.monotonic() - began
+        self.met = [
+            one.operations.total() + board.operations.total() for one, board in zip(met, self.boards, strict=True)
+        ]
         alike = {"size": size, "device": torch.device("cpu")}
-        worlds = [SimpleNamespace(rank=b.rank, is_first=b.rank == 0, board=b, **alike) for b in self.boards]
-        self.beats = [Heartbeat(world, timeout_s=STILL_S, start_s=9e9, on_hang=print) for world in worlds]
+        worlds = [
+            SimpleNamespace(rank=board.rank, is_first=board.rank == 0, board=board, place=place, **alike)
+            for board, place in zip(self.boards, places, strict=True)
+        ]
+        self.beats = [Heartbeat(world, timeout_s=timeout_s, start_s=9e9, on_hang=print) for world in worlds]
         self.preemptions = [Preemption() for _ in worlds]
         for beat in self.beats:
             beat.start()
         self.watchers = [Agreement(*each) for each in zip(worlds, self.preemptions, strict=True)]
+
+    @staticmethod
+    def _board(place: Place, met: Met) -> Board:
+        size, node = place.local_world_size, None
+        if size > 1:  # for threads of one process, the nodes are told apart by name
+            node = NodeMemory.open(f"muster-talk-{met.attempt}-{place.node_rank}", place.local_rank, size)
+        return Board(met.store, attempt=met.attempt, rank=place.rank, size=place.world_size, node=node)
 
     def asked(self) -> list[int]:
         return [board.operations.total() for board in self.boards]
@@ -85,7 +109,7 @@ class Ranks:
         while time.monotonic() < deadline:
             for beat in self.beats:
                 beat.enter("step", 0)
-            time.sleep(STILL_S / 20)
+            time.sleep(0.2)
 
 
 def save(ranks: Ranks, number: int) -> None:
@@ -111,32 +135,89 @@ def stop(ranks: Ranks) -> None:
             time.sleep(0.01)
 
 
-def counted(size: int, seconds: float) -> Iterator[tuple[str, str, list[float]]]:
+def counted(size: int, per_node: int, seconds: float) -> Iterator[tuple[str, str, list[float]]]:
     """Return the counts: phase, unit, and a figure per rank."""
-    ranks = Ranks(size)
-    yield "start-up", "operations", [float(count) for count in ranks.met]
-    ranks.move(1.0)
+    ranks = Ranks(size, per_node)
+    yield f"start-up, {ranks.seconds:.1f} s", "operations", [float(count) for count in ranks.met]
+    ranks.move(2 * ranks.beats[0].period_s)
+    seconds = max(seconds, 3 * ranks.beats[0].period_s)
     quiet = ranks.during(lambda: ranks.move(seconds))
-    yield "idle", "operations/s", [count / seconds for count in quiet]
+    yield f"idle, a beat in {ranks.beats[0].period_s:.1f} s", "operations/s", [count / seconds for count in quiet]
     for number in (1, 2, 3):
         save(ranks, number)
     for beat in ranks.beats:
         beat.close()
-    time.sleep(2 * period_s(size, STILL_S))
+    time.sleep(2 * ranks.beats[0].period_s)
     talk = ranks.during(lambda: save(ranks, 4))
     yield "save", "operations", [float(count) for count in talk]
     yield "preemption", "operations", [float(count) for count in ranks.during(lambda: stop(ranks))]
-    still = Ranks(size)
+    still = Ranks(size, per_node, timeout_s=STILL_S)
     still.move(0.5)
     time.sleep(STILL_S / 2 + 0.5)
     talk = still.during(lambda: time.sleep(min(seconds, STILL_S / 2 - 1)))
     yield "standing still", "operations/s", [count / min(seconds, STILL_S / 2 - 1) for count in talk]
 
 
+def idle(size: int, per_node: int, store: TCPStore) -> tuple[float, float, float]:
+    """Return the period of the heartbeat in s, and the operations per second of rank 0 and of all ranks that train."""
+    attempt, places = f"idle-{size}-{per_node}", [Place(rank, size, rank % per_node, per_node) for rank in range(size)]
+    boards, connections = [], Connections(store)  # shared: they are not what is counted
+    for place in places:
+        node = f"muster-talk-{os.getpid()}-{size}-{place.rank // per_node}"
+        memory = NodeMemory.open(node, place.local_rank, per_node) if per_node > 1 else None
+        alike: dict[str, Any] = {"attempt": attempt, "connections": connections, "node": memory}
+        boards.append(Board(store, rank=place.rank, size=size, **alike))
+        boards[-1].post_beat("")
+    beats = []
+    for place, board in zip(places, boards, strict=True):
+        world = SimpleNamespace(rank=place.rank, is_first=not place.rank, size=size, board=board, place=place)
+        world.device = torch.device("cpu")
+        beats.append(Heartbeat(world, timeout_s=300.0, start_s=9e9, on_hang=print))
+    period, polls = beats[0].period_s, poll_s(places[0].nodes)
+    turns = random.Random(0)
+    due = [(turns.random() * period, number, False) for number in range(size)]
+    due += [(turns.random() * polls, number, True) for number in range(size)]
+    heapq.heapify(due)
+    seconds = max(15.0, 3 * max(period, polls))
+    began, before = time.monotonic(), None
+    while (now := time.monotonic() - began) < period + seconds:
+        if before is None and now > period:
+            before = [board.operations.total() for board in boards]
+        at, number, is_poll = due[0]
+        if at > now:
+            time.sleep(at - now)
+            continue
+        if is_poll:
+            boards[number].asked_to_stop(every_s=polls)
+        else:
+            beats[number].beat()
+        heapq.heapreplace(due, (max(at + (POLL_S if is_poll else period), now - 1.0), number, is_poll))
+    done = [board.operations.total() - earlier for board, earlier in zip(boards, before or [], strict=True)]
+    return period, done[0] / seconds, sum(done) / seconds
+
+
+def rate(store: TCPStore, *, clients: int = 4, seconds: float = 3.0) -> float:
+    """Return how many small operations a second the store answers to processes that do nothing else."""
+    code = (
+        "import sys, time; from torch.distributed import TCPStore\n"
+        "store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False, wait_for_workers=False)\n"
+        "count, end = 0, time.monotonic() + float(sys.argv[2])\n"
+        "while time.monotonic() < end: store.add('rate', 1); count += 1\n"
+        "print(count)"
+    )
+    line = [sys.executable, "-c", code, str(store.port), str(seconds)]
+    processes = [subprocess.Popen(line, stdout=subprocess.PIPE, text=True) for _ in range(clients)]
+    return sum(int(process.communicate()[0]) for process in processes) / seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.talk", description=__doc__)
     parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--per-node", type=int, default=8, help="ranks on a node (default: 8)")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of a measurement (default: 3)")
+    parser.add_argument(
+        "--idle", type=int, nargs="+", default=[], metavar="RANKS", help="count ranks that train, in turns"
+    )
     arguments = parser.parse_args()
     heartbeat.Watchdog = Unarmed
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -145,8 +226,21 @@ def main() -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
     }
-    print(f"| {arguments.ranks} ranks | | rank 0 | each other rank | all |\n|---|---|---|---|---|", flush=True)
-    for phase, unit, counts in counted(arguments.ranks, arguments.seconds):
+    if arguments.idle:
+        print(
+            "| ranks | on a node | a beat every, s | rank 0, operations/s | all, operations/s |\n|---|---|---|---|---|",
+            flush=True,
+        )
+        for size in arguments.idle:
+            period, first, every = idle(size, arguments.per_node, store)
+            print(f"| {size} | {arguments.per_node} | {period:.2f} | {first:.0f} | {every:.0f} |", flush=True)
+        print(f"\nThe store answers {rate(store):.0f} operations/s here.", flush=True)
+        os._exit(0)
+    print(
+        f"| {arguments.ranks} ranks, {arguments.per_node} on a node | | rank 0 | each other rank | all |\n|---|---|---|---|---|",
+        flush=True,
+    )
+    for phase, unit, counts in counted(arguments.ranks, arguments.per_node, arguments.seconds):
         others = sum(counts[1:]) / max(1, len(counts) - 1)
         print(f"| {phase} | {unit} | {counts[0]:.1f} | {others:.1f} | {sum(counts):.0f} |", flush=True)
     sys.stdout.flush()

@@ -1,13 +1,21 @@
 """Hook of MkDocs: pages may include a README from beside the templates, and link to files that are not pages.
 
-On a code host such a link opens the file. The site has no such files, so it shows their paths.
+On a code host such a link opens the file. The site has no such files, so it shows their paths. The site asks no other host:
+its graphs are drawn before (drawn.py), and its search works from files with a script of its own (iframe-worker.js).
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
+
+from mkdocs.exceptions import PluginError
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from docs.drawn import FOLDER, GRAPH, name
 
 ROOT = Path(__file__).parents[1]
 INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.M)
@@ -28,5 +36,11 @@ def on_page_markdown(markdown: str, *, page: Any, files: Any, **_: Any) -> str:
 
         return LINK.sub(shown, text)
 
+    def shown_graph(graph: re.Match[str]) -> str:
+        if not (FOLDER / name(graph[1])).exists():
+            raise PluginError(f"{page.file.src_uri} has a graph that is not drawn yet: run `make rooms`")
+        return f"![]({'../' * page.file.src_uri.count('/')}drawn/{name(graph[1])}){{: .drawn }}"
+
+    markdown = GRAPH.sub(shown_graph, markdown)
     own = linked(markdown, (ROOT / "docs" / page.file.src_uri).parent)
     return INCLUDE.sub(lambda found: linked((ROOT / found[1]).read_text(), (ROOT / found[1]).parent), own)

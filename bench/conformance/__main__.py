@@ -83,7 +83,7 @@ def main() -> None:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\n{matrix(results)}")
-    sys.exit(0 if results else "none of the chosen trainers is installed: pip install '.[conformance]'")
+    sys.exit(0 if results else "none of the chosen trainers is installed: pip install . --group conformance")
 
 
 if __name__ == "__main__":

@@ -173,6 +173,8 @@ def twice(scene: Scene) -> None:
     """a second launch of the same run"""
     scene.start()
     scene.some_step()
+    if scene.ended():
+        raise Hung(f"the first launch ended with {scene.launches.codes()} before the second began")
     before, hold = scene.ledger.attempts(), scene.ledger.folder / HOLD.name
     hold.touch()
     second = scene.start()

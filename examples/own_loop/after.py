@@ -23,7 +23,7 @@ def main(job):
     model = DDP(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     job.track(model=model, optimizer=optimizer)
-    for inputs, targets in job.batches(data, batch_size=64, epochs=5):
+    for inputs, targets in job.batches(data, batch_size=64, epochs=5):  # 64 over all ranks
         loss = run_batch(model, optimizer, inputs, targets)
         job.step(loss=loss)
 
