@@ -7,19 +7,22 @@ MINUTES ?= 3
 PINS   ?= constraints.txt
 # CPU=1 takes torch from PyTorch's own index of CPU wheels, without CUDA's 4.5 GB. TORCH_INDEX names another index.
 CPU    ?=
-TORCH_INDEX ?= $(if $(CPU),https://download.pytorch.org/whl/cpu)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?= $(if $(CPU),$(CPU_INDEX))
 BIN    := $(VENV)/bin
 export PYTHONUNBUFFERED = 1
 # pip takes a few minutes the first time; uv, if installed, half a minute. (uv does not install the requirements of an
 # editable build: `editables` is named here.)
 ifneq ($(shell uv --version 2> /dev/null),)
+KNOWS_GROUPS = @true
 PIP = uv pip install --compile-bytecode --python $(BIN)/python -c $(PINS)
 else
+KNOWS_GROUPS = $(BIN)/pip install --quiet --disable-pip-version-check 'pip>=25.1'
 PIP = $(BIN)/pip install --disable-pip-version-check -c $(PINS)
 endif
 INSTALL = $(PIP) editables
 
-.PHONY: help train quick test test-docker test-slurm test-kubernetes lint format bench recovery soak picture rooms docs clean
+.PHONY: help image train quick test test-docker test-slurm test-kubernetes lint format bench recovery soak picture rooms docs clean
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -57,6 +60,12 @@ format: $(VENV)/.test ## format the sources with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+MAX_GB ?= 2.5
+image: ## build the image muster:cpu with PyTorch's CPU wheels, and refuse one of more than MAX_GB=2.5
+	docker build -f docker/Dockerfile --target cpu --build-arg TORCH_INDEX=$(or $(TORCH_INDEX),$(CPU_INDEX)) -t muster:cpu .
+	docker image inspect --format '{{.Size}}' muster:cpu | \
+	  awk '{ printf "muster:cpu has %.2f GB, at most $(MAX_GB)\n", $$1 / 1e9; exit $$1 > $(MAX_GB) * 1e9 }'
+
 bench: $(VENV)/.train ## compare the kit with a hand-written DDP loop, as ratios
 	$(BIN)/python -m bench.loop $(ARGS)
 
@@ -69,11 +78,13 @@ soak: $(VENV)/.test ## inject random faults for MINUTES (3), then check that not
 picture: $(VENV)/.train ## make README's picture of a report anew, with Chromium
 	$(BIN)/python -m docs.picture $(ARGS)
 
-rooms: $(VENV)/.test ## draw the imports between rooms into the docs
+rooms: $(VENV)/.test ## draw the imports between rooms into the docs, and the graphs of all pages for the site
 	$(BIN)/python -m docs.rooms
+	$(BIN)/python -m docs.drawn
 
 docs: $(VENV)/.train ## build the pages of docs/ as a site, in site/
-	$(INSTALL) --quiet -e '.[docs]'
+	$(KNOWS_GROUPS)
+	$(INSTALL) --quiet -e . --group docs
 	$(BIN)/mkdocs build --strict --site-dir site
 
 clean: ## remove the environment and caches; keep runs/
@@ -95,5 +106,6 @@ $(VENV)/.train: $(VENV)/.torch pyproject.toml $(PINS)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.train
-	$(INSTALL) --quiet -e '.[test]'
+	$(KNOWS_GROUPS)
+	$(INSTALL) --quiet -e . --group test
 	touch $@
