@@ -22,37 +22,51 @@ PIP = $(BIN)/pip install --disable-pip-version-check -c $(PINS)
 endif
 INSTALL = $(PIP) editables
 
-.PHONY: help image train quick test test-docker test-slurm test-kubernetes lint format bench recovery soak picture rooms docs clean
+.PHONY: help image train quick test test-all test-core test-docker test-slurm test-kubernetes again lint format bench recovery soak picture rooms docs clean
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); ARGS="model=convnet" adds overrides; CPU=1: CPU wheels
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(NPROC) -m train $(ARGS)
 
-test: $(VENV)/.test ## run the whole suite; ARGS="tests/test_plan.py -k bijection" runs a part
+FAILED = .pytest_cache/failed
+LANES  = test-kubernetes test-docker test-slurm
+test: $(VENV)/.test ## every promise once, as CI does: a quarter of an hour; ARGS="tests/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
-	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=40 -m "not docker and not slurm and not kubernetes and not kubeconfig"
-	$(MAKE) --jobs=3 $(filter --output-sync=target,$(.FEATURES:%=--%=target)) --no-print-directory test-kubernetes test-docker test-slurm
+	rm -rf $(FAILED)
+	code=0; $(MAKE) test-core || code=$$?; $(MAKE) --keep-going --jobs=3 \
+	  $(filter --output-sync=target,$(.FEATURES:%=--%=target)) --no-print-directory $(LANES) && exit $$code
 else
 	$(BIN)/python -m pytest -rs $(ARGS)
 endif
 
+test-all: $(VENV)/.test ## every test, an hour: all matrices, faults and substrates; Kubernetes is built
+	$(BIN)/python -m mypy --platform darwin --cache-dir .mypy_cache/darwin
+	$(MAKE) test TIER=
+
 quick: lint ## two minutes: lint, all tests that start no process, and a dozen runs
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "unit or quick"
 
-# These run in parallel: most of their time is waiting. Without a Docker engine or root, tests are skipped with a reason.
+# The lanes run side by side after the core: most of their time is waiting. Without a Docker engine or root, tests are skipped
+# with a reason. Tests marked `nightly` are for test-all.
+TIER   = and not nightly
+PYTEST = $(BIN)/python -m pytest -rs --durations=40 --failures=$(FAILED)/$@.jsonl
+test-core: $(VENV)/.test
+	$(PYTEST) -n 3 --dist worksteal -m "not docker and not slurm and not kubernetes and not kubeconfig $(TIER)"
 test-docker: $(VENV)/.test
-	$(BIN)/python -m pytest -rs -m "docker or kubeconfig"
+	$(PYTEST) -m "(docker or kubeconfig) $(TIER)"
 test-slurm: $(VENV)/.test
-	$(BIN)/python -m pytest -rs -m slurm
+	$(PYTEST) -m "slurm $(TIER)"
 test-kubernetes: $(VENV)/.test
-	$(BIN)/python -m pytest -rs -n 2 --dist worksteal -m kubernetes
+	$(PYTEST) -n 2 --dist worksteal -m "kubernetes $(TIER)"
+
+again: # repeat what failed once, alone
+	$(BIN)/python .ci/again.py $(FAILED) test-core $(LANES)
 
 lint: $(VENV)/.test ## ruff, mypy --strict on train/, shellcheck, hadolint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m mypy --platform darwin --cache-dir .mypy_cache/darwin
 	git ls-files '*.sh' '*.sbatch' .ci/run | xargs $(BIN)/shellcheck
 	$(BIN)/hadolint docker/Dockerfile docker/wheel.Dockerfile
 

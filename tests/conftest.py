@@ -20,8 +20,10 @@ from kit.kubernetes import SCRIPT as KUBERNETES
 from kit.kubernetes import Cluster
 from kit.newcomer import Newcomer, built
 from kit.slurm import SCRIPT, Slurm
+from kit.stacks import pytest_timeout_set_timer  # noqa: F401  # a hook
 from kit.until import until
 
+pytest_plugins = ["kit.failures"]
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system")
 is_unit, began_cpu_s = False, 0.0
 
@@ -53,8 +55,25 @@ def pytest_unconfigure(config):
     shutil.rmtree(config.scratch, ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Put the long tests first. Of a test marked `nightly(but=[...])`, the cases with these ids are for `make test`, too."""
+    kept, named = set(), set()
+    for item in items:
+        for mark in item.iter_markers("nightly"):
+            for case in mark.kwargs.get("but", ()):
+                named.add((item.function, case))
+                if item.callspec.id == case:
+                    kept.add((item.function, case))
+                    item.own_markers.remove(mark)
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and named != kept:
+        raise pytest.UsageError(f"nightly(but=...) names cases that there are not: {named - kept}")
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def everything(config):
+    """Whether the nightly tests run, too."""
+    return "not nightly" not in config.option.markexpr
 
 
 def pytest_runtest_logstart():
@@ -90,7 +109,9 @@ def pytest_terminal_summary(terminalreporter):
 def pytest_collection_finish(session):
     """Start builds of a quarter of an hour early, while other tests run; the fixture waits for them."""
     cluster = Cluster(CACHE / "kubernetes")
-    wanted = any("kubernetes" in getattr(item, "fixturenames", ()) for item in session.items)
+    wanted = everything(session.config) and any(
+        "kubernetes" in getattr(item, "fixturenames", ()) for item in session.items
+    )
     if wanted and CI and os.getuid() == 0 and shutil.which("go") and not cluster.built():
         cluster.folder.mkdir(parents=True, exist_ok=True)
         with (cluster.folder / "build.log").open("a") as log:
@@ -158,13 +179,24 @@ def slurm():
 
 
 @pytest.fixture(scope="session")
-def kubernetes(engine):
-    """A cluster of two nodes with the operators and the image muster:cpu. Several pytest processes share it."""
+def kubernetes_is_built(request):
+    """Skip where no Kubernetes is built, before an engine is started for it."""
+    if Cluster(CACHE / "kubernetes").built():
+        return
+    if not everything(request.config):
+        pytest.skip(
+            "Kubernetes is not built here: `make test-all` builds it in a quarter of an hour; its manifests are tested"
+        )
     if sys.platform != "linux" or os.getuid() != 0 or not shutil.which("go"):
         skip("a Kubernetes of our own needs Linux, root and Go 1.24 or newer, from whose modules it is built")
-    cluster = Cluster(CACHE / "kubernetes")
-    if not (CI or cluster.built()):
+    if not CI:
         skip("a Kubernetes of our own is built in a quarter of an hour: CI=true has it built")
+
+
+@pytest.fixture(scope="session")
+def kubernetes(kubernetes_is_built, engine):
+    """A cluster of two nodes with the operators and the image muster:cpu. Several pytest processes share it."""
+    cluster = Cluster(CACHE / "kubernetes")
     cluster.folder.mkdir(parents=True, exist_ok=True)
     with (CACHE / "kubernetes.change").open("w") as change, (CACHE / "kubernetes.use").open("w") as use:
         fcntl.flock(change, fcntl.LOCK_EX)

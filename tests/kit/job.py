@@ -18,6 +18,7 @@ import torch
 
 from kit import warm
 from kit.ports import free_port
+from kit.stacks import stacks
 from kit.until import until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -143,9 +144,10 @@ def finish(process: subprocess.Popen[str] | warm.Popen, folder: Path, *, timeout
     try:
         out, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
+        where = stacks()
         process.kill()
         out, _ = process.communicate()
-        raise AssertionError(f"no end within {timeout_s} s:\n{out}") from None
+        raise AssertionError(f"no end within {timeout_s} s:\n{out}\n{where}") from None
     return Result(process.returncode, out, folder, time.monotonic() - started)
 
 

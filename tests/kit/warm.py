@@ -24,6 +24,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kit.stacks import stacks
+
 PRELOADED = [
     "muster.train.run", "muster.job.job", "muster.train.strategies.ddp", "muster.train.strategies.fsdp", "muster.train.strategies.pipeline", "muster.train.strategies.zero",
     "muster.train.strategies.local_sgd", "muster.train.strategies.tensor_parallel", "muster.train.strategies.rpc.ddp_rpc", "muster.train.models.gpt",
@@ -133,7 +135,7 @@ def run(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.wait(max(0.0, deadline - time.monotonic()))
         said = Path(log).read_text()
-        assert all(rank.poll() is not None for rank in ranks), f"no end within {timeout_s} s:\n{said}"
+        assert all(rank.poll() is not None for rank in ranks), f"no end within {timeout_s} s:\n{said}\n{stacks()}"
         return next((rank.returncode for rank in ranks if rank.returncode), 0), said
     finally:
         for rank in ranks:
