@@ -120,7 +120,7 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(scope="session")
 def engine():
-    """The environment for `docker`, with both images built. Several pytest processes share one engine."""
+    """The environment for `docker`, with the image muster:cpu built. Several pytest processes share one engine."""
     CACHE.mkdir(parents=True, exist_ok=True)
     pid = CACHE / "docker/dockerd.pid"
     with (CACHE / "docker.change").open("w") as change, (CACHE / "docker.use").open("w") as use:
@@ -143,6 +143,13 @@ def engine():
                 pid.unlink(missing_ok=True)
 
 
+@pytest.fixture(scope="session")
+def gpu_image(engine):
+    """The image muster:gpu; its requirements are those of the CPU image, which are there."""
+    build(engine, "gpu")
+    return "muster:gpu"
+
+
 def _engine():
     env = dict(os.environ)
     ours = CACHE / "docker"
@@ -158,7 +165,7 @@ def _engine():
         env["DOCKER_CONFIG"] = str(ours / "config")
     if not works(env, "docker", "compose", "version") or not works(env, "docker", "buildx", "version"):
         skip("docker compose (v2) or buildx is missing")
-    build(env)
+    build(env, "cpu")
     return env
 
 

@@ -45,6 +45,7 @@ def docker(engine, *command, ok=True):
     return done
 
 
+@pytest.mark.nightly
 def test_an_edit_rebuilds_in_seconds(engine, tmp_path):
     """In a copy, and under another name: a cluster beside this test loads muster:cpu."""
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -52,14 +53,17 @@ def test_an_edit_rebuilds_in_seconds(engine, tmp_path):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / file, tmp_path / file, follow_symlinks=False)
     (tmp_path / "train/edited.txt").touch()
-    TIMES["rebuild after an edit"] = build(engine, tmp_path, name="edited")["cpu"]
+    TIMES["rebuild after an edit"] = build(engine, "cpu", tmp_path, name="edited")
     history = docker(engine, "history", "--no-trunc", "--format", "{{.CreatedBy}}", "edited:cpu").stdout
-    docker(engine, "image", "rm", "edited:cpu", "edited:gpu")
+    docker(engine, "image", "rm", "edited:cpu")
     assert history.index("COPY") < history.index("install.sh"), "code lies above dependencies"
 
 
+@pytest.mark.nightly(but=["cpu"])
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_an_image_keeps_no_secret_and_runs_as_a_plain_user(engine, target):
+def test_an_image_keeps_no_secret_and_runs_as_a_plain_user(engine, target, request):
+    if target == "gpu":
+        request.getfixturevalue("gpu_image")
     config = json.loads(docker(engine, "image", "inspect", f"muster:{target}").stdout)[0]["Config"]
     assert config["User"] == "1000:1000" and config["Entrypoint"] == ["tini", "--"]
     assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
@@ -70,6 +74,7 @@ def test_an_image_keeps_no_secret_and_runs_as_a_plain_user(engine, target):
     assert out[0] == "1000" and out[1:] and out[1].startswith("2."), out
 
 
+@pytest.mark.nightly
 def test_an_index_of_cpu_wheels_is_the_cpu_image_s_alone(engine):
     """The GPU image is built from what is there, and the CPU image asks the index, which nobody serves."""
     line = ("buildx", "build", "-f", "docker/Dockerfile", "--build-arg", "TORCH_INDEX=http://127.0.0.1:9/none", ".")
@@ -83,12 +88,14 @@ def test_an_index_of_cpu_wheels_is_the_cpu_image_s_alone(engine):
     assert built["cpu"].returncode and "127.0.0.1" in built["cpu"].stderr, built["cpu"].stderr[-2000:]
 
 
-def test_the_gpu_image_has_what_infiniband_needs(engine):
+@pytest.mark.nightly
+def test_the_gpu_image_has_what_infiniband_needs(engine, gpu_image):
     shell = "ldconfig -p | grep -c -e libibverbs.so.1 -e librdmacm.so.1; python3 -c 'import torch; print(torch.cuda.nccl.version())'"
-    out = docker(engine, "run", "--rm", "--network=none", "muster:gpu", "sh", "-c", shell).stdout.split("\n")
+    out = docker(engine, "run", "--rm", "--network=none", gpu_image, "sh", "-c", shell).stdout.split("\n")
     assert int(out[0]) >= 2 and out[1].startswith("(2,")
 
 
+@pytest.mark.nightly
 def test_one_container_trains_with_a_read_only_root(engine):
     sandbox = [
         "--network=none",
@@ -103,6 +110,7 @@ def test_one_container_trains_with_a_read_only_root(engine):
     assert "done: step=5" in out
 
 
+@pytest.mark.nightly
 def test_sigterm_reaches_the_workers(engine):
     name = "muster-test-sigterm"
     docker(engine, "rm", "-f", name, ok=False)
@@ -132,6 +140,7 @@ def test_up_trains_to_the_end_as_one_process_does(engine, tmp_path):
         assert (result.folder / "model.pt").stat().st_uid == 1000
 
 
+@pytest.mark.nightly
 def test_a_slip_ends_everything_before_a_node_starts(engine, tmp_path):
     with Compose(engine, tmp_path, args="lr=3") as cluster:
         assert cluster.up().wait(timeout=280) != 0
@@ -139,6 +148,7 @@ def test_a_slip_ends_everything_before_a_node_starts(engine, tmp_path):
         assert "did you mean optimizer.lr?" in log and "node-1  |" not in log
 
 
+@pytest.mark.nightly
 def test_the_doctor_looks_at_the_same_containers(engine, tmp_path):
     with Compose(engine, tmp_path, args="") as cluster:
         cluster.files += (ROOT / "docker/doctor.yaml",)
@@ -174,6 +184,7 @@ def test_killed_nodes_the_first_included_and_one_that_returns(engine, tmp_path):
         assert not list((cluster.result().folder / "checkpoints").glob(".*"))
 
 
+@pytest.mark.nightly
 def test_a_cut_off_node_writes_nothing_and_the_rest_goes_on(engine, tmp_path):
     with Compose(engine, tmp_path, args=f"{ARGS} max_steps=500") as cluster:
         process = cluster.up()
@@ -206,6 +217,7 @@ def test_stop_saves_once_and_up_resumes(engine, tmp_path):
         assert_exact(cluster.runs / "ledger", steps=at + 100, batch_size=10)
 
 
+@pytest.mark.nightly
 def test_a_script_of_ones_own_survives_a_killed_node_stops_and_goes_on(engine, tmp_path):
     """`up` ends with it, although it keeps no records that the store could read."""
     code = tmp_path / "code"
@@ -227,6 +239,7 @@ def test_a_script_of_ones_own_survives_a_killed_node_stops_and_goes_on(engine, t
         assert json.loads((cluster.runs / "compose/launch.json").read_text())["exit_code"] == 0
 
 
+@pytest.mark.nightly
 def test_a_script_that_always_fails_ends_the_cluster(engine, tmp_path):
     code = tmp_path / "code"
     code.mkdir()
@@ -254,6 +267,7 @@ def rank_zero(cluster):
     raise AssertionError("no node prints")
 
 
+@pytest.mark.nightly
 def test_a_newcomers_own_loop_by_the_command_that_init_printed(engine, newcomer):
     """With the wheel alone, on the kit's image; a node is killed, and the others go on without it."""
     command = newcomer.printed("containers")
@@ -272,6 +286,7 @@ def test_a_newcomers_own_loop_by_the_command_that_init_printed(engine, newcomer)
         subprocess.run(["bash", "-c", down], cwd=newcomer.project, env=engine, capture_output=True, timeout=120)
 
 
+@pytest.mark.nightly
 def test_the_kits_image_from_its_wheel_trains_in_a_read_only_root(engine, wheel, tmp_path, request):
     """On a base that has the requirements already, and nothing else of the kit's image."""
     base, image = "muster-test-base", "muster-test-wheel"

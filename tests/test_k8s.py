@@ -395,6 +395,7 @@ class Pods(Job):
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.docker
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("job", KINDS)
@@ -433,6 +434,7 @@ def test_pods_train_as_one_machine_does_and_survive_a_deletion(engine, tmp_path,
         assert (result.losses, result.sha256) == (plain.losses, plain.sha256)
 
 
+@pytest.mark.nightly
 @pytest.mark.docker
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("job", KINDS)

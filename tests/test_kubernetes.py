@@ -65,6 +65,7 @@ def ends_as(job, plain):
     return result
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 def test_an_api_server_that_comes_back_is_not_missed(space, plain):
     job = at_work(space, "pytorchjob", ranks=3)
@@ -89,6 +90,7 @@ def test_an_api_server_that_comes_back_is_not_missed(space, plain):
     )
 
 
+@pytest.mark.nightly(but=["pytorchjob"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_deleted_and_evicted_in_the_middle_lose_nothing(space, plain, record_property, kind):
     job = at_work(space, kind)
@@ -127,6 +129,7 @@ def evict(job, index):
     space.cluster.kubectl("create", "--raw", place, "-f", "-", text=json.dumps(body))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_override_fails_once_and_says_why(space, kind):
     job = KubernetesJob(space, kind, "modell=mlp")
@@ -144,6 +147,7 @@ def test_a_wrong_override_fails_once_and_says_why(space, kind):
     assert not job.attempts()
 
 
+@pytest.mark.nightly
 def test_deleted_and_applied_again_it_goes_on(space, plain):
     job = at_work(space, "pytorchjob")
     job.delete()  # returns before the pods have saved, as it does for a user
@@ -154,6 +158,7 @@ def test_deleted_and_applied_again_it_goes_on(space, plain):
     assert result.events("resume")
 
 
+@pytest.mark.nightly
 def test_a_drained_node_gives_the_job_back(space, plain):
     """Both nodes, of this job alone: others may be at work there, too."""
     job = at_work(space, "indexed-job")
@@ -173,6 +178,7 @@ def test_a_drained_node_gives_the_job_back(space, plain):
     ends_as(job, plain)
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 def test_a_lost_node_costs_no_more_than_the_steps_since_the_last_checkpoint(space, plain, record_property):
     """It falls silent, and somebody says that it will not come back, as k8s/README.md has it."""
@@ -206,6 +212,7 @@ def test_a_lost_node_costs_no_more_than_the_steps_since_the_last_checkpoint(spac
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], sys.argv[2]), timeout=5)"
 
 
+@pytest.mark.nightly
 def test_the_network_policy_keeps_strangers_out_of_both_nodes_and_ranks_in(space):
     job = at_work(space, "pytorchjob", "max_steps=3000", step=1)
     template = copy.deepcopy(job.documents[0]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"])
@@ -242,6 +249,7 @@ def test_the_network_policy_keeps_strangers_out_of_both_nodes_and_ranks_in(space
     job.until(lambda: len(reached(strange, head[:1], head[1])) == 2, "strangers without the policy", timeout_s=30)
 
 
+@pytest.mark.nightly
 def test_fewer_ranks_than_asked_for_are_said(space):
     """Two pods of three find a place: the elastic job begins, and says with how many."""
     job = KubernetesJob(space, "pytorchjob", *SLOWLY, "max_steps=600")
@@ -258,12 +266,14 @@ def test_fewer_ranks_than_asked_for_are_said(space):
     assert any("trains with 2 of the 3 requested ranks" in line["text"] for line in job.result().events("note"))
 
 
+@pytest.mark.nightly
 def test_overlays_are_taken_by_the_api(space):
     for overlay in ("cpu", "gpu", "kueue", "debug"):
         said = space.insist("apply", "--dry-run=server", "-k", str(ROOT / "k8s/overlays" / overlay))
         assert "pytorchjob.kubeflow.org/muster" in said, overlay
 
 
+@pytest.mark.nightly
 def test_the_overlay_debug_runs_the_doctor(space):
     space.insist("apply", "-k", str(ROOT / "k8s/overlays/debug"))
     job = KubernetesJob(space, "pytorchjob")
@@ -273,6 +283,7 @@ def test_the_overlay_debug_runs_the_doctor(space):
     assert len(told[0]["ranks"]) == 3
 
 
+@pytest.mark.nightly
 def test_the_lines_of_the_readme_as_printed(space, kubernetes, tmp_path):
     """The first block of k8s/README.md, in a shell, in a namespace of its own."""
     readme = (ROOT / "k8s/README.md").read_text()
@@ -288,6 +299,7 @@ def test_the_lines_of_the_readme_as_printed(space, kubernetes, tmp_path):
     assert (space.volume / "muster/checkpoints").is_dir(), "the volume, and with it the run, stays"
 
 
+@pytest.mark.nightly
 def test_a_newcomers_own_loop_by_the_commands_that_init_printed(space, kubernetes, engine, newcomer, tmp_path):
     """In the image that its project builds; a pod is deleted, and the run goes on where it stopped."""
     newcomer.moves_to(space.volume)

@@ -62,7 +62,9 @@ def test_the_workflows_run_what_is_here():
         *matrix["os"],
         *(each["os"] for each in matrix["include"]),
     }
-    steps = [step.get("run", "") for flow in flows.values() for job in flow["jobs"].values() for step in job.get("steps", [])]
+    steps = [
+        step.get("run", "") for flow in flows.values() for job in flow["jobs"].values() for step in job.get("steps", [])
+    ]
     run = re.findall(r"(?<![\w/])(\.ci/\w+(?:\.py)?|tests/\w+\.py)", "\n".join(steps))
     assert {".ci/run", ".ci/pins.py", ".ci/release.py", "tests/test_wheel.py"} <= {*run}
     assert all((ROOT / name).exists() for name in run)

@@ -69,6 +69,7 @@ def test_every_directive_is_one():
         assert sum(line.startswith("#SBATCH") for line in lines) >= 6
 
 
+@pytest.mark.nightly
 def test_the_doctor_visits_two_nodes(slurm, checkout):
     """Both look, and the folder that they would write to is shared."""
     job = slurm.sbatch(checkout, "output_dir=runs/visited", script="slurm/doctor.sbatch")
@@ -117,6 +118,7 @@ def test_usr1_saves_requeues_and_resumes(slurm, checkout, ledger):
     assert "start: " in logs(checkout), "the log of the first attempt was truncated"
 
 
+@pytest.mark.nightly
 def test_requeue_and_preemption_resume(slurm, checkout, ledger):
     """scontrol requeue, then a job of a higher partition that needs the nodes: both send SIGTERM."""
     folder, steps = checkout / "runs/run", ("max_steps=300", "checkpoint.every_steps=10")
@@ -137,6 +139,7 @@ def test_requeue_and_preemption_resume(slurm, checkout, ledger):
     assert_exact(ledger, steps=300, batch_size=10)
 
 
+@pytest.mark.nightly
 def test_a_node_whose_ranks_die_often_is_left_out_of_the_next_attempt(slurm, checkout, ledger):
     folder, short = checkout / "runs/run", ("max_steps=300", "checkpoint.every_steps=1000", "dist.survive=true")
     job = slurm.sbatch(checkout, *SLOW, *short, LEDGER=str(ledger))
@@ -160,6 +163,7 @@ def test_a_node_whose_ranks_die_often_is_left_out_of_the_next_attempt(slurm, che
     assert_exact(ledger, steps=300, batch_size=10)
 
 
+@pytest.mark.nightly
 def test_a_node_that_the_doctor_refuses_is_left_out_of_the_next_attempt(slurm, checkout):
     """Its /dev/shm is too small for the loader's workers."""
     pids = subprocess.run(
@@ -183,6 +187,7 @@ def agents(checkout):
     return found.stdout.split()
 
 
+@pytest.mark.nightly
 def test_a_lost_node_brings_the_job_back(slurm, checkout, ledger):
     folder = checkout / "runs/run"
     job = slurm.sbatch(
@@ -198,6 +203,7 @@ def test_a_lost_node_brings_the_job_back(slurm, checkout, ledger):
     assert_exact(ledger, steps=200, batch_size=10)
 
 
+@pytest.mark.nightly
 def test_the_time_limit_saves_requeues_and_resumes(slurm, checkout, ledger):
     """The signal may come a minute early: a limit of three leaves each attempt 45 s at least; the job needs more than one."""
     folder = checkout / "runs/run"
@@ -225,6 +231,7 @@ def elastic(slurm, checkout, ledger, *, steps, nodes):
     return job
 
 
+@pytest.mark.nightly
 def test_an_elastic_job_goes_on_without_a_lost_node(slurm, checkout, ledger):
     folder = checkout / "runs/run"
     job = elastic(slurm, checkout, ledger, steps=400, nodes="n1,n2")
@@ -237,6 +244,7 @@ def test_an_elastic_job_goes_on_without_a_lost_node(slurm, checkout, ledger):
     assert_exact(ledger, steps=400, batch_size=10)
 
 
+@pytest.mark.nightly
 def test_an_elastic_job_that_loses_its_first_node_is_requeued(slurm, checkout, ledger):
     """The batch script and the rendezvous are lost with it, and Slurm leaves such a job RUNNING on the others."""
     folder = checkout / "runs/run"
@@ -249,6 +257,7 @@ def test_an_elastic_job_that_loses_its_first_node_is_requeued(slurm, checkout, l
     assert_exact(ledger, steps=150, batch_size=10)
 
 
+@pytest.mark.nightly
 def test_scancel_stays_cancelled(slurm, checkout, ledger):
     folder = checkout / "runs/run"
     job = slurm.sbatch(checkout, *SLOW, "max_steps=100000", LEDGER=str(ledger))
@@ -262,6 +271,7 @@ def test_scancel_stays_cancelled(slurm, checkout, ledger):
     assert slurm.state(job)["JobState"] == "CANCELLED"
 
 
+@pytest.mark.nightly
 def test_of_two_steps_of_one_allocation_in_one_folder_one_trains(slurm, checkout, ledger):
     """The scheduler's job is the same for both; the processes that started them are not."""
     (checkout / "two.sbatch").write_text("""#!/usr/bin/env bash
@@ -288,6 +298,7 @@ wait
     assert_exact(ledger, steps=300, batch_size=10)
 
 
+@pytest.mark.nightly
 def test_agents_that_never_meet_do_not_requeue_for_ever(slurm, checkout):
     """The outcome.json of an earlier attempt says "preempted", but nobody came to train in this one."""
     folder = checkout / "runs/run"
@@ -298,6 +309,7 @@ def test_agents_that_never_meet_do_not_requeue_for_ever(slurm, checkout):
     assert "no rank began to train" in logs(checkout)
 
 
+@pytest.mark.nightly
 def test_told_to_stop_before_anybody_trains(slurm, checkout, ledger):
     """USR1 while the data still loads; and what a user's module prints is not taken for the run's folder."""
     (checkout / "slow_start.py").write_text(
@@ -316,6 +328,7 @@ def test_told_to_stop_before_anybody_trains(slurm, checkout, ledger):
     assert_exact(ledger, steps=30, batch_size=10)
 
 
+@pytest.mark.nightly
 def test_told_to_stop_while_the_overrides_are_checked(slurm, checkout, ledger):
     """USR1 before srun has begun: the batch script is alone with it, and lets no node start for nothing."""
     (checkout / "slow_check.py").write_text(
@@ -373,6 +386,7 @@ def container(tmp_path_factory):
     }
 
 
+@pytest.mark.nightly
 def test_a_container_trains_requeues_and_resumes(slurm, checkout, ledger, container):
     """In Apptainer, as one node's wrong override, then as two nodes that are told to save their place."""
     script = "slurm/container.sbatch"
@@ -404,6 +418,7 @@ def submit(slurm, checkout, *arguments, ok=True, **env):
     return slurm.on("ctl", sys.executable, "slurm/submit.py", *arguments, cwd=checkout, env=env, ok=ok)
 
 
+@pytest.mark.nightly
 def test_submit_a_sweep_of_three(slurm, checkout):
     out = submit(slurm, checkout, "-m", "--wait", "cluster.nodes=1", "optimizer.lr=0.1,0.05,0.01", "max_steps=5")
     assert sorted(path.name for path in (checkout / "runs/run").iterdir()) == [
@@ -429,6 +444,7 @@ def test_submit_is_requeued_and_resumes(slurm, checkout, ledger):
     assert_exact(ledger, steps=150, batch_size=10)
 
 
+@pytest.mark.nightly
 def test_submit_comes_back_after_a_preemption(slurm, checkout, ledger):
     """With a grace time Slurm sends SIGTERM alone, and a job that ends within it does not come back by itself."""
     folder = checkout / "runs/run"
@@ -451,12 +467,14 @@ def local(tmp_path, *arguments):
     return subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.nightly
 def test_submit_locally(tmp_path):
     done = local(tmp_path, "cluster=local", "cluster.nproc_per_node=2", "--wait", "max_steps=4")
     assert done.returncode == 0 and "] done" in done.stdout, done.stdout + done.stderr
     assert result(tmp_path / "runs/run").events("start")[0]["world_size"] == 2
 
 
+@pytest.mark.nightly
 def test_submit_says_what_is_wrong_before_it_sends_anything(tmp_path):
     for mistake, said in (
         ("lr=3", "optimizer.lr"),
@@ -469,6 +487,7 @@ def test_submit_says_what_is_wrong_before_it_sends_anything(tmp_path):
     assert not (tmp_path / "slurm").exists()
 
 
+@pytest.mark.nightly
 def test_a_script_of_ones_own_is_requeued_after_75_and_after_a_lost_node(slurm, checkout, tmp_path):
     """It stops by USR1, as before the time limit, and leaves with 75; then one of its nodes is cut off."""
     mine.write(checkout)
@@ -492,6 +511,7 @@ def test_a_script_of_ones_own_is_requeued_after_75_and_after_a_lost_node(slurm, 
     assert mine.steps(out)[: first + 1] == [*range(first + 1)], "the second attempt goes on where the first stopped"
 
 
+@pytest.mark.nightly
 def test_a_script_that_always_fails_is_not_requeued(slurm, checkout, tmp_path):
     mine.write(checkout)
     job = slurm.sbatch(checkout, "--", "my script.py", f"--out={tmp_path}", "--fault=always", MAX_RESTARTS="1")
@@ -501,6 +521,7 @@ def test_a_script_that_always_fails_is_not_requeued(slurm, checkout, tmp_path):
     assert "muster: rank 1 left with exit code 3" in logs(checkout) and "failed (exit code 3)" in logs(checkout)
 
 
+@pytest.mark.nightly
 def test_a_script_that_always_asks_for_more_is_requeued_as_often_as_it_may_be(slurm, checkout):
     (checkout / "more.py").write_text("raise SystemExit(75)\n")
     job = slurm.sbatch(checkout, "--", "more.py", MAX_REQUEUES="1", flags=("--nodes=1",))
@@ -510,12 +531,14 @@ def test_a_script_that_always_asks_for_more_is_requeued_as_often_as_it_may_be(sl
     assert "not requeued again: it was 1 times, MAX_REQUEUES=1" in logs(checkout)
 
 
+@pytest.mark.nightly
 def test_a_script_that_is_not_there_ends_at_once(slurm, checkout):
     state = slurm.ended(slurm.sbatch(checkout, "--", "mine.py"))
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
     assert "mine.py is not a file in" in logs(checkout)
 
 
+@pytest.mark.nightly
 def test_submit_a_script_of_ones_own(slurm, checkout, tmp_path):
     mine.write(checkout)
     words = ("cluster.nodes=2", "--", "my script.py", f"--out={tmp_path}", "--steps=200", "--step-s=0.1")
@@ -530,6 +553,7 @@ def test_submit_a_script_of_ones_own(slurm, checkout, tmp_path):
     assert mine.steps(tmp_path) == [*range(200)]
 
 
+@pytest.mark.nightly
 def test_a_newcomers_own_loop_by_the_command_that_init_printed(slurm, newcomer):
     """With the wheel alone; it is told to stop, requeued, and ends with the weights of an undisturbed run."""
     out = slurm.on("ctl", "bash", "-c", newcomer.printed("Slurm"), cwd=newcomer.project)
