@@ -69,6 +69,7 @@ TWO = {
 THREE = {"parameter_server": (CHANCY, "strategy=parameter_server")}
 
 
+@pytest.mark.nightly(but=["collectives"])
 @pytest.mark.parametrize("ranks, cases", [(2, TWO), (3, THREE)], ids=["collectives", "server"])
 def test_all_ranks_begin_with_the_weights_and_the_objective_of_rank_0_whatever_they_are_drawn_from(ranks, cases):
     assert on_ranks(begin, ranks, cases) == [dict.fromkeys(cases, 0.0)] * ranks
@@ -118,6 +119,7 @@ def alone():
     return on_ranks(train, 1, ALONE)[0]
 
 
+@pytest.mark.nightly(but=["two"])
 @pytest.mark.parametrize("ranks, cases", [(2, PAIR), (4, FOUR)], ids=["two", "four"])
 def test_ranks_that_use_different_parameters_train_as_one_process_does(alone, ranks, cases):
     """One that no rank uses in a step is left alone, as there: AdamW would move it by a gradient of zeros."""

@@ -54,6 +54,7 @@ def test_of_many_launches_at_once_exactly_one_trains(tmp_path):
         assert sorted(said) == ["refused"] * 7 + ["won"], said
 
 
+@pytest.mark.nightly(but=["0.3"])
 @pytest.mark.parametrize("share", ["0", "0.3"])
 def test_of_launches_at_the_same_moment_one_trains_and_saves(tmp_path, share):
     """Also where a file server lets some wait: what one looks at, another may have changed by the time that it acts."""

@@ -94,6 +94,7 @@ def close(one, other, *, rel):
     return one["losses"] == pytest.approx(other["losses"], rel=rel)
 
 
+@pytest.mark.nightly
 def test_one_process_and_two_give_the_same_losses(cases):
     assert close(cases[0]["ddp"], cases[2]["single"], rel=1e-5)
 

@@ -7,6 +7,8 @@ import sys
 import pytest
 from kit.job import ROOT, environment
 
+pytestmark = pytest.mark.nightly
+
 
 def bench(*arguments, **env):
     line = [sys.executable, "-m", *arguments]

@@ -17,6 +17,7 @@ def bench(*words, **env):
     return subprocess.run(line, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=540)
 
 
+@pytest.mark.nightly
 @without_gpu
 @pytest.mark.long
 @pytest.mark.timeout(600)
@@ -37,6 +38,7 @@ def test_every_line_runs_on_a_fake_device_and_writes_no_table(tmp_path):
     assert not (tmp_path / "gpu.md").exists() and "| workload |" not in done.stdout
 
 
+@pytest.mark.nightly
 @without_gpu
 @pytest.mark.timeout(300)
 def test_every_line_for_one_gpu_runs_on_a_fake_device(tmp_path):
@@ -53,6 +55,7 @@ def test_every_line_for_one_gpu_runs_on_a_fake_device(tmp_path):
     ]
 
 
+@pytest.mark.nightly
 @without_gpu
 def test_without_a_device_nothing_is_run(tmp_path):
     done = bench("one", f"--folder={tmp_path}")

@@ -58,6 +58,7 @@ def test_a_metric_s_own_word_counts_more_than_its_name_and_the_user_s_more_than_
         measures.direction("accuracyy", **given)
 
 
+@pytest.mark.nightly(but=["mae-more0-min"])
 @pytest.mark.parametrize(
     ("metric", "more", "mode"),
     [
@@ -93,6 +94,7 @@ def test_another_direction_starts_the_search_anew(tmp_path):
     assert best["mode"] == "min" and best["value"] == min(line["accuracy"] for line in values if line["step"] > 6)
 
 
+@pytest.mark.nightly(but=["Plain"])
 @pytest.mark.parametrize("metric", ["Plain", "Forgetful", "Summed", "OnFirst"])
 def test_a_metric_of_one_rank_s_samples_is_refused_and_one_of_all_is_exact(tmp_path, metric):
     line = (f"+metrics.own._target_={OWN}.{metric}", "max_steps=3", "eval.every_steps=3")
@@ -108,6 +110,7 @@ def test_a_metric_of_one_rank_s_samples_is_refused_and_one_of_all_is_exact(tmp_p
     assert not two.lines("train"), "found before the first step"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("metric", ["Seen", "Undefined", "Constant"])
 def test_ranks_that_agree_by_chance_have_added_nothing_up(tmp_path, metric):
     """Equal numbers of samples, or no number on the other rank; a value that no sample changes is everybody's."""
@@ -121,6 +124,7 @@ def test_ranks_that_agree_by_chance_have_added_nothing_up(tmp_path, metric):
         assert not result.lines("train"), "found before the first step"
 
 
+@pytest.mark.nightly
 def test_a_number_that_slices_do_not_put_together_is_refused(tmp_path):
     line = (f"+metrics.own._target_={OWN}.Counting", "max_steps=2", "eval.every_steps=2")
     assert run(tmp_path / "whole", *line).lines("eval")[-1]["own"] <= 1
@@ -163,6 +167,7 @@ def test_a_best_json_of_before_is_read_by_the_rule_of_before(tmp_path):
         assert Result.of(folder).mode == mode
 
 
+@pytest.mark.nightly
 def test_a_run_of_before_is_resumed_in_the_right_direction(tmp_path):
     """It kept the largest error; from here on the smallest one is looked for."""
     line = ("+metrics.mae._target_=kit.parts.measures.Summed", "eval.every_steps=3", "checkpoint.every_steps=3")
@@ -260,6 +265,7 @@ def test_an_evaluation_that_is_made_again_costs_no_patience(tmp_path):
     assert [line["step"] for line in counts.lines("eval")] == [4, 8], "nothing had counted the first"
 
 
+@pytest.mark.nightly(but=["2"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_best_of_a_run_that_goes_on_from_another_one_is_its_own(tmp_path, ranks):
     """Also at the other run's last step, whose evaluation came after its last checkpoint and is made again here."""
@@ -273,6 +279,7 @@ def test_the_best_of_a_run_that_goes_on_from_another_one_is_its_own(tmp_path, ra
     assert refused.code == 2 and "step-00000004 is of another run: optimizer.lr" in refused.said[0], refused.out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_best_evaluation_whose_checkpoint_could_not_be_written_does_not_count(tmp_path, ranks):
     """Values 1, 5, 9, 3, 6 and 1: the checkpoint of the 9 fails. The one of the 5 stays until there is that of the 6."""

@@ -41,6 +41,9 @@ SPOILS = {
 }
 
 
+@pytest.mark.nightly(
+    but=["rank-00000.bin-truncated", "rank-00001.bin-bit flipped", "index.json-missing", "manifest.json-bit flipped"]
+)
 @pytest.mark.parametrize("spoil", SPOILS)
 @pytest.mark.parametrize("name", ["rank-00000.bin", "rank-00001.bin", "index.json", "manifest.json"])
 def test_a_bad_checkpoint_is_quarantined_and_the_one_before_is_used(trained, copy, spoil, name):
@@ -74,6 +77,7 @@ def test_a_draft_is_no_checkpoint(copy):
     assert not draft.exists()
 
 
+@pytest.mark.nightly(but=["write", "rename", "prune"])
 @pytest.mark.parametrize("point", ["write", "index", "manifest", "rename", "committed", "prune"])
 def test_killed_anywhere_in_the_protocol_there_is_a_valid_one(tmp_path, point):
     saving = (*SAVING, "checkpoint.keep=2", "model.hidden=[64]")
@@ -151,6 +155,7 @@ def test_model_pt_is_the_plain_model(trained):
     model.load_state_dict(trained.weights)
 
 
+@pytest.mark.nightly(but=["2"])
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_sigterm_saves_once_and_the_same_command_goes_on(tmp_path, ranks):
     slow = ("model=convnet", "batch_size=32", "max_steps=90", "checkpoint.every_steps=1000")

@@ -63,6 +63,7 @@ def nodes(*given):
             node.wait()
 
 
+@pytest.mark.nightly(but=["60"])
 @pytest.mark.parametrize("moved", [MINUTE, -MINUTE])
 def test_a_node_whose_clock_is_a_minute_off_trains_to_the_end(tmp_path, moved):
     with nodes(tmp_path / "run", "2", "max_steps=3") as job:
@@ -74,6 +75,7 @@ def test_a_node_whose_clock_is_a_minute_off_trains_to_the_end(tmp_path, moved):
     assert 50 <= int(re.search(r"are (\d+) s apart; synchronize them", job.log)[1]) <= 70
 
 
+@pytest.mark.nightly
 @pytest.mark.long
 def test_nodes_whose_clocks_are_a_minute_off_come_late_and_are_lost_again(tmp_path):
     with nodes(tmp_path / "run", "1:2", "max_steps=1000000", *pace(0.05)) as job:

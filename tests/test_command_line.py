@@ -256,6 +256,7 @@ def test_a_sweep_s_table_names_each_job_by_what_is_swept(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
+@pytest.mark.nightly
 def test_ranks_meet_anew_for_each_run_of_a_sweep(tmp_path):
     """Where rank 0 hosts the store, for runs whose ranks are born again and for others, in any order."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "train", "-m"]
@@ -269,6 +270,7 @@ def test_ranks_meet_anew_for_each_run_of_a_sweep(tmp_path):
         assert out.count("done: step=1") == len(strategies.split(",")), out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_sweep_goes_on_after_a_run_that_has_diverged(tmp_path, strategy):
     """And its launcher's exit code is that of the run that ended worst."""
@@ -303,6 +305,7 @@ def test_a_sweep_that_is_told_to_stop_begins_no_further_run(tmp_path):
     assert [path.name for path in (tmp_path / "runs/sw").iterdir()] == ["seed-1"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("at_s", [0.0, 0.2])
 def test_a_sweep_that_is_told_to_stop_between_two_runs_is_to_be_run_again(tmp_path, at_s):
     """Nothing has failed: the next run had not begun, or it saves its first step."""
@@ -323,6 +326,7 @@ def test_a_sweep_that_is_told_to_stop_between_two_runs_is_to_be_run_again(tmp_pa
     assert done.returncode == 0 and ends == ["done"] * 3, done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("place", ["port", "file"])
 def test_a_refused_value_costs_a_sweep_on_several_ranks_no_other_run(tmp_path, place):
     """Nor does one that diverges after it, whether the ranks meet at a port or through a file."""
@@ -346,6 +350,7 @@ def is_listening(port):
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.nightly
 def test_a_sweep_goes_on_without_a_node_that_is_lost(tmp_path):
     """As a single run does: the ranks that are left begin anew, and do not wait for it in each run that is left."""
     line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
@@ -464,6 +469,7 @@ def test_submit_keeps_values_and_refuses_in_a_line(tmp_path):
         expand(["x=a=b"])
 
 
+@pytest.mark.nightly
 def test_submit_shows_its_text_also_where_there_is_no_slurm(tmp_path):
 
     line = [sys.executable, str(ROOT / "slurm/submit.py"), "name=x"]

@@ -42,6 +42,7 @@ def test_every_model_trains(tmp_path, model):
     assert len(result.losses) == 2 and result.lines("eval")
 
 
+@pytest.mark.nightly(but=["optimizer=adamw", "scheduler=cosine", "precision=bf16", "precision=fp16"])
 @pytest.mark.parametrize(
     "choice",
     [
@@ -94,6 +95,7 @@ def test_compile(tmp_path):
     assert not [name for name in result.weights if "_orig_mod" in name or name.startswith("module.")]
 
 
+@pytest.mark.nightly
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_compiled_language_model_and_its_loss_train_as_they_are(tmp_path):

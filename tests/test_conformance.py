@@ -30,6 +30,7 @@ def suite(*arguments, timeout_s=550):
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s)
 
 
+@pytest.mark.nightly
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name, fault", [("own_loop", "rank"), ("ours", "twice")])
@@ -69,6 +70,7 @@ def test_a_trainer_that_is_not_installed_is_left_out_and_said():
     assert [trainer(name).title for name in NAMES][-1] == "Muster"
 
 
+@pytest.mark.nightly
 def test_an_unknown_fault_names_the_valid_ones():
     done = suite("--faults=flood")
     assert done.returncode == 2 and "flood is none of none, rank, all" in done.stderr

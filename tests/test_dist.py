@@ -336,6 +336,7 @@ def test_errors_know_their_code_and_whether_a_retry_can_help():
     assert RankLost.retry and Preempted.retry and Stopped.retry and not ConfigError.retry
 
 
+@pytest.mark.nightly(but=["0.6", "1.8"])
 @pytest.mark.parametrize("delay_s", [0.6, 1.2, 1.8, 2.4, 3.0])
 def test_sigterm_at_any_moment_of_the_start(tmp_path, delay_s):
     """To one rank alone, before or after it can take it: both leave, soon, and neither calls it a mistake."""

@@ -216,6 +216,7 @@ def test_a_rank_that_is_not_there_fails_the_visit(tmp_path):
     assert json.loads((tmp_path / "runs/doctor.json").read_text())["failed"] == ["ranks"]
 
 
+@pytest.mark.nightly
 def test_more_threads_than_processors_are_seen(tmp_path):
     done = doctor(tmp_path, "--quick", ranks=2, before=("taskset", "-c", "0"))
     assert done.returncode == 0 and "2 ranks start 2 threads on 1 processors" in done.stdout, done.stdout

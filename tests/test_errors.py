@@ -204,6 +204,7 @@ def test_not_a_number_stops_the_run_at_an_evaluation_too(tmp_path):
     assert result.outcome["exit_code"] == 6 and "at step 7:" in result.outcome["error"], result.out
 
 
+@pytest.mark.nightly(but=["1"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_finds_is_told_as_that_rank_s(tmp_path, rank):
     """All ranks raise it; whichever is first to say so names the rank and the host on which it is."""
@@ -228,6 +229,7 @@ def test_not_a_number_can_be_left_out(tmp_path):
 SPOILED = ("checkpoint.every_steps=3", "log.every_steps=50", "+callbacks.spoil._target_=kit.parts.callbacks.Spoil")
 
 
+@pytest.mark.nightly(but=["ddp", "fsdp"])
 @pytest.mark.parametrize(
     "strategy", ["single", "ddp", "zero", "fsdp", "local_sgd,every_steps=20", "ddp virtual_world_size=4"]
 )

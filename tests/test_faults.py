@@ -95,6 +95,7 @@ def test_a_node_is_lost_and_another_joins(job, ledger):
         assert_clean(cluster, ledger, steps=180)
 
 
+@pytest.mark.nightly(but=["1.5"])
 @pytest.mark.parametrize("delay_s", [0.5, 1.0, 1.5, 2.0, 2.5])
 def test_a_node_is_lost_at_any_moment_of_the_start(job, ledger, delay_s):
     """Before the agents meet, while the ranks do, or in the first steps; one that comes in its place is all it takes.
@@ -204,6 +205,7 @@ def test_everything_is_killed_at_once(job, ledger):
         assert_clean(cluster, ledger, steps=60)
 
 
+@pytest.mark.nightly(but=["1"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named_and_ended(job, ledger, rank):
     with job("max_steps=60", "dist.timeout_s=6", "dist.survive=false", nnodes="1", nproc=2) as cluster:
@@ -220,6 +222,7 @@ def test_a_stopped_rank_is_named_and_ended(job, ledger, rank):
         assert_clean(cluster, ledger, steps=60)
 
 
+@pytest.mark.nightly(but=["1"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_deadlocked_rank_says_where_it_stands(job, ledger, rank):
     stuck = ("model._target_=kit.parts.models.Stuck", f"+model.rank={rank}")
@@ -249,6 +252,7 @@ def test_a_stopped_rank_alone_on_its_node_is_ended(job, ledger):
         assert_clean(cluster, ledger, steps=60)
 
 
+@pytest.mark.nightly(but=["by SIGKILL"])
 @pytest.mark.parametrize(
     "how, said", [("false", "rank 0 has a bug"), ("true", "rank 0 on")], ids=["by an error", "by SIGKILL"]
 )
@@ -264,6 +268,7 @@ def test_a_rank_that_waits_in_c_leaves_when_another_fails(tmp_path, how, said):
     assert said in result.out and result.outcome["step"] == 3, result.out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kills, says", [("true", "while rank 1 waited in"), ("false", "rank 0 has a bug")])
 def test_the_other_node_of_a_static_rendezvous_leaves_when_the_first_fails(tmp_path, kills, says):
     """Its launcher tells it nothing, the store ends with the first node, and on NCCL the rank may wait in C for ever."""
@@ -311,6 +316,7 @@ def test_an_agent_sleeps_and_wakes(job, ledger):
         assert_clean(cluster, ledger, steps=200)
 
 
+@pytest.mark.nightly(but=["preempted0"])
 @pytest.mark.parametrize("preempted", [[0], [0, 1]])
 def test_preempted_nodes(job, ledger, preempted):
     """SIGTERM to one agent or to all: one checkpoint, everybody leaves at once, no step is lost."""
@@ -339,6 +345,7 @@ def test_preempted_nodes(job, ledger, preempted):
         assert_clean(cluster, ledger, steps=80)
 
 
+@pytest.mark.nightly(but=["evaluation", "save"])
 @pytest.mark.parametrize("when", ["start-up", "evaluation", "save", "twice", "with loader workers"])
 def test_sigterm_at_an_inconvenient_moment(tmp_path, ledger, when):
     """The same end: one valid checkpoint, or none yet; no traceback of ours; exact afterwards."""
@@ -545,6 +552,7 @@ os.execv(sys.executable, [sys.executable, "-m", "train", *sys.argv[1:]])
 """
 
 
+@pytest.mark.nightly
 def test_a_port_that_another_process_takes_after_torchrun_found_it_free(tmp_path):
     """All ranks start again, at another port; without restarts left the launch ends soon, and says why."""
     (tmp_path / "thief.py").write_text(THIEF)

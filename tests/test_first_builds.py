@@ -69,12 +69,14 @@ def ranks():
     return on_ranks(on_rank, 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", KINDS)
 def test_ranks_have_the_weights_of_rank_0(ranks, name):
     assert [found[name][0] for found, *_ in ranks] == [False, not KINDS[name]]
     assert all(found[name][1] for found, *_ in ranks)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", KINDS)
 def test_losses_are_those_of_ddp(ranks, name):
     losses = ranks[0][0][name][2]

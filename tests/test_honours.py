@@ -14,6 +14,7 @@ KEYS = (
 )
 
 
+@pytest.mark.nightly(but=["grad_clip=0.001", "virtual_world_size=2"])
 @pytest.mark.parametrize("key", KEYS)
 def test_a_step_of_ones_own_is_refused_what_it_does_not_honour(tmp_path, key):
     result = run(tmp_path / "run", *SMALL, f"{OWN}OwnStep", key, ok=False)

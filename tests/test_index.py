@@ -45,6 +45,7 @@ def versions(venv):
 WANTED = [f"{VERSIONS[name]}+cpu" for name in ("torch", "torchvision")]
 
 
+@pytest.mark.nightly
 def test_make_takes_torch_from_the_index_as_pinned(index, tmp_path):
     venv = tmp_path / "venv"
     line = ["make", f"VENV={venv}", f"PYTHON={sys.executable}", f"TORCH_INDEX={index}", f"{venv}/.torch"]
@@ -89,6 +90,7 @@ def test_an_image_for_gpus_has_the_compiler_that_triton_calls(image):
     assert {"gcc", "libc6-dev"} <= {*line.split()}
 
 
+@pytest.mark.nightly
 def test_the_wheel_s_image_takes_torch_from_the_index(index, tmp_path):
     """The image's own shell line, without the rest of the build."""
     venv, env = bare_venv(tmp_path)

@@ -74,6 +74,7 @@ STEADY = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # The same samples and weights, whatever happens
 
 
+@pytest.mark.nightly(but=["2-1"])
 @pytest.mark.parametrize("ranks, rank", [(1, 0), (2, 0), (2, 1)])
 def test_a_killed_rank_costs_nothing(place, ranks, rank):
     whole = run(place("whole"), ranks=ranks)
@@ -85,6 +86,7 @@ def test_a_killed_rank_costs_nothing(place, ranks, rank):
     assert [line["accuracy"] for line in whole.lines("eval")] == [line["accuracy"] for line in cut.lines("eval")]
 
 
+@pytest.mark.nightly(but=["2"])
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_sigterm_stops_all_ranks_after_one_step_and_the_same_command_resumes(place, ranks):
     whole, folder = run(place("whole"), ranks=ranks), place("cut")
@@ -119,6 +121,7 @@ def test_shares_that_are_not_equal_weigh_as_they_count(place):
         assert three.lines("eval")[0]["accuracy"] == pytest.approx(one.lines("eval")[0]["accuracy"], abs=0.2)
 
 
+@pytest.mark.nightly
 def test_a_sharded_model_is_killed_and_resumes_also_on_fewer_ranks(place):
     whole = run(place("whole"), script="sharded", ranks=2)
     cut = run(place("cut"), script="sharded", ranks=2, restarts=1, KILL_AT="13:1")
@@ -160,6 +163,7 @@ def test_of_two_launches_one_is_refused(place):
 # Checkpoints that are damaged, and a disk that is full
 
 
+@pytest.mark.nightly(but=["2"])
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_spoiled_checkpoint_is_quarantined_and_the_one_before_is_used(place, ranks):
     whole, folder = run(place("whole"), ranks=ranks), place("spoiled")
@@ -173,6 +177,7 @@ def test_a_spoiled_checkpoint_is_quarantined_and_the_one_before_is_used(place, r
     assert_equal_weights(whole, resumed)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to mount")
 def test_a_full_disk_is_tolerated_until_it_has_room_again(place):
     folder = place("full")
@@ -214,6 +219,7 @@ with muster.Job("run", save_every=5, log_every=1, tensorboard=False) as job:
 """
 
 
+@pytest.mark.nightly(but=["own"])
 @pytest.mark.parametrize("how", ["own", "fully_shard"])
 def test_batch_norm_statistics_resume_exactly_on_every_rank(place, how):
     whole, cut = place("whole"), place("cut")
@@ -260,6 +266,7 @@ if own_group:
 """
 
 
+@pytest.mark.nightly(but=["2"])
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_dataloader_of_ones_own_resumes_in_the_middle_of_an_epoch(place, ranks):
     whole, cut = place("whole"), place("cut")
@@ -358,6 +365,7 @@ muster.Job("run", log_every=1, tensorboard=False).run(main)
 """
 
 
+@pytest.mark.nightly
 def test_what_a_resume_would_lose_and_what_all_ranks_do_alike_is_noted_once(place):
     folder = place("half")
     (folder / "half.py").write_text(HALF)
@@ -426,6 +434,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.nightly(but=["with"])
 @pytest.mark.parametrize("form", ["run", "with"])
 def test_the_script_forms_a_group_of_its_own_after_a_job_whose_rank_0_hosts_the_store(place, form):
     folder = place(form)
@@ -461,6 +470,7 @@ print("accelerate goes on", flush=True)
 """
 
 
+@pytest.mark.nightly
 def test_what_accelerate_has_prepared_resumes_in_the_middle_of_an_epoch_also_by_its_launcher(place):
     pytest.importorskip("accelerate")
     whole, cut = place("whole"), place("cut")
@@ -590,6 +600,7 @@ def test_ranks_that_do_not_do_the_same_are_told_in_one_line(place, body, says):
     assert result.outcome["exit_code"] == 2
 
 
+@pytest.mark.nightly(but=["0"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_of_some_ranks_only_is_named_within_the_timeout(place, rank):
     body = (
@@ -681,6 +692,7 @@ def evaluated(result):
     return {line["step"]: line["error"] for line in result.lines("eval")}
 
 
+@pytest.mark.nightly(but=["short-"])
 @pytest.mark.parametrize("save", [{}, {"SAVE": "1"}], ids=["", "saves"])
 @pytest.mark.parametrize("slow_s, at", [(1.0, 8), (20.0, 6)], ids=["short", "long"])
 def test_told_to_stop_within_the_body_nothing_of_it_is_lost(place, slow_s, at, save):
@@ -693,6 +705,7 @@ def test_told_to_stop_within_the_body_nothing_of_it_is_lost(place, slow_s, at, s
     assert again.sha256 == whole.sha256 and again.losses == whole.losses and evaluated(again) == evaluated(whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("save_every", [6, 100])
 def test_a_rank_that_dies_after_a_save_in_the_body_costs_nothing_of_the_body(place, save_every):
     env = {"SAVE": "1", "SAVE_EVERY": str(save_every)}
@@ -774,6 +787,7 @@ def test_a_loop_left_after_it_was_told_to_stop_is_done(place):
     assert again.outcome["step"] == 8 and again.sha256 == first.sha256
 
 
+@pytest.mark.nightly(but=["break"])
 @pytest.mark.parametrize("leave", ["break", "raise SystemExit"])
 def test_a_rank_that_leaves_a_loop_alone_is_noticed_within_the_timeout(place, leave):
     body = f"{LOOP}job.step(loss=1.0)\n        if job.steps_done == 4 + rank: {leave}"
@@ -807,6 +821,7 @@ class Counts(nn.Linear):
 """
 
 
+@pytest.mark.nightly(but=["True"])
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_buffer_that_changes_and_is_not_saved_is_said(place, keep):
     folder, body = place("counts"), f"{LOOP}model(x).mean().backward(); optimizer.step(); job.step()"
@@ -817,6 +832,7 @@ def test_a_buffer_that_changes_and_is_not_saved_is_said(place, keep):
     assert len(notes) == (not keep) and all("the buffer model/seen changes" in note for note in notes), notes
 
 
+@pytest.mark.nightly(but=["True"])
 @pytest.mark.parametrize("thaws", [False, True])
 def test_a_parameter_that_was_thawed_and_is_frozen_again_is_said(place, thaws):
     """The checkpoint's optimizer has a group for it; the resumed script did not come to the line that thawed it."""
@@ -928,6 +944,7 @@ def test_values_are_recorded_by_whatever_name_they_have(place):
     assert wrong(place("named"), body.replace("samples=0, ", "")).lines("train")[0]["train/weight"] == 2.0
 
 
+@pytest.mark.nightly
 def test_a_function_launched_from_a_script_is_a_job_too(place, tmp_path):
     from muster import launch
 
@@ -984,6 +1001,7 @@ def killed_and_preempted(folder, name):
     return finish(process, folder / "run")
 
 
+@pytest.mark.nightly(but=["after"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_an_example_is_killed_and_preempted_and_resumes_exactly(example, name):
     if name == "finetune":
@@ -1098,6 +1116,7 @@ def built(place):
     return run_it
 
 
+@pytest.mark.nightly(but=["SGD-sequential-40-schedule.1.T_max=20, and this is schedule.1.T_max=40"])
 @pytest.mark.parametrize(
     "kind, schedule, value, name",
     [
@@ -1124,6 +1143,7 @@ def test_a_schedule_built_otherwise_is_not_silently_replaced_by_the_checkpoints(
     assert [line["lr"] for line in longer.lines("train")][:10] == lrs
 
 
+@pytest.mark.nightly
 def test_a_rate_built_otherwise_is_refused_and_at_another_world_size_noted(built):
     built(0)
     [said] = built(2, EPOCHS="3", LR="0.4").said

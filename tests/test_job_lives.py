@@ -51,6 +51,7 @@ IN_PLACE = {
 }
 
 
+@pytest.mark.nightly(but=["first"])
 @pytest.mark.parametrize("which", IN_PLACE)
 def test_a_rank_that_dies_before_its_sum_costs_nothing(tmp_path, undisturbed, which):
     ranks, kill = IN_PLACE[which]
@@ -62,6 +63,7 @@ def test_a_rank_that_dies_before_its_sum_costs_nothing(tmp_path, undisturbed, wh
     assert history.attempts == len(history.begins) == 1 and not history.spent["restart"]
 
 
+@pytest.mark.nightly
 def test_ranks_that_wait_for_others_than_the_dead_one_go_on_at_once(tmp_path, undisturbed):
     """Of four ranks in a ring one has no connection to the dead one: its sum fails when the others have closed theirs.
 
@@ -72,6 +74,7 @@ def test_ranks_that_wait_for_others_than_the_dead_one_go_on_at_once(tmp_path, un
     assert result.sha256 == undisturbed(4).sha256
 
 
+@pytest.mark.nightly(but=["2-before-backward@17:1-plain"])
 @pytest.mark.parametrize("form", ["plain", "constant", ""])
 @pytest.mark.parametrize("ranks, where", [(2, "before-backward@17:1"), (2, "begin@17:0"), (3, "within-backward@17:2")])
 def test_a_rank_that_is_lost_for_good_costs_no_step(tmp_path, form, ranks, where):
@@ -88,6 +91,7 @@ def test_a_rank_that_is_lost_for_good_costs_no_step(tmp_path, form, ranks, where
         assert there == here, "but for the line of steps 15 to 21"
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_asked_to_stop_since_another_is_lost_does_not_wait_for_its_answer(tmp_path):
     """torchrun's SIGTERM comes between the optimizer's step and the next collective."""
     kill = {"kill": "after-update@15:1:keeper", "PAUSE_S": "1"}
@@ -130,6 +134,7 @@ def test_without_survival_the_run_is_the_same(tmp_path, undisturbed):
     assert result.numbers == undisturbed(2).numbers
 
 
+@pytest.mark.nightly(but=["0-parameters differ between ranks"])
 @pytest.mark.parametrize(("begins", "says"), [(0, "parameters differ between ranks"), (9, "had parameters of its own")])
 def test_ranks_of_which_each_has_its_own_weights_do_not_hand_them_on(tmp_path, begins, says):
     """Parameters are averaged after every second step, from the first step on or later, and lines come after an average."""
@@ -147,6 +152,7 @@ FORMS = {  # ranks, kills, how many of the deaths are survived in place
 }
 
 
+@pytest.mark.nightly(but=["early"])
 @pytest.mark.parametrize("form", FORMS)
 def test_loops_as_people_write_them(tmp_path, form):
     ranks, kill, in_place = FORMS[form]
@@ -165,6 +171,7 @@ ODD = {  # kills, how many of the deaths are survived in place
 }
 
 
+@pytest.mark.nightly(but=["zeroed"])
 @pytest.mark.parametrize("form", ODD)
 def test_a_state_that_is_easily_forgotten_is_handed_on_or_all_go_back(tmp_path, form):
     """Gradients of zero, an update by .data that is half done, groups that a loop has added, an extra state of a module."""
@@ -197,6 +204,7 @@ def test_optimizers_with_a_state_of_each_rank_are_refused_at_the_first_save(tmp_
     assert any("keep it alike on all ranks" in line and "momentum" in line for line in result.said), result.out
 
 
+@pytest.mark.nightly(but=["0"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_leaves_the_loop_alone_is_told_in_one_line(tmp_path, rank):
     """Early stopping by a loss of a rank's own: the other ranks wait in the next step's sum."""
@@ -207,6 +215,7 @@ def test_a_rank_that_leaves_the_loop_alone_is_told_in_one_line(tmp_path, rank):
     assert "terminate called" not in result.out
 
 
+@pytest.mark.nightly(but=["0"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exit_of_one_rank_alone_ends_all_with_its_code(tmp_path, rank):
     result = trained(tmp_path / "job", 2, FORM=f"exits-{rank}", script="odd", code=1, restarts=0)
@@ -214,6 +223,7 @@ def test_an_exit_of_one_rank_alone_ends_all_with_its_code(tmp_path, rank):
     assert "terminate called" not in result.out
 
 
+@pytest.mark.nightly
 def test_a_model_that_outlives_the_function_does_not_begin_anew_with_what_it_has_learned(tmp_path):
     whole = trained(tmp_path / "whole", 2, FORM="global")
     result = trained(tmp_path / "job", 2, "before-evaluation@6:1", FORM="global")

@@ -453,6 +453,7 @@ def test_no_manifest_fails_the_job_where_another_try_helps():
     assert [*found] == [", ".join(str(code) for code in sorted(final()))] and Held.exit_code not in final()
 
 
+@pytest.mark.nightly(but=["codes0-2"])
 @pytest.mark.parametrize(("codes", "times"), [([8, 0], 2), ([5, 0], 1)])
 def test_a_compose_node_starts_its_agent_again_while_the_run_is_held(own_python, tmp_path, codes, times):
     folder = tmp_path / "runs/compose"
@@ -534,6 +535,7 @@ def test_processes_are_bound_beside_their_gpus_where_there_are_some(tmp_path):
         assert done.returncode == 2 and "this host has none: unset it" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_submitted_processes_are_bound_beside_their_gpus_as_well(tmp_path):
     def submit(*words):
         line = [sys.executable, str(ROOT / "slurm/submit.py"), *words, "cluster=local", f"cluster.log_dir={tmp_path}"]
@@ -584,6 +586,7 @@ def started(place, folder, env, **popen):
     return process
 
 
+@pytest.mark.nightly(but=["env0-75-unheard0"])
 @pytest.mark.parametrize(("env", "code", "unheard"), [(INDEXED, 75, []), (SLURM, 1, [signal.SIGTERM, signal.SIGTERM])])
 def test_a_node_passes_on_one_signal_alone_and_shields_its_agent(own_python, tmp_path, env, code, unheard):
     """A second SIGTERM would end torchrun's wait for its workers, and Slurm sends the first to the agent itself."""

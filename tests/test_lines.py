@@ -97,6 +97,7 @@ def test_what_cannot_be_evaluated_is_found_before_the_first_step(tmp_path):
         assert not refused.lines("train")
 
 
+@pytest.mark.nightly
 def test_a_metric_with_lists_on_ranks_without_samples(tmp_path):
     line = ("max_steps=4", "eval.max_samples=2", "+metrics.rows._target_=kit.parts.metrics.Rows")
     alone, three = (run(tmp_path / str(ranks), *line, ranks=ranks).lines("eval")[-1] for ranks in (1, 3))

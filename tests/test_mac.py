@@ -15,6 +15,7 @@ from muster.process import usable_processors
 MAC = {"PYTHONPATH": ":".join(str(ROOT / each) for each in ("tests/kit/mac", "", "tests"))}
 
 
+@pytest.mark.nightly
 def test_a_mac_trains_with_loader_workers_and_says_what_it_lacks(tmp_path):
     """Two ranks, loader workers by spawn, the doctor's quick checks first."""
     mac = run(tmp_path / "mac", "max_steps=3", "doctor=true", "loader.num_workers=1", ranks=2, env=MAC)

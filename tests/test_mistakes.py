@@ -125,6 +125,7 @@ def test_a_layer_without_a_deterministic_form_is_named_with_the_key(tmp_path):
     run(tmp_path / "allowed", *BASE, model("Puts"))
 
 
+@pytest.mark.nightly
 def test_a_compiler_that_is_missing_is_one_line(tmp_path):
     env = {"CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     refused = run(tmp_path / "run", "compile=true", "max_steps=2", "eval.every_steps=off", ok=False, env=env, cold=True)
@@ -185,6 +186,7 @@ def test_a_picture_is_named_also_where_the_model_asks_for_the_shape(tmp_path):
     assert place("pictures") in result.said[0] and "torchvision.transforms.ToTensor" in result.said[0]
 
 
+@pytest.mark.nightly(but=["wrong shape"])
 @pytest.mark.parametrize("mark", ["forgotten return", "wrong shape", "labels out of range", "raises in forward"])
 def test_on_two_ranks_the_one_cause_stands_last(tmp_path, mark):
     """torchrun's own report comes after every failure: what it ends with is the cause."""

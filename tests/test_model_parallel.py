@@ -65,6 +65,7 @@ def assert_same_training(result, whole):
         )  # Adam: noise has its sign
 
 
+@pytest.mark.nightly(but=["tensor", "gpipe", "interleaved"])
 @pytest.mark.parametrize(
     "model, ranks, chosen",
     [
@@ -81,6 +82,7 @@ def test_losses_are_those_of_one_process(tmp_path, lines, whole, model, ranks, c
     assert_same_training(run(tmp_path / "run", *lines[model], *chosen, ranks=ranks), whole[model])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("chosen", [TENSOR, PIPELINE])
 def test_under_bf16_losses_are_near_those_of_one_process(tmp_path, lines, whole, chosen):
     """As near as bf16 has them in one process, and not those of fp32."""
@@ -90,6 +92,7 @@ def test_under_bf16_losses_are_near_those_of_one_process(tmp_path, lines, whole,
     assert all(two.losses[step] == pytest.approx(loss, rel=1e-2) for step, loss in one.losses.items())
 
 
+@pytest.mark.nightly
 def test_every_layout_resumes_from_every_other(tmp_path, lines, whole):
     layouts = [(2, []), (4, [PIPELINE]), (4, [TENSOR, "strategy.shard=true"]), (2, [])]
     for until, (ranks, chosen) in zip((2, 4, 6, 8), layouts, strict=True):
@@ -101,6 +104,7 @@ def test_every_layout_resumes_from_every_other(tmp_path, lines, whole):
         assert result.losses[step] == pytest.approx(loss, rel=1e-4), step
 
 
+@pytest.mark.nightly(but=["1f1b"])
 @pytest.mark.parametrize(
     "chosen", [["strategy._target_=kit.parts.tensor_parallel.WatchedTensor"], [PIPELINE]], ids=["tensor", "1f1b"]
 )

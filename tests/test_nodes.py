@@ -158,6 +158,7 @@ def test_processes_that_come_at_once_map_the_same_memory_and_read_whole_beats():
     assert len({*tokens}) == 1 and not [*SHARED.glob(f"{name}*")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_stopped_rank_beside_others_on_another_node_is_named(tmp_path, place):
     """Whether or not it was the one that posted for its node."""

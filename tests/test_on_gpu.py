@@ -73,6 +73,7 @@ def train(place, folder, *line, ranks=None, **how):
     return run(folder, *LINE, *line, env=env, cold=True, ranks=ranks, **how)
 
 
+@pytest.mark.nightly(but=["own"])
 @everywhere
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(tmp_path, place):
     line = ("model=convnet", "data.augment=true", "micro_batch_size=7", "checkpoint.every_steps=4")
@@ -83,6 +84,7 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(tmp_path, place):
     assert cut.sha256 == whole.sha256 and cut.losses == whole.losses
 
 
+@pytest.mark.nightly(but=["own"])
 @everywhere
 def test_one_hash_at_every_world_size(tmp_path, place):
     line = ("virtual_world_size=2", "model=convnet", "max_steps=6")
@@ -95,6 +97,14 @@ SHARDED = [("fsdp",), ("fsdp", "strategy.prefetch=2", "strategy.param_dtype=bf16
 OF_DDP = [("fake", ("zero",)), *(pytest.param("own", each, marks=PLACES[1].marks) for each in (("zero",), *SHARDED))]
 
 
+@pytest.mark.nightly(
+    but=[
+        "own-('zero',)",
+        "own-('fsdp',)",
+        "own-('fsdp', 'strategy.prefetch=2', 'strategy.param_dtype=bf16')",
+        "own-('hybrid', 'strategy.shard=1')",
+    ]
+)
 @pytest.mark.parametrize("place, strategy", OF_DDP, ids=str)
 def test_losses_are_those_of_ddp(tmp_path, place, strategy):
     ddp = train(place, tmp_path / "ddp", "max_steps=4", ranks=2)
@@ -102,6 +112,7 @@ def test_losses_are_those_of_ddp(tmp_path, place, strategy):
     assert other.losses == pytest.approx(ddp.losses, rel=2e-2 if "bf16" in str(strategy) else 1e-3)
 
 
+@pytest.mark.nightly(but=["own"])
 @everywhere
 def test_an_evaluation_on_one_gpu_takes_no_more_samples_at_once_than_a_rank_of_training_did(tmp_path, place):
     """The whole global batch may not fit."""
@@ -122,6 +133,7 @@ def test_a_run_goes_on_without_the_gpu(tmp_path, place):
     assert both.losses == pytest.approx(cpu.losses, rel=1e-3)
 
 
+@pytest.mark.nightly(but=["bf16-own", "fp16-own"])
 @everywhere
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_compiled_step_in_reduced_precision_learns(tmp_path, place, precision):

@@ -112,6 +112,7 @@ def exchanged(per_host):
     return totals
 
 
+@pytest.mark.nightly(but=["3-1", "6-2"])
 @pytest.mark.parametrize("ranks, per_host", [(2, 1), (3, 1), (4, 2), (6, 2), (6, 3)])
 def test_ranks_exchange_what_joins_their_subtrees(ranks, per_host):
     expected = [tree(list(numbers(leaves, 10))).tolist() for leaves in (ranks, ranks + 1, 8, 13)]
@@ -141,6 +142,7 @@ def test_the_number_of_ranks_leaves_no_trace(tmp_path, alone, ranks, extra):
     assert values(result) == values(alone)
 
 
+@pytest.mark.nightly
 def test_nor_do_hosts_whose_ranks_add_up_first(tmp_path, alone):
     """Two agents of two ranks, one of which dies on the way and is born again."""
     line = (*LINE, "dist.shared_memory=false", "dist.hierarchical=always", *pace(0.1))
@@ -172,6 +174,7 @@ def decided(network_s):
     return hosts.find_hosts(world, "auto") is not None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("network_s, goes", [(0.0049, False), (0.0051, True)])
 def test_sums_go_by_hosts_if_the_network_is_ten_times_slower_than_memory(network_s, goes):
     """Half of the bytes leave a host of two."""
@@ -217,6 +220,7 @@ def test_strategies_that_cannot_refuse_it(name):
         check_slices(config, build(config.strategy), 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this processor has no other kind to show"
 )

@@ -69,6 +69,7 @@ def seen_groups(folder, rank=0):
     return json.loads((folder / f"groups-{rank}.json").read_text())
 
 
+@pytest.mark.nightly(but=["one process", "fsdp"])
 @pytest.mark.parametrize(
     "more, ranks",
     [((), None), (("strategy=zero",), 2), (("strategy=fsdp",), 2), (("strategy=pipeline",), 2)],
@@ -155,6 +156,7 @@ def test_a_mistake_is_one_line(tmp_path, line, says):
     assert "Traceback" not in result.out
 
 
+@pytest.mark.nightly(but=["Complex-more3-2"])
 @pytest.mark.parametrize(
     "model, more, ranks",
     [
@@ -185,6 +187,7 @@ def test_a_choice_of_ones_own_is_respected(tmp_path):
     run(tmp_path / "run", "+optimizer.foreach=true", "optimizer=adamw", *SHORT)
 
 
+@pytest.mark.nightly(but=["2"])
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_an_average_that_is_added_at_a_resume_begins_from_the_restored_weights(tmp_path, ranks):
     run(tmp_path / "run", *SHORT, "max_steps=7", ranks=ranks)

@@ -50,6 +50,13 @@ def ended_well(folder, *, printed=True):
     assert not list(folder.glob(".*"))
 
 
+@pytest.mark.nightly(
+    but=[
+        "python-reader goes away-loader.num_workers=1",
+        "python-full disk-log.progress=bar",
+        "torchrun-closed-log.progress=bar",
+    ]
+)
 @pytest.mark.parametrize(
     ("launched", "end", "more"),
     [

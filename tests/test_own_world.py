@@ -33,6 +33,7 @@ def data(name, *more):
 # Batches
 
 
+@pytest.mark.nightly(but=["kind0-2", "kind1-2", "kind2-2"])
 @pytest.mark.parametrize("ranks", [None, 2])
 @pytest.mark.parametrize("kind", [("Dicts",), ("Pairs",), ("Triples", "loader.batch=kit.parts.own.split")])
 def test_a_model_gets_its_inputs_by_name_or_by_place(tmp_path, kind, ranks):
@@ -66,6 +67,7 @@ def test_nothing_of_a_sample_is_lost_without_a_word(tmp_path, kind, code, says):
 # Streams
 
 
+@pytest.mark.nightly(but=["Stateful"])
 @pytest.mark.parametrize("kind", ["Numbers", "Stateful"])
 def test_a_stream_gives_the_same_samples_at_every_world_size_and_after_a_resume(tmp_path, kind):
     line = (*data(kind), "virtual_world_size=3", "batch_size=16", "model.hidden=[8]", "checkpoint.every_steps=5")
@@ -256,6 +258,7 @@ def test_an_average_is_evaluated_saved_and_resumed_exactly(tmp_path):
     assert evaluated(tmp_path / "whole")["accuracy"] == whole.lines("eval")[-1]["accuracy"]
 
 
+@pytest.mark.nightly(but=["fsdp"])
 @pytest.mark.parametrize("strategy", ["fsdp", "zero"])
 def test_an_average_of_sharded_weights(tmp_path, strategy):
     line = ("callbacks=[ema]", "callbacks.ema.decay=0.9", "max_steps=8", "optimizer=adamw", "grad_clip=null")
@@ -315,6 +318,7 @@ def test_a_profile_is_a_trace_of_each_rank(tmp_path):
 # Loggers
 
 
+@pytest.mark.nightly
 def test_other_tools_loggers_go_on_with_the_same_run(tmp_path):
     line = (
         "loggers=[csv,wandb,mlflow]",
@@ -373,6 +377,7 @@ def test_a_run_is_measured_again(tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
 
 
+@pytest.mark.nightly(but=["buffers", "average"])
 @pytest.mark.parametrize(
     "parts",
     [
@@ -457,6 +462,7 @@ def test_weights_that_do_not_fit_are_named_and_never_left_out_of_an_evaluation(t
     assert "1.weight is [16, 64] there and [8, 64] in this model (3 such names), in 1, 3" in said[0]
 
 
+@pytest.mark.nightly
 def test_weights_by_url_are_read_once_for_a_host(tmp_path):
     first = run(tmp_path / "first", *SMALL)
     env = {"TORCH_HOME": str(tmp_path / "home")}
@@ -468,6 +474,7 @@ def test_weights_by_url_are_read_once_for_a_host(tmp_path):
 # A name of its own
 
 
+@pytest.mark.nightly
 def test_muster_runs_the_kit_where_a_project_has_a_train_of_its_own(tmp_path):
     (tmp_path / "train.py").write_text("raise SystemExit('theirs')\n")
     (tmp_path / "mine.py").write_text("from kit.parts.own import Dicts, Two\n")
@@ -577,6 +584,7 @@ def test_submit_without_slurm(tmp_path):
 # Examples
 
 
+@pytest.mark.nightly(but=["stream-stream-<lambda>"])
 @pytest.mark.parametrize(
     "name, experiment, measured",
     [

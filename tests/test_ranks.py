@@ -97,6 +97,7 @@ def test_the_loss_is_printed_once_per_interval(ledgers):
         assert [line["step"] for line in result.lines("train")] == list(range(1, 24)), ranks
 
 
+@pytest.mark.nightly(but=["2"])
 @pytest.mark.parametrize("ranks", [None, 2, 3])
 @pytest.mark.quick
 def test_a_resumed_run_ends_with_bit_identical_weights(tmp_path, ranks):
@@ -185,6 +186,7 @@ def test_two_nodes(tmp_path, backend):
     assert len(results[0].losses) == 5
 
 
+@pytest.mark.nightly
 def test_a_start_leaves_out_what_nobody_uses(tmp_path):
     """Not torch's compiler, where nothing is compiled, nor what shards, where nothing is: a second and a half of each start."""
     exact = ("virtual_world_size=4", "optimizer=adamw")

@@ -94,6 +94,7 @@ def flips(name, places):
     return [(f"bit of byte {at}", lambda where, at=at: flip(where, at)) for at in places]
 
 
+@pytest.mark.nightly(but=["outcome.json"])
 @pytest.mark.parametrize("name", ["outcome.json", ".claim-1"])
 def test_a_changed_record_of_the_attempt_before_changes_nothing(tmp_path, undisturbed, name):
     killed, whole = undisturbed
@@ -198,6 +199,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.nightly(but=["folder"])
 @pytest.mark.parametrize("place", ["folder", "object store"])
 def test_nothing_outside_that_a_record_names_is_read_or_deleted(tmp_path, undisturbed, place):
     """`../../victim` as an attempt was deleted with it, `../../x` as a file was read into the weights."""

@@ -586,6 +586,7 @@ def measured(slices):
     return found
 
 
+@pytest.mark.nightly(but=["2-0"])
 @pytest.mark.parametrize("ranks, slices", [(1, 0), (2, 0), (3, 0), (1, 4), (2, 4)])
 def test_the_value_is_that_of_one_rank_or_refused(ranks, slices):
     (found, *_) = on_ranks(measured, ranks, slices)
@@ -727,6 +728,7 @@ def test_a_trial_takes_samples_of_any_form_with_any_number_of_files_open():
     assert tried(Nearly(), (torch.eye(10)[:4], torch.tensor([0, 1, 9, 9]))) == Trial(unknown=("",))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["Right", "Wrong", "Never"])
 def test_a_metric_is_tried_in_a_run_that_has_imported_nothing_for_it(tmp_path, kind):
     line = (f"+metrics.m._target_=kit.parts.plain_metric.{kind}", "max_steps=2")

@@ -123,6 +123,7 @@ def test_only_who_is_late_time_and_again_is_named():
     assert WINDOWS == 3 and [look(other) for _ in range(3)][-1].rank == 0
 
 
+@pytest.mark.nightly(but=["()"])
 @pytest.mark.parametrize("more", [(), ("dist.shared_memory=false",), ("virtual_world_size=3",)], ids=str)
 def test_a_late_rank_is_named_with_its_host_and_the_share_lost(tmp_path, more):
     result = run(tmp_path / "run", *LATE, *more, ranks=3, env={"LATE_S": "0.02"})
@@ -279,6 +280,7 @@ def test_no_text_of_a_run_ends_the_script(tmp_path):
     assert evil in Seen(folder / "report.html").text
 
 
+@pytest.mark.nightly
 def test_the_page_links_the_files_that_the_output_went_to(tmp_path):
     """A batch script names its own; else it is where the process writes. One that is gone is not linked."""
     folder, log = tmp_path / "run", tmp_path / "muster-7.log"
@@ -311,6 +313,7 @@ def test_a_sweep_has_no_figure_of_what_is_the_same(tmp_path):
     assert "learning rate" in {figure["title"] for figure in curves(runs[:1])}, "of one run it says the rate"
 
 
+@pytest.mark.nightly
 def test_runs_beside_each_other(tmp_path):
     line = [
         sys.executable,
@@ -365,6 +368,7 @@ def test_what_is_no_run_is_refused_in_a_line(tmp_path):
 # The live view
 
 
+@pytest.mark.nightly(but=["80"])
 @pytest.mark.parametrize("columns", [80, 200])
 def test_the_live_view_fits_the_terminal(tmp_path, columns):
     run(tmp_path / "run", "max_steps=40", "log.every_steps=5", ranks=2)
@@ -387,6 +391,7 @@ def test_the_live_view_follows_a_run_to_its_end(tmp_path):
     assert "step 200/200" in out and "done" in out
 
 
+@pytest.mark.nightly
 def test_the_bar_says_what_runs_and_how_long_it_takes_yet(tmp_path):
     bar = ("log.progress=bar", "max_steps=20", "log.every_steps=5")
     run(tmp_path / "run", "max_steps=10", "log.every_steps=5", ranks=2)
@@ -409,6 +414,7 @@ def prometheus():
     return str(cache / "usr/bin/prometheus")
 
 
+@pytest.mark.nightly
 def test_prometheus_scrapes_a_run(tmp_path):
     port, own = free_port(), free_port()
     (tmp_path / "prometheus.yml").write_text(

@@ -42,6 +42,7 @@ def reach(folder, step, process):
     until(reached, f"step {step}", timeout_s=120)
 
 
+@pytest.mark.nightly(but=["words0"])
 @pytest.mark.parametrize("words", [["my script.py"], ["-m", "mine.training"]])
 def test_a_script_runs_unchanged_with_its_arguments_untouched(tmp_path, words):
     mine.write(tmp_path)
@@ -79,6 +80,7 @@ def test_told_to_stop_without_a_handler_it_has_failed(tmp_path):
     assert code == 1 and "save on SIGTERM and leave with 75 to be run again" in out, out
 
 
+@pytest.mark.nightly
 def test_a_script_that_always_fails_ends(tmp_path):
     words = (mine.write(tmp_path).name, f"--out={tmp_path}", "--fault=always")
     code, out = launch(tmp_path, *words, MAX_RESTARTS="2")
@@ -94,6 +96,7 @@ def test_a_killed_rank_is_started_again(tmp_path):
     assert code == 0 and mine.attempts(tmp_path, rank=1) == [0, 0], out
 
 
+@pytest.mark.nightly
 def test_a_rank_that_leaves_with_75_by_itself_is_not_started_again_here(tmp_path):
     code, out = launch(tmp_path, mine.write(tmp_path).name, f"--out={tmp_path}", "--fault=again")
     assert code == 75 and mine.attempts(tmp_path, rank=1) == [0], out
@@ -144,6 +147,7 @@ def test_a_host_that_has_no_name_is_one_line(tmp_path):
     assert code == 2 and "a..b is not a host's name" in out.splitlines()[-1] and "Traceback" not in out, out
 
 
+@pytest.mark.nightly(but=["15", "10", "2"])
 @pytest.mark.parametrize("told", [None, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_node_waits_for_the_one_that_holds_the_rendezvous(tmp_path, told):
     """Not in torchrun, which gives up after 20 s; a stop request ends the wait."""
@@ -162,6 +166,7 @@ def test_a_node_waits_for_the_one_that_holds_the_rendezvous(tmp_path, told):
     assert [finish(each)[0] for each in (host, waits)] == [0, 0] and mine.steps(tmp_path) == [0, 1, 2]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("fault", "code"), [("again", 75), ("always", 3)])
 def test_of_two_nodes_both_end_soon_and_the_largest_code_says_how(tmp_path, fault, code):
     """srun reports the largest. The node whose ranks were not at fault waits for no one."""

@@ -62,6 +62,19 @@ def steps(request, tmp_path_factory):
     return on_ranks(trained, request.param, str(folder))
 
 
+@pytest.mark.nightly(
+    but=[
+        "2-mlp-fsdp",
+        "2-mlp-hybrid",
+        "2-mlp-zero",
+        "2-gpt-fsdp",
+        "2-gpt-hybrid",
+        "2-gpt-zero",
+        "2-fp16-fsdp",
+        "2-fp16-hybrid",
+        "2-fp16-zero",
+    ]
+)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("model", ["mlp", "gpt", "fp16"])
 def test_losses_and_gradients_are_those_of_ddp(steps, model, name):
@@ -73,6 +86,9 @@ def test_losses_and_gradients_are_those_of_ddp(steps, model, name):
     assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=tolerance, atol=0), (ours, theirs)
 
 
+@pytest.mark.nightly(
+    but=["2-whole gradients between", "2-recomputed", "2-units by class", "2-in bf16", "2-reduced in bf16"]
+)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_how_it_is_carried_out_changes_no_loss(steps, choice):
     (ours, _), (theirs, _) = steps[0]["gpt", choice], steps[0]["gpt", "ddp"]
@@ -81,6 +97,7 @@ def test_how_it_is_carried_out_changes_no_loss(steps, choice):
     assert (ours == steps[0]["gpt", "fsdp"][0]) == ("in bf16" not in choice)
 
 
+@pytest.mark.nightly(but=["2"])
 def test_every_rank_holds_its_part_alone(steps):
     size = len(steps)
     whole = steps[0]["gpt", "ddp"][1]
@@ -238,6 +255,7 @@ def stateful(strategy):
     return (STRATEGIES[strategy], *SHARDED[1:-1], "model._target_=kit.parts.models.Stateful", "max_steps=9")
 
 
+@pytest.mark.nightly(but=["fsdp-write-1"])
 @pytest.mark.parametrize(
     "strategy, point, rank",
     [

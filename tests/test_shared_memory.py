@@ -45,6 +45,7 @@ def sums():
     return True
 
 
+@pytest.mark.nightly(but=["3"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_rank_has_the_sum_in_the_order_of_ranks(ranks):
     assert on_ranks(sums, ranks) == [True] * ranks
@@ -92,11 +93,13 @@ def alone(what):
     return opened()[1] is None
 
 
+@pytest.mark.nightly(but=["host"])
 @pytest.mark.parametrize("what", ["host", "mapping"])
 def test_all_go_through_gloo_where_one_cannot_take_part(what):
     assert on_ranks(alone, 2, what) == [True, True]
 
 
+@pytest.mark.nightly(but=["many"])
 @pytest.mark.parametrize("buckets", [(), ("strategy.bucket_cap_mb=0.01",)], ids=["one bucket", "many"])
 def test_a_run_is_the_same_to_the_bit_with_two_ranks(tmp_path, buckets):
     line = ("model=convnet", "max_steps=15", "micro_batch_size=20", *buckets)

@@ -65,6 +65,7 @@ def sits(folder):
     time.sleep(300)
 
 
+@pytest.mark.nightly
 def test_a_function_gives_one_value_a_rank_after_a_restart_of_all(tmp_path):
     (first, its_place), (second, _) = muster.launch(reduced, tmp_path, nproc=2, max_restarts=1)
     assert first.tolist() == second.tolist() == [1.0, 1.0]
@@ -76,6 +77,7 @@ def test_without_a_number_each_core_or_gpu_has_a_rank():
     assert launch(os.getenv, "WORLD_SIZE") == [str(wanted)] * wanted
 
 
+@pytest.mark.nightly
 def test_the_rank_that_failed_first_is_named(capsys):
     with pytest.raises(MusterError, match="rank 1: killed by SIGKILL"):
         launch(one_is_killed, nproc=2)
@@ -125,6 +127,7 @@ class Skewed(torch.nn.Linear):
         return super().forward(x.flatten(1))
 
 
+@pytest.mark.nightly
 def test_a_run_comes_back_with_its_folder_and_a_rank_that_is_slower_than_the_others_is_waited_for(tmp_path):
     line = ("model._target_=test_spawn.Skewed", "max_steps=6", "dist.timeout_s=15")
     run = launch([f"output_dir={tmp_path / 'run'}", *QUIET, *line], nproc=2)
@@ -133,6 +136,7 @@ def test_a_run_comes_back_with_its_folder_and_a_rank_that_is_slower_than_the_oth
     assert len(steps) == 6 and Job(run.folder).world_size() == 2
 
 
+@pytest.mark.nightly
 def test_observers_ask_an_agent_over_rpc(tmp_path):
     """examples/rpc: the agent has learned the way."""
     done = subprocess.run(
@@ -246,6 +250,7 @@ except KeyboardInterrupt as stop:
 """
 
 
+@pytest.mark.nightly
 def test_the_notebook_runs_and_its_stop_button_saves(tmp_path, monkeypatch):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))

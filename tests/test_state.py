@@ -18,6 +18,7 @@ def same(one, other):
 # Buffers
 
 
+@pytest.mark.nightly(but=["2"])
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_buffer_that_the_model_assigns_is_that_of_one_that_writes_into_it(tmp_path, ranks):
     line = (f"{MODEL}Keeping", *LINE, "max_steps=9")
@@ -106,6 +107,7 @@ def test_functions_of_ones_own_draw_alike_at_every_world_size(tmp_path):
     assert run(tmp_path / "cut", *line, "max_steps=9", ranks=2).sha256 == alone.sha256
 
 
+@pytest.mark.nightly(but=["class"])
 @pytest.mark.parametrize(
     "own",
     [("loader.collate_fn=kit.parts.state.mixup_in_training",), ("loader.batch=kit.parts.state.MaskedInTraining",)],
@@ -138,6 +140,7 @@ def test_an_evaluation_that_draws_leaves_no_trace_in_training(tmp_path):
     assert often.lines("eval")[-1] == seldom.lines("eval")[-1]
 
 
+@pytest.mark.nightly
 def test_metrics_that_keep_a_state_have_the_same_digits_at_every_world_size(tmp_path):
     named = [f"+metrics.{name.lower()}._target_=kit.parts.measures.{name}" for name in ("Distance", "Spread")]
     line = ("model.hidden=[8]", *V, *named, "max_steps=12", "eval.max_samples=100")
@@ -148,6 +151,7 @@ def test_metrics_that_keep_a_state_have_the_same_digits_at_every_world_size(tmp_
     assert abs(plain.lines("eval")[0]["distance"] - alone.lines("eval")[0]["distance"]) < 1e-3
 
 
+@pytest.mark.nightly(but=["ranks"])
 @pytest.mark.parametrize("more, ranks", [((), 2), (V[:1], None), ((), None)], ids=["ranks", "slices", "one process"])
 def test_a_metric_that_does_not_add_up_its_states_is_refused_where_there_are_several(tmp_path, more, ranks):
     metric = ("+metrics.right._target_=torchmetrics.classification.MulticlassAccuracy", "+metrics.right.num_classes=10")
@@ -198,6 +202,7 @@ LAYERS = ("model.hidden=[64,64]", "eval.every_steps=off", "checkpoint.accept_cha
 ONE, TWO, REST = "{match:1.weight,weight_decay:0.0}", "{match:3.weight,weight_decay:0.0}", "{match:'*.bias'}"
 
 
+@pytest.mark.nightly(but=["single-None"])
 @pytest.mark.parametrize("strategy, ranks", [("single", None), ("zero", 2), ("fsdp", 2), ("pipeline", 2)])
 def test_an_optimizers_state_follows_the_names_into_groups_in_another_order_split_and_merged(tmp_path, strategy, ranks):
     line = (*LAYERS, f"strategy={strategy}", "optimizer.momentum=0.9")

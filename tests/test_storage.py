@@ -85,6 +85,7 @@ def bucket(s3, request, monkeypatch):
     return Storage(f"s3://muster/{re.sub(r'[^a-z_]', '-', request.node.name)}")
 
 
+@pytest.mark.nightly
 def test_a_run_on_s3_resumes_bit_identically(tmp_path, s3):
     """Killed with a draft half written; nothing of a checkpoint lies in the run's folder."""
     line = (*SAVING[1:], "model._target_=kit.parts.models.Stateful", "data.augment=true")
@@ -106,6 +107,7 @@ def test_a_run_on_s3_resumes_bit_identically(tmp_path, s3):
     assert files == {"index.json", "rank-00000.bin", "rank-00001.bin"}
 
 
+@pytest.mark.nightly
 def test_a_bad_object_is_quarantined_and_all_bad_is_no_start_from_zero(tmp_path, s3):
     line = (*SAVING, "checkpoint.storage=s3://muster/bad")
     run(tmp_path / "run", *line, env=s3.env)
@@ -657,6 +659,7 @@ def test_a_full_disk_ends_the_run_after_the_limit(tmp_path):
     assert result.outcome["step"] > int(names[-1][5:]) and "No space left" in failed[0]["failed"]
 
 
+@pytest.mark.nightly
 @needs_mount
 def test_a_disk_that_is_full_for_a_while(tmp_path):
     """Training goes on and the next checkpoint is written when there is room again; no step is missing."""

@@ -23,6 +23,7 @@ def test_scalars_among_the_outputs_are_means_and_a_metric_takes_logits_at_any_wo
     assert two.lines("train")[-1]["rec"] == pytest.approx(trained[-1][1], rel=1e-5)
 
 
+@pytest.mark.nightly(but=["of0"])
 @pytest.mark.parametrize(
     "of", [("Net", "+model.attributes=false", "+metrics.f1.of=logits"), ("Pair", "+metrics.f1.of=1")]
 )
@@ -31,6 +32,7 @@ def test_a_metric_takes_the_entry_that_is_named(tmp_path, of):
     assert last["f1"] > 0.3, last
 
 
+@pytest.mark.nightly(but=["of0-valid: logits, features, rec, kl"])
 @pytest.mark.parametrize(
     "of, says",
     [

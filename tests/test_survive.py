@@ -117,6 +117,15 @@ DEATHS = [
 ]
 
 
+@pytest.mark.nightly(
+    but=[
+        "memory-1/forward/14",
+        "memory-0/backward/13",
+        "memory-1/before_update/13",
+        "memory-1/eval_end/23",
+        "gloo-3/save/20",
+    ]
+)
 @pytest.mark.parametrize(("kind", "kill"), DEATHS)
 def test_a_death_at_any_point_leaves_no_trace_in_the_weights(tmp_path, undisturbed, kind, kill):
     result = trained(tmp_path / "run", kind, kill=kill)
@@ -142,6 +151,7 @@ def test_a_rank_whose_data_take_long_to_load_says_that_the_others_wait(tmp_path)
     assert result.out.count(told) == 1 and result.events("survived")[0]["seconds"] > 2.5
 
 
+@pytest.mark.nightly(but=["1/backward/13,2/backward/13-2"])
 @pytest.mark.parametrize(
     ("kill", "survived"),
     [
@@ -185,6 +195,7 @@ def test_what_parts_draw_when_they_are_built_and_what_callbacks_change_is_as_wit
     assert (result.folder / "saves").read_text() == (undisturbed.folder / "saves").read_text()
 
 
+@pytest.mark.nightly
 def test_an_evaluation_of_which_some_callbacks_have_taken_notice_is_not_taken_as_done(tmp_path):
     """The survivor stands in a callback's collective, before another one counts the evaluation: it has no state to hand on."""
     more = (
@@ -212,6 +223,7 @@ def test_buffers_that_change_after_the_forward_pass_are_not_survived(tmp_path):
     assert result.events("restart") and result.sha256 == undisturbed.sha256
 
 
+@pytest.mark.nightly(but=["stopped"])
 @pytest.mark.parametrize("fault", ["stopped", "hangs"])
 def test_a_rank_that_stands_still_is_born_again(tmp_path, fault):
     """Stopped by SIGSTOP, or asleep in its own code: after dist.timeout_s, with no rank restarted."""
@@ -232,6 +244,7 @@ def test_a_rank_that_stands_still_is_born_again(tmp_path, fault):
     assert done.code == 0 and survived["rank"] == 1 and not done.events("restart"), done.out
 
 
+@pytest.mark.nightly
 def test_a_store_that_is_killed_restarts_all_ranks_and_is_no_failure_of_the_storage(tmp_path):
     """Under the kit's launchers rank 0's keeper has it in a child; a checkpoint may be on its way."""
     line = (*LINE, *pace(0.05), *hold(30, until=tmp_path / "killed"), "max_steps=60", "checkpoint.every_steps=1")
@@ -245,6 +258,7 @@ def test_a_store_that_is_killed_restarts_all_ranks_and_is_no_failure_of_the_stor
     assert done.code == 0 and done.events("restart") and "storage error" not in done.out, done.out
 
 
+@pytest.mark.nightly(but=["0.05"])
 @pytest.mark.parametrize("delay_s", [-0.05, 0.05])
 def test_a_death_while_the_ranks_are_told_to_stop_costs_no_step(tmp_path, undisturbed, delay_s):
     """SIGTERM to torchrun, as by a scheduler, just before or after a rank is killed: the ranks stop together, and save."""
@@ -270,6 +284,7 @@ def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.nightly
 def test_signals_and_exit_codes_are_as_without_a_keeper(tmp_path):
     """SIGTERM to torchrun saves and ends with 75; the same command goes on. No process is left."""
     process = start(tmp_path / "run", *LINE, "max_steps=2000", "checkpoint.every_steps=1000", ranks=2, cold=True)
@@ -289,6 +304,7 @@ def test_signals_and_exit_codes_are_as_without_a_keeper(tmp_path):
     assert again.code == 0 and again.events("resume")[0]["step"] == step
 
 
+@pytest.mark.nightly
 def test_a_rank_dies_with_its_keeper_and_the_run_restarts(tmp_path):
     line = (*LINE, *hold(60, until=tmp_path / "killed"), "max_steps=400")
     process = start(tmp_path / "run", *line, ranks=2, torchrun=RESTARTS, env=FOR_GOOD, cold=True)
@@ -302,6 +318,7 @@ def test_a_rank_dies_with_its_keeper_and_the_run_restarts(tmp_path):
     assert not Path(f"/proc/{rank}").exists()
 
 
+@pytest.mark.nightly(but=["memory-1-more0"])
 @pytest.mark.parametrize(
     ("kind", "rank", "more"),
     [
@@ -340,6 +357,7 @@ def test_no_step_is_repeated_when_a_rank_is_lost_for_good(tmp_path, kind, rank, 
 OWN_LOSS = "objective._target_=kit.parts.dying.Remembering"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kill", "more"),
     [
@@ -357,6 +375,7 @@ def test_what_the_other_ranks_do_not_know_is_not_saved_without_the_lost_one(tmp_
     assert result.events("restart") and result.sha256 == undisturbed.sha256, result.out
 
 
+@pytest.mark.nightly(but=["born again"])
 @pytest.mark.parametrize("more", [{}, FOR_GOOD], ids=["born again", "for good"])
 def test_the_best_checkpoint_is_made_again_if_it_was_still_being_written(tmp_path, more):
     marks = tmp_path / "marks"
@@ -384,6 +403,7 @@ def test_an_error_of_one_rank_after_each_step_is_a_crash_loop_although_the_other
     assert len(result.events("resume")) == 1 and result.events("resume")[0]["step"] == 5, result.out
 
 
+@pytest.mark.nightly
 def test_the_others_save_the_last_step_although_the_rank_that_failed_is_slow_to_record_why(tmp_path):
     more = ("+callbacks.raises._target_=kit.parts.dying.RaisesSlowly", "dist.survive=true", "max_steps=20")
     result = run(tmp_path / "run", *more, ranks=2, torchrun=RESTARTS)
@@ -413,6 +433,7 @@ def is_rank(keeper, number):
     return Path(f"/proc/{rank_of(keeper)}/comm").read_text().strip() == f"muster-rank{number}"
 
 
+@pytest.mark.nightly(but=["overrides0-strategy=fsdp does not hand on its state"])
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
@@ -428,6 +449,7 @@ def test_a_run_that_cannot_survive_says_so_in_one_line(tmp_path, overrides, why)
     assert done.code == 0 and len(told) == 1 and why in told[0], done.out
 
 
+@pytest.mark.nightly
 def test_after_too_many_deaths_within_an_hour_all_ranks_restart(tmp_path):
     kill = "1/backward/13,1/backward/16"
     result = trained(tmp_path / "run", "memory", "dist.max_survivals_per_hour=1", kill=kill)
@@ -533,6 +555,7 @@ def kept(body):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.quick
 def test_a_keeper_ends_as_its_last_child_does():
     for body, code, said in (
