@@ -119,7 +119,7 @@ def alone():
     return on_ranks(train, 1, ALONE)[0]
 
 
-@pytest.mark.nightly(but=["two"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks, cases", [(2, PAIR), (4, FOUR)], ids=["two", "four"])
 def test_ranks_that_use_different_parameters_train_as_one_process_does(alone, ranks, cases):
     """One that no rank uses in a step is left alone, as there: AdamW would move it by a gradient of zeros."""

@@ -29,6 +29,7 @@ def claim(folder, attempt, **kwargs):
     return Lease(folder, own, after=after, **{"on_loss": print} | kwargs)
 
 
+@pytest.mark.nightly
 def test_of_many_launches_at_once_exactly_one_trains(tmp_path):
     """Eight processes that claim one folder at the same moment, five times over."""
     code = (

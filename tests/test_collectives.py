@@ -162,6 +162,7 @@ def test_which_world_sizes_are_measured():
         world_sizes(parse(["--world-sizes=1"]), 24)
 
 
+@pytest.mark.nightly
 def test_a_run_by_itself_leaves_a_picture_and_the_figures(tmp_path):
     options = ["--ranks=3", "--sizes=4KiB,10000", "--rounds=1", f"--out={tmp_path / 'out'}"]
     done = subprocess.run(

@@ -489,6 +489,7 @@ def test_submit_shows_its_text_also_where_there_is_no_slurm(tmp_path):
         assert refused.returncode == 2 and said in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr
 
 
+@pytest.mark.nightly
 def test_submit_takes_a_folder_of_yaml_files(tmp_path):
 
     conf = tmp_path / "my conf"

@@ -34,6 +34,7 @@ TINY = {
 SHORT = ("data.num_samples=64", "batch_size=8", "max_steps=2")
 
 
+@pytest.mark.nightly(but=["mlp", "convnet", "resnet18", "vit", "gpt"])
 @pytest.mark.parametrize("model", TINY)
 def test_every_model_trains(tmp_path, model):
     short = SHORT if "data=synthetic" in TINY[model] else SHORT[1:]
@@ -42,7 +43,7 @@ def test_every_model_trains(tmp_path, model):
     assert len(result.losses) == 2 and result.lines("eval")
 
 
-@pytest.mark.nightly(but=["optimizer=adamw", "scheduler=cosine", "precision=bf16", "precision=fp16"])
+@pytest.mark.nightly(but=["optimizer=adamw", "scheduler=cosine", "precision=bf16"])
 @pytest.mark.parametrize(
     "choice",
     [
@@ -153,6 +154,7 @@ def test_parts_of_ones_own(tmp_path):
     assert set(result.lines("eval")[-1]) == {"kind", "step", "epoch", "loss"}
 
 
+@pytest.mark.nightly
 def test_the_readme_example_runs_as_printed(tmp_path):
     text = (ROOT / "README.md").read_text()
     code = re.search(r"```python\n# mine\.py\n(.*?)```", text, re.S)[1]

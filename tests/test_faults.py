@@ -381,6 +381,7 @@ def test_sigterm_at_an_inconvenient_moment(tmp_path, ledger, when):
     assert not list((tmp_path / "run/checkpoints").glob(".*"))
 
 
+@pytest.mark.nightly
 def test_preempted_for_ever_ends(tmp_path):
     """Every attempt is stopped before it has done a step."""
     line = ("model._target_=kit.parts.models.SlowToStart", "data._target_=kit.parts.data.Numbered", "max_steps=50")

@@ -89,6 +89,7 @@ def test_losses_are_those_of_ddp(ranks, name):
     assert losses[("fsdp",)] == losses[("fsdp", *MORE)]
 
 
+@pytest.mark.nightly
 def test_no_other_rank_holds_the_whole_model(ranks):
     [(_, first, whole), (_, second, _)] = ranks
     assert whole > 100e6

@@ -113,6 +113,7 @@ def test_samples_are_the_same_at_other_world_sizes(place):
     assert_whole(last)
 
 
+@pytest.mark.nightly
 def test_shares_that_are_not_equal_weigh_as_they_count(place):
     """4 samples for 3 ranks: the gradient is that of one rank's mean over all four, also where a rank has none of 2."""
     for size in ("100", "98"):

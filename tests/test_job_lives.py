@@ -127,6 +127,7 @@ def test_a_rank_that_dies_in_the_building_restarts_all(tmp_path, undisturbed):
     assert result.sha256 == undisturbed(2).sha256 and not result.events("survived")
 
 
+@pytest.mark.nightly
 def test_without_survival_the_run_is_the_same(tmp_path, undisturbed):
     result = trained(tmp_path / "job", 2, "within-backward@13:1", SURVIVE="")
     assert len(result.events("restart")) == 1 and not result.events("survived")
@@ -152,7 +153,7 @@ FORMS = {  # ranks, kills, how many of the deaths are survived in place
 }
 
 
-@pytest.mark.nightly(but=["early"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("form", FORMS)
 def test_loops_as_people_write_them(tmp_path, form):
     ranks, kill, in_place = FORMS[form]

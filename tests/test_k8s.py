@@ -228,7 +228,7 @@ def variables(job, index, address="10.1.0.7"):
     return {"HOSTNAME": name.split(".")[0], **own, **given}
 
 
-@pytest.mark.nightly(but=["pytorchjob-7-75-143", "indexed-job-7-75-75", "trainjob-75-7-7"])
+@pytest.mark.nightly(but=["pytorchjob-7-75-143"])
 @pytest.mark.parametrize("job, before, after, code", [
     ("pytorchjob", 7, None, 143), ("pytorchjob", None, None, 143), ("pytorchjob", 75, 7, 7), ("pytorchjob", 7, 75, 143),
     ("indexed-job", 7, None, 1), ("indexed-job", None, None, 1), ("indexed-job", 75, 7, 7), ("indexed-job", 7, 75, 75),

@@ -75,6 +75,7 @@ def test_lines_after_a_resume_are_those_of_an_undisturbed_run(tmp_path, slices):
     assert numbers(resumed) == whole
 
 
+@pytest.mark.nightly
 def test_two_evaluation_batches_are_tried_first_and_leave_no_trace(tmp_path):
     line = (
         "model._target_=kit.parts.models.Stateful",

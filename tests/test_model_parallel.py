@@ -65,7 +65,7 @@ def assert_same_training(result, whole):
         )  # Adam: noise has its sign
 
 
-@pytest.mark.nightly(but=["tensor", "gpipe", "interleaved"])
+@pytest.mark.nightly(but=["tensor", "gpipe"])
 @pytest.mark.parametrize(
     "model, ranks, chosen",
     [

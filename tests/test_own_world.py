@@ -494,6 +494,7 @@ def test_muster_runs_the_kit_where_a_project_has_a_train_of_its_own(tmp_path):
     assert done.returncode == 0 and "accuracy" in done.stdout, done.stderr
 
 
+@pytest.mark.nightly
 def test_a_sweep_ends_with_a_table_of_its_jobs(tmp_path):
     line = [sys.executable, "-m", "train", "-m", "name=grid", "optimizer.lr=0.1,0.2", "max_steps=3", "+own.width=8"]
     line += ["model.hidden=[${own.width}]", "log.progress=none"]
@@ -573,6 +574,7 @@ def test_a_run_whose_folder_is_deleted_ends(tmp_path):
     assert ended.code == 5 and "no longer exists" in ended.said[-1], ended.out
 
 
+@pytest.mark.nightly
 def test_submit_without_slurm(tmp_path):
     line = [sys.executable, str(ROOT / "slurm/submit.py"), "cluster.nodes=2"]
     env = {**environment(), "PATH": "/nowhere"}

@@ -140,6 +140,7 @@ def test_a_rank_with_a_slow_disk_is_told_from_one_that_computes_slowly(tmp_path)
     assert told and {(line["rank"], line["cause"]) for line in told} == {(2, "data")}
 
 
+@pytest.mark.nightly
 def test_where_the_time_went_adds_up(tmp_path):
     """Killed, resumed on another number of ranks, finished: every second is in one of the parts."""
     line = ("model._target_=kit.parts.own.Late", "max_steps=120", "checkpoint.every_steps=60", *SEEN)

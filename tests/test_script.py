@@ -42,7 +42,7 @@ def reach(folder, step, process):
     until(reached, f"step {step}", timeout_s=120)
 
 
-@pytest.mark.nightly(but=["words0"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("words", [["my script.py"], ["-m", "mine.training"]])
 def test_a_script_runs_unchanged_with_its_arguments_untouched(tmp_path, words):
     mine.write(tmp_path)

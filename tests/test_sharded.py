@@ -302,6 +302,7 @@ def test_another_model_does_not_fit(tmp_path):
     assert "exitcode  : 2 " in result.out
 
 
+@pytest.mark.nightly
 def test_a_backend_of_ones_own_is_one_file(tmp_path):
     kept = f"checkpoint.storage=kit.parts.backends.Sqlite://{tmp_path}/kept.db"
     run(tmp_path / "run", *SHARDED, kept, "checkpoint.keep=2", "max_steps=8", ranks=2)

@@ -217,6 +217,7 @@ def test_a_script_loses_nothing_to_a_killed_rank_to_sigterm_or_to_its_own_death(
     assert last["outcome"] == "preempted" and last["step"] > saved["step"]
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_a_function_and_leaves_nothing_behind(tmp_path):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 

@@ -18,7 +18,7 @@ def same(one, other):
 # Buffers
 
 
-@pytest.mark.nightly(but=["2"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_buffer_that_the_model_assigns_is_that_of_one_that_writes_into_it(tmp_path, ranks):
     line = (f"{MODEL}Keeping", *LINE, "max_steps=9")
@@ -54,6 +54,7 @@ def test_one_batch_norm_under_two_names_has_one_value(tmp_path):
         assert torch.equal(weights[f"2.{name}"], weights[f"4.{name}"])
 
 
+@pytest.mark.nightly
 def test_what_nobody_trains_stays_and_what_is_counted_is_counted_once_at_every_world_size(tmp_path):
     from kit.parts.state import Counting
 
@@ -96,6 +97,7 @@ def test_the_ranks_common_value_of_a_buffer_is_saved_once_and_their_own_where_th
 # Random numbers
 
 
+@pytest.mark.nightly
 def test_functions_of_ones_own_draw_alike_at_every_world_size(tmp_path):
     drawn = ("loader.collate_fn=kit.parts.state.mixup", "loader.batch=kit.parts.state.masked")
     line = (f"{MODEL}Chancy", *V, *drawn, "optimizer._target_=kit.parts.state.Mixed", "+optimizer.noise=0.1")

@@ -12,6 +12,7 @@ def net(name="Net", *more):
     return (f"model._target_={OWN}.{name}", *more, *BASE)
 
 
+@pytest.mark.nightly
 def test_scalars_among_the_outputs_are_means_and_a_metric_takes_logits_at_any_world_size(tmp_path):
     line = (*net(), *F1, "log.train_metrics=true", "batch_size=50")
     one, two = (run(tmp_path / str(n), *line, ranks=n) for n in (1, 2))

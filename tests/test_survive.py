@@ -214,6 +214,7 @@ def test_an_evaluation_of_which_some_callbacks_have_taken_notice_is_not_taken_as
     assert best[0]["step"] == best[1]["step"] and best[0]["value"] == best[1]["value"]
 
 
+@pytest.mark.nightly
 def test_buffers_that_change_after_the_forward_pass_are_not_survived(tmp_path):
     """A rank has no notes of them: it says so, all restart, and the weights are the same."""
     more = ("model._target_=kit.parts.dying.Backwards",)
