@@ -325,9 +325,9 @@ class Pods(Job):
         self.env, self.job, self.prefix = env, job, f"muster-test-{job}"
         self.template, self.count = pod(job)
         self.arguments = ["name=muster", "output_dir=runs/muster", *arguments]
-        self.runs = folder / "runs"
+        self.runs, self.tests = folder / "runs", folder / "tests"
         super().__init__(self.runs / "muster")
-        for_plain_user(self.runs, self.runs / "ledger")
+        for_plain_user(self.runs, self.tests)
 
     def __enter__(self):
         self.__exit__()  # what a test run that was killed may have left
@@ -351,7 +351,7 @@ class Pods(Job):
         self.docker(
             "run", "-d", "--name", f"{self.prefix}-{index}", "--network", self.prefix, "--network-alias", name, "--ip", address,
             "--hostname", name.split(".")[0], "--user", f"{user['runAsUser']}:{user['runAsGroup']}", "--read-only", "--tmpfs", "/tmp",
-            "--cap-drop=ALL", "--security-opt=no-new-privileges", "--shm-size=256m", "-v", f"{self.runs}:/job/runs", "-v", f"{ROOT / 'tests'}:/tests:ro",
+            "--cap-drop=ALL", "--security-opt=no-new-privileges", "--shm-size=256m", "-v", f"{self.runs}:/job/runs", "-v", f"{self.tests}:/tests:ro",
             *(word for key, value in env.items() for word in ("-e", f"{key}={value}")),
             "--entrypoint", entrypoint, container["image"], *command, *self.arguments,
         )  # fmt: skip

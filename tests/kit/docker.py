@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -42,14 +43,18 @@ def build(env: dict[str, str], target: str, root: Path = ROOT, *, name: str = "m
     return time.monotonic() - began
 
 
-def for_plain_user(*folders: Path) -> None:
-    """Make folders below /tmp that the containers' user owns and can reach."""
-    for folder in folders:
+def for_plain_user(runs: Path, tests: Path) -> None:
+    """Make `runs` below /tmp, which the containers' user owns and can reach, and a copy of the kit in `tests`.
+
+    It may be unable to reach the checkout itself.
+    """
+    for folder in (runs, runs / "ledger"):
         folder.mkdir()
         os.chown(folder, 1000, 1000)
-    for path in folders[0].parents:
+    for path in runs.parents:
         if path.is_relative_to("/tmp") and path != Path("/tmp"):
             path.chmod(path.stat().st_mode | 0o055)
+    shutil.copytree(ROOT / "tests/kit", tests / "kit", ignore=shutil.ignore_patterns("__pycache__"))
 
 
 class Compose(Job):
@@ -59,11 +64,11 @@ class Compose(Job):
         self.files = (ROOT / "docker/compose.yaml", ROOT / "tests/kit/compose.yaml")
         self.runs = folder / "runs"
         super().__init__(self.runs / "compose")
-        for_plain_user(self.runs, self.runs / "ledger")
+        for_plain_user(self.runs, folder / "tests")
         self.env = {
             **env,
             "RUNS": str(self.runs),
-            "TESTS": str(ROOT / "tests"),
+            "TESTS": str(folder / "tests"),
             "ARGS": args,
             "NODES": str(nodes),
             **extra,

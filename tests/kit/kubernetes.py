@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -73,8 +72,7 @@ class Space:
 
     def __init__(self, cluster: Cluster, folder: Path, name: str, *, claim: str = "muster-runs"):
         self.cluster, self.name, self.claim, self.volume = cluster, name, claim, folder / "volume"
-        for_plain_user(self.volume, self.volume / "ledger")
-        shutil.copytree(ROOT / "tests/kit", self.volume / "tests/kit", ignore=shutil.ignore_patterns("__pycache__"))
+        for_plain_user(self.volume, self.volume / "tests")
 
     def __enter__(self) -> Space:
         labels = {"pod-security.kubernetes.io/enforce": "restricted", "muster-test": "true"}

@@ -10,14 +10,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import psutil
-import pytest
-
 MOST, MOST_S = 24, 10.0
 
 
 def stacks() -> str:
     """Return the Python stacks of the processes that this one has started, and of their children, where they can be read."""
+    try:
+        import psutil  # in a container of the tests, where the kit is imported, too, there is none
+    except ImportError:
+        return ""
     return "\n".join(_stack(child.pid) for child in psutil.Process().children(recursive=True)[:MOST])
 
 
@@ -28,20 +29,21 @@ def _stack(pid: int) -> str:
     return ""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
     """End a test that takes too long with the stacks of its processes; pytest-timeout shows its own threads alone."""
     if settings.method != "signal" or threading.current_thread() is not threading.main_thread():
         return None
 
     def late(*_: object) -> None:
+        import pytest
+
         pytest.fail(f"no end within {settings.timeout:g} s:\n{stacks()}")
 
     def cancel() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
-    item.cancel_timeout = cancel  # type: ignore[attr-defined]  # which pytest-timeout calls
+    item.cancel_timeout = cancel  # which pytest-timeout calls
     signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, settings.timeout)
     return True
