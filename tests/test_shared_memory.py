@@ -3,11 +3,13 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from kit.job import run
 from kit.ranks import on_ranks
+from kit.until import until
 
 SIZES = (1, 3, 1000, 524_288, 524_289, 1_300_000)  # a slot holds 524,288 numbers of four bytes
 
@@ -66,6 +68,31 @@ def wait_for_one_that_dies():
 def test_a_rank_that_dies_is_noticed_at_once():
     (seconds,) = on_ranks(wait_for_one_that_dies, 2, lost=[1])
     assert seconds < 30
+
+
+def stand_still_while_the_last_sum_ends():
+    here, memory = opened()
+    other = int(here.gather(os.getpid())[1])
+    if here.rank == 0:
+
+        def is_in_futex():
+            return Path(f"/proc/{other}/syscall").read_text().startswith("202 ")
+
+        until(lambda: memory._counters[16] == memory._count + 1 and is_in_futex(), "rank 1 in the sum", timeout_s=30)
+        os.kill(other, signal.SIGSTOP)
+        rank = os.getpid()
+        if not os.fork():
+            until(lambda: os.getppid() != rank, "end of rank 0", timeout_s=30)
+            os.kill(other, signal.SIGCONT)
+            os._exit(0)
+    mine = torch.ones(5)
+    memory.add_up(mine)
+    return mine.tolist()
+
+
+def test_a_sum_that_is_there_is_taken_from_a_rank_that_has_ended_since():
+    """As on a busy machine, at the end of a run."""
+    assert on_ranks(stand_still_while_the_last_sum_ends, 2) == [[2.0] * 5] * 2
 
 
 def wait_for_one_that_sleeps():

@@ -132,7 +132,9 @@ class SharedMemory:
             seen = self._counters[place]
             if (seen - self._count) % 2**32 >= 2**31:
                 self._call(other, FUTEX_WAIT, seen, self._limit)
-            if time.perf_counter() > until + SLEEP_S and (ended := self._ended()):
+            ended = self._ended() if time.perf_counter() > until + SLEEP_S else []
+            # Read once more: a rank that has ended may have got here before, while this one did not run.
+            if ended and (self._counters[place] - self._count) % 2**32 >= 2**31:
                 raise DistBackendError(
                     f"rank {ended[0]} has ended while others waited for it in memory that they share"
                 )
