@@ -8,6 +8,7 @@ usual.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import os
 import runpy
@@ -23,6 +24,7 @@ from multiprocessing import forkserver, process, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 from kit.stacks import stacks
 
@@ -31,7 +33,7 @@ PRELOADED = [
     "muster.train.strategies.local_sgd", "muster.train.strategies.tensor_parallel", "muster.train.strategies.rpc.ddp_rpc", "muster.train.models.gpt",
     "torch._dynamo", "torch.distributed.elastic", "torchvision.transforms.v2", "sklearn.datasets", "rich.progress",
     "torch.distributed.run", "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
-    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.elastic.agent.server.local_elastic_agent", "kit.frozen",
 ]  # fmt: skip
 READ_AT_IMPORT = ("PYTHON", "ATEN_", "OMP_", "MKL_", "TORCH", "CUDA")
 """Variables whose names begin so are for a process of its own to read."""
@@ -42,13 +44,10 @@ context.set_forkserver_preload(PRELOADED)
 
 def start(function: Callable[..., None], *args: Any) -> BaseProcess:
     """Call a function of a module in a new process."""
-    kept = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # libgomp reads it once, in the process that is forked
-    try:
+    # libgomp reads the first once, in the process that is forked; there `kit` is imported by the second
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).parent.parent)):
         process = context.Process(target=function, args=args, daemon=True)  # it ends with the tests
         process.start()
-    finally:
-        os.environ.pop("OMP_NUM_THREADS") if kept is None else os.environ.update(OMP_NUM_THREADS=kept)
     return process
 
 
@@ -170,6 +169,7 @@ def _begin(line: list[str], env: dict[str, str], cwd: str, log: str, errors: str
         from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
         SubprocessHandler._popen = _fork  # type: ignore[method-assign]
+        inspect.stack = _stack
     try:
         _module(line, env)
     except Exception as error:  # as in a Python that was started with this command
@@ -194,6 +194,16 @@ def _module(line: list[str], env: Mapping[str, str]) -> None:
         runpy.run_module(line[0], run_name="__main__", alter_sys=True)
 
 
+def _stack(context: int = 1) -> list[inspect.FrameInfo]:
+    """Return the callers, without their sources: an agent asks for the names alone, a dozen times, and all modules are read."""
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    return [
+        inspect.FrameInfo(each, each.f_code.co_filename, each.f_lineno, each.f_code.co_name, None, None)
+        for each in frames
+    ]
+
+
+_whole_stack = inspect.stack
 _gate: list[int] = []
 """A pipe, from the fork of an agent's first rank to that of its last one."""
 
@@ -222,6 +232,7 @@ def _fork(self: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.P
 
 def _become(handler: Any, line: list[str], env: dict[str, str]) -> NoReturn:
     code = 1
+    inspect.stack = _whole_stack
     try:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
