@@ -31,7 +31,7 @@ train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); AR
 
 FAILED = .pytest_cache/failed
 LANES  = test-kubernetes test-docker test-slurm
-test: $(VENV)/.test ## every promise once, as CI does, in half an hour; ARGS="tests/test_plan.py -k bijection" runs a part
+test: $(VENV)/.test ## every promise once, as CI does, in half an hour; ARGS="tests/promises/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
 	rm -rf $(FAILED)
 	code=0; $(MAKE) test-core || code=$$?; $(MAKE) --keep-going --jobs=3 \

@@ -12,7 +12,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))  # the order of the rooms is written in the test that enforces it
+sys.path[:0] = [
+    str(ROOT / "tests"),
+    str(ROOT / "tests/house"),
+]  # the order of the rooms is written in the test that enforces it
 
 from test_rooms import FRONT, MODULES, ORDER, imported, room, room_of  # noqa: E402
 

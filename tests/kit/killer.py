@@ -1,19 +1,18 @@
-"""The kit's entry, with a SIGKILL at a chosen point of the checkpoint protocol: KILL_AT=point:step, on rank KILL_RANK."""
+"""The kit's entry, with the points of the checkpoint protocol at which FAULTS kills a rank (kit/faults.py)."""
 
 import os
-import signal
 
+from kit.faults import fault, planned
 from kit.front import run
 from muster.checkpoint import storage as protocol
 from muster.checkpoint.backends import folder as storage
 
-point, step = os.environ["KILL_AT"].split(":")
-name = f"step-{int(step):08d}"
+[(_, point, step, _)] = planned()
+name = f"step-{step:08d}"
 
 
 def die():
-    if os.environ.get("RANK", "0") == os.environ.get("KILL_RANK", "0"):
-        os.kill(os.getpid(), signal.SIGKILL)
+    fault(point, step)
 
 
 def die_before(function, when):

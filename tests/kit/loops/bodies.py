@@ -1,7 +1,7 @@
 """A loop whose body goes on after the step: `python bodies.py FOLDER`. SLOW_S: seconds that an evaluation takes at step 8.
 
-The first evaluation of step 8 makes the file `evaluating`, and does what DO says: "stop" signals SIGTERM to its own rank,
-"kill" kills it. SAVE asks for a checkpoint before that; LEAVE leaves the loop after step LEAVE_AT (12).
+With STOPS, the first evaluation of step 8 makes the file `evaluating`, and signals SIGTERM to its own rank; FAULTS kills one there
+(evaluation@8:RANK). SAVE asks for a checkpoint before that; LEAVE leaves the loop after step LEAVE_AT (12).
 """
 
 import os
@@ -14,17 +14,19 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
+from kit.faults import fault
 
 RANK = int(os.environ.get("RANK", "0"))
-DO, SLOW_S = os.environ.get("DO", ""), float(os.environ.get("SLOW_S", "0"))
+SLOW_S = float(os.environ.get("SLOW_S", "0"))
 INPUTS = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
 DATA = torch.utils.data.TensorDataset(INPUTS, INPUTS.sum(1, keepdim=True))
 
 
 def disturb():
-    if RANK == 1 and DO and not Path("evaluating").exists():
+    if RANK == 1 and "STOPS" in os.environ and not Path("evaluating").exists():
         Path("evaluating").touch()
-        os.kill(os.getpid(), {"stop": signal.SIGTERM, "kill": signal.SIGKILL}[DO])
+        os.kill(os.getpid(), signal.SIGTERM)
+    fault("evaluation", 8)
 
 
 def main(job):

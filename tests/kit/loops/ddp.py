@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
+from kit.faults import fault
 from kit.until import await_writer, until
 
 SIZE = int(os.environ.get("SIZE", "100"))
@@ -30,8 +30,8 @@ class Numbered(torch.utils.data.Dataset):
         return index, x + 0.1 * torch.rand(8), int(x.sum() > 0)
 
 
-def disturb(step, rank):
-    """Go slowly with PACE; die once at KILL_AT=STEP:RANK, when the checkpoint of step SAVED is there.
+def disturb(step):
+    """Go slowly with PACE; die as FAULTS says (kit/faults.py), when the checkpoint of step SAVED is there.
 
     From step HOLD on each step takes two seconds until there is a file `go`: the test may be kept waiting.
     """
@@ -39,11 +39,8 @@ def disturb(step, rank):
     if step >= int(os.environ.get("HOLD", 10**9)) and not os.path.exists("go"):
         time.sleep(2)
     fill(step)
-    if os.environ.get("KILL_AT", "") == f"{step}:{rank}" and not os.path.exists("killed"):
-        Path("killed").touch()
-        saved = Path(f"run/checkpoints/step-{int(os.environ.get('SAVED', step // 5 * 5)):08d}")
-        until(saved.exists, f"{saved}", timeout_s=30)
-        os.kill(os.getpid(), signal.SIGKILL)
+    saved = Path(f"run/checkpoints/step-{int(os.environ.get('SAVED', step // 5 * 5)):08d}")
+    fault("step", step, ready=lambda: until(saved.exists, f"{saved}", timeout_s=30))
 
 
 def fill(step):
@@ -76,7 +73,7 @@ def main(folder, *given):
         job.track(model=model, optimizer=optimizer, schedule=schedule)
         for indices, x, y in job.batches(Numbered(), batch_size=int(os.environ.get("BATCH", "12")), epochs=3):
             note(job.steps_done, job.rank, indices.tolist() if job.weight else [])
-            disturb(job.steps_done, job.rank)
+            disturb(job.steps_done)
             loss = nn.functional.cross_entropy(model(x), y)
             (loss * job.weight).backward()
             optimizer.step()

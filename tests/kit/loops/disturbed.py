@@ -11,7 +11,7 @@ step = muster.Job.step
 
 
 def disturbed(job, *args, **values):
-    disturb(job.steps_done, job.rank)
+    disturb(job.steps_done)
     step(job, *args, **values)
 
 

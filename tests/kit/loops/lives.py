@@ -1,11 +1,7 @@
-"""A loop that `Job.run` calls: `python lives.py FOLDER`; KILL=POINT@STEP:RANK,... kills ranks where they are, once each.
-
-POINT@STEP:RANK:keeper kills the rank's keeper, too.
-"""
+"""A loop that `Job.run` calls: `python lives.py FOLDER`; FAULTS kills ranks where they are (kit/faults.py)."""
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -17,10 +13,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
-from muster.job import survival
+from kit.faults import fault
+from kit.until import until
 
-if ":keeper" not in os.environ.get("KILL", ""):
-    survival.BORN_S = 10.0  # of a machine that is busy with other tests
 RANK = int(os.environ.get("RANK", "0"))
 EVERY = int(os.environ.get("EVERY", "7"))
 PAUSE_S = float(os.environ.get("PAUSE_S", "0"))
@@ -37,13 +32,11 @@ def is_saved(step):
 
 def at(point, step):
     """Be killed here, if it is the place."""
-    for place in filter(None, os.environ.get("KILL", "").split(",")):
-        if place.removesuffix(":keeper") == f"{point}@{step}:{RANK}" and not Path(place).exists():
-            while not is_saved((step - 1) // 10 * 10):
-                time.sleep(0.01)
-            Path(place).touch()
-            os.kill(os.getppid() if place.endswith(":keeper") else os.getpid(), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
+
+    def ready():
+        until(lambda: is_saved((step - 1) // 10 * 10), "checkpoint before the death", timeout_s=60)
+
+    fault(point, step, ready=ready)
 
 
 class Numbered(torch.utils.data.Dataset):

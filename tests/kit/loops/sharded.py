@@ -18,7 +18,7 @@ if __name__ == "__main__":
         job.track(model=model, optimizer=optimizer)
         for indices, x, y in job.batches(Numbered(), batch_size=12, epochs=3):
             note(job.steps_done, job.rank, indices.tolist() if job.weight else [])
-            disturb(job.steps_done, job.rank)
+            disturb(job.steps_done)
             loss = nn.functional.cross_entropy(model(x), y)
             (loss * job.weight).backward()
             optimizer.step()

@@ -1,9 +1,4 @@
-"""A model, an optimizer and a callback that end their own process by SIGKILL at named points.
-
-MUSTER_TEST_KILL names them, `rank/point/step` with commas between; each happens once, as a file in MUSTER_TEST_MARKS says.
-With MUSTER_TEST_FOR_GOOD, their keepers die with them. Set it also if a test itself kills a keeper: the others must not wait
-for a birth for as long as heartbeat.DESERTED_S, or the ranks that wait for them leave before they could save.
-"""
+"""A model, an optimizer and a callback with points at which a rank can die (see kit/faults.py)."""
 
 import ctypes
 import math
@@ -16,29 +11,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from kit.faults import fault, made
 from muster import attempts
 from muster.checkpoint.backends.folder import Directory
-from muster.job import survival
 from muster.train.callbacks.base import Callback
 from muster.train.data.digits import Digits
 
 DONE = [0]  # steps done by this process
-if "MUSTER_TEST_FOR_GOOD" not in os.environ:
-    survival.BORN_S = 10.0  # of a machine that is busy with other tests
 
 
 def die(point):
-    for entry in filter(None, os.environ.get("MUSTER_TEST_KILL", "").split(",")):
-        rank, where, step = entry.split("/")
-        if (os.environ["RANK"], point, str(DONE[0])) == (rank, where, step):
-            try:
-                Path(os.environ["MUSTER_TEST_MARKS"], entry.replace("/", "-")).touch(exist_ok=False)
-            except FileExistsError:
-                continue
-            if "MUSTER_TEST_FOR_GOOD" in os.environ:  # with its keeper
-                os.kill(os.getppid(), signal.SIGKILL)
-                signal.pause()
-            os.kill(os.getpid(), signal.SIGKILL)
+    fault(point, DONE[0])
 
 
 class Kill(Callback):
@@ -51,7 +34,7 @@ class Kill(Callback):
 
     def on_step_end(self, run):
         DONE[0] = run.step
-        if folder := os.environ.get("MUSTER_TEST_STEPS"):
+        if folder := os.environ.get("STEPS_IN"):
             with Path(folder, f"rank-{os.environ['RANK']}").open("a") as file:
                 file.write(f"{run.step}\n")
         die("step_end")
@@ -119,7 +102,7 @@ class Hang(Callback):
         self.at, self.on_device = at, on_device
 
     def on_step_end(self, run):
-        mark = Path(os.environ["MUSTER_TEST_MARKS"], "hang")
+        mark = made() / "hang"
         if run.step == self.at and run.world.rank == 1 and not mark.exists():
             mark.touch()
             torch.cuda._sleep(10**15) if self.on_device else signal.pause()
@@ -187,7 +170,7 @@ class SlowStorage(Directory):
         super().__init__(Path(url.partition("://")[2]))
 
     def publish(self, draft, name, manifest):
-        mark = Path(os.environ["MUSTER_TEST_MARKS"], "slow")
+        mark = made() / "slow"
         if name.endswith("20") and not mark.exists():
             mark.touch()
             time.sleep(30)
@@ -263,7 +246,7 @@ class SlowAgain(Digits):
 
     def __init__(self, train: bool):
         super().__init__(train, augment=False)
-        if train and any(Path(os.environ["MUSTER_TEST_MARKS"]).iterdir()):
+        if train and any(made().iterdir()):
             time.sleep(2.5)
 
 

@@ -23,7 +23,7 @@ def trained(folder, ranks, kill="", *, code=0, restarts=3, script="lives", cold=
     line += [f"--max-restarts={restarts}", "-m", script, "run"]
     log = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     begin = partial(subprocess.Popen, **log) if cold else warm.Popen
-    done = finish(begin(line, env=environment(KILL=kill, **env), cwd=folder), folder / "run")
+    done = finish(begin(line, env=environment(FAULTS=kill, **env), cwd=folder), folder / "run")
     assert done.code == code, done.out
     kills = [*filter(None, kill.split(","))]
     assert all((folder / each).exists() for each in kills), f"not all were killed:\n{done.out}"

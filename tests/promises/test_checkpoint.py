@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+from kit.faults import fail_at
 from kit.job import finish, hold, reached, run, start, wait_for
 
 SAVING = ("checkpoint.every_steps=5", "max_steps=20")
@@ -82,7 +83,7 @@ def test_a_draft_is_no_checkpoint(copy):
 def test_killed_anywhere_in_the_protocol_there_is_a_valid_one(tmp_path, point):
     saving = (*SAVING, "checkpoint.keep=2", "model.hidden=[64]")
     whole = run(tmp_path / "whole", *saving)
-    killed = run(tmp_path / "run", *saving, ok=False, env={"KILL_AT": f"{point}:15"}, module="kit.killer")
+    killed = run(tmp_path / "run", *saving, ok=False, env={"FAULTS": fail_at(0, 15, point)}, module="kit.killer")
     assert killed.code == -signal.SIGKILL, killed.out
     result = run(tmp_path / "run", *saving)
     assert result.events("resume")[-1]["step"] == (15 if point in ("committed", "prune") else 10)

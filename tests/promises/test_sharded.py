@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from kit.faults import fail_at
 from kit.job import finish, pace, reached, run, start, wait_for
 from kit.ranks import on_ranks
 from torch import nn
@@ -266,7 +267,7 @@ def stateful(strategy):
 def test_killed_anywhere_a_sharded_run_resumes_exactly(tmp_path, undisturbed, strategy, point, rank):
     ranks = 4 if strategy == "hybrid" else 2
     line, before = stateful(strategy), undisturbed(strategy, ranks)
-    env = {"KILL_AT": f"{point}:6", "KILL_RANK": str(rank)}
+    env = {"FAULTS": fail_at(rank, 6, point, keeper=True)}
     killed = run(tmp_path / "run", *line, ranks=ranks, ok=False, env=env, module="kit.killer")
     assert killed.code and f"exitcode  : {-signal.SIGKILL} " in killed.out, killed.out
     result = run(tmp_path / "run", *line, ranks=ranks)

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 from kit import warm
+from kit.faults import fail_at
 from kit.job import QUIET, environment, run
 
 SMALL = ("model.hidden=[4]", "max_steps=12", "checkpoint.every_steps=4", "batch_size=8", "eval.every_steps=12")
@@ -21,7 +22,7 @@ def digest(folder):
 def undisturbed(tmp_path_factory):
     """A run killed right after the commit of step 8 by a process that is gone, and how it ends when it is resumed."""
     folder = tmp_path_factory.mktemp("killed")
-    killed = run(folder / "run", *SMALL, ok=False, env={"KILL_AT": "committed:8"}, module="kit.killer")
+    killed = run(folder / "run", *SMALL, ok=False, env={"FAULTS": fail_at(0, 8, "committed")}, module="kit.killer")
     assert killed.code < 0 and {".claim-1", "outcome.json"} <= {path.name for path in killed.folder.iterdir()}
     whole = shutil.copytree(folder / "run", folder / "whole")
     assert run(whole, *SMALL).events("resume")[-1]["step"] == 8

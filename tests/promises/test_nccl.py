@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.faults import fail_at
 from kit.job import ROOT, Result, finish, on_nodes, pace, reached, run, saved, start, wait_for
 from kit.loopback import children, rank_of
 from kit.one_gpu import ON_ONE
@@ -74,7 +75,7 @@ def test_a_stopped_rank_is_named_and_the_collectives_are_on_record(tmp_path, und
 def test_a_device_that_hangs_is_named(tmp_path, undisturbed):
     """The code of its rank has gone on, and the other waits in NCCL: only what the devices have computed tells them apart."""
     hang = ("+callbacks.hang._target_=kit.parts.dying.Hang", "+callbacks.hang.at=12", "+callbacks.hang.on_device=true")
-    done = finish(begin(tmp_path / "run", *hang, MUSTER_TEST_MARKS=str(tmp_path)), tmp_path / "run", timeout_s=200)
+    done = finish(begin(tmp_path / "run", *hang, FAULTS_MADE=str(tmp_path)), tmp_path / "run", timeout_s=200)
     assert done.code == 0 and done.sha256 == undisturbed.sha256, done.out
     assert "rank 1 on" in done.events("restart")[0]["cause"], done.out
 
@@ -163,12 +164,12 @@ def ended(processes, folder):
 def test_an_example_with_a_loop_of_its_own_is_killed_and_resumes(tmp_path, name, nodes):
     """Its kernels are not deterministic, so losses are compared, not bits."""
     found = {}
-    for kind, kill in (("whole", ""), ("cut", f"23:{nodes - 1}")):
+    for kind, kill in (("whole", ""), ("cut", fail_at(nodes - 1, 23))):
         folder = tmp_path / kind
         shutil.copytree(ROOT / "tests/kit/loops", folder)
         shutil.copytree(ROOT / "examples/own_loop", folder, dirs_exist_ok=True)
         words = ("disturbed", f"{name}.py", "run", "60")
-        env = ON_ONE | {"KILL_AT": kill, "SAVED": "20", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        env = ON_ONE | {"FAULTS": kill, "SAVED": "20", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         how = {"folders": [folder] * nodes, "env": env, "restarts": 1}
         found[kind] = ended(on_nodes(*words, **how), folder)
         assert (nodes == 2 and kill) or found[kind].code == 0, found[kind].out

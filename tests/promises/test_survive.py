@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from kit.deaths import has_ended, started
+from kit.faults import KEEPERS_DIE
 from kit.job import environment, finish, hold, pace, reached, run, start, wait_for
 from kit.loopback import rank_of, variable
 from kit.until import until
@@ -56,14 +57,14 @@ ENV = {
     "lines": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # as under `muster launch node`: the store is not the agent's
 }
 RESTARTS = ("--max-restarts=3",)
-FOR_GOOD = {"MUSTER_TEST_FOR_GOOD": "1"}
+FOR_GOOD = {"FAULTS": KEEPERS_DIE}
 
 
 def trained(folder, kind, *more, kill=""):
     ranks, overrides = KINDS[kind]
     marks = folder.parent / f"{folder.name}-marks"
     marks.mkdir()
-    env = {"MUSTER_TEST_KILL": kill, "MUSTER_TEST_MARKS": str(marks), **ENV.get(kind, {})}
+    env = {"FAULTS": kill, "FAULTS_MADE": str(marks), **ENV.get(kind, {})}
     done = run(folder, *LINE, *overrides, *more, ranks=ranks, torchrun=RESTARTS, env=env)
     assert done.code == 0, done.out
     assert len([*marks.iterdir()]) == len([*filter(None, kill.split(","))]), done.out
@@ -96,41 +97,41 @@ def assert_alike(result, other):
 
 # Each point, and each rank of each kind, at least once.
 DEATHS = [
-    ("memory", "0/start/0"),
-    ("memory", "1/forward/14"),
-    ("memory", "0/backward/13"),
-    ("memory", "1/before_update/13"),
-    ("memory", "0/step_end/21"),
-    ("memory", "1/eval_end/23"),
-    ("gloo", "0/after_update/13"),
-    ("gloo", "1/backward/20"),
-    ("gloo", "2/evaluation/23"),
-    ("gloo", "3/save/20"),
-    ("slices", "0/backward/13"),
-    ("slices", "1/eval_begin/23"),
-    ("slices", "2/after_update/13"),
-    ("many", "4/forward/13"),
-    ("many", "3/save/50"),
-    ("many", "0/end/50"),
-    ("lines", "0/step_end/31"),
-    ("lines", "1/backward/30"),
+    ("memory", "start@0:0"),
+    ("memory", "forward@14:1"),
+    ("memory", "backward@13:0"),
+    ("memory", "before_update@13:1"),
+    ("memory", "step_end@21:0"),
+    ("memory", "eval_end@23:1"),
+    ("gloo", "after_update@13:0"),
+    ("gloo", "backward@20:1"),
+    ("gloo", "evaluation@23:2"),
+    ("gloo", "save@20:3"),
+    ("slices", "backward@13:0"),
+    ("slices", "eval_begin@23:1"),
+    ("slices", "after_update@13:2"),
+    ("many", "forward@13:4"),
+    ("many", "save@50:3"),
+    ("many", "end@50:0"),
+    ("lines", "step_end@31:0"),
+    ("lines", "backward@30:1"),
 ]
 
 
 @pytest.mark.nightly(
     but=[
-        "memory-1/forward/14",
-        "memory-0/backward/13",
-        "memory-1/before_update/13",
-        "memory-1/eval_end/23",
-        "gloo-3/save/20",
+        "memory-forward@14:1",
+        "memory-backward@13:0",
+        "memory-before_update@13:1",
+        "memory-eval_end@23:1",
+        "gloo-save@20:3",
     ]
 )
 @pytest.mark.parametrize(("kind", "kill"), DEATHS)
 def test_a_death_at_any_point_leaves_no_trace_in_the_weights(tmp_path, undisturbed, kind, kill):
     result = trained(tmp_path / "run", kind, kill=kill)
     [survived] = result.events("survived")
-    rank, _, step = kill.split("/")
+    step, rank = kill.partition("@")[2].split(":")
     assert survived["rank"] == int(rank) and survived["cause"] == "SIGKILL" and survived["host"], survived
     assert int(step) <= survived["step"] <= int(step) + 1
     assert f"survived: rank {rank} died on {survived['host']} (SIGKILL) and is born again after" in result.out
@@ -146,20 +147,20 @@ def assert_accounted_for(history, seconds):
 
 
 def test_a_rank_whose_data_take_long_to_load_says_that_the_others_wait(tmp_path):
-    result = trained(tmp_path / "run", "memory", "data._target_=kit.parts.dying.SlowAgain", kill="1/forward/14")
+    result = trained(tmp_path / "run", "memory", "data._target_=kit.parts.dying.SlowAgain", kill="forward@14:1")
     told = "rank 1 has died (SIGKILL) and loads its data again: the others wait for it"
     assert result.out.count(told) == 1 and result.events("survived")[0]["seconds"] > 2.5
 
 
-@pytest.mark.nightly(but=["1/backward/13,2/backward/13-2"])
+@pytest.mark.nightly(but=["backward@13:1,backward@13:2-2"])
 @pytest.mark.parametrize(
     ("kill", "survived"),
     [
-        ("1/backward/13,2/backward/13", 2),  # at once
-        ("0/backward/13,1/backward/13,3/backward/13", 3),  # all but one
-        ("1/backward/13,0/build/13", 2),  # while the ranks meet again: rank 0, which has the records
-        ("1/backward/13,1/forward/14", 2),  # the same one, in the next step
-        ("1/backward/13,1/backward/14,0/forward/15,3/before_update/16", 4),  # one after the other
+        ("backward@13:1,backward@13:2", 2),  # at once
+        ("backward@13:0,backward@13:1,backward@13:3", 3),  # all but one
+        ("backward@13:1,build@13:0", 2),  # while the ranks meet again: rank 0, which has the records
+        ("backward@13:1,forward@14:1", 2),  # the same one, in the next step
+        ("backward@13:1,backward@14:1,forward@15:0,before_update@16:3", 4),  # one after the other
     ],
 )
 def test_several_deaths(tmp_path, undisturbed, kill, survived):
@@ -171,7 +172,7 @@ def test_several_deaths(tmp_path, undisturbed, kill, survived):
     assert f"<b>{survived} on {events[0]['host']}</b>" in write_report(result.folder).read_text()
 
 
-@pytest.mark.parametrize("kill", ["0/backward/23,1/backward/23", "1/backward/23,1/before_update/23"])
+@pytest.mark.parametrize("kill", ["backward@23:0,backward@23:1", "backward@23:1,before_update@23:1"])
 def test_what_is_not_survived_goes_by_restart_and_checkpoint(tmp_path, undisturbed, kill):
     """No rank is left with the state; a rank dies twice at one step."""
     result = trained(tmp_path / "run", "memory", kill=kill)
@@ -189,7 +190,7 @@ CHANGED = (
 def test_what_parts_draw_when_they_are_built_and_what_callbacks_change_is_as_without_a_death(tmp_path):
     """A data set and a model draw in their constructors; a callback changes the optimizer, and counts its calls."""
     undisturbed = trained(tmp_path / "undisturbed", "memory", *CHANGED)
-    result = trained(tmp_path / "run", "memory", *CHANGED, kill="1/backward/13,0/forward/17")
+    result = trained(tmp_path / "run", "memory", *CHANGED, kill="backward@13:1,forward@17:0")
     assert len(result.events("survived")) == 2
     assert_alike(result, undisturbed)
     assert (result.folder / "saves").read_text() == (undisturbed.folder / "saves").read_text()
@@ -207,7 +208,7 @@ def test_an_evaluation_of_which_some_callbacks_have_taken_notice_is_not_taken_as
         "callbacks.early_stopping.min_delta=0.2",
     )
     undisturbed = trained(tmp_path / "undisturbed", "memory", *more)
-    result = trained(tmp_path / "run", "memory", *more, kill="1/meeting/20")
+    result = trained(tmp_path / "run", "memory", *more, kill="meeting@20:1")
     assert result.events("restart") and result.sha256 == undisturbed.sha256
     assert result.numbers == undisturbed.numbers
     best = [json.loads((each.folder / "best.json").read_text()) for each in (result, undisturbed)]
@@ -220,7 +221,7 @@ def test_buffers_that_change_after_the_forward_pass_are_not_survived(tmp_path):
     more = ("model._target_=kit.parts.dying.Backwards",)
     undisturbed = trained(tmp_path / "undisturbed", "memory", *more)
     assert "outside of its forward pass" in undisturbed.events("note")[0]["text"]
-    result = trained(tmp_path / "run", "memory", *more, kill="0/backward/23")
+    result = trained(tmp_path / "run", "memory", *more, kill="backward@23:0")
     assert result.events("restart") and result.sha256 == undisturbed.sha256
 
 
@@ -228,7 +229,7 @@ def test_buffers_that_change_after_the_forward_pass_are_not_survived(tmp_path):
 @pytest.mark.parametrize("fault", ["stopped", "hangs"])
 def test_a_rank_that_stands_still_is_born_again(tmp_path, fault):
     """Stopped by SIGSTOP, or asleep in its own code: after dist.timeout_s, with no rank restarted."""
-    env = {"MUSTER_TEST_MARKS": str(tmp_path)}
+    env = {"FAULTS_MADE": str(tmp_path)}
     hang = ("+callbacks.hang._target_=kit.parts.dying.Hang", "+callbacks.hang.at=30")
     line = (*LINE, *hang) if fault == "hangs" else (*LINE, *pace(0.05), *hold(40, until=tmp_path / "stopped"))
     process = start(
@@ -337,7 +338,7 @@ def test_no_step_is_repeated_when_a_rank_is_lost_for_good(tmp_path, kind, rank, 
     steps = tmp_path / "steps"
     steps.mkdir()
     paced = (*line, *pace(0.02), *hold(35, until=tmp_path / "killed"))
-    env = {"MUSTER_TEST_STEPS": str(steps), **FOR_GOOD}
+    env = {"STEPS_IN": str(steps), **FOR_GOOD}
     process = start(tmp_path / "run", *paced, ranks=ranks, torchrun=RESTARTS, env=env)
     wait_for(tmp_path / "run", reached(28), process=process)
     os.kill(next(pid for pid in children(process.pid) if is_rank(pid, rank)), signal.SIGKILL)
@@ -362,23 +363,22 @@ OWN_LOSS = "objective._target_=kit.parts.dying.Remembering"
 @pytest.mark.parametrize(
     ("kill", "more"),
     [
-        ("1/step_end/50", ()),  # model.pt has the mean of all ranks' statistics
-        ("1/forward/1", ("model._target_=kit.parts.dying.Backwards",)),  # the last note is of older statistics
-        ("1/forward/25", ("model._target_=kit.parts.dying.Plain", OWN_LOSS)),
-        ("1/forward/25", ("model._target_=kit.parts.dying.Late",)),
+        ("step_end@50:1", ()),  # model.pt has the mean of all ranks' statistics
+        ("forward@1:1", ("model._target_=kit.parts.dying.Backwards",)),  # the last note is of older statistics
+        ("forward@25:1", ("model._target_=kit.parts.dying.Plain", OWN_LOSS)),
+        ("forward@25:1", ("model._target_=kit.parts.dying.Late",)),
     ],
     ids=["over", "buffers", "objective", "draws"],
 )
-def test_what_the_other_ranks_do_not_know_is_not_saved_without_the_lost_one(tmp_path, monkeypatch, kill, more):
+def test_what_the_other_ranks_do_not_know_is_not_saved_without_the_lost_one(tmp_path, kill, more):
     undisturbed = trained(tmp_path / "undisturbed", "memory", *more)
-    monkeypatch.setenv("MUSTER_TEST_FOR_GOOD", "1")
-    result = trained(tmp_path / "run", "memory", *more, kill=kill)
+    result = trained(tmp_path / "run", "memory", *more, kill=f"{kill}:keeper")
     assert result.events("restart") and result.sha256 == undisturbed.sha256, result.out
 
 
 @pytest.mark.nightly(but=["born again"])
-@pytest.mark.parametrize("more", [{}, FOR_GOOD], ids=["born again", "for good"])
-def test_the_best_checkpoint_is_made_again_if_it_was_still_being_written(tmp_path, more):
+@pytest.mark.parametrize("keeper", ["", ":keeper"], ids=["born again", "for good"])
+def test_the_best_checkpoint_is_made_again_if_it_was_still_being_written(tmp_path, keeper):
     marks = tmp_path / "marks"
     marks.mkdir()
     line = [*LINE, "model._target_=kit.parts.dying.Plain", "checkpoint.every_steps=1000", "checkpoint.best=loss"]
@@ -387,7 +387,7 @@ def test_the_best_checkpoint_is_made_again_if_it_was_still_being_written(tmp_pat
         "max_steps=30",
         f"checkpoint.storage=kit.parts.dying.SlowStorage://{tmp_path}/saved",
     ]
-    kill = {"MUSTER_TEST_KILL": "0/forward/25", "MUSTER_TEST_MARKS": str(marks), **more}
+    kill = {"FAULTS": f"forward@25:0{keeper}", "FAULTS_MADE": str(marks)}
     result = run(tmp_path / "run", *line, ranks=2, torchrun=RESTARTS, env=kill)
     assert result.events("restart"), result.out
     best = json.loads((result.folder / "best.json").read_text())
@@ -452,7 +452,7 @@ def test_a_run_that_cannot_survive_says_so_in_one_line(tmp_path, overrides, why)
 
 @pytest.mark.nightly
 def test_after_too_many_deaths_within_an_hour_all_ranks_restart(tmp_path):
-    kill = "1/backward/13,1/backward/16"
+    kill = "backward@13:1,backward@16:1"
     result = trained(tmp_path / "run", "memory", "dist.max_survivals_per_hour=1", kill=kill)
     assert len(result.events("survived")) == 1 and result.events("restart")
     assert "rank 1 has died 2 times within an hour (dist.max_survivals_per_hour=1)" in result.out

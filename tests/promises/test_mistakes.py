@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
-from kit.job import run
+from kit.job import ROOT, run
 from torch._utils import KeyErrorMessage
 
 from muster.origin import described, kind_and_message
 
-SOURCE = Path(__file__).parent / "kit/parts/mistakes.py"
+SOURCE = ROOT / "tests/kit/parts/mistakes.py"
 OWN = "kit.parts.mistakes"
 BASE = ("batch_size=8", "max_steps=3", f"data._target_={OWN}.Data", f"model._target_={OWN}.Net")
 

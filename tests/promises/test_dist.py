@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from kit import hosts
-from kit.job import QUIET, by_hand, command, environment, finish, free_port, start
+from kit.job import QUIET, ROOT, by_hand, command, environment, finish, free_port, start
 from kit.ranks import on_ranks
 from kit.until import until
 from torch.distributed import TCPStore
@@ -438,7 +438,7 @@ def test_a_store_that_is_lost_while_ranks_meet_is_no_mistake_of_the_config(tmp_p
 def test_talk_is_counted(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "bench.talk", "--ranks=8", "--seconds=1"],
-        env=environment(), capture_output=True, text=True, timeout=100, cwd=os.path.dirname(os.path.dirname(__file__)),
+        env=environment(), capture_output=True, text=True, timeout=100, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0 and "| idle, a beat in 0.1 s |" in done.stdout, done.stdout + done.stderr
 

@@ -10,6 +10,7 @@ from itertools import chain
 import pytest
 import torch
 from kit import warm
+from kit.faults import fail_at
 from kit.job import ROOT, Result, environment, finish, free_port, reached, wait_for
 from kit.ledger import assert_exact
 
@@ -78,7 +79,7 @@ STEADY = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 @pytest.mark.parametrize("ranks, rank", [(1, 0), (2, 0), (2, 1)])
 def test_a_killed_rank_costs_nothing(place, ranks, rank):
     whole = run(place("whole"), ranks=ranks)
-    cut = run(place("cut"), ranks=ranks, restarts=1, KILL_AT=f"13:{rank}")
+    cut = run(place("cut"), ranks=ranks, restarts=1, FAULTS=fail_at(rank, 13))
     assert [line["step"] for line in cut.events("resume")] == [10]
     assert_whole(cut)
     assert_equal_weights(whole, cut)
@@ -106,9 +107,8 @@ def test_sigterm_stops_all_ranks_after_one_step_and_the_same_command_resumes(pla
 
 def test_samples_are_the_same_at_other_world_sizes(place):
     folder = place("any")
-    for ranks, kill in ((3, "8:1"), (1, "14:0"), (2, "")):
-        (folder / "killed").unlink(missing_ok=True)
-        last = run(folder, ranks=ranks, KILL_AT=kill, code=None)
+    for ranks, kill in ((3, fail_at(1, 8)), (1, fail_at(0, 14)), (2, "")):
+        last = run(folder, ranks=ranks, FAULTS=kill, code=None)
     assert [line["world_size"] for line in last.events("start") + last.events("resume")] == [3, 1, 2]
     assert_whole(last)
 
@@ -125,11 +125,11 @@ def test_shares_that_are_not_equal_weigh_as_they_count(place):
 @pytest.mark.nightly
 def test_a_sharded_model_is_killed_and_resumes_also_on_fewer_ranks(place):
     whole = run(place("whole"), script="sharded", ranks=2)
-    cut = run(place("cut"), script="sharded", ranks=2, restarts=1, KILL_AT="13:1")
+    cut = run(place("cut"), script="sharded", ranks=2, restarts=1, FAULTS=fail_at(1, 13))
     assert_whole(cut)
     assert_equal_weights(whole, cut)
     folder = place("fewer")
-    run(folder, script="sharded", ranks=3, KILL_AT="13:1", code=1)
+    run(folder, script="sharded", ranks=3, FAULTS=fail_at(1, 13), code=1)
     assert_whole(run(folder, script="sharded", ranks=2))
 
 
@@ -168,7 +168,7 @@ def test_of_two_launches_one_is_refused(place):
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_spoiled_checkpoint_is_quarantined_and_the_one_before_is_used(place, ranks):
     whole, folder = run(place("whole"), ranks=ranks), place("spoiled")
-    run(folder, ranks=ranks, KILL_AT="13:0", code=None)
+    run(folder, ranks=ranks, FAULTS=fail_at(0, 13), code=None)
     part = folder / "run/checkpoints/step-00000010/rank-00000.bin"
     part.write_bytes(bytes([part.read_bytes()[0] ^ 1]) + part.read_bytes()[1:])
     resumed = run(folder, ranks=ranks)
@@ -209,7 +209,7 @@ with muster.Job("run", save_every=5, log_every=1, tensorboard=False) as job:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     job.track(model=model, optimizer=optimizer)
     for _, x, y in job.batches(ddp.Numbered(), batch_size=20, epochs=3):
-        ddp.disturb(job.steps_done, job.rank)
+        ddp.disturb(job.steps_done)
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
@@ -227,7 +227,7 @@ def test_batch_norm_statistics_resume_exactly_on_every_rank(place, how):
     for folder in (whole, cut):
         (folder / "normed.py").write_text(NORMED)
     first = run(whole, how, script="normed", to=None, ranks=2)
-    killed = run(cut, how, script="normed", to=None, ranks=2, KILL_AT="8:1", restarts=1)
+    killed = run(cut, how, script="normed", to=None, ranks=2, FAULTS=fail_at(1, 8), restarts=1)
     assert [line["step"] for line in killed.events("resume")] == [5]
     assert first.losses == killed.losses and first.sha256 == killed.sha256
     assert [line["right"] for line in first.lines("eval")] == [line["right"] for line in killed.lines("eval")]
@@ -258,7 +258,7 @@ with muster.Job("run", save_every=4, log_every=1, tensorboard=False) as job:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        ddp.disturb(job.steps_done, job.rank)
+        ddp.disturb(job.steps_done)
         job.step(loss=loss, first=x[0, 0])
         os.write(1, f"{job.rank} {job.steps_done} {x.flatten().tolist()}\\n".encode())
 if own_group:
@@ -274,7 +274,7 @@ def test_a_dataloader_of_ones_own_resumes_in_the_middle_of_an_epoch(place, ranks
     for folder in (whole, cut):
         (folder / "own.py").write_text(OWN_LOOP)
     first = run(whole, script="own", ranks=ranks)
-    run(cut, script="own", ranks=ranks, KILL_AT="10:0", SAVED="8", code=None)
+    run(cut, script="own", ranks=ranks, FAULTS=fail_at(0, 10), SAVED="8", code=None)
     second = run(cut, script="own", ranks=ranks)
     assert second.events("resume")[-1]["step"] == 8
     assert_equal_weights(first, second)
@@ -464,7 +464,7 @@ with muster.Job("run", save_every=4, log_every=1, tensorboard=False) as job:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        ddp.disturb(job.steps_done, job.rank)
+        ddp.disturb(job.steps_done)
         job.step(loss=loss, first=x[0, 0])
 accelerator.end_training()
 print("accelerate goes on", flush=True)
@@ -478,7 +478,7 @@ def test_what_accelerate_has_prepared_resumes_in_the_middle_of_an_epoch_also_by_
     for folder in (whole, cut):
         (folder / "own.py").write_text(ACCELERATED)
     first = run(whole, script="own", to=None, ranks=2)
-    run(cut, script="own", to=None, ranks=2, KILL_AT="7:0", SAVED="4", code=None)
+    run(cut, script="own", to=None, ranks=2, FAULTS=fail_at(0, 7), SAVED="4", code=None)
     line = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", f"--main_process_port={free_port()}"]
     env = environment(ACCELERATE_USE_CPU="true")
     launched = subprocess.Popen(
@@ -496,7 +496,7 @@ def test_what_accelerate_has_prepared_resumes_in_the_middle_of_an_epoch_also_by_
 def test_a_group_that_exists_is_used_and_left_alone(place):
     folder = place("borrowed")
     (folder / "own.py").write_text(OWN_LOOP)
-    done = run(folder, script="own", ranks=2, GROUP="1", KILL_AT="10:1", SAVED="8", restarts=1, **STEADY)
+    done = run(folder, script="own", ranks=2, GROUP="1", FAULTS=fail_at(1, 10), SAVED="8", restarts=1, **STEADY)
     assert done.out.count("the group is still there") == 2
     assert [line["step"] for line in done.events("resume")] == [8]
     without = place("without")
@@ -699,7 +699,7 @@ def evaluated(result):
 def test_told_to_stop_within_the_body_nothing_of_it_is_lost(place, slow_s, at, save):
     """A short evaluation ends, and its step is saved with all that follows; a step with a long one is repeated."""
     whole = run(place("whole"), script="bodies", ranks=2, **save)
-    cut = run(place("cut"), script="bodies", ranks=2, code=None, DO="stop", SLOW_S=str(slow_s), **save)
+    cut = run(place("cut"), script="bodies", ranks=2, code=None, STOPS="1", SLOW_S=str(slow_s), **save)
     assert cut.outcome["exit_code"] == 75, cut.out
     again = run(cut.folder.parent, script="bodies", ranks=2, **save)
     assert [line["step"] for line in again.events("resume")] == [max(at, 4)], again.out
@@ -711,8 +711,10 @@ def test_told_to_stop_within_the_body_nothing_of_it_is_lost(place, slow_s, at, s
 def test_a_rank_that_dies_after_a_save_in_the_body_costs_nothing_of_the_body(place, save_every):
     env = {"SAVE": "1", "SAVE_EVERY": str(save_every)}
     whole = run(place("whole"), script="bodies", ranks=2, **env)
-    killed = run(place("killed"), script="bodies", ranks=2, restarts=3, DO="kill", **env)
-    assert (killed.folder.parent / "evaluating").exists(), killed.out
+    killed = run(
+        place("killed"), script="bodies", ranks=2, restarts=3, FAULTS=(kill := fail_at(1, 8, "evaluation")), **env
+    )
+    assert (killed.folder.parent / kill).exists(), killed.out
     assert killed.sha256 == whole.sha256 and evaluated(killed) == evaluated(whole)
 
 
@@ -781,7 +783,7 @@ def test_told_to_stop_after_a_loop_that_was_left_it_stays_left(place, last):
 
 def test_a_loop_left_after_it_was_told_to_stop_is_done(place):
     """The stop comes in the last evaluation, after which the loop is left for a reason of its own."""
-    env = {"LEAVE": "1", "DO": "stop", "SLOW_S": "1", "LEAVE_AT": "8"}
+    env = {"LEAVE": "1", "STOPS": "1", "SLOW_S": "1", "LEAVE_AT": "8"}
     first = run(place("left"), script="bodies", ranks=2, code=None, **env)
     assert first.outcome["outcome"] == "done" and first.outcome["step"] == 8, first.out
     again = run(first.folder.parent, script="bodies", ranks=2, **env)
@@ -995,7 +997,7 @@ def lines_of(result, *, without=("samples_per_s",)):
 
 def killed_and_preempted(folder, name):
     """Kill a rank after step 23, and stop all after step 30; return the attempt that has stopped."""
-    arguments, how = of_example(name, KILL_AT="23:1", SAVED="20", HOLD="31", restarts=1, **STEADY)
+    arguments, how = of_example(name, FAULTS=fail_at(1, 23), SAVED="20", HOLD="31", restarts=1, **STEADY)
     process = start(folder, *arguments, **how)
     wait_for(folder / "run", reached(30), process=process)
     process.terminate()

@@ -65,8 +65,8 @@ def test_the_workflows_run_what_is_here():
     steps = [
         step.get("run", "") for flow in flows.values() for job in flow["jobs"].values() for step in job.get("steps", [])
     ]
-    run = re.findall(r"(?<![\w/])(\.ci/\w+(?:\.py)?|tests/\w+\.py)", "\n".join(steps))
-    assert {".ci/run", ".ci/pins.py", ".ci/release.py", "tests/test_wheel.py"} <= {*run}
+    run = re.findall(r"(?<![\w/])(\.ci/\w+(?:\.py)?|tests/[\w/]+\.py)", "\n".join(steps))
+    assert {".ci/run", ".ci/pins.py", ".ci/release.py", "tests/doors/test_wheel.py"} <= {*run}
     assert all((ROOT / name).exists() for name in run)
     publish = flows["release"]["jobs"]["publish"]
     assert publish["permissions"] == {"id-token": "write"} and publish["needs"] == "build", (
