@@ -52,13 +52,13 @@ quick: lint ## two minutes: lint, all tests that start no process, and a dozen r
 TIER   = and not nightly
 PYTEST = $(BIN)/python -m pytest -rs --durations=40 --failures=$(FAILED)/$@.jsonl
 test-core: $(VENV)/.test
-	$(PYTEST) -n 3 --dist worksteal -m "not docker and not slurm and not kubernetes and not kubeconfig $(TIER)"
+	$(PYTEST) -n 4 --dist worksteal -m "not docker and not slurm and not kubernetes and not kubeconfig $(TIER)"
 test-docker: $(VENV)/.test
-	$(PYTEST) -m "(docker or kubeconfig) $(TIER)"
+	$(PYTEST) -m "(docker or kubeconfig) $(TIER)" tests/substrates
 test-slurm: $(VENV)/.test
-	$(PYTEST) -m "slurm $(TIER)"
+	$(PYTEST) -m "slurm $(TIER)" tests/substrates
 test-kubernetes: $(VENV)/.test
-	$(PYTEST) -n 2 --dist worksteal -m "kubernetes $(TIER)"
+	$(PYTEST) -n 2 --dist worksteal -m "kubernetes $(TIER)" tests/substrates
 
 again: # repeat what failed once, alone
 	$(BIN)/python .ci/again.py $(FAILED) test-core $(LANES)

@@ -283,12 +283,14 @@ def test_a_sweep_goes_on_after_a_run_that_has_diverged(tmp_path, strategy):
     assert f"muster: {tmp_path}/runs/sw: diverged (exit code 6)" in out, out
 
 
+@pytest.mark.nightly
 def test_a_sweep_one_of_whose_runs_is_refused_is_not_done(tmp_path):
     line = [sys.executable, "-m", "train.launch", "node", "-m", "name=sw", "strategy=ddp,single", "max_steps=2", *QUIET]
     done = subprocess.run(line, env=environment(NPROC="2"), cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "1 of the sweep's 2 runs left no record" in done.stderr, done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 def test_a_sweep_that_is_told_to_stop_begins_no_further_run(tmp_path):
     line = [sys.executable, "-m", "train", "-m", "name=sw", "seed=1,2,3", "max_steps=10000", *QUIET, *pace(0.05)]
     sweep = subprocess.Popen(
@@ -381,12 +383,14 @@ def test_a_sweep_goes_on_without_a_node_that_is_lost(tmp_path):
     assert (tmp_path / "0.log").read_text().count("best: ") == 1, "one table, at the end"
 
 
+@pytest.mark.nightly
 def test_two_jobs_of_a_sweep_of_names_share_no_folder(tmp_path):
     code, out = start(["-m", "name=na,nb", "max_steps=2,4", *QUIET], [environment()], cwd=tmp_path, timeout_s=60)
     found = sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.glob("runs/**/model.pt"))
     assert code == 0 and found == [f"runs/{name}/max_steps-{steps}" for name in ("na", "nb") for steps in (2, 4)], out
 
 
+@pytest.mark.nightly
 def test_a_job_that_was_refused_has_no_values_of_the_run_in_its_folder(tmp_path):
     start(["-m", "name=h", "seed=1,2", "max_steps=8", *QUIET], [environment()], cwd=tmp_path, timeout_s=60)
     code, out = start(
@@ -400,6 +404,7 @@ def test_a_job_that_was_refused_has_no_values_of_the_run_in_its_folder(tmp_path)
     assert "best: runs/h/seed-3" in out and not any(cell for cell in rows[1][2:]), out
 
 
+@pytest.mark.nightly
 def test_an_order_that_each_rank_would_draw_for_itself_is_refused(tmp_path):
     line = ["-m", "name=sh", "seed=shuffle(range(1,4))", "max_steps=1", *QUIET]
     code, out = start(line, [{**environment(), **each} for each in by_hand(2)], cwd=tmp_path, timeout_s=60)
@@ -438,6 +443,7 @@ def test_help_of_evaluate_imports_no_torch(tmp_path):
     assert not {"torch", "hydra", "omegaconf", "pydantic"} & {*imported}, "which take seconds"
 
 
+@pytest.mark.nightly
 def test_muster_refuses_a_tool_that_there_is_not(tmp_path):
     """`muster run` is a module of the kit and no tool: it would end with 0 and have done nothing."""
 

@@ -91,6 +91,7 @@ def test_clipping_bounds_the_update(tmp_path):
         assert one.lines("train")[0]["grad_norm"] > 0.1
 
 
+@pytest.mark.nightly
 def test_compile(tmp_path):
     result = run(tmp_path / "run", "compile=true", "max_steps=3", ranks=2, timeout_s=240)
     assert not [name for name in result.weights if "_orig_mod" in name or name.startswith("module.")]

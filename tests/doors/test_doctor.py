@@ -209,6 +209,7 @@ def test_a_machine_that_can_train(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # nothing is left where one stands
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_not_there_fails_the_visit(tmp_path):
     done = doctor(tmp_path, "--quick", "--expect", "3", ranks=2)
     assert done.returncode == 1 and "fail: ranks: 2 of 3 ranks are here" in done.stdout

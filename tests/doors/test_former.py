@@ -57,6 +57,7 @@ def test_a_projects_own_train_is_left_alone(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly(but=["report"])
 @pytest.mark.parametrize("tool", ["launch", "report", "evaluate", "doctor", "collectives"])
 def test_in_a_clone_the_tools_have_their_earlier_names(tool):
     line = [sys.executable, "-m", f"train.{tool}", "--help"]

@@ -60,6 +60,7 @@ def bare_venv(tmp_path):
     return venv, {"PATH": f"{venv}/bin:/usr/bin:/bin"}
 
 
+@pytest.mark.nightly
 def test_an_image_takes_torch_from_the_index(index, tmp_path):
     """The script that the image's build runs, but for its last line, which installs the rest."""
     venv, env = bare_venv(tmp_path)

@@ -220,7 +220,7 @@ with muster.Job("run", save_every=5, log_every=1, tensorboard=False) as job:
 """
 
 
-@pytest.mark.nightly(but=["own"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["own", "fully_shard"])
 def test_batch_norm_statistics_resume_exactly_on_every_rank(place, how):
     whole, cut = place("whole"), place("cut")
@@ -493,6 +493,7 @@ def test_what_accelerate_has_prepared_resumes_in_the_middle_of_an_epoch_also_by_
     assert firsts[:4] != firsts[4:8] != firsts[8:]
 
 
+@pytest.mark.nightly
 def test_a_group_that_exists_is_used_and_left_alone(place):
     folder = place("borrowed")
     (folder / "own.py").write_text(OWN_LOOP)
@@ -805,6 +806,7 @@ def test_sys_exit_keeps_its_code(place, leaves, code, outcome):
     assert (result.code, result.outcome["outcome"], result.outcome["step"]) == (code, outcome, 3), result.out
 
 
+@pytest.mark.nightly
 def test_a_forked_child_leaves_the_run_to_its_parent(place):
     fork = "job.step()\n        if not os.fork(): raise SystemExit\n        os.wait()"
     result = wrong(place("forks"), f"{LOOP}{fork}", ranks=2)
@@ -1119,7 +1121,7 @@ def built(place):
     return run_it
 
 
-@pytest.mark.nightly(but=["SGD-sequential-40-schedule.1.T_max=20, and this is schedule.1.T_max=40"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kind, schedule, value, name",
     [

@@ -402,6 +402,7 @@ def test_a_script_s_words_follow_torchrun_s_own_options():
         assert command(spec, ["--", "-m", "my.module", "x=1"])[-3:] == ["-m", "my.module", "x=1"]
 
 
+@pytest.mark.nightly
 def test_torchrun_leaves_a_script_s_words_alone():
     words = ["my.py", "--nnodes=9", "--", "-m", "a b", "--rdzv-id=x", ""]
     code = (
@@ -453,7 +454,7 @@ def test_no_manifest_fails_the_job_where_another_try_helps():
     assert [*found] == [", ".join(str(code) for code in sorted(final()))] and Held.exit_code not in final()
 
 
-@pytest.mark.nightly(but=["codes0-2"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(("codes", "times"), [([8, 0], 2), ([5, 0], 1)])
 def test_a_compose_node_starts_its_agent_again_while_the_run_is_held(own_python, tmp_path, codes, times):
     folder = tmp_path / "runs/compose"
@@ -471,6 +472,7 @@ def test_a_compose_node_starts_its_agent_again_while_the_run_is_held(own_python,
     assert done.returncode == (0 if codes[times - 1] == 0 else 1)
 
 
+@pytest.mark.nightly
 def test_a_store_listens_at_one_address_alone():
     line = [sys.executable, "-m", "train.launch", "store", "--port=0", "--host=127.0.0.2"]
     process = subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, text=True)
@@ -616,6 +618,7 @@ def test_a_node_passes_on_one_signal_alone_and_shields_its_agent(own_python, tmp
     assert printed(spec, line) + "\n" in out, "pasteable: a short name"
 
 
+@pytest.mark.nightly
 def test_the_end_of_the_run_is_said_after_torchrun_s_own_report(own_python, tmp_path):
     """torchrun's is a traceback, and comes after the line that the ranks have said."""
     error = "stopped at step 5 of 9 and saved it: it's to be run again"
@@ -643,7 +646,7 @@ SETTINGS = (
     r"--rdzv[-_]\w+=|rdzv(Backend|Id|Conf)\b|PET_RDZV_CONF|(join|last_call|read|close|heartbeat)_timeout|keep_alive"
     r"|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|TORCH_ELASTIC_SHUTDOWN_TIMEOUT|--shutdown-timeout"
 )
-ALLOWED = r"muster/launcher/|docs/|.*\.md$|tests/test_\w+\.py$|docker/(?:wheel\.)?Dockerfile$"
+ALLOWED = r"muster/launcher/|docs/|.*\.md$|tests/\w+/test_\w+\.py$|docker/(?:wheel\.)?Dockerfile$"
 
 
 def tracked():

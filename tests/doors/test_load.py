@@ -71,6 +71,7 @@ def test_a_model_has_the_accuracy_that_the_run_evaluated_at_each_checkpoint(tmp_
         muster.load(trained.folder, into=type(model)(input_shape=[1, 8, 8], num_classes=10, width=8))
 
 
+@pytest.mark.nightly(but=["fsdp"])
 @pytest.mark.parametrize(
     "line", [("strategy=fsdp",), ("strategy=pipeline",), ("strategy=local_sgd",)], ids=lambda line: line[0][9:]
 )
@@ -130,6 +131,7 @@ def test_what_is_exported_is_compared_with_the_model_and_what_cannot_be_is_said(
     assert {path.name for path in trained.folder.iterdir()} == {*kept, "model.pt2"}
 
 
+@pytest.mark.nightly
 def test_a_jobs_run_fills_the_modules_of_its_script(tmp_path, monkeypatch, capsys):
     done = python(tmp_path, "-c", GAN)
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,7 @@ def data(name, *more):
 # Batches
 
 
-@pytest.mark.nightly(but=["kind0-2", "kind1-2", "kind2-2"])
+@pytest.mark.nightly(but=["kind0-2"])
 @pytest.mark.parametrize("ranks", [None, 2])
 @pytest.mark.parametrize("kind", [("Dicts",), ("Pairs",), ("Triples", "loader.batch=kit.parts.own.split")])
 def test_a_model_gets_its_inputs_by_name_or_by_place(tmp_path, kind, ranks):
@@ -110,6 +110,7 @@ def _add(tar, root, name, write):
     path.unlink()
 
 
+@pytest.mark.nightly
 def test_shards_have_an_index_and_any_world_size_reads_the_same(tmp_path):
     make_shards(tmp_path / "shards")
     line = ("data=shards", "data.root=shards", "data.input=npy", "data.num_classes=2", "virtual_world_size=2", *SMALL)
@@ -177,6 +178,7 @@ def test_an_objective_may_be_a_function(tmp_path):
     run(tmp_path / "torch", "objective._target_=torch.nn.functional.cross_entropy", *SMALL)
 
 
+@pytest.mark.nightly
 def test_metrics_of_ones_own_are_exact_over_ranks(tmp_path):
     f1 = ("+metrics.f1._target_=torchmetrics.F1Score", "+metrics.f1.task=multiclass", "+metrics.f1.num_classes=10")
     line = (*f1, "+metrics.f1.average=macro", "virtual_world_size=3", "epochs=1")
@@ -199,6 +201,7 @@ def test_groups_of_parameters_have_values_of_their_own():
     assert found == [(2, 0.1, 0.0), (1, 0.5, 0.2), (1, 0.1, 0.2)]
 
 
+@pytest.mark.nightly
 def test_groups_are_in_checkpoints_and_follow_the_schedule(tmp_path):
     line = (
         *SMALL,
@@ -258,7 +261,7 @@ def test_an_average_is_evaluated_saved_and_resumed_exactly(tmp_path):
     assert evaluated(tmp_path / "whole")["accuracy"] == whole.lines("eval")[-1]["accuracy"]
 
 
-@pytest.mark.nightly(but=["fsdp"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["fsdp", "zero"])
 def test_an_average_of_sharded_weights(tmp_path, strategy):
     line = ("callbacks=[ema]", "callbacks.ema.decay=0.9", "max_steps=8", "optimizer=adamw", "grad_clip=null")
@@ -341,11 +344,13 @@ def test_other_tools_loggers_go_on_with_the_same_run(tmp_path):
     assert len(runs) == 2 and len({name.rpartition("-")[2] for name in runs}) == 1  # one run there, in two parts
 
 
+@pytest.mark.nightly
 def test_a_logger_that_cannot_begin_does_not_end_the_run(tmp_path):
     result = run(tmp_path / "run", "loggers=[mlflow]", "loggers.mlflow.uri=sqlite:////dev/null/x.db", *SMALL)
     assert "loggers.mlflow cannot start" in result.out and result.outcome["outcome"] == "done"
 
 
+@pytest.mark.nightly
 def test_mlflows_store_of_files_is_refused_in_one_line(tmp_path):
     pytest.importorskip("mlflow.tracking")
     uri = f"loggers.mlflow.uri=file:{tmp_path}/mlruns"
@@ -399,6 +404,7 @@ def test_a_run_is_measured_again_with_all_that_it_evaluated_with(tmp_path, parts
     assert evaluated(tmp_path / "run", "--checkpoint", "4")["loss"] == pytest.approx(then, rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_weights_that_are_not_the_whole_are_measured_with_a_word(tmp_path):
     """What `model.pt` lacks is in the newest checkpoint; where that is gone, a line says what is missing."""
     run(tmp_path / "run", "model._target_=kit.parts.state.Keeping", "max_steps=4")
@@ -415,6 +421,7 @@ def test_what_was_left_out_of_anothers_weights_is_measured_as_it_was_trained(tmp
     assert evaluated(tmp_path / "tuned")["loss"] == pytest.approx(tuned.lines("eval")[-1]["loss"], rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_checkpoints_are_measured_where_they_were_saved(tmp_path):
     """Of a run that has moved to another storage, not those of before."""
     line = (*SMALL, "checkpoint.every_steps=4", "eval.every_steps=4", "checkpoint.best=loss", "checkpoint.keep=9")
@@ -437,6 +444,7 @@ def test_training_begins_with_the_average_of_another(tmp_path):
         assert torch.equal(same.weights[name], value)
 
 
+@pytest.mark.nightly
 def test_training_begins_with_the_weights_of_another(tmp_path):
     first = run(tmp_path / "first", *SMALL)
     tuned = run(tmp_path / "tuned", *SMALL, f"init_from={first.folder}", "freeze=['1']", "optimizer.lr=0.01", ranks=2)
@@ -539,6 +547,7 @@ def test_mistakes_are_one_line(tmp_path, line, code, says):
     assert "Traceback" not in result.out
 
 
+@pytest.mark.nightly
 def test_a_parameter_that_gets_no_gradient_is_named(tmp_path):
     line = (*data("Labels", "+data.kind=good"), "model._target_=kit.parts.own.Unused", "max_steps=4")
     result = run(tmp_path / "run", *line, ranks=2, ok=False)

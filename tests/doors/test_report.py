@@ -133,6 +133,7 @@ def test_a_late_rank_is_named_with_its_host_and_the_share_lost(tmp_path, more):
     assert "straggler: step=" in result.out
 
 
+@pytest.mark.nightly
 def test_a_rank_with_a_slow_disk_is_told_from_one_that_computes_slowly(tmp_path):
     disk = ("data._target_=kit.parts.own.SlowDisk", "model._target_=kit.parts.own.Late", "max_steps=150", *SEEN)
     told = run(tmp_path / "run", *disk, "batch_size=30", ranks=3, env={"LATE_S": "0.003"}).events("straggler")
@@ -175,6 +176,7 @@ def test_a_ledger_that_does_not_fit_is_said(tmp_path):
 # The page
 
 
+@pytest.mark.nightly
 def test_the_page_of_a_run_at_its_every_end(tmp_path):
     """Preempted, then failed, then done: each end leaves a page that says so; it loads nothing from anywhere."""
     folder, line = tmp_path / "run", (*LATE, "checkpoint.every_steps=20")
@@ -231,6 +233,7 @@ def test_the_page_of_a_run_at_its_every_end(tmp_path):
     assert page.figure("seconds to write a checkpoint, behind the training")
 
 
+@pytest.mark.nightly
 def test_the_page_of_a_run_that_was_over_at_once_has_all_that_its_files_have(tmp_path):
     """Ten steps are less than a window of timing.jsonl, and the last evaluation comes after the last log line."""
     run(tmp_path / "run", "max_steps=10", *SEEN, ranks=2)
@@ -241,6 +244,7 @@ def test_the_page_of_a_run_that_was_over_at_once_has_all_that_its_files_have(tmp
     assert Seen(tmp_path / "again.html").figures == page.figures
 
 
+@pytest.mark.nightly
 def test_a_run_of_a_sweep_that_failed_before_it_began_is_on_the_page(tmp_path):
     sweep = tmp_path / "sw"
     sweep.mkdir()
@@ -259,6 +263,7 @@ def test_a_run_of_a_sweep_that_failed_before_it_began_is_on_the_page(tmp_path):
     assert "has not started: data error" in watched and "lr-0.2" in watched
 
 
+@pytest.mark.nightly
 def test_the_page_waits_for_the_cause_that_another_rank_is_slow_to_write(tmp_path):
     line = ("model._target_=kit.parts.models.AllCrash", "max_steps=20", *SEEN)
     failed = run(tmp_path / "run", *line, ranks=2, ok=False, module="kit.slow", env={"SLOW_RECORD_S": "3"})

@@ -59,6 +59,7 @@ def test_a_script_runs_unchanged_with_its_arguments_untouched(tmp_path, words):
     assert mine.steps(tmp_path) == [0, 1, 2]
 
 
+@pytest.mark.nightly
 def test_told_to_stop_it_saves_and_leaves_with_75_and_the_same_command_goes_on(tmp_path):
     words = (mine.write(tmp_path).name, f"--out={tmp_path}", "--steps=60")
     process = start(tmp_path, *words, "--step-s=0.5")
@@ -71,6 +72,7 @@ def test_told_to_stop_it_saves_and_leaves_with_75_and_the_same_command_goes_on(t
     assert mine.steps(tmp_path) == [*range(60)]
 
 
+@pytest.mark.nightly
 def test_told_to_stop_without_a_handler_it_has_failed(tmp_path):
     (tmp_path / "naive.py").write_text("import time\ntime.sleep(1)\nopen('ready', 'w').close()\ntime.sleep(60)\n")
     process = start(tmp_path, "naive.py")
@@ -102,6 +104,7 @@ def test_a_rank_that_leaves_with_75_by_itself_is_not_started_again_here(tmp_path
     assert code == 75 and mine.attempts(tmp_path, rank=1) == [0], out
 
 
+@pytest.mark.nightly
 def test_a_rank_that_was_only_ended_with_a_failed_one_asks_for_nothing(tmp_path):
     """Else a script that saves on SIGTERM and always fails would be requeued for ever."""
     (tmp_path / "one.py").write_text(
@@ -124,6 +127,7 @@ def test_a_module_s_error_is_shown_once_with_its_rank(tmp_path):
     assert code == 1 and out.count("[1] ValueError: no such file\n") == 1 and "[1] last words\n" in out, out
 
 
+@pytest.mark.nightly
 def test_no_rank_outlives_its_agent(tmp_path):
     process = start(tmp_path, mine.write(tmp_path).name, f"--out={tmp_path}", "--steps=10000", "--step-s=0.05")
     reach(tmp_path, 3, process)
@@ -147,7 +151,7 @@ def test_a_host_that_has_no_name_is_one_line(tmp_path):
     assert code == 2 and "a..b is not a host's name" in out.splitlines()[-1] and "Traceback" not in out, out
 
 
-@pytest.mark.nightly(but=["15", "10", "2"])
+@pytest.mark.nightly(but=["2"])
 @pytest.mark.parametrize("told", [None, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_node_waits_for_the_one_that_holds_the_rendezvous(tmp_path, told):
     """Not in torchrun, which gives up after 20 s; a stop request ends the wait."""

@@ -72,6 +72,7 @@ def test_a_function_gives_one_value_a_rank_after_a_restart_of_all(tmp_path):
     assert its_place == ["0", "2", "0", "2", "127.0.0.1", "1"]
 
 
+@pytest.mark.nightly
 def test_without_a_number_each_core_or_gpu_has_a_rank():
     wanted = torch.cuda.device_count() or len(os.sched_getaffinity(0))
     assert launch(os.getenv, "WORLD_SIZE") == [str(wanted)] * wanted
@@ -87,6 +88,7 @@ def test_the_rank_that_failed_first_is_named(capsys):
     assert time.monotonic() - began < 50, "the other rank was waited for"
 
 
+@pytest.mark.nightly
 def test_values_that_cannot_travel_are_named():
     with pytest.raises(ConfigError, match=r"cannot be sent to other processes: .*lock"):
         launch(sits, threading.Lock(), nproc=1)
@@ -285,6 +287,7 @@ def by_hand(folder, *overrides, ranks, at):
     return [start(folder, *line, env={**env, "RANK": str(rank)}) for rank in reversed(range(ranks))]
 
 
+@pytest.mark.nightly
 def test_ranks_meet_by_a_file_again_after_all_were_killed(tmp_path):
     """Three after two, on the path where the two have left theirs; what is told to stop leaves nothing there."""
     (tmp_path / "shared").mkdir()

@@ -60,6 +60,7 @@ def test_what_failed_once_is_repeated_and_named_with_its_first_failure(tmp_path)
     assert "flaky: test_it.py::test_once[1]\n" in done.stdout and "AssertionError: the first time" in done.stdout
 
 
+@pytest.mark.nightly(but=["4-0-4 tests failed; at most 3 are repeated"])
 @pytest.mark.parametrize(
     ("flaky", "wrong", "said"),
     [(1, 1, "each time"), (4, 0, "4 tests failed; at most 3 are repeated"), (0, 0, "0 tests failed")],

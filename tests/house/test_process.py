@@ -72,6 +72,7 @@ print(seconds, [each.join(10) or each.is_alive() for each in workers])
 """
 
 
+@pytest.mark.nightly
 def test_workers_of_a_data_loader_in_the_garbage_are_not_waited_for():
     done = subprocess.run([sys.executable, "-c", WORKERS_IN_A_CYCLE], capture_output=True, text=True, timeout=60)
     seconds, _, alive = done.stdout.partition(" ")

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,14 +128,15 @@ def start(
 
 def on_nodes(
     module: str, *words: str, folders: Sequence[Path], env: dict[str, str] | None = None, restarts: int = 0
-) -> list[subprocess.Popen[str]]:
-    """Start a torchrun agent of one rank in each folder, as nodes that meet by a static rendezvous."""
+) -> list[subprocess.Popen[str] | warm.Popen]:
+    """Start a torchrun agent of one rank in each folder, as nodes that meet by a static rendezvous. Warm if it can be."""
     meet = (f"--nnodes={len(folders)}", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
     how = (*meet, "--nproc-per-node=1", f"--max-restarts={restarts}")
     pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     lines = [[sys.executable, "-m", "torch.distributed.run", *how, f"--node-rank={at}"] for at in range(len(folders))]
+    begin = warm.Popen if warm.can(lines[0], env or {}) else partial(subprocess.Popen, **pipe)
     return [
-        subprocess.Popen([*line, "-m", module, *words], env=environment(**(env or {})), cwd=folder, **pipe)
+        begin([*line, "-m", module, *words], env=environment(**(env or {})), cwd=folder)
         for line, folder in zip(lines, folders, strict=True)
     ]
 

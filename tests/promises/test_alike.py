@@ -153,6 +153,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.nightly
 def test_units_that_only_some_ranks_call_are_refused_on_all_of_them_in_the_same_line():
     ends = on_ranks(refusals, 2, REFUSED)
     assert ends[0] == ends[1] and ends[0].keys() == REFUSED.keys()
@@ -167,6 +168,7 @@ def test_a_run_whose_ranks_call_different_units_ends_with_2_and_one_line(tmp_pat
     assert ended.outcome["exit_code"] == 2, ended.outcome
 
 
+@pytest.mark.nightly
 def test_a_parameter_that_is_frozen_while_training_is_named(tmp_path):
     freeze = ("+callbacks.f._target_=kit.parts.callbacks.FreezeAt", "+callbacks.f.at=2", "+callbacks.f.prefix='1.'")
     line = ("model.hidden=[16]", "batch_size=32", "max_steps=4", "eval.every_steps=off", *freeze)

@@ -313,6 +313,7 @@ def test_evaluation_can_be_bounded_or_left_out(tmp_path):
     assert refused.code == 2 and "null or off" in refused.said[0], refused.out
 
 
+@pytest.mark.nightly
 def test_a_schedule_that_depends_on_the_length_is_not_stretched_in_silence(tmp_path):
     """Cosine with another max_steps would jump from 2e-5 to 0.05; a constant rate may go on for longer."""
     run(tmp_path / "run", "scheduler=cosine", "max_steps=10")
@@ -328,6 +329,7 @@ def test_a_changed_micro_batch_is_said(tmp_path):
     assert "micro_batch_size=16 was None" in result.said[0], result.out
 
 
+@pytest.mark.nightly
 def test_every_generator_is_seeded(tmp_path):
     """Python's and NumPy's too: a model that draws from them starts the same each time."""
     (tmp_path / "drawn.py").write_text(

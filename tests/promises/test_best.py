@@ -77,6 +77,7 @@ def test_the_best_checkpoint_is_the_best_at_any_world_size(tmp_path, metric, mor
     assert best["mode"] == mode
 
 
+@pytest.mark.nightly
 def test_what_is_better_is_asked_for_before_training(tmp_path):
     line = ("+metrics.spread._target_=kit.parts.measures.Summed", "max_steps=3")
     for key in ("checkpoint.best=spread", "callbacks=[early_stopping] callbacks.early_stopping.metric=spread"):
@@ -94,7 +95,7 @@ def test_another_direction_starts_the_search_anew(tmp_path):
     assert best["mode"] == "min" and best["value"] == min(line["accuracy"] for line in values if line["step"] > 6)
 
 
-@pytest.mark.nightly(but=["Plain"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("metric", ["Plain", "Forgetful", "Summed", "OnFirst"])
 def test_a_metric_of_one_rank_s_samples_is_refused_and_one_of_all_is_exact(tmp_path, metric):
     line = (f"+metrics.own._target_={OWN}.{metric}", "max_steps=3", "eval.every_steps=3")
@@ -220,6 +221,7 @@ def test_a_run_that_failed_is_behind_and_equal_ones_are_in_the_order_of_their_nu
     assert best_in(tmp_path)[0].folder.name == "seed-2"
 
 
+@pytest.mark.nightly
 def test_the_best_checkpoint_stays_if_a_later_attempt_does_not_look_for_one(tmp_path):
     line = ("eval.every_steps=2", "checkpoint.every_steps=2", "checkpoint.keep=2", "optimizer.lr=0.1")
     run(tmp_path / "run", *line, "max_steps=2", "checkpoint.best=loss")
@@ -243,6 +245,7 @@ def test_another_run_s_best_evaluation_is_not_this_run_s(tmp_path):
     assert best["step"] > 6 and Path(best["path"]).is_dir() and str(other.folder) in best["path"], other.out
 
 
+@pytest.mark.nightly
 def test_an_evaluation_that_is_made_again_costs_no_patience(tmp_path):
     line = (
         "callbacks=[early_stopping]",
@@ -265,7 +268,7 @@ def test_an_evaluation_that_is_made_again_costs_no_patience(tmp_path):
     assert [line["step"] for line in counts.lines("eval")] == [4, 8], "nothing had counted the first"
 
 
-@pytest.mark.nightly(but=["2"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_best_of_a_run_that_goes_on_from_another_one_is_its_own(tmp_path, ranks):
     """Also at the other run's last step, whose evaluation came after its last checkpoint and is made again here."""
@@ -295,6 +298,7 @@ def test_a_best_evaluation_whose_checkpoint_could_not_be_written_does_not_count(
     assert (best["step"], best["value"]) == (4, 5.0) and Path(best["path"]).is_dir(), lower.out
 
 
+@pytest.mark.nightly
 def test_init_from_a_sweep_starts_from_the_weights_that_it_names_or_is_refused(tmp_path):
     line = (
         "max_steps=6",

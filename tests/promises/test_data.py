@@ -113,6 +113,7 @@ def test_image_folder(folder):
         data[0]
 
 
+@pytest.mark.nightly
 def test_text_defaults_to_the_standard_library():
     data = Text(train=True, root=None, pattern="**/*.py", block_size=64)
     inputs, targets = data.__getitems__([0, len(data) - 1])
@@ -570,6 +571,7 @@ def test_one_rank_of_a_node_downloads_while_the_others_wait(tmp_path):
     assert sorted(tmp_path.iterdir())[0].name.endswith("-0")
 
 
+@pytest.mark.nightly(but=["imagefolder", "mnist"])
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "imagefolder"])
 def test_real_formats_through_the_front_door(tmp_path, name, request):
     root = request.getfixturevalue({"mnist": "mnist", "cifar10": "cifar", "imagefolder": "folder"}[name])

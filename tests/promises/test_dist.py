@@ -336,7 +336,7 @@ def test_errors_know_their_code_and_whether_a_retry_can_help():
     assert RankLost.retry and Preempted.retry and Stopped.retry and not ConfigError.retry
 
 
-@pytest.mark.nightly(but=["0.6", "1.8"])
+@pytest.mark.nightly(but=["0.6"])
 @pytest.mark.parametrize("delay_s", [0.6, 1.2, 1.8, 2.4, 3.0])
 def test_sigterm_at_any_moment_of_the_start(tmp_path, delay_s):
     """To one rank alone, before or after it can take it: both leave, soon, and neither calls it a mistake."""
@@ -360,6 +360,7 @@ def listens(port):
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.nightly
 def test_the_store_of_rank_0_listens_at_the_masters_address_alone(tmp_path):
     """It authenticates nobody: who may connect to this host by another address has no answer there."""
     (place, _) = by_hand(2)
@@ -435,6 +436,7 @@ def test_a_store_that_is_lost_while_ranks_meet_is_no_mistake_of_the_config(tmp_p
         assert "lost the rendezvous store at 127.0.0.1 while the ranks met" in result.said[0]
 
 
+@pytest.mark.nightly
 def test_talk_is_counted(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "bench.talk", "--ranks=8", "--seconds=1"],

@@ -198,13 +198,14 @@ def test_not_a_number_stops_the_run(tmp_path, ranks):
     assert sorted(path.name for path in (result.folder / "checkpoints").iterdir())[-1] == "step-00000003"
 
 
+@pytest.mark.nightly
 def test_not_a_number_stops_the_run_at_an_evaluation_too(tmp_path):
     line = ("optimizer.lr=1e30", "log.every_steps=1000", "eval.every_steps=7", "checkpoint.every_steps=1000")
     result = run(tmp_path / "run", *line, "max_steps=400", ranks=2, ok=False)
     assert result.outcome["exit_code"] == 6 and "at step 7:" in result.outcome["error"], result.out
 
 
-@pytest.mark.nightly(but=["1"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_finds_is_told_as_that_rank_s(tmp_path, rank):
     """All ranks raise it; whichever is first to say so names the rank and the host on which it is."""
@@ -245,6 +246,7 @@ def test_weights_that_are_not_finite_are_never_committed(tmp_path, strategy):
     assert [each.name for each in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000003"]
 
 
+@pytest.mark.nightly
 def test_the_last_weights_are_not_committed_if_they_are_not_finite(tmp_path):
     result = run(tmp_path / "run", *SPOILED, "+callbacks.spoil.at=7", "max_steps=7", ranks=2, ok=False)
     assert result.outcome["exit_code"] == 6 and "step-00000007 is not saved" in result.outcome["error"], result.out

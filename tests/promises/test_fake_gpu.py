@@ -68,6 +68,7 @@ def test_a_value_that_is_read_is_counted(tmp_path):
     assert sum(waits[-1].values()) > sum(waits[0].values()), "the loss scaler reads whether a gradient is finite"
 
 
+@pytest.mark.nightly
 def test_a_save_waits_in_the_thread_that_writes_it(tmp_path):
     """By an event after its copies, not for the whole device; what it writes is resumed bit for bit."""
     line = ("optimizer=adamw", "checkpoint.every_steps=4")

@@ -235,6 +235,7 @@ def test_a_deadlocked_rank_says_where_it_stands(job, ledger, rank):
         assert_clean(cluster, ledger, steps=60)
 
 
+@pytest.mark.nightly
 def test_a_stopped_rank_alone_on_its_node_is_ended(job, ledger):
     """Nobody on its node could end it, but the kernel's timer does."""
     with job("max_steps=60", "dist.timeout_s=5") as cluster:
@@ -452,6 +453,7 @@ def test_out_of_memory_again_and_again(tmp_path):
     assert result.outcome["exit_code"] == 7 and "memory" in result.outcome["error"], result.out
 
 
+@pytest.mark.nightly(but=["0"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_bad_sample_ends_the_run_or_gives_its_place_to_the_next(tmp_path, workers):
     """The same substitutes at every world size, each said once, and not without bound."""

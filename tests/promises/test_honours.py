@@ -21,6 +21,7 @@ def test_a_step_of_ones_own_is_refused_what_it_does_not_honour(tmp_path, key):
     assert result.code == 2 and len(result.said) == 1 and key.split("=")[0] in result.said[0], result.out
 
 
+@pytest.mark.nightly
 def test_what_it_says_that_it_honours_and_what_it_inherits_is_not_refused(tmp_path):
     run(tmp_path / "said", *SMALL, f"{OWN}SaysSo", "grad_clip=0.5", "scheduler=cosine")
     plain, clipped = (
@@ -30,6 +31,7 @@ def test_what_it_says_that_it_honours_and_what_it_inherits_is_not_refused(tmp_pa
     assert plain != clipped
 
 
+@pytest.mark.nightly
 def test_the_documented_gan_clips_and_is_refused_what_it_does_not_honour(tmp_path):
     folder = ROOT / "examples/gan"
     line = ("+experiment=gan", "--config-dir", str(folder / "conf"), "max_steps=2", "grad_clip=0.001")
@@ -39,6 +41,7 @@ def test_the_documented_gan_clips_and_is_refused_what_it_does_not_honour(tmp_pat
     assert clipped.sha256 != plain.sha256
 
 
+@pytest.mark.nightly
 def test_train_metrics_are_refused_where_a_strategy_has_none(tmp_path):
     for strategy in ("pipeline", "parameter_server"):
         result = run(tmp_path / strategy, *SMALL, f"strategy={strategy}", "log.train_metrics=true", ranks=2, ok=False)

@@ -65,6 +65,7 @@ def test_a_line_is_the_mean_over_all_samples_since_the_last(tmp_path, every):
         assert values == pytest.approx(weighted(every, steps), rel=1e-9)
 
 
+@pytest.mark.nightly(but=["slices1"])
 @pytest.mark.parametrize("slices", [(), ("virtual_world_size=3",)])
 def test_lines_after_a_resume_are_those_of_an_undisturbed_run(tmp_path, slices):
     line = (*LINE, *slices, SEVEN, "checkpoint.every_steps=10", "checkpoint.keep=9")
@@ -112,6 +113,7 @@ def test_a_run_that_is_further_than_it_is_to_go(tmp_path):
     assert "/6" not in again.out and "the config asks for 6 steps, but 9 are done" in again.out, again.out
 
 
+@pytest.mark.nightly
 def test_metrics_that_a_resume_begins_or_ends_count_their_own_steps_alone(tmp_path):
     line = (*LINE[:3], "checkpoint.every_steps=6", "checkpoint.keep=9", "max_steps=20", "log.every_steps=20")
     run(tmp_path / "run", *line)
@@ -199,6 +201,7 @@ def test_intervals_in_seconds_follow_the_clock_with_few_looks_at_it():
     assert looks < 200
 
 
+@pytest.mark.nightly
 def test_intervals_in_seconds_leave_the_run_as_it_is(tmp_path):
     by_clock = ("log.every_s=0.4", "checkpoint.every_s=1", *pace(0.04))
     timed = run(tmp_path / "timed", *LINE, "max_steps=60", *by_clock, ranks=2)

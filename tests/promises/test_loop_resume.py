@@ -13,11 +13,12 @@ from exact import LOOPS
 
 
 @pytest.fixture(scope="module")
-def digests(tmp_path_factory):
-    """(loop, rank) -> digests of the whole run and of the one that was resumed, all from one launch of two ranks."""
+def digests(request, tmp_path_factory):
+    """(loop, rank) -> digests of the whole run and of the one that was resumed, all chosen loops from one launch of two ranks."""
+    loops = [item.callspec.params["loop"] for item in request.session.items if item.path == request.path]
     folder = tmp_path_factory.mktemp("exact")
     shutil.copy(ROOT / "tests/kit/loops/exact.py", folder)
-    code, out = warm.run([], [environment(**each) for each in by_hand(2)], cwd=folder, timeout_s=240, module="exact")
+    code, out = warm.run(loops, [environment(**each) for each in by_hand(2)], cwd=folder, timeout_s=240, module="exact")
     assert code == 0, out
     found = {}
     for line in filter(lambda line: line.startswith('{"loop"'), out.splitlines()):

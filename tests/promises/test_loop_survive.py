@@ -122,6 +122,7 @@ def test_a_rank_that_dies_in_what_follows_a_step_is_back_at_the_checkpoint_in_wa
     assert result.sha256 == whole.sha256 and result.numbers == whole.numbers
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_in_the_building_restarts_all(tmp_path, undisturbed):
     result = trained(tmp_path / "job", 2, "build@0:1,before-track@0:0")
     assert result.sha256 == undisturbed(2).sha256 and not result.events("survived")
@@ -135,7 +136,7 @@ def test_without_survival_the_run_is_the_same(tmp_path, undisturbed):
     assert result.numbers == undisturbed(2).numbers
 
 
-@pytest.mark.nightly(but=["0-parameters differ between ranks"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(("begins", "says"), [(0, "parameters differ between ranks"), (9, "had parameters of its own")])
 def test_ranks_of_which_each_has_its_own_weights_do_not_hand_them_on(tmp_path, begins, says):
     """Parameters are averaged after every second step, from the first step on or later, and lines come after an average."""
@@ -183,6 +184,7 @@ def test_a_state_that_is_easily_forgotten_is_handed_on_or_all_go_back(tmp_path, 
     assert result.sha256 == whole.sha256 and result.numbers == whole.numbers
 
 
+@pytest.mark.nightly
 def test_a_death_that_was_not_survived_in_place_is_told_as_what_it_was(tmp_path):
     result = trained(tmp_path / "job", 2, "before-evaluation@18:0,begin@22:1", restarts=0)
     lines = [line for line in result.lines("event") if line["event"] in ("restart", "survived")]
@@ -193,19 +195,21 @@ def test_a_death_that_was_not_survived_in_place_is_told_as_what_it_was(tmp_path)
     assert "rank 0 on " in lines[0]["cause"] and "SIGKILL" in lines[0]["cause"]
 
 
+@pytest.mark.nightly
 def test_a_communication_hook_with_a_state_of_each_rank_is_not_survived(tmp_path):
     result = trained(tmp_path / "job", 2, "begin@13:1", FORM="hook", script="odd")
     assert any("powerSGD_hook has a state of each rank" in line["text"] for line in result.events("note")), result.out
     assert not result.events("survived") and result.events("restart")
 
 
+@pytest.mark.nightly
 def test_optimizers_with_a_state_of_each_rank_are_refused_at_the_first_save(tmp_path):
     """A checkpoint would have the momenta of some ranks, and a resume others than the run."""
     result = trained(tmp_path / "job", 2, FORM="momenta", script="odd", code=1)
     assert any("keep it alike on all ranks" in line and "momentum" in line for line in result.said), result.out
 
 
-@pytest.mark.nightly(but=["0"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_leaves_the_loop_alone_is_told_in_one_line(tmp_path, rank):
     """Early stopping by a loss of a rank's own: the other ranks wait in the next step's sum."""
@@ -216,7 +220,7 @@ def test_a_rank_that_leaves_the_loop_alone_is_told_in_one_line(tmp_path, rank):
     assert "terminate called" not in result.out
 
 
-@pytest.mark.nightly(but=["0"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exit_of_one_rank_alone_ends_all_with_its_code(tmp_path, rank):
     result = trained(tmp_path / "job", 2, FORM=f"exits-{rank}", script="odd", code=1, restarts=0)

@@ -109,6 +109,22 @@ def check(result, mark, *, code, said=1):
         assert f'{SOURCE.name}", line {place(mark).partition(":")[2]}, in' in result.outcome["traceback"]
 
 
+@pytest.mark.nightly(
+    but=[
+        "no picture",
+        "raises in forward",
+        "none",
+        "dict",
+        "labels out of range",
+        "float labels",
+        "no length",
+        "raises in the data set",
+        "forgotten return in collate_fn",
+        "raises in a callback",
+        "raises in a metric",
+        "raises in the constructor",
+    ]
+)
 @pytest.mark.parametrize("mark", MISTAKES)
 def test_a_mistake_is_one_line_with_its_place(tmp_path, mark):
     overrides, code, *_ = MISTAKES[mark]
@@ -162,6 +178,7 @@ def test_a_count_may_be_a_plain_number(tmp_path):
     assert 0 <= result.lines("eval")[-1]["accuracy"] <= 1 and result.lines("eval")[-1]["per_class"] > 0
 
 
+@pytest.mark.nightly
 def test_a_metric_that_takes_no_dict_is_named(tmp_path):
     f1 = ("+metrics.f1._target_=torchmetrics.F1Score", "+metrics.f1.task=multiclass", "+metrics.f1.num_classes=3")
     result = run(tmp_path / "run", *BASE, model("Named"), loss("named"), *f1, ok=False)

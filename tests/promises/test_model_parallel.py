@@ -104,7 +104,7 @@ def test_every_layout_resumes_from_every_other(tmp_path, lines, whole):
         assert result.losses[step] == pytest.approx(loss, rel=1e-4), step
 
 
-@pytest.mark.nightly(but=["1f1b"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "chosen", [["strategy._target_=kit.parts.tensor_parallel.WatchedTensor"], [PIPELINE]], ids=["tensor", "1f1b"]
 )

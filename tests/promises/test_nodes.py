@@ -152,6 +152,7 @@ def maps_and_writes(name):
     return memory.token
 
 
+@pytest.mark.nightly
 def test_processes_that_come_at_once_map_the_same_memory_and_read_whole_beats():
     name = f"muster-test-{uuid.uuid4().hex}"
     tokens = on_ranks(maps_and_writes, 4, name)

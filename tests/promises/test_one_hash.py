@@ -181,6 +181,7 @@ def test_sums_go_by_hosts_if_the_network_is_ten_times_slower_than_memory(network
     assert on_ranks(decided, 4, network_s) == [goes] * 4
 
 
+@pytest.mark.nightly
 def test_sums_by_hosts_are_refused_where_no_such_sum_is(tmp_path):
     result = run(tmp_path / "run", "dist.hierarchical=always", ok=False)
     assert result.code == 2 and "dist.hierarchical=always is of virtual_world_size alone" in result.said[0], result.out

@@ -69,7 +69,7 @@ def seen_groups(folder, rank=0):
     return json.loads((folder / f"groups-{rank}.json").read_text())
 
 
-@pytest.mark.nightly(but=["one process", "fsdp"])
+@pytest.mark.nightly(but=["one process"])
 @pytest.mark.parametrize(
     "more, ranks",
     [((), None), (("strategy=zero",), 2), (("strategy=fsdp",), 2), (("strategy=pipeline",), 2)],
@@ -85,6 +85,7 @@ def test_a_schedule_of_torchs_gives_every_group_what_torch_gives_it(tmp_path, mo
         assert [*seen_groups(tmp_path / "run", rank).values()] == expected
 
 
+@pytest.mark.nightly
 def test_a_floor_of_torchs_schedule_is_that_of_every_group_and_a_resume_is_exact(tmp_path):
     line = ("optimizer=adamw", "optimizer.lr=0.003", GROUPS, *COSINE_FLOOR, *SEEN)
     whole, resumed = cut(tmp_path, *line)
@@ -94,6 +95,7 @@ def test_a_floor_of_torchs_schedule_is_that_of_every_group_and_a_resume_is_exact
     assert resumed.sha256 == whole.sha256
 
 
+@pytest.mark.nightly
 def test_a_momentum_that_torchs_schedule_cycles_is_cycled_and_resumed(tmp_path):
     """Also where the optimizer was built with none, and has a dampening that fused steps do not take."""
     line = ("optimizer.momentum=0", "+optimizer.dampening=0.1", "optimizer.lr=0.003", GROUPS, *ONE_CYCLE[:1], *SEEN)
@@ -124,12 +126,14 @@ def test_a_schedule_that_ends_before_the_run_is_refused_at_the_start(tmp_path, l
     assert not result.folder.joinpath("metrics.jsonl").exists() or not result.lines("train")
 
 
+@pytest.mark.nightly
 def test_an_optimizer_may_have_no_rate_and_state_of_no_parameter(tmp_path):
     whole, resumed = cut(tmp_path, f"{OWN}NoRate")
     assert resumed.sha256 == whole.sha256 and resumed.losses == whole.losses
     assert {line["lr"] for line in whole.lines("train")} == {None}
 
 
+@pytest.mark.nightly
 def test_the_divided_state_of_such_an_optimizer(tmp_path):
     whole, resumed = cut(tmp_path, f"{OWN}NoRate", "strategy=zero", ranks=2)
     assert resumed.sha256 == whole.sha256
@@ -156,7 +160,7 @@ def test_a_mistake_is_one_line(tmp_path, line, says):
     assert "Traceback" not in result.out
 
 
-@pytest.mark.nightly(but=["Complex-more3-2"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "model, more, ranks",
     [
@@ -187,7 +191,7 @@ def test_a_choice_of_ones_own_is_respected(tmp_path):
     run(tmp_path / "run", "+optimizer.foreach=true", "optimizer=adamw", *SHORT)
 
 
-@pytest.mark.nightly(but=["2"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_an_average_that_is_added_at_a_resume_begins_from_the_restored_weights(tmp_path, ranks):
     run(tmp_path / "run", *SHORT, "max_steps=7", ranks=ranks)
@@ -199,6 +203,7 @@ def test_an_average_that_is_added_at_a_resume_begins_from_the_restored_weights(t
         torch.testing.assert_close(averaged[name], (before[name] + weight) / 2)
 
 
+@pytest.mark.nightly
 def test_the_decay_of_an_average_warms_up_also_across_a_resume(tmp_path):
     weights = {steps: run(tmp_path / str(steps), *SHORT, f"max_steps={steps}").weights for steps in (6, 7, 8)}
     run(tmp_path / "run", *SHORT, "max_steps=6")
@@ -216,6 +221,7 @@ def test_an_average_of_a_short_run_is_of_what_was_trained(tmp_path):
     assert result.lines("eval")[-1]["loss"] < 2 * plain.lines("eval")[-1]["loss"]
 
 
+@pytest.mark.nightly
 def test_an_average_that_was_saved_without_a_count_goes_on_without_a_warm_up(tmp_path):
     before, after = (run(tmp_path / str(n), *SHORT, f"max_steps={n}").weights for n in (7, 8))
     old = (

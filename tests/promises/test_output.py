@@ -53,8 +53,8 @@ def ended_well(folder, *, printed=True):
 @pytest.mark.nightly(
     but=[
         "python-reader goes away-loader.num_workers=1",
+        "python-closed-log.progress=plain",
         "python-full disk-log.progress=bar",
-        "torchrun-closed-log.progress=bar",
     ]
 )
 @pytest.mark.parametrize(
@@ -101,6 +101,7 @@ def test_a_terminal_that_is_closed_ends_nothing(tmp_path):
     ended_well(tmp_path / "run")
 
 
+@pytest.mark.nightly
 def test_tools_whose_reader_goes_away_end_quietly(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text(

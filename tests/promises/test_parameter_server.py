@@ -109,6 +109,7 @@ def test_asynchronous_training_learns_from_every_sample_once_an_epoch(tmp_path, 
     assert len(result.events("checkpoint")) == 4
 
 
+@pytest.mark.nightly
 def test_an_asynchronous_table_learns_through_distributed_optimizers(tmp_path):
     line = ("strategy=ddp_rpc", "strategy.asynchronous=true", *CLICKS[:5], "epochs=3", "batch_size=40")
     result = run(tmp_path / "run", *line, ranks=3)

@@ -12,10 +12,10 @@ from muster.plan import Permutation, Plan, Share, sample_keys
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 65_537])
-def test_permutation_is_a_bijection(size):
-    values = Permutation(size, seed=3, epoch=1)(np.arange(size))
-    assert sorted(values.tolist()) == list(range(size))
+def test_permutation_is_a_bijection():
+    for size in (*range(1, 70), 255, 256, 257, 1000, 65_537):
+        values = Permutation(size, seed=3, epoch=1)(np.arange(size))
+        assert sorted(values.tolist()) == list(range(size)), size
 
 
 @given(size=st.integers(1, 5000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))

@@ -206,6 +206,7 @@ def test_a_start_leaves_out_what_nobody_uses(tmp_path):
         assert not heavy & imported
 
 
+@pytest.mark.nightly
 def test_any_working_folder_and_one_run_folder(tmp_path):
     elsewhere = tmp_path / "a folder with blanks"
     elsewhere.mkdir()

@@ -586,7 +586,7 @@ def measured(slices):
     return found
 
 
-@pytest.mark.nightly(but=["2-0"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks, slices", [(1, 0), (2, 0), (3, 0), (1, 4), (2, 4)])
 def test_the_value_is_that_of_one_rank_or_refused(ranks, slices):
     (found, *_) = on_ranks(measured, ranks, slices)

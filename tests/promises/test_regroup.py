@@ -155,6 +155,7 @@ def test_a_claim_is_given_up_when_its_launcher_is_gone(tmp_path):
     until(lambda: not list((tmp_path / "run").glob(".*")), "end of the claim", timeout_s=60)
 
 
+@pytest.mark.nightly(but=["1"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_data_set_whose_constructor_raises_ends_as_a_crash_loop(tmp_path, ranks):
     (tmp_path / "broken.py").write_text(
@@ -170,6 +171,7 @@ def test_a_data_set_whose_constructor_raises_ends_as_a_crash_loop(tmp_path, rank
     assert not list((tmp_path / "run").glob(".*"))
 
 
+@pytest.mark.nightly
 def test_failures_before_the_run_is_claimed_are_counted_whatever_they_are(tmp_path):
     """Another error each time; the run that is there is left alone, and its next attempt begins the count anew."""
     done = run(tmp_path / "run", "max_steps=2")

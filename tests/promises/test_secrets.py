@@ -78,6 +78,7 @@ def begun(folder, url, *more, **kwargs):
     return float(result.weights["1.weight"][0, 0]), result
 
 
+@pytest.mark.nightly
 def test_weights_are_those_of_the_whole_url_and_of_now(tmp_path):
     """Not another URL's of the same base name, and not those of before; a line says which."""
     for name, value in (("one", 1), ("two", 2)):
@@ -106,6 +107,7 @@ def test_a_server_that_does_not_say_what_it_has_is_read_again(tmp_path):
         assert [status for *_, status in seen] == [200, 200]
 
 
+@pytest.mark.nightly
 def test_a_kept_copy_that_was_spoiled_is_downloaded_anew(tmp_path):
     """Of the right size: torch reads flipped bits without a word."""
     weights(tmp_path / "served/model.pt", 1)
@@ -123,6 +125,7 @@ def test_a_kept_copy_that_was_spoiled_is_downloaded_anew(tmp_path):
     assert refused.code == 5 and "is downloaded anew" in refused.out, "nobody vouches for it offline either"
 
 
+@pytest.mark.nightly
 def test_an_older_file_that_was_put_back_is_noticed(tmp_path):
     """By a server that knows files by their dates alone, and takes whatever is not newer for unchanged."""
     kind = type("Dated", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
@@ -168,6 +171,7 @@ def test_a_secret_is_neither_written_nor_said(tmp_path):
     assert EventAccumulator(str(tmp_path / "run/tensorboard")).Reload().Tags()["scalars"]
 
 
+@pytest.mark.nightly(but=["None"])
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_an_error_about_a_storage_keeps_its_secret(tmp_path, ranks):
     """fsspec and urllib quote the URL, or parts of it, in their own messages."""

@@ -136,6 +136,7 @@ def gathered(text, *options):
     return last, ahead
 
 
+@pytest.mark.nightly(but=["True-2"])
 @pytest.mark.parametrize("reshards, times", [(True, 2), (False, 1)])
 def test_a_unit_is_gathered_for_forward_and_for_backward_and_the_rest_once_a_step(tmp_path, reshards, times):
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question: " * 15)
@@ -200,6 +201,7 @@ def test_what_does_not_go_together_is_refused_at_once(line, said):
 CHAIN = [(4, "fsdp"), (2, "fsdp"), (3, "ddp"), (4, "hybrid"), (2, "zero"), (1, "ddp"), (4, "fsdp")]
 
 
+@pytest.mark.nightly
 def test_every_layout_loads_what_another_has_saved(tmp_path, whole):
     folder = tmp_path / "run"
     for until, (ranks, strategy) in enumerate(CHAIN, 6):
@@ -277,6 +279,7 @@ def test_killed_anywhere_a_sharded_run_resumes_exactly(tmp_path, undisturbed, st
     assert not [name for name in os.listdir(result.folder / "checkpoints") if name.startswith(".")]
 
 
+@pytest.mark.nightly
 def test_preempted_a_sharded_run_saves_and_resumes_exactly(tmp_path):
     line = ("strategy=fsdp", "optimizer=adamw", "data._target_=kit.parts.data.Numbered")
     line = (*line, "model._target_=kit.parts.models.Slow", "checkpoint.every_steps=1000")

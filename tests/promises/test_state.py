@@ -41,6 +41,7 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_it(tmp_path, more):
     assert result.weights["running"].isfinite().all() and result.weights["running"].abs().sum() > 1
 
 
+@pytest.mark.nightly
 def test_a_buffer_that_is_none_until_it_is_needed_is_resumed(tmp_path):
     line = (f"{MODEL}Late", *LINE)
     whole = run(tmp_path / "whole", *line, "max_steps=9")
@@ -109,7 +110,7 @@ def test_functions_of_ones_own_draw_alike_at_every_world_size(tmp_path):
     assert run(tmp_path / "cut", *line, "max_steps=9", ranks=2).sha256 == alone.sha256
 
 
-@pytest.mark.nightly(but=["class"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "own",
     [("loader.collate_fn=kit.parts.state.mixup_in_training",), ("loader.batch=kit.parts.state.MaskedInTraining",)],
@@ -153,7 +154,7 @@ def test_metrics_that_keep_a_state_have_the_same_digits_at_every_world_size(tmp_
     assert abs(plain.lines("eval")[0]["distance"] - alone.lines("eval")[0]["distance"]) < 1e-3
 
 
-@pytest.mark.nightly(but=["ranks"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("more, ranks", [((), 2), (V[:1], None), ((), None)], ids=["ranks", "slices", "one process"])
 def test_a_metric_that_does_not_add_up_its_states_is_refused_where_there_are_several(tmp_path, more, ranks):
     metric = ("+metrics.right._target_=torchmetrics.classification.MulticlassAccuracy", "+metrics.right.num_classes=10")
@@ -171,6 +172,7 @@ def test_a_metric_that_does_not_add_up_its_states_is_refused_where_there_are_sev
 # What a resume at the same size needs
 
 
+@pytest.mark.nightly(but=["optimizer"])
 @pytest.mark.parametrize(
     "more",
     [
@@ -188,6 +190,7 @@ def test_a_resume_is_bit_identical(tmp_path, more):
     assert again.sha256 == whole.sha256 and again.lines("eval")[-1] == whole.lines("eval")[-1]
 
 
+@pytest.mark.nightly
 def test_the_state_of_a_loss_is_the_runs(tmp_path):
     line = ("model.hidden=[8]", "objective._target_=kit.parts.state.Centred", *V, "max_steps=9")
     alone = run(tmp_path / "alone", *line)
@@ -204,7 +207,7 @@ LAYERS = ("model.hidden=[64,64]", "eval.every_steps=off", "checkpoint.accept_cha
 ONE, TWO, REST = "{match:1.weight,weight_decay:0.0}", "{match:3.weight,weight_decay:0.0}", "{match:'*.bias'}"
 
 
-@pytest.mark.nightly(but=["single-None"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy, ranks", [("single", None), ("zero", 2), ("fsdp", 2), ("pipeline", 2)])
 def test_an_optimizers_state_follows_the_names_into_groups_in_another_order_split_and_merged(tmp_path, strategy, ranks):
     line = (*LAYERS, f"strategy={strategy}", "optimizer.momentum=0.9")
@@ -222,6 +225,7 @@ def test_an_optimizers_state_follows_the_names_into_groups_in_another_order_spli
         assert all(torch.equal(weight, other.weights[key]) for key, weight in kept.weights.items()), name
 
 
+@pytest.mark.nightly
 def test_parameters_of_groups_that_differ_in_what_no_config_sets_do_not_become_one_group(tmp_path):
     line = (*LAYERS, "optimizer._target_=torch.optim.Adagrad", "optimizer.lr=0.1")
     run(tmp_path / "first", *line, "+optimizer.groups=[{match:1.weight,lr_decay:0.5}]", "max_steps=2")
@@ -251,6 +255,7 @@ def test_what_would_be_lost_without_a_word_is_refused(tmp_path, line, says):
     assert "Traceback" not in result.out and not (tmp_path / "run/model.pt").exists()
 
 
+@pytest.mark.nightly
 def test_a_modules_extra_state_may_be_a_dict(tmp_path):
     line = (f"{MODEL}Extra", *LINE)
     run(tmp_path / "run", *line, "max_steps=5")

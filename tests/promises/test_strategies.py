@@ -7,6 +7,7 @@ from kit.job import run
 STATEFUL = ("model._target_=kit.parts.models.Stateful", "batch_size=31", "max_steps=12")
 
 
+@pytest.mark.nightly
 def test_what_an_optimizer_keeps_in_its_groups_is_resumed(tmp_path):
     line = (
         "optimizer._target_=kit.parts.optimizers.Fading",

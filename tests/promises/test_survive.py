@@ -102,6 +102,7 @@ DEATHS = [
     ("memory", "backward@13:0"),
     ("memory", "before_update@13:1"),
     ("memory", "step_end@21:0"),
+    ("memory", "save@20:1"),
     ("memory", "eval_end@23:1"),
     ("gloo", "after_update@13:0"),
     ("gloo", "backward@20:1"),
@@ -123,8 +124,8 @@ DEATHS = [
         "memory-forward@14:1",
         "memory-backward@13:0",
         "memory-before_update@13:1",
+        "memory-save@20:1",
         "memory-eval_end@23:1",
-        "gloo-save@20:3",
     ]
 )
 @pytest.mark.parametrize(("kind", "kill"), DEATHS)
@@ -146,6 +147,7 @@ def assert_accounted_for(history, seconds):
     assert sum(history.spent.values()) == pytest.approx(history.seconds, abs=0.01)
 
 
+@pytest.mark.nightly
 def test_a_rank_whose_data_take_long_to_load_says_that_the_others_wait(tmp_path):
     result = trained(tmp_path / "run", "memory", "data._target_=kit.parts.dying.SlowAgain", kill="forward@14:1")
     told = "rank 1 has died (SIGKILL) and loads its data again: the others wait for it"
@@ -172,6 +174,7 @@ def test_several_deaths(tmp_path, undisturbed, kill, survived):
     assert f"<b>{survived} on {events[0]['host']}</b>" in write_report(result.folder).read_text()
 
 
+@pytest.mark.nightly(but=["backward@23:0,backward@23:1"])
 @pytest.mark.parametrize("kill", ["backward@23:0,backward@23:1", "backward@23:1,before_update@23:1"])
 def test_what_is_not_survived_goes_by_restart_and_checkpoint(tmp_path, undisturbed, kill):
     """No rank is left with the state; a rank dies twice at one step."""
@@ -187,6 +190,7 @@ CHANGED = (
 )
 
 
+@pytest.mark.nightly
 def test_what_parts_draw_when_they_are_built_and_what_callbacks_change_is_as_without_a_death(tmp_path):
     """A data set and a model draw in their constructors; a callback changes the optimizer, and counts its calls."""
     undisturbed = trained(tmp_path / "undisturbed", "memory", *CHANGED)
@@ -232,14 +236,11 @@ def test_a_rank_that_stands_still_is_born_again(tmp_path, fault):
     env = {"FAULTS_MADE": str(tmp_path)}
     hang = ("+callbacks.hang._target_=kit.parts.dying.Hang", "+callbacks.hang.at=30")
     line = (*LINE, *hang) if fault == "hangs" else (*LINE, *pace(0.05), *hold(40, until=tmp_path / "stopped"))
-    process = start(
-        tmp_path / "run", *line, "dist.timeout_s=5", "max_steps=100", ranks=2, torchrun=RESTARTS, env=env, cold=True
-    )
+    line = (*line, "dist.timeout_s=5", "max_steps=100")
+    process = start(tmp_path / "run", *line, ranks=2, torchrun=RESTARTS, env=env)
     if fault == "stopped":
         wait_for(tmp_path / "run", reached(28), process=process)
-        [keeper] = [pid for pid in children(process.pid) if variable(pid, "RANK") == "1"]
-        [rank] = children(keeper)
-        os.kill(rank, signal.SIGSTOP)
+        os.kill(rank_of(children(process.pid)[1]), signal.SIGSTOP)
         (tmp_path / "stopped").touch()
     done = finish(process, tmp_path / "run")
     [survived] = done.events("survived")
@@ -376,7 +377,7 @@ def test_what_the_other_ranks_do_not_know_is_not_saved_without_the_lost_one(tmp_
     assert result.events("restart") and result.sha256 == undisturbed.sha256, result.out
 
 
-@pytest.mark.nightly(but=["born again"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("keeper", ["", ":keeper"], ids=["born again", "for good"])
 def test_the_best_checkpoint_is_made_again_if_it_was_still_being_written(tmp_path, keeper):
     marks = tmp_path / "marks"
@@ -395,6 +396,7 @@ def test_the_best_checkpoint_is_made_again_if_it_was_still_being_written(tmp_pat
     assert (tmp_path / "saved" / "step-00000020").is_dir(), result.out
 
 
+@pytest.mark.nightly
 def test_an_error_of_one_rank_after_each_step_is_a_crash_loop_although_the_others_save_the_step(tmp_path):
     more = ("+callbacks.raises._target_=kit.parts.dying.Raises", "dist.survive=true", "max_steps=20")
     result = run(tmp_path / "run", *more, ranks=2, torchrun=("--max-restarts=5",), ok=False)
@@ -596,6 +598,7 @@ def test_a_keeper_passes_a_stop_on_once_and_a_newborn_knows_of_it():
     assert process.returncode == 75 and out == "1 SIGKILL True\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.quick
 def test_what_a_rank_has_started_is_gone_when_it_is_born_again():
     body = "print(subprocess.Popen(['sleep', '60']).pid, flush=True) if not life.number else None; os.kill(os.getpid(), signal.SIGKILL) if not life.number else None; return 0"
