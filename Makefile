@@ -31,7 +31,7 @@ train: $(VENV)/.train ## train on the digits with DDP on NPROC processes (2); AR
 
 FAILED = .pytest_cache/failed
 LANES  = test-kubernetes test-docker test-slurm
-test: $(VENV)/.test ## every promise once, as CI does, in half an hour; ARGS="tests/promises/test_plan.py -k bijection" runs a part
+test: $(VENV)/.test ## test as CI does, in a quarter of an hour; ARGS="tests/promises/test_plan.py -k bijection" runs a part
 ifeq ($(ARGS),)
 	rm -rf $(FAILED)
 	code=0; $(MAKE) test-core || code=$$?; $(MAKE) --keep-going --jobs=3 \
@@ -40,7 +40,7 @@ else
 	$(BIN)/python -m pytest -rs $(ARGS)
 endif
 
-test-all: $(VENV)/.test ## every test, an hour and a half: all matrices, faults and substrates; Kubernetes is built
+test-all: $(VENV)/.test ## every test: all matrices, faults and substrates; Kubernetes is built
 	$(BIN)/python -m mypy --platform darwin --cache-dir .mypy_cache/darwin
 	$(MAKE) test TIER=
 
