@@ -37,6 +37,8 @@ def announce(run: Run, folder: RunFolder, *, kinds: list[str], deaths: Sequence[
         run.records.event("note", text=f"nothing is evaluated: {why}")
     if text := note_of(run.course.data.fingerprint):
         run.records.event("note", text=text)
+    if run.counts.note:
+        run.records.event("note", text=run.counts.note)
     for text in mixed_kinds(kinds, folder.saved.manifest.get("computes_on") if folder.saved else None):
         run.records.event("note", text=text)
     known = {"total_steps": run.total_steps, "samples_per_epoch": len(run.course.data.train)}

@@ -42,6 +42,7 @@ from muster.train.strategies.replicas.buffers import differs
 from muster.train.strategies.replicas.replicated import Replicas
 from muster.train.strategies.single import Single
 from muster.train.strategies.state import GROUPS
+from muster.train.strategies.step.counts import Counts
 from muster.train.strategies.step.slices import SlicedStep
 from muster.train.window import Window
 
@@ -63,6 +64,7 @@ class Live(HandOver):
         self._loaded: Watch | None = None
         self.records: Metrics | None = None
         self._window: Window | None = None
+        self._counts: Counts | None = None
         self._noted: list[tuple[int, int]] = []
         self._strategy: Replicas | None = None
 
@@ -72,6 +74,7 @@ class Live(HandOver):
         """Note from now on what only this rank knows of each step."""
         assert isinstance(run.strategy, Replicas)
         self._strategy, self._window, self.records = run.strategy, run.window, run.records
+        self._counts = run.counts
         self.begin()
         optimizer_step = run.strategy.optimizer_step
         optimizer_step.before_sum, optimizer_step.before_forward = self._note, self._see_buffers
@@ -92,9 +95,10 @@ class Live(HandOver):
         note_why_not(self.records, why)
 
     def _note(self, step: int, loss: Tensor | None, metrics: Mapping[str, Tensor]) -> None:
-        assert self._window
+        assert self._window and self._counts
         own = {"loss": None if loss is None else float(loss), "metrics": {k: float(v) for k, v in metrics.items()}}
-        self._write(step, {"window": self._window.own(), **own})
+        seen = [float(each) for each in self._counts.seen] if self._counts.seen else None
+        self._write(step, {"window": self._window.own(), "seen": seen, **own})
 
     def _see_end(self, step: int) -> None:
         self.notes.whole = step + 1
@@ -133,7 +137,7 @@ class Live(HandOver):
         best = progress.best["step"] if progress.best and self.owes_save else 0
         is_best_lost = (checkpoints.newest_step or 0) < best < progress.step  # nobody has that step's weights any more
         if progress.stage < ENDED or run.callbacks.are_cut_short or is_best_lost:  # not all of a callback has happened
-            self._strategy = self._window = progress.result = None
+            self._strategy = self._window = self._counts = progress.result = None
             return
         if run.callbacks.are_within:  # only then: a callback may count its calls
             run.callbacks.on_checkpoint(run)
@@ -154,7 +158,9 @@ class Live(HandOver):
             "fingerprint": run.course.data.fingerprint,
             "frozen": [name for name, each in run.strategy.parameters().items() if not each.requires_grad],
         }
-        self._strategy = self._window = progress.result = None  # which hold the group and its connections
+        self._strategy = self._window = self._counts = progress.result = (
+            None  # which hold the group and its connections
+        )
 
     # In the next attempt.
 
@@ -251,7 +257,7 @@ class Live(HandOver):
             metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in facts["metrics"].items()}
             own = torch.tensor(loss, dtype=torch.float64)
             result = StepResult(own, own, skipped=progress.skipped_in_a_row > 0, metrics=metrics)
-            window.add(result, samples=plan.count(progress.step - 1))
+            window.add(result, samples=plan.count(progress.step - 1), seen=facts["seen"])
         if progress.logged == progress.step:
             window.clear()
         return None

@@ -28,6 +28,7 @@ from muster.train.data.batches import micro_batches
 from muster.train.evaluation import best_mode, measure
 from muster.train.objectives.measure import Measures, value_of
 from muster.train.strategies.base import StepResult, Strategy
+from muster.train.strategies.step.counts import Counts
 from muster.train.strategies.step.optimizer_step import Stepping
 from muster.train.throughput.figures import peak_memory
 from muster.train.timed import Timed
@@ -55,13 +56,14 @@ class Run:
     """One attempt at a run: its parts and its progress.
 
     running: heartbeat, records, checkpoints and the agreed stop. course: the data and the steps.
-    measures: metrics of evaluations. window: sums since the last log line. timed: intervals in seconds.
+    counts: weights of micro-batches. measures: metrics of evaluations. window: sums since the last log line. timed: intervals in seconds.
     """
 
     config: Config
     running: Running
     course: Course
     strategy: Strategy
+    counts: Counts
     callbacks: Hooks
     measures: Measures
     window: Window
@@ -168,8 +170,8 @@ def train(run: Run) -> Ending:
     running.start()
     end_step(run)
     for batches in steps(run):
-        result = run.strategy.step(run.step, batches)
-        run.window.add(result, samples=course.plan.count(run.step))
+        result = run.strategy.step(run.step, weigh(run, batches))
+        run.window.add(result, samples=course.plan.count(run.step), seen=run.counts.seen)
         run.progress.advance(result)
         count_skips(run, result)
         running.records.advance(run.step)
@@ -225,6 +227,11 @@ def steps(run: Run) -> Iterator[list[Batch]]:
             return
 
 
+def weigh(run: Run, batches: list[Batch]) -> list[Batch]:
+    """Return the micro-batches with their weights in the loss of the step. Collective: every rank must call it."""
+    return run.counts.weigh(batches, alone=run.strategy.is_alone(run.step))
+
+
 def load(run: Run, plan: Plan, steps: range) -> Iterator[list[Batch]]:
     """Return this rank's micro-batches of each of `steps` of training."""
     shard, device = run.strategy.data_shard, run.world.device
@@ -264,7 +271,7 @@ def evaluate(run: Run) -> None:
 
 def stop_if_diverged(run: Run) -> None:
     """Raise Diverged if the loss of the steps since the last `train` line is not finite. Collective: every rank must call it."""
-    if run.config.on_nonfinite is NonFinite.stop and not math.isfinite(run.world.sum([run.window.own_loss()])[0]):
+    if run.config.on_nonfinite is NonFinite.stop and not math.isfinite(run.world.sum(run.window.own_loss())[0]):
         raise diverged(run)
 
 
@@ -334,18 +341,18 @@ def log(run: Run, result: StepResult) -> None:
 
     Collective: every rank must call it.
     """
-    own_loss = run.window.own_loss()  # waits for the device
+    own = run.window.own_loss()  # waits for the device
 
     def line(sums: list[float]) -> dict[str, Any]:
-        loss, more = run.window.close(sums[0])
+        loss, more = run.window.close(sums[0], sums[1])
         if not math.isfinite(loss) and run.config.on_nonfinite is NonFinite.stop:
             raise diverged(run)
         samples = run.course.plan.samples_before(run.step)
         known = {"epoch": epoch(run), "loss": loss, "lr": run.strategy.lr, "grad_norm": float(result.grad_norm)}
-        memory = {"peak_memory_gib": round(max(sums[1:]), 2)} if sums[1:] else {}
+        memory = {"peak_memory_gib": round(max(sums[2:]), 2)} if sums[2:] else {}
         return {**known, "samples": samples, "more": memory | more | run.window.take_logged()}
 
-    run.running.log([own_loss, *peak_memory(run.world)], line)
+    run.running.log([*own, *peak_memory(run.world)], line)
 
 
 def save(run: Run) -> None:

@@ -37,6 +37,7 @@ from muster.train.models.initial import first_weights
 from muster.train.models.record import note_model
 from muster.train.numerics import kinds_of, set_numerics
 from muster.train.objectives.build import build_measures
+from muster.train.objectives.counted import refuse_divided
 from muster.train.outputs import open_records
 from muster.train.position import identity, restore
 from muster.train.settings import group_options, run_options, visit_of
@@ -167,7 +168,9 @@ def open_run(
     measures = build_measures(config.metrics, world=world, sliced=config.virtual_world_size is not None)
     kinds = kinds_of(world) if config.virtual_world_size else []
     weights = first_weights(config, world) if folder.saved is None and source is None else None
-    strategy.build(recipe(config, data, plan, total_steps, world, measures=measures, weights=weights), world)
+    made = recipe(config, data, plan, total_steps, world, measures=measures, weights=weights)
+    refuse_divided(made.objective, config, parts=strategy.divides(world.size))
+    strategy.build(made, world)
     life.on_end(strategy.close)
     callbacks.on_build(strategy)
     window = Window(world, slices=config.virtual_world_size, measures=config.log.train_metrics)
@@ -207,6 +210,7 @@ def open_run(
         running=running,
         course=course,
         strategy=strategy,
+        counts=strategy.counts(made),
         callbacks=callbacks,
         measures=measures,
         window=window,

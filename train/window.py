@@ -15,7 +15,7 @@ from muster.train.objectives.measure import means
 from muster.train.strategies.base import StepResult
 
 NAME = "loop/window"
-LOSS = "loss"
+LOSS, LOSS_OF = "loss", "loss/of"
 MEASURED = "measured/"
 
 
@@ -42,8 +42,12 @@ class Window:
         self._sums: dict[str, Any] = {}
         self._samples, self._measured, self._made = 0, 0, False
 
-    def add(self, result: StepResult, *, samples: int) -> None:
-        """Add the result of a step of `samples` samples. Skipped steps count only if all so far were skipped."""
+    def add(self, result: StepResult, *, samples: int, seen: tuple[Any, Any] | None = None) -> None:
+        """Add the result of a step of `samples` samples. Skipped steps count only if all so far were skipped.
+
+        seen: what makes a sum of this rank's share of the loss, and this rank's part of what the mean is over
+            (`Counts.seen`); None: the samples.
+        """
         if self._made and result.skipped:
             return
         if not self._made and not result.skipped:
@@ -52,10 +56,12 @@ class Window:
         self._samples += samples
         self._measured += samples * self._measures
         waits = self._world.device.type == "cuda"
+        times, of = seen or (samples, samples * self._world.is_first)
         loss = (
             result.loss.detach().double() if waits else result.loss.item()
-        ) * samples  # exact in float64: a float32 loss has 24 bits
+        ) * times  # exact in float64: a float32 loss has 24 bits
         self._sums[LOSS] = self._sums[LOSS] + loss if LOSS in self._sums else loss
+        self._sums[LOSS_OF] = self._sums[LOSS_OF] + of if LOSS_OF in self._sums else of
         for key, value in result.metrics.items():
             name = f"{MEASURED}{key}"
             self._sums[name] = self._sums[name] + value if name in self._sums else value
@@ -70,21 +76,21 @@ class Window:
         self._begin()
         self.logged = {}
 
-    def own_loss(self) -> float:
-        """Return this rank's part of the sum of losses. Waits for the device."""
-        return float(self._sums.get(LOSS, 0.0))
+    def own_loss(self) -> list[float]:
+        """Return this rank's part of the sum of losses, and of what their mean is over. Waits for the device."""
+        return [float(self._sums.get(name, 0.0)) for name in (LOSS, LOSS_OF)]
 
-    def close(self, loss: float) -> tuple[float, dict[str, float]]:
+    def close(self, loss: float, of: float) -> tuple[float, dict[str, float]]:
         """Return the mean loss and the mean metrics, and reset. Collective: every rank must call it.
 
-        loss: sum of losses over all ranks.
+        loss, of: sum of losses over all ranks, and of what their mean is over.
         """
-        own = {name.removeprefix(MEASURED): float(value) for name, value in self._sums.items() if name != LOSS}
-        samples, measured = self._samples, self._measured
+        own = {k.removeprefix(MEASURED): float(v) for k, v in self._sums.items() if k.startswith(MEASURED)}
+        measured = self._measured
         self._begin()
         more = means(self._world.sum_named(own), count=measured) if self._measures else {}
         more.pop(LOSS, None)
-        return loss / samples, more
+        return loss / of if of else 0.0, more
 
     def take_logged(self) -> dict[str, float]:
         """Return what callbacks have logged, and forget it. Waits for the device."""
@@ -120,6 +126,8 @@ class Window:
             self._measured = found.get("measured", self._samples if self._measures else 0)
             self.logged = dict(found.get("logged", {}))
             sums = found["sums"] if own else {name: v for name, v in found["sums"].items() if self._takes(name)}
+            if LOSS_OF not in found["sums"]:  # of a run before losses had counts of their own
+                sums = {**sums, LOSS_OF: self._samples * self._world.is_first}
             self._sums = {
                 name: torch.tensor(value, dtype=torch.float64, device=self._world.device)
                 for name, value in sums.items()

@@ -30,13 +30,31 @@ AHEAD_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch on the device. `count` of its samples count (see plan.MicroBatch), out of `total` in the step."""
+    """A micro-batch on the device. `count` of its samples count (see plan.MicroBatch), out of `total` in the step.
+
+    own: what its mean loss is over, a number or a tensor [], if this is not samples. of: returns what the global batch has of
+        that; it may wait for other ranks.
+    """
 
     inputs: Any
     targets: Any
     count: int
     total: int
     slice: int = 0
+    own: Any = None
+    of: Callable[[], Any] | None = None
+
+    @property
+    def share(self) -> Any:
+        """The weight of the micro-batch's mean loss in that of the step, a number or a tensor []."""
+        return ratio(self.own, self.of()) if self.of else self.count / self.total
+
+
+def ratio(count: Any, total: Any) -> Any:
+    """Return a part of a total, numbers or tensors []; 0 of nothing."""
+    if isinstance(total, torch.Tensor):
+        return torch.where(total > 0, count / total, 0.0)
+    return count / total if total else 0.0
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from muster.dist.node_memory import node_memory
 from muster.dist.options import GroupOptions
 from muster.dist.place import Place, leave_store
 from muster.dist.reduce.hosts import Hosts, find_hosts
-from muster.dist.reduce.shared_memory import SharedMemory, share_memory
+from muster.dist.reduce.shared_memory import POST, SharedMemory, share_memory
 from muster.dist.rendezvous.meeting import Birth, meet
 from muster.dist.rendezvous.network import check_descriptors, choose_interface
 from muster.dist.rendezvous.reach import closed
@@ -88,6 +88,26 @@ class World:
         else:
             dist.all_reduce(total, group=self.group)
         return [float(value) for value in total]
+
+    def sum_later(self, values: list[float]) -> Callable[[], list[float]]:
+        """Begin to sum over ranks in float64; return what waits for the other ranks, and returns the sums. Collective.
+
+        No sum but the next may be begun before all ranks have asked for this one.
+        """
+        if self.size == 1:
+            return lambda: values
+        if self.memory and len(values) <= POST:
+            posted = self.memory.post(values)
+            return lambda: [sum(column) for column in zip(*posted(), strict=True)]
+        total = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+
+        def summed() -> list[float]:
+            work.wait()
+            found: list[float] = total.tolist()
+            return found
+
+        return summed
 
     def sum_named(self, values: dict[str, float]) -> dict[str, float]:
         """Sum over ranks by name; a rank may lack names (if it has no samples, for example). Collective."""

@@ -5,8 +5,9 @@ Both continue in the middle of an epoch from the number of steps done alone.
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ from muster.batches.generators import kept_generators, key_of, seed_generators
 from muster.batches.loader import LoaderConfig, batches, to
 from muster.batches.stream import Stream
 from muster.errors import ConfigError
+from muster.origin import described
 from muster.plan import Plan
 
 PARTS = ("sampler", "batch_sampler", "dataset", "data_source")
@@ -39,6 +41,7 @@ class Portion:
     """One rank's micro-batch of a step: `count` of the step's `total` samples; 0 of 0 if a loader does not say how many.
 
     begins, ends: whether it is the first and the last one of the step on this rank.
+    of, of_step: what the loop's own `count` finds in it, and in all of this rank's of the step; None without one.
     """
 
     batch: Any
@@ -46,6 +49,24 @@ class Portion:
     total: int = 0
     begins: bool = True
     ends: bool = True
+    of: float | None = None
+    of_step: float = 0.0
+
+
+def counted(portions: Iterator[Portion], count: Callable[[Any], Any]) -> Iterator[Portion]:
+    """Yield the portions with what `count` finds in each. Raises ConfigError if that is no number."""
+    step = list[Portion]()
+    for each in portions:
+        found = count(each.batch) if each.count or not each.total else 0.0
+        if not isinstance(found, int | float) and not (isinstance(found, torch.Tensor) and found.numel() == 1):
+            raise ConfigError(
+                f"batches(count=...) returns {described(found)}: return what the mean loss over the batch is over, a number"
+            )
+        step.append(dataclasses.replace(each, of=float(found)))
+        if each.ends:
+            of_step = sum(one.of or 0.0 for one in step)
+            yield from (dataclasses.replace(one, of_step=of_step) for one in step)
+            step = []
 
 
 class Feed(Protocol):

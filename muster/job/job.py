@@ -18,7 +18,7 @@ from muster.batches.loader import LoaderConfig
 from muster.errors import ConfigError, Diverged, MusterError
 from muster.job.entrance import Entrance
 from muster.job.evaluation import evaluate
-from muster.job.feed import Feed, Portion, feed
+from muster.job.feed import Feed, Portion, counted, feed
 from muster.job.lifecycle import State
 from muster.job.lives import run
 from muster.job.options import JobOptions
@@ -55,7 +55,7 @@ class Job(JobOptions):
     def __post_init__(self) -> None:
         self._entrance, self._process = Entrance(self), os.getpid()
         self._session: Session | None = None
-        self._portion = Portion(None)
+        self._portion, self._of_step = Portion(None), 0.0
         self._is_owed = self._is_weighed = self._is_warned = False
 
     def __enter__(self) -> Self:
@@ -166,12 +166,16 @@ class Job(JobOptions):
         drop_last: bool = False,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        count: Callable[[Any], Any] | None = None,
     ) -> Iterator[Any]:
         """Yield this rank's batches of each step that is left, on the device. Call `step` once for each.
 
         Of a data set, every step takes the next `batch_size` samples of the epoch's order, whatever the number of
         ranks, and each rank gets its share of them. Where the shares are not equal, multiply the loss by `weight`. What
         the loop does after `step` belongs to the step: it is done before a checkpoint or a stop.
+
+        A mean that is not over samples, but over tokens that are not padding, say, needs `count`; then `weight` makes it the
+        mean over the global batch, whatever the ranks and micro-batches, and a record's loss is divided by the same count.
 
         Args:
             source: a data set with `__len__` and `__getitem__`, an IterableDataset with `__len__`, or a DataLoader of
@@ -185,6 +189,7 @@ class Job(JobOptions):
             drop_last: drop the last batch of an epoch if it is smaller.
             num_workers: processes per rank that load samples.
             collate_fn: turns a list of samples into a batch; None: torch's default_collate.
+            count: gets a batch, and returns what its mean loss is over, a number or a tensor []; None: samples.
 
         Raises:
             ConfigError: an argument is not valid, or differs from that of the checkpoint.
@@ -203,7 +208,7 @@ class Job(JobOptions):
             loader=self._loader(num_workers, collate_fn, micro_batch_size=micro_batch_size),
         )
         session.open(made)
-        return self._portions(session, made)
+        return self._portions(session, made, count)
 
     def step(self, loss: Tensor | float | None = None, *, samples: int | None = None, **values: Any) -> None:
         """Count an optimizer step; log, save and stop where it is time to. Collective: every rank must call it.
@@ -225,8 +230,10 @@ class Job(JobOptions):
         self._note_weight(session)
         check_names(values, "step()")
         known = {name: value for name, value in {"loss": loss, **values}.items() if value is not None}
-        known_count = portion.count if portion.total else 1
-        session.note(known, weight=known_count if samples is None else samples)
+        weight: float = portion.count if portion.total else 1
+        if portion.of is not None:
+            weight = portion.of
+        session.note(known, weight=weight if samples is None else samples)
         if portion.ends:
             session.advance(samples=portion.total or (samples or 0) * self.world_size)
         if not session.feed:
@@ -367,10 +374,13 @@ class Job(JobOptions):
         """What to multiply a mean loss over this rank's samples by, for the exact mean gradient over the global batch.
 
         1 if all ranks have equally many samples of the step, 0 on a rank that has none: its batch is one sample that
-        does not count.
+        does not count. With `batches(count=...)`, the same of what that counts.
         """
         self._is_weighed = True
-        return self._portion.count * self.world_size / self._portion.total if self._portion.total else 1.0
+        portion = self._portion
+        if portion.of is not None:
+            return portion.of * self.world_size / self._of_step if self._of_step else 0.0
+        return portion.count * self.world_size / portion.total if portion.total else 1.0
 
     # Private
 
@@ -406,11 +416,13 @@ class Job(JobOptions):
         share = Share(self.rank, self.world_size, micro_batch_size)
         return LoaderConfig(share, self.device, self.seed, num_workers, collate=collate_fn, adapter=unsplit)
 
-    def _portions(self, session: Session, made: Feed) -> Iterator[Any]:
+    def _portions(self, session: Session, made: Feed, count: Callable[[Any], Any] | None) -> Iterator[Any]:
         begin = made.total_steps if session.is_left else session.reached.step
-        for portion in session.clock.waiting(made.portions(begin)):
+        portions = made.portions(begin)
+        for portion in session.clock.waiting(counted(portions, count) if count else portions):
             if portion.begins:
                 session.begin_step()
+                self._of_step = session.world.sum([portion.of_step])[0] if count else 0.0
             self._portion, self._is_owed, self._is_weighed = portion, True, False
             try:
                 yield portion.batch
@@ -428,12 +440,17 @@ class Job(JobOptions):
         """Say once that the batches of a step are unequal, or several, and that the loop has not asked for their weights."""
         portion = self._portion
         is_told = self._is_warned or self._entrance.handed_on is not None
-        if portion.count * self.world_size != portion.total and not self._is_weighed and not is_told:
+        if portion.of is not None and portion.of * self.world_size != self._of_step:
+            text = f"step {self.steps_done} has {self._of_step:g} of what batches(count=...) counts, {portion.of:g} of it in a batch of one of "
+        elif portion.of is None and portion.count * self.world_size != portion.total:
+            text = f"step {self.steps_done} has {portion.total} samples, {portion.count} of them in a batch of one of "
+        else:
+            return
+        if not self._is_weighed and not is_told:
             self._is_warned = True
             session.running.records.event(
                 "note",
-                text=f"step {self.steps_done} has {portion.total} samples, {portion.count} of them in a batch of one of "
-                f"{self.world_size} ranks: for the exact mean gradient use (loss * job.weight).backward()",
+                text=f"{text}{self.world_size} ranks: for the exact mean gradient use (loss * job.weight).backward()",
             )
 
 

@@ -253,7 +253,7 @@ class Session:
             return self.entrance.handed_on.newest_step
         return self.folder.newest_step(run_options_of(self.options))
 
-    def note(self, values: Mapping[str, Any], *, weight: int) -> None:
+    def note(self, values: Mapping[str, Any], *, weight: float) -> None:
         """Add means over `weight` samples of this rank to those of the next record."""
         if weight:
             self.totals.add(values, weight=weight)

@@ -12,7 +12,7 @@ import tarfile
 import pytest
 import torch
 from kit import warm
-from kit.job import ROOT, environment, finish, reached, run, start, wait_for
+from kit.job import ROOT, environment, evaluated, finish, reached, run, start, wait_for
 from kit.until import until
 from torch import nn
 
@@ -360,14 +360,6 @@ def test_mlflows_store_of_files_is_refused_in_one_line(tmp_path):
 
 
 # Modes
-
-
-def evaluated(folder, *arguments, ranks=None):
-    launcher = [] if ranks is None else ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    line = [sys.executable, "-m", *launcher, "muster.train.evaluate", str(folder), "--json", *arguments]
-    done = warm.completed(line, env=environment(), cwd=folder.parent)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_a_run_is_measured_again(tmp_path):

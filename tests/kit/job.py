@@ -126,6 +126,16 @@ def start(
     )
 
 
+def evaluated(folder: Path, *arguments: str, ranks: int | None = None) -> dict[str, Any]:
+    """Return what `muster evaluate` says of the run in `folder`."""
+    launcher = [] if ranks is None else ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    line = [sys.executable, "-m", *launcher, "muster.train.evaluate", str(folder), "--json", *arguments]
+    done = warm.completed(line, env=environment(), cwd=folder.parent)
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
 def on_nodes(
     module: str, *words: str, folders: Sequence[Path], env: dict[str, str] | None = None, restarts: int = 0
 ) -> list[subprocess.Popen[str] | warm.Popen]:

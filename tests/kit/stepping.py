@@ -34,7 +34,9 @@ class Trained:
         self.strategy.check(config, world.size)
         data = load(config, world)
         self.plan = Plan(len(data.train), config.batch_size, config.seed)
-        self.strategy.build(recipe(config, data, self.plan, STEPS, world), world)
+        made = recipe(config, data, self.plan, STEPS, world)
+        self.strategy.build(made, world)
+        self.counts, self.data, self.config = self.strategy.counts(made), data, config
         shard = self.strategy.data_shard or (0, 1)  # a server has no samples
         loader = loader_config(config, shard=shard, device=world.device)
         self.batches = lambda steps: batches(data.train, self.plan, steps, loader)
@@ -44,7 +46,9 @@ class Trained:
         results = []
         for step, micro_batches in zip(steps, self.batches(steps), strict=True):
             alter(step, micro_batches)
-            results.append(self.strategy.step(step, micro_batches))
+            own = micro_batches if self.strategy.data_shard else []
+            weighed = self.counts.weigh(own, alone=self.strategy.is_alone(step))
+            results.append(self.strategy.step(step, weighed))
             self.losses += self.world.sum([float(results[-1].loss)])
         return results
 

@@ -44,6 +44,11 @@ def sums():
         memory.add_up(mine)
         parts = [numbers(rank, size, round_) for rank in range(here.size)]
         assert torch.equal(mine, sum(parts[1:], parts[0].clone())), round_
+    for round_ in range(300):  # what is shown is read after others may have shown the next
+        posted = memory.post([float(here.rank), round_ / 7])
+        if here.rank == round_ % here.size:
+            time.sleep(0.001)
+        assert posted() == [[float(rank), round_ / 7] for rank in range(here.size)], round_
     return True
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from muster.errors import ConfigError, DataError
 from muster.origin import described
+from muster.train.objectives.counted import labels
 
 NO_LABELS = (
     torch.float16,
@@ -24,7 +25,7 @@ NO_LABELS = (
 
 
 class Classification:
-    """Cross-entropy of `[B, classes]` logits and `[B] int64` labels."""
+    """Cross-entropy of `[B, classes]` logits and `[B] int64` labels, of which -100 are left out."""
 
     def __init__(self, label_smoothing: float):
         if not 0 <= label_smoothing < 1:
@@ -41,10 +42,13 @@ class Classification:
         except (IndexError, RuntimeError, ValueError, TypeError) as error:
             raise labels_that_do_not_fit("classification", outputs, targets, error) from error
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return sums over the samples: `loss`, and `accuracy`, the number of correct predictions."""
-        loss = F.cross_entropy(outputs.float(), targets, reduction="sum")
-        return {"loss": loss, "accuracy": (outputs.argmax(-1) == targets).sum()}
+    count = staticmethod(labels)
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Any]]:
+        """Return sums over the labels, and their number: `loss`, and `accuracy`, the number of correct predictions."""
+        loss, count = F.cross_entropy(outputs.float(), targets, reduction="sum"), self.count(targets)
+        count = count if count is not None else torch.tensor(len(targets))  # of probabilities
+        return {"loss": (loss, count), "accuracy": ((outputs.argmax(-1) == targets).sum(), count)}
 
 
 def labels_that_do_not_fit(objective: str, outputs: Any, targets: Any, error: Exception) -> Exception:

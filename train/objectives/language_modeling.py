@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +11,14 @@ from torch.nn import functional as F
 
 from muster.errors import ConfigError
 from muster.train.objectives.classification import labels_that_do_not_fit
+from muster.train.objectives.counted import labels, times
 
 
 class LanguageModeling:
-    """Mean cross-entropy per token of `[B, T, classes]` logits and `[B, T] int64` next tokens, computed in fp32."""
+    """Mean cross-entropy per token of `[B, T, classes]` logits and `[B, T] int64` next tokens, computed in fp32.
+
+    Tokens -100 are left out.
+    """
 
     def __init__(self) -> None:
         self._in_training = _cross_entropy
@@ -27,10 +32,12 @@ class LanguageModeling:
         is_int64 = isinstance(targets, Tensor) and targets.dtype is torch.int64
         return _loss(self._in_training if is_int64 else _cross_entropy, outputs, targets)
 
-    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return sums over samples: `loss`, the mean over tokens, and `accuracy`, the fraction of correct tokens."""
-        right = (outputs.argmax(-1) == targets).float().mean(-1).sum()
-        return {"loss": _loss(_cross_entropy, outputs, targets) * len(targets), "accuracy": right}
+    count = staticmethod(labels)
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, tuple[Tensor, Any]]:
+        """Return sums over tokens, and their number: `loss`, and `accuracy`, the number of correct tokens."""
+        loss, count = _loss(_cross_entropy, outputs, targets), self.count(targets)
+        return {"loss": (times(loss, count), count), "accuracy": ((outputs.argmax(-1) == targets).sum(), count)}
 
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

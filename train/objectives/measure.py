@@ -17,6 +17,7 @@ from muster.dist.world import World
 from muster.errors import ConfigError, MusterError, say
 from muster.origin import defined, described, is_raised_by_own, kind_and_message, name_of
 from muster.train.objectives.by_slice import BySlice, by_slice
+from muster.train.objectives.counted import count_of, counted, times
 from muster.train.objectives.entry import entry, logits_of, scalars
 from muster.train.objectives.lists import fill_lists
 from muster.train.objectives.loss import loss_of, measured
@@ -32,12 +33,19 @@ USUAL = ("loss", "accuracy", "perplexity")
 
 
 def sums(
-    objective: Any, outputs: Any, targets: Any, count: int, *, model: Any, loss: Tensor | None = None
+    objective: Any,
+    outputs: Any,
+    targets: Any,
+    count: int,
+    *,
+    model: Any,
+    inputs: Any = None,
+    loss: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the objective's metrics summed over the `count` samples of a micro-batch.
 
-    Without a method `metrics`: the loss, and the scalars that the model's outputs have by name, each a mean over the
-    micro-batch.
+    Without a method `metrics`: the loss, summed over what the objective counts, and the scalars that the model's outputs have
+    by name, each a mean over the micro-batch.
 
     A metric may be a pair (sum, count) if it is a mean over something other than samples, such as tokens or pixels.
 
@@ -45,7 +53,11 @@ def sums(
     """
     if not hasattr(objective, "metrics"):
         known = loss_of(objective, outputs, targets, model=model, trains=False) if loss is None else loss
-        return {"loss": known * count, **{name: value * count for name, value in scalars(outputs).items()}}
+        more = {name: value * count for name, value in scalars(outputs).items()}
+        if not (counts := count_of(objective, model)):
+            return {"loss": known * count, **more}
+        of = counted(counts, inputs, targets, count, objective=objective)
+        return {"loss": times(known, of), f"loss{OF}": _count(of, like=known), **more}
     found: dict[str, Any] = {}
     for name, value in measured(objective, outputs, targets, model=model).items():
         if isinstance(value, tuple) and len(value) == 2:

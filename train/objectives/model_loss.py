@@ -13,6 +13,8 @@ from muster.errors import ConfigError
 class ModelLoss:
     """Returns the model's output `loss`, a mean over the micro-batch, as Hugging Face models give it for `labels`."""
 
+    of_model = True
+
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if not isinstance(loss, Tensor):

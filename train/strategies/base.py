@@ -28,6 +28,7 @@ from muster.errors import ConfigError
 from muster.train.config.keys import Config, Device, Hierarchical, NonFinite, Precision
 from muster.train.objectives.measure import Measures
 from muster.train.strategies.honours import honoured
+from muster.train.strategies.step.counts import Counts
 
 BuildOptimizer = Callable[..., torch.optim.Optimizer]
 """(pairs of name and parameter, elsewhere=names of parameters that only other ranks hold) -> optimizer"""
@@ -104,6 +105,30 @@ class Strategy(ABC):
     def data_shard(self) -> tuple[int, int] | None:
         """(index, number of shards) of this rank's part of every global batch; None if it trains on no samples."""
         return self.layout(self.world.size).shard(self.world.rank)
+
+    def divides(self, world_size: int) -> int:
+        """The number of parts into which a batch is divided, beside micro-batches."""
+        return self.layout(world_size).shard(0)[1]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the first of those that have its samples."""
+        return self.layout(self.world.size).speaks(self.world.rank)
+
+    @property
+    def is_together(self) -> bool:
+        """Whether all ranks take each step together; known after `build`."""
+        return True
+
+    def counts(self, recipe: Recipe) -> Counts:
+        """Return the weights of micro-batches in the loss of a step, after `build`."""
+        model = getattr(self, "model", None) or getattr(getattr(self, "optimizer_step", None), "model", None)
+        how: Any = {"world": self.world, "speaks": self.speaks, "slices": recipe.slices, "together": self.is_together}
+        return Counts(recipe.objective, model, **how)
+
+    def is_alone(self, step: int) -> bool:
+        """Whether this rank takes the step by its own samples alone."""
+        return False
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The model's parameters by their names in the state, as this rank holds them.

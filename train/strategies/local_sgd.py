@@ -214,7 +214,7 @@ class LocalSgd(Replicas):
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
         """Run one optimizer step on this rank's samples; average the ranks after a period's last step. Collective."""
-        if step < self.warm_up_steps:
+        if not self.is_alone(step):
             return super().step(step, batches)
         local, since = self.optimizer_step, (step - self.warm_up_steps) % self.every_steps
         local.forward, local.no_sync = self.model, contextlib.nullcontext  # frees DDP and its buckets
@@ -228,6 +228,10 @@ class LocalSgd(Replicas):
             return replace(result, skipped=True)
         local.take(self.outer.step(local.average()) if self.outer else local.average())
         return result
+
+    def is_alone(self, step: int) -> bool:
+        """Whether this rank takes the step without an exchange of gradients."""
+        return step >= self.warm_up_steps
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Raise ConfigError: between two averages, the parameters differ between ranks."""

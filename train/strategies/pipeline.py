@@ -19,13 +19,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.utils import _pytree as pytree
 
 from muster.batches.generators import kept_generators
-from muster.batches.loader import Batch
+from muster.batches.loader import Batch, ratio
 from muster.checkpoint.trained import SavedTensor
 from muster.dist.layout import DATA, Layout
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.config.keys import Config
 from muster.train.config.marks import FREE, Ge
+from muster.train.objectives.counted import count_of, counted, weighed
 from muster.train.objectives.loss import loss_of
 from muster.train.objectives.measure import sums
 from muster.train.strategies.base import Recipe
@@ -115,6 +116,10 @@ class Pipeline(Stepping):
             schedule=self.schedule,
             num_micro_batches=self.num_micro_batches,
         )
+
+    def divides(self, world_size: int) -> int:
+        """The number of parts into which a batch is divided, beside micro-batches: at least two pass through the stages."""
+        return super().divides(world_size) * max(2, self.num_micro_batches)
 
     def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
         """Name -> function that returns the full tensor on rank 0, for the model's state dict. Collective."""
@@ -245,8 +250,13 @@ class PipelineStep(OptimizerStep):
         with self._autocast():
             outputs = pytree.tree_map(lambda t: t[:some], outputs)
             loss = loss_of(self.recipe.objective, outputs, targets, model=self.model)
-        share: Tensor = loss * (count / flow.total * self._shards)
-        return share
+        weight: Any = count / flow.total
+        if flow.whole is not None:
+            objective = self.recipe.objective
+            waits = self.world.device.type == "cpu"
+            of = counted(count_of(objective), None, targets, count, objective=objective, waits=waits) if count else 0.0
+            weight = ratio(of, flow.whole())
+        return weighed(loss, weight * self._shards, outputs)
 
 
 class OwnStages:
@@ -334,7 +344,7 @@ class Flow:
     number: number of micro-batches. size: samples per micro-batch.
     samples: number of samples without padding.
     counted: number of them that count: all, or 0 on a rank without samples, which gets one sample as a placeholder.
-    total: number of the step's samples on all replicas.
+    total: number of the step's samples on all replicas. whole: returns what the objective counts in them, if it is not samples.
     """
 
     inputs: Tensor
@@ -344,6 +354,7 @@ class Flow:
     samples: int
     counted: int
     total: int
+    whole: Callable[[], Any] | None = None
 
     @classmethod
     def of(cls, batches: list[Batch], *, number: int, stages: int) -> Flow:
@@ -371,7 +382,8 @@ class Flow:
         filled = (
             torch.arange(used * size, device=inputs.device) % samples
         )  # not one sample repeated: batch norm sees the padding
-        return cls(inputs[filled], targets, used, size, samples, sum(batch.count for batch in full), full[0].total)
+        mine = sum(batch.count for batch in full)
+        return cls(inputs[filled], targets, used, size, samples, mine, full[0].total, full[0].of)
 
     def count(self, index: int) -> int:
         """Number of samples of micro-batch `index` that count."""

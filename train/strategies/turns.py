@@ -19,6 +19,7 @@ from muster.dist.world import World
 from muster.errors import ConfigError, nearest
 from muster.origin import defined, described, name_of
 from muster.train.config.keys import Config
+from muster.train.objectives.counted import weighed
 from muster.train.strategies.base import Recipe, StepResult
 from muster.train.strategies.replicas.broadcast import begin_alike
 from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping, build_model
@@ -93,7 +94,7 @@ class Turns(Stepping):
                     f"{name_of(self.model)}.loss_of returns {described(loss)} for {part}{defined(self.model, 'loss_of')}: "
                     f"return the mean loss over the micro-batch, a tensor [] with a gradient of {part}'s parameters"
                 )
-            share = loss * (batch.count / batch.total)
+            share = weighed(loss, batch.share, None)
             share.backward()  # type: ignore[no-untyped-call]
             total = total + share.detach().reshape(())
         return total

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 SLOT_BYTES = 2 << 20  # small enough that a part stays in the CPU's cache
 SETS = 2
 LINE = 64  # bytes: counters in one cache line would slow each other down (false sharing)
+POST = 64  # numbers that a rank shows at once
 SHORT_BYTES = 256 << 10  # sum over all ranks' parts
 SPIN_S = 20e-6
 SLEEP_S = 0.05
@@ -56,9 +57,10 @@ class SharedMemory:
         self._counters = memoryview(memory)[: LINE * self.size].cast("I")
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._addresses = [start + LINE * each for each in range(self.size)]
-        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=LINE * self.size)
+        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_slots_at(self.size))
         self._slots = slots.view(SETS, self.size, SLOT_BYTES)
-        self._count, self._turn = 0, 0
+        self._posts = memoryview(memory)[LINE * self.size : _slots_at(self.size)].cast("d")
+        self._count, self._turn, self._posted = 0, 0, 0
         self._peers = {each: handle_of(pid) for each, pid in enumerate(pids) if each != rank}
         self._poll = select.poll()
         for handle in self._peers.values():
@@ -111,6 +113,29 @@ class SharedMemory:
             self._meet()
             into[part].copy_(slots[0][0])
 
+    def post(self, values: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Show at most `POST` numbers to the other ranks; return what waits for theirs and returns all ranks', by rank.
+
+        No rank may post the next but one before all have asked for these.
+        """
+        self._posted = (self._posted + 1) % 2**32
+        number, turn = self._posted, self._posted % SETS
+        for at, value in enumerate(values, self._post_at(turn, self.rank)):
+            self._posts[at] = value
+        self._counters[self.rank * LINE // 4 + 1] = number
+        self._call(self._addresses[self.rank] + 4, FUTEX_WAKE, EVERYBODY)
+
+        def posted() -> list[list[float]]:
+            for other in self._peers:
+                self._await(other, number, beside=1)
+            begins = [self._post_at(turn, each) for each in range(self.size)]
+            return [[*map(float, self._posts[begin : begin + len(values)])] for begin in begins]
+
+        return posted
+
+    def _post_at(self, turn: int, rank: int) -> int:
+        return (turn * self.size + rank) * POST
+
     def _next_slots(self, dtype: torch.dtype, size: int, counts: Sequence[int]) -> list[Tensor]:
         self._turn = (self._turn + 1) % SETS
         slots = self._slots[self._turn].view(dtype)
@@ -120,21 +145,22 @@ class SharedMemory:
         """Wait until all ranks have called this as often as this rank."""
         self._count = (self._count + 1) % 2**32
         self._counters[self.rank * LINE // 4] = self._count
-        self._call(self.rank, FUTEX_WAKE, EVERYBODY)
+        self._call(self._addresses[self.rank], FUTEX_WAKE, EVERYBODY)
         for other in self._peers:
-            self._await(other)
+            self._await(other, self._count)
 
-    def _await(self, other: int) -> None:
-        place, until = other * LINE // 4, time.perf_counter() + SPIN_S
-        while (self._counters[place] - self._count) % 2**32 >= 2**31:
+    def _await(self, other: int, number: int, *, beside: int = 0) -> None:
+        """Wait until a counter of another rank is at `number`. beside: the counter's place in the rank's line."""
+        place, until = other * LINE // 4 + beside, time.perf_counter() + SPIN_S
+        while (self._counters[place] - number) % 2**32 >= 2**31:
             if time.perf_counter() < until:
                 continue
             seen = self._counters[place]
-            if (seen - self._count) % 2**32 >= 2**31:
-                self._call(other, FUTEX_WAIT, seen, self._limit)
+            if (seen - number) % 2**32 >= 2**31:
+                self._call(self._addresses[other] + 4 * beside, FUTEX_WAIT, seen, self._limit)
             ended = self._ended() if time.perf_counter() > until + SLEEP_S else []
             # Read once more: a rank that has ended may have got here before, while this one did not run.
-            if ended and (self._counters[place] - self._count) % 2**32 >= 2**31:
+            if ended and (self._counters[place] - number) % 2**32 >= 2**31:
                 raise DistBackendError(
                     f"rank {ended[0]} has ended while others waited for it in memory that they share"
                 )
@@ -150,9 +176,14 @@ class SharedMemory:
             os.close(handle)
         self._peers = {}
 
-    def _call(self, rank: int, operation: int, value: int, limit: Any = None) -> None:
+    def _call(self, address: int, operation: int, value: int, limit: Any = None) -> None:
         """Call futex(2); a wait returns on a wake, on the timeout or on a signal."""
-        self._syscall(FUTEX, ctypes.c_void_p(self._addresses[rank]), operation, ctypes.c_uint32(value), limit, None, 0)
+        self._syscall(FUTEX, ctypes.c_void_p(address), operation, ctypes.c_uint32(value), limit, None, 0)
+
+
+def _slots_at(size: int) -> int:
+    """Where the slots of `size` ranks begin: after a line of counters and the posts of each."""
+    return (LINE + SETS * POST * 8) * size
 
 
 def _parts(length: int, most: int) -> Iterator[slice]:
@@ -222,7 +253,7 @@ def _create(size: int) -> int | None:
         return None
     try:
         handle = os.memfd_create("muster", os.MFD_CLOEXEC)
-        os.ftruncate(handle, LINE * size + SETS * size * SLOT_BYTES)
+        os.ftruncate(handle, _slots_at(size) + SETS * size * SLOT_BYTES)
         return handle
     except (OSError, AttributeError):
         return None

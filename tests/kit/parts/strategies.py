@@ -60,10 +60,7 @@ class OwnStep(Plain):
     def step(self, step, batches):
         stepping = self.optimizer_step
         stepping.optimizer.zero_grad()
-        shares = [
-            stepping.recipe.objective(self.model(batch.inputs), batch.targets) * (batch.count / batch.total)
-            for batch in batches
-        ]
+        shares = [stepping.recipe.objective(self.model(batch.inputs), batch.targets) * batch.share for batch in batches]
         loss = sum(shares)
         loss.backward()
         stepping.update(step, None)

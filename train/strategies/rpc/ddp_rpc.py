@@ -194,6 +194,11 @@ class DdpRpc(Served):
                 "use grad_clip=null and on_nonfinite=stop, or strategy.asynchronous=false"
             )
 
+    @property
+    def is_together(self) -> bool:
+        """Whether the table is updated by the gradients of all trainers."""
+        return not self.asynchronous
+
     def build(self, recipe: Recipe, world: World) -> None:
         """Build the model, split off the remote submodule, and start the server and the trainers. Collective.
 

@@ -97,6 +97,11 @@ class ParameterServer(Served):
             self._remote = rpc.remote(calls.name(SERVER), served, timeout=0)
             self._take(self._ask("pull", -1))
 
+    @property
+    def is_together(self) -> bool:
+        """Whether an update is by the gradients of all trainers."""
+        return self._is_synchronous
+
     def step(self, step: int, batches: list[Batch]) -> StepResult:
         """Run one step: a trainer trains on its samples, the server waits for gradients."""
         self._step, self._is_newest = step, self._is_synchronous

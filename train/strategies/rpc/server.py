@@ -199,6 +199,11 @@ class Served(Stepping):
         """(index, number of shards) of this trainer's part of every global batch; None on the server."""
         return None if self.world.rank == SERVER else self.layout(self.world.size).shard(self.world.rank - 1)
 
+    @property
+    def speaks(self) -> bool:
+        """Each trainer has samples of its own."""
+        return True
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """Raise ConfigError: between two updates, the parameters differ between ranks."""
         return Strategy.parameters(self)

@@ -21,6 +21,7 @@ from muster.dist.waiting import Waiting
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.config.keys import NonFinite, Precision
+from muster.train.objectives.counted import weighed
 from muster.train.objectives.loss import loss_of
 from muster.train.objectives.measure import sums
 from muster.train.optim.schedule import follow
@@ -205,9 +206,8 @@ class OptimizerStep:
                 loss = loss_of(self.recipe.objective, outputs, batch.targets, model=self.model)
             if self.recipe.train_metrics:
                 self._measure(outputs, batch, loss.detach())
-            # Ranks may hold unequal shares of the global batch: weight by the sample count. `times` cancels a later
-            # mean over ranks.
-            share = loss if batch.count == batch.total else loss * (batch.count / batch.total)
+            # Ranks may hold unequal shares of the global batch. `times` cancels a later mean over ranks.
+            share = weighed(loss, batch.share, outputs)
             if tell:
                 tell(share.detach())
             self.scaler.scale(share if times == 1 else share * times).backward()  # type: ignore[no-untyped-call]
@@ -219,7 +219,7 @@ class OptimizerStep:
         self.set_training(False)
         with self.buffers.in_use(), torch.no_grad(), self._autocast():
             outputs = self._call(self.model, batch.inputs)
-            measured = sums(self.recipe.objective, outputs, batch.targets, batch.count, model=self.model)
+            measured = self._sums(outputs, batch)
         if batch.count and self._speaks:
             self.recipe.measures.update(outputs, batch.targets, slice=batch.slice)
         return {name: value * bool(batch.count and self._speaks) for name, value in measured.items()}
@@ -227,10 +227,14 @@ class OptimizerStep:
     def _measure(self, outputs: Any, batch: Batch, loss: Tensor) -> None:
         """Add the metrics of a training micro-batch to those of the step."""
         with torch.no_grad():
-            found = sums(self.recipe.objective, outputs, batch.targets, batch.count, model=self.model, loss=loss)
+            found = self._sums(outputs, batch, loss)
         for name, value in found.items() if batch.count and self._speaks else ():
             key = f"{batch.slice:08d}/{name}" if self.recipe.slices else name
             self._measured[key] = self._measured.get(key, 0) + value.detach().double()
+
+    def _sums(self, outputs: Any, batch: Batch, loss: Tensor | None = None) -> dict[str, Tensor]:
+        objective = self.recipe.objective
+        return sums(objective, outputs, batch.targets, batch.count, model=self.model, inputs=batch.inputs, loss=loss)
 
     def is_finite(self) -> bool:
         """Return True if the parameters of all ranks are finite. Synchronizes with the device. Collective."""

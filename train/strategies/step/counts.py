@@ -1,0 +1,131 @@
+"""The weights of a step's micro-batches: what the objective counts in each, over what it counts in the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from muster.batches.loader import Batch
+from muster.dist.world import World
+from muster.errors import ConfigError
+from muster.origin import name_of
+from muster.train.objectives.counted import count_of, counted, is_known
+
+OVER_SAMPLES = (
+    "the loss of {name} is taken for a mean over samples; if it is one over something else, such as tokens or pixels, give the "
+    "objective a method count(targets) that returns how many there are"
+)
+
+
+class Total:
+    """What the global batch has, asked for once."""
+
+    __slots__ = ("_ask", "_known")
+
+    def __init__(self, ask: Callable[[], Any]):
+        self._ask, self._known = ask, None
+
+    def __call__(self) -> Any:
+        if self._known is None:
+            self._known = self._ask()
+        return self._known
+
+
+class Counts:
+    """What the objective counts in a rank's micro-batches, for their weights in a step.
+
+    Args:
+        objective: what is trained by.
+        model: what it is computed for.
+        world: the ranks.
+        speaks: whether the counts of this rank's samples are to be added up: others may have the same samples.
+        slices: `virtual_world_size`; the slices' counts are then added in their order.
+        together: whether all ranks take the step together, so that it has a global batch.
+    """
+
+    def __init__(
+        self,
+        objective: Any,
+        model: Any,
+        *,
+        world: World,
+        speaks: bool = True,
+        slices: int | None = None,
+        together: bool = True,
+    ):
+        self._objective, self._count = objective, count_of(objective, model)
+        self._world, self._speaks, self._slices, self._together = world, speaks, slices or 1, together
+        self._waits = world.device.type == "cpu"
+        self._ratio: float | None = None
+        self._total: Total | None = None
+        self._own: Callable[[], Any] | None = None
+        self.note = "" if is_known(objective, model) else OVER_SAMPLES.format(name=name_of(objective))
+        """What is assumed of an objective that does not say what its mean is over."""
+
+    @property
+    def seen(self) -> tuple[Any, Any] | None:
+        """Of the last step: what turns this rank's share of the loss into a sum over what is counted, and this rank's part of the
+        number of that; None if it is the samples."""
+        if self._total is None:
+            return None
+        whole = self._total()
+        return whole, self._own() if self._own else whole * self._world.is_first
+
+    def weigh(self, batches: Sequence[Batch], *, alone: bool = False) -> list[Batch]:
+        """Return the micro-batches of a step with what is counted in them. Collective, unless `alone`: within this rank's samples.
+
+        Raises:
+            ConfigError: the ranks take no step together, and the number per sample is not always the same.
+        """
+        if self._count is None:
+            return list(batches)
+        own = [self._of(batch) if batch.count else 0.0 for batch in batches]
+        if not self._together:
+            self._refuse_unlike(batches, own)
+            return list(batches)
+        if alone:
+            mine, share = sum(own), sum(batch.count for batch in batches) / batches[0].total
+            whole = mine / share if share else 0.0
+            self._total, self._own = Total(lambda: whole), lambda: mine
+        else:
+            self._total, self._own = Total(self._later(batches, own)), None
+        total = self._total
+        return [
+            Batch(each.inputs, each.targets, each.count, each.total, each.slice, mine, total)
+            for each, mine in zip(batches, own, strict=True)
+        ]
+
+    def _of(self, batch: Batch) -> Any:
+        return counted(
+            self._count, batch.inputs, batch.targets, batch.count, objective=self._objective, waits=self._waits
+        )
+
+    def _later(self, batches: Sequence[Batch], own: list[Any]) -> Callable[[], Any]:
+        """Return what gives the count of the global batch, for which the other ranks need only have begun the step. Collective."""
+        rows: Any = [0.0] * self._slices
+        if not self._waits:
+            rows = torch.zeros(self._slices, dtype=torch.float64, device=self._world.device)
+        for batch, count in zip(batches, own, strict=True) if self._speaks else ():
+            at = batch.slice if self._slices > 1 else 0
+            rows[at] = rows[at] + count
+        if self._waits:
+            later = self._world.sum_later(rows)
+            return lambda: sum(later())
+        if self._world.size > 1:
+            dist.all_reduce(rows)
+        return lambda: rows.sum()
+
+    def _refuse_unlike(self, batches: Sequence[Batch], own: list[Any]) -> None:
+        for batch, count in zip(batches, own, strict=True):
+            if batch.count:
+                ratio = float(count) / batch.count
+                self._ratio = ratio if self._ratio is None else self._ratio
+                if ratio != self._ratio:
+                    raise ConfigError(
+                        f"{name_of(self._objective)} takes its mean over {float(count):g} of {batch.count} samples, and over "
+                        f"{self._ratio:g} a sample before: updates of single ranks have no global batch to take it over; let "
+                        "all ranks update together, or use an objective whose mean is over samples"
+                    )
