@@ -118,6 +118,23 @@ def test_a_resumed_run_ends_with_bit_identical_weights(tmp_path, ranks):
         assert torch.equal(weight, parts.weights[name]), name
 
 
+GLOO = {
+    "bf16": ("strategy.compression=bf16",),
+    "fp16": ("strategy.compression=fp16",),
+    "sparse": ("model._target_=kit.parts.models.Sparse",),
+}
+
+
+@pytest.mark.nightly(but=["bf16"])
+@pytest.mark.parametrize("more", GLOO.values(), ids=GLOO)
+def test_a_resume_is_exact_where_gloo_sums_although_three_ranks_share_memory(tmp_path, more):
+    whole = run(tmp_path / "whole", *more, "max_steps=30", ranks=3)
+    run(tmp_path / "parts", *more, "max_steps=13", ranks=3)
+    parts = run(tmp_path / "parts", *more, "max_steps=30", ranks=3)
+    assert parts.events("resume")[0]["step"] == 13 and parts.losses == whole.losses
+    assert parts.sha256 == whole.sha256
+
+
 @pytest.mark.quick
 def test_another_world_size_goes_on_with_the_same_samples(tmp_path):
     notes = tmp_path / "parts-ledger"

@@ -53,6 +53,10 @@ class Ddp(ConfiguredReplicas):
                 "strategy.compression=powersgd would keep a non-finite gradient in its error: use on_nonfinite=stop"
             )
 
+    def sums_in_memory(self) -> bool:
+        """Return True if nothing is compressed, and the ranks have shared memory."""
+        return self.compression == "none" and super().sums_in_memory()
+
     def choose_reduction(self, ddp: DistributedDataParallel) -> None:
         """Register the communication hook of the chosen compression."""
         if self.compression == "none":

@@ -104,7 +104,7 @@ class Replicas(Stepping):
         decides the order of summation, so without a warm-up the first step after a resume would round differently from
         the same step of an uninterrupted run.
         """
-        return self.world.size > 2 and not self.world.memory  # shared memory sums in rank order
+        return self.world.size > 2 and not self.sums_in_memory()  # which sums in rank order
 
     def distributed(self, model: nn.Module) -> DistributedDataParallel:
         """Wrap the model in DDP. Collective."""
@@ -114,9 +114,13 @@ class Replicas(Stepping):
         self.choose_reduction(ddp)
         return ddp
 
+    def sums_in_memory(self) -> bool:
+        """Return True if gradients are summed in shared memory: if the ranks have it, but gloo reduces sparse ones."""
+        return bool(self.world.memory) and not sparse_in(self.model)
+
     def choose_reduction(self, ddp: DistributedDataParallel) -> None:
-        """Reduce gradients in shared memory if the ranks have it; gloo reduces sparse gradients."""
-        if self.world.memory and not sparse_in(self.model):
+        """Reduce gradients in shared memory where that can be."""
+        if self.world.memory and self.sums_in_memory():
             ddp.register_comm_hook(Overlap(self.world.memory), lambda overlap, bucket: overlap(bucket))
 
     def ddp_options(self) -> Mapping[str, Any]:
