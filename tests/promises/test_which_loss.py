@@ -150,6 +150,7 @@ def reference(weights, transposed=True):
 @pytest.mark.parametrize("kind", ["padding", "the kit's"])
 def test_log_lines_and_evaluations_divide_by_the_labels(tmp_path, kind):
     more = ("max_steps=3", "micro_batch_size=2", "eval.every_steps=3", "seed=3")
+    more += ("dist.shared_memory=false",) if kind == "padding" else ()
     one = run(tmp_path / "one", *line(kind), "max_steps=3", "eval.every_steps=3", "seed=3", ranks=None)
     two = run(tmp_path / "two", *line(kind), *more, ranks=2)
     assert list(one.losses.values()) == pytest.approx(list(two.losses.values()), abs=1e-6)
@@ -160,6 +161,11 @@ def test_log_lines_and_evaluations_divide_by_the_labels(tmp_path, kind):
     for ranks, size in ((1, 8), (2, 8), (2, 3)):
         again = evaluated(two.folder, f"micro_batch_size={size}", ranks=ranks)
         assert again["loss"] == pytest.approx(loss, abs=1e-6)
+
+
+def test_slices_give_one_hash_at_every_world_size(tmp_path):
+    how = (*line("padding"), "virtual_world_size=4", "micro_batch_size=1", "max_steps=6")
+    assert len({run(tmp_path / str(ranks), *how, ranks=ranks).sha256 for ranks in (1, 2, 3)}) == 1
 
 
 def trained_by_job(folder, micro):

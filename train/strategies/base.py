@@ -121,10 +121,14 @@ class Strategy(ABC):
         return True
 
     def counts(self, recipe: Recipe) -> Counts:
-        """Return the weights of micro-batches in the loss of a step, after `build`."""
+        """Return what is counted in micro-batches, for their weights in the loss of a step, after `build`."""
         model = getattr(self, "model", None) or getattr(getattr(self, "optimizer_step", None), "model", None)
         how: Any = {"world": self.world, "speaks": self.speaks, "slices": recipe.slices, "together": self.is_together}
-        return Counts(recipe.objective, model, **how)
+        return Counts(self.loss_by(recipe), model, **how)
+
+    def loss_by(self, recipe: Recipe) -> Any:
+        """Return what computes the loss of training, after `build`, and may have a method `count(targets)`."""
+        return recipe.objective
 
     def is_alone(self, step: int) -> bool:
         """Whether this rank takes the step by its own samples alone."""

@@ -65,6 +65,10 @@ class Turns(Stepping):
         begin_alike(self.model)
         self.optimizer_step = OptimizerStep(recipe, world=world, layout=self.layout(world.size), model=self.model)
 
+    def loss_by(self, recipe: Recipe) -> Any:
+        """The model, which computes its parts' losses itself."""
+        return self.model
+
     def step(self, step: int, batches: list[Batch]) -> StepResult:
         """Run one update of each part. Collective."""
         self.seed(step)

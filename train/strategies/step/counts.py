@@ -15,8 +15,8 @@ from muster.origin import name_of
 from muster.train.objectives.counted import count_of, counted, is_known
 
 OVER_SAMPLES = (
-    "the loss of {name} is taken for a mean over samples; if it is one over something else, such as tokens or pixels, give the "
-    "objective a method count(targets) that returns how many there are"
+    "the loss of {name} is taken for a mean over samples; if it is one over something else, such as tokens or pixels, give it "
+    "a method count(targets) that returns how many there are"
 )
 
 
