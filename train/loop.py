@@ -341,7 +341,7 @@ def log(run: Run, result: StepResult) -> None:
 
     Collective: every rank must call it.
     """
-    own = run.window.own_loss()  # waits for the device
+    own, of_window = run.window.own_loss(), run.window.samples  # waits for the device
 
     def line(sums: list[float]) -> dict[str, Any]:
         loss, more = run.window.close(sums[0], sums[1])
@@ -350,7 +350,8 @@ def log(run: Run, result: StepResult) -> None:
         samples = run.course.plan.samples_before(run.step)
         known = {"epoch": epoch(run), "loss": loss, "lr": run.strategy.lr, "grad_norm": float(result.grad_norm)}
         memory = {"peak_memory_gib": round(max(sums[2:]), 2)} if sums[2:] else {}
-        return {**known, "samples": samples, "more": memory | more | run.window.take_logged()}
+        counted = sums[1] / of_window if run.counts.are_plain and of_window else None
+        return {**known, "samples": samples, "more": memory | more | run.window.take_logged(), "counted": counted}
 
     run.running.log([*own, *peak_memory(run.world)], line)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from muster.dist.world import World
@@ -12,7 +11,7 @@ from muster.loggers import trainjob
 from muster.loggers.base import Logger
 from muster.loggers.console import console
 from muster.loggers.jsonl import NAME, Jsonl, events
-from muster.loggers.metrics import Metrics
+from muster.loggers.metrics import Metrics, Rates
 from muster.train.config.keys import Config
 from muster.train.config.parts import build
 from muster.train.course import Course
@@ -25,7 +24,7 @@ def open_records(
     *,
     is_finished: bool,
     kept: Metrics | None = None,
-    rates: Callable[[float], dict[str, float]] = lambda _: {},
+    rates: Rates = lambda speed, counted: {},
 ) -> Metrics:
     """Open the records of a run at its present step; they do nothing on other ranks than 0.
 

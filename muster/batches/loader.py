@@ -53,7 +53,7 @@ class Batch:
 def ratio(count: Any, total: Any) -> Any:
     """Return a part of a total, numbers or tensors []; 0 of nothing."""
     if isinstance(total, torch.Tensor):
-        return torch.where(total > 0, count / total, 0.0)
+        return torch.where(total == 0, 0.0, count / total)
     return count / total if total else 0.0
 
 

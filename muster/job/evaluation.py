@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,15 +14,20 @@ from muster.batches.generators import kept_generators, key_of, seed_generators
 from muster.batches.loader import LoaderConfig, batches
 from muster.dist.world import World
 from muster.errors import ConfigError
-from muster.job.feed import at_least_one, with_length
+from muster.job.feed import at_least_one, is_loader, with_length
 from muster.job.totals import check_names
 from muster.origin import described
 from muster.plan import Plan
 
+OF = "\0of"
+"""Suffix of the name of what a mean is over, if it is not samples."""
+Measure = Callable[[Any], Mapping[str, Tensor | tuple[Tensor, Tensor]]]
+"""A batch -> name -> one value per sample, [B], or a pair of them: the sums of each sample, and what their mean is over."""
+
 
 def evaluate(
     dataset: Any,
-    measure: Callable[[Any], Mapping[str, Tensor]],
+    measure: Measure,
     *,
     batch_size: int,
     world: World,
@@ -37,9 +43,14 @@ def evaluate(
     sums; False means to stop there.
 
     Raises:
-        ConfigError: `measure` returns something else than tensors [B] by name, or `dataset` has no samples.
+        ConfigError: `measure` returns something else than tensors [B] by name, or pairs of them, or `dataset` has no samples.
     """
     at_least_one("evaluate", batch_size=batch_size)
+    if is_loader(dataset):
+        raise ConfigError(
+            f"evaluate({type(dataset).__name__}) takes a data set, which it divides itself among the ranks: write "
+            "evaluate(loader.dataset, ..., batch_size=...), and num_workers and collate_fn if the loader has them"
+        )
     dataset = with_length(dataset, "evaluate")
     plan = Plan(len(dataset), min(batch_size, len(dataset)), shuffle=False)
     totals = dict[str, Any]()
@@ -54,7 +65,8 @@ def evaluate(
     if not begin():
         return None
     sums = world.sum_named({name: float(total) for name, total in totals.items()})
-    return {name: total / plan.size for name, total in sums.items()}
+    over = {name: sums.get(f"{name}{OF}", plan.size) for name in sums if not name.endswith(OF)}
+    return {name: sums[name] / count if count else math.nan for name, count in over.items()}
 
 
 @contextlib.contextmanager
@@ -72,14 +84,20 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _checked(found: Any, *, size: int) -> Mapping[str, Tensor]:
+    """Return the values of each sample by name, and the counts of a pair (sums, counts) as NAME/of. Raises ConfigError."""
     if not isinstance(found, Mapping):
         raise ConfigError(
             f"the function of evaluate() returns {described(found)}: return a dict of tensors, one value per sample"
         )
     check_names(found, "the function of evaluate()")
-    for name, values in found.items():
+    each = dict[str, Any]()
+    for name, value in found.items():
+        is_pair = isinstance(value, tuple) and len(value) == 2
+        each |= {name: value[0], f"{name}{OF}": value[1]} if is_pair else {name: value}
+    for name, values in each.items():
         if not isinstance(values, Tensor) or values.shape != (size,):
             raise ConfigError(
-                f"the function of evaluate() returns {described(values)} for {name}: give one value per sample, a tensor [{size}]"
+                f"the function of evaluate() returns {described(values)} for {name.removesuffix(OF)}: give one value per sample, a "
+                f"tensor [{size}], or a pair of them for a mean over something else, such as tokens: their sums, and how many"
             )
-    return found
+    return each

@@ -28,8 +28,8 @@ from muster.batches.fingerprint import fingerprint
 from muster.batches.generators import kept_generators, key_of, seed_generators
 from muster.batches.loader import LoaderConfig, batches, to
 from muster.batches.stream import Stream
+from muster.count import counted as checked
 from muster.errors import ConfigError
-from muster.origin import described
 from muster.plan import Plan
 
 PARTS = ("sampler", "batch_sampler", "dataset", "data_source")
@@ -54,15 +54,11 @@ class Portion:
 
 
 def counted(portions: Iterator[Portion], count: Callable[[Any], Any]) -> Iterator[Portion]:
-    """Yield the portions with what `count` finds in each. Raises ConfigError if that is no number."""
+    """Yield the portions with what `count` finds in each. Raises ConfigError if that is no count."""
     step = list[Portion]()
     for each in portions:
         found = count(each.batch) if each.count or not each.total else 0.0
-        if not isinstance(found, int | float) and not (isinstance(found, torch.Tensor) and found.numel() == 1):
-            raise ConfigError(
-                f"batches(count=...) returns {described(found)}: return what the mean loss over the batch is over, a number"
-            )
-        step.append(dataclasses.replace(each, of=float(found)))
+        step.append(dataclasses.replace(each, of=checked(found, "the function count of batches()")))
         if each.ends:
             of_step = sum(one.of or 0.0 for one in step)
             yield from (dataclasses.replace(one, of_step=of_step) for one in step)
@@ -210,7 +206,7 @@ def feed(
         raise ConfigError(f"batches(epochs={epochs}, max_steps={max_steps}): give one of the two")
     sizes = {"batch_size": batch_size, "micro_batch_size": loader.share.micro_batch_size}
     at_least_one("batches", epochs=epochs, max_steps=max_steps, **sizes)
-    if _is_loader(source):
+    if is_loader(source):
         if given := [name for name, size in sizes.items() if size is not None]:
             raise ConfigError(
                 f"batches(loader, {given[0]}={sizes[given[0]]}): a DataLoader has its own batch size; leave {given[0]} out"
@@ -231,7 +227,7 @@ def feed(
     return PlannedFeed(dataset, plan, total_steps=total, loader=loader)
 
 
-def _is_loader(source: Any) -> bool:
+def is_loader(source: Any) -> bool:
     """Return True for a DataLoader, and for one of another library: it yields batches, and has no samples by index."""
     if isinstance(source, DataLoader):
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +17,7 @@ from muster.batches.generators import key_of, seed_generators
 from muster.batches.loader import LoaderConfig
 from muster.errors import ConfigError, Diverged, MusterError
 from muster.job.entrance import Entrance
-from muster.job.evaluation import evaluate
+from muster.job.evaluation import Measure, evaluate
 from muster.job.feed import Feed, Portion, counted, feed
 from muster.job.lifecycle import State
 from muster.job.lives import run
@@ -267,7 +267,7 @@ class Job(JobOptions):
     def evaluate(
         self,
         dataset: Any,
-        measure: Callable[[Any], Mapping[str, Tensor]],
+        measure: Measure,
         *,
         batch_size: int = 256,
         num_workers: int = 0,
@@ -280,7 +280,8 @@ class Job(JobOptions):
 
         Args:
             dataset: a data set with `__len__` and `__getitem__`.
-            measure: gets a batch on the device, and returns name -> tensor [B], one value per sample.
+            measure: gets a batch on the device, and returns name -> tensor [B], one value per sample; or a pair (sums, counts)
+                of them, for a mean over something else than samples, such as tokens.
             batch_size: samples per batch over all ranks.
             num_workers: as for `batches`.
             collate_fn: as for `batches`.

@@ -17,6 +17,8 @@ from muster.timing.clock import Times
 from muster.timing.record import Timing
 
 TRAIN_FIELDS = ("kind", "step", "epoch", "loss", "lr", "grad_norm", "samples", "samples_per_s")
+Rates = Callable[[float, float | None], dict[str, float]]
+"""(samples per second, what the loss counts in a sample) -> further entries of a `train` record."""
 RECENT = 64  # rank 0's are more: those of checkpoints, and of stragglers
 
 
@@ -27,7 +29,7 @@ class Metrics:
         loggers: the loggers.
         samples: the samples before the first record.
         windows: writes the ranks' times.
-        rates: returns further entries of a `train` record from its samples per second.
+        rates: returns further entries of a `train` record.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class Metrics:
         *,
         samples: int,
         windows: Timing | None = None,
-        rates: Callable[[float], dict[str, float]] = lambda _: {},
+        rates: Rates = lambda speed, counted: {},
     ):
         self._loggers, self._since, self._windows = loggers, (samples, time.perf_counter()), windows
         self._worked_s, self._rates = 0.0, rates
@@ -69,12 +71,16 @@ class Metrics:
         grad_norm: float | None,
         samples: int,
         more: dict[str, float],
+        counted: float | None = None,
     ) -> None:
-        """Log a `train` record, with the `more` values at its end. None: not known."""
+        """Log a `train` record, with the `more` values at its end. None: not known.
+
+        counted: what the mean loss is over in a sample, on average, if it is not samples.
+        """
         (samples_then, then), now = self._since, time.perf_counter()
         self._since = (samples, now)
         speed = (samples - samples_then) / (now - then)
-        rates = {"samples_per_s": round(speed, 1), **self._rates(speed)}
+        rates = {"samples_per_s": round(speed, 1), **self._rates(speed, counted)}
         known = {"step": step, "epoch": epoch, "loss": loss, "lr": lr, "grad_norm": grad_norm}
         self._log("train", **known, samples=samples, **rates, **more)
 

@@ -1,6 +1,7 @@
 """The loss of a step is the mean over all that its global batch has: whatever the ranks, micro-batches and strategies."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from kit.parts.padded import IGNORED, Padded, Tagger
 from kit.ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
+
+from muster.errors import ConfigError
 
 PARTS = "kit.parts.padded"
 BASE = (
@@ -154,6 +157,8 @@ def test_log_lines_and_evaluations_divide_by_the_labels(tmp_path, kind):
     one = run(tmp_path / "one", *line(kind), "max_steps=3", "eval.every_steps=3", "seed=3", ranks=None)
     two = run(tmp_path / "two", *line(kind), *more, ranks=2)
     assert list(one.losses.values()) == pytest.approx(list(two.losses.values()), abs=1e-6)
+    for each in two.lines("train"):  # of the 12 tokens of a sample 6.5 have a label on average
+        assert each["tokens_per_s"] < 12 * each["samples_per_s"] * 0.9
     loss, right = reference(two.weights)
     last = two.lines("eval")[-1]
     assert last["loss"] == pytest.approx(loss, abs=1e-6)
@@ -166,6 +171,11 @@ def test_log_lines_and_evaluations_divide_by_the_labels(tmp_path, kind):
 def test_slices_give_one_hash_at_every_world_size(tmp_path):
     how = (*line("padding"), "virtual_world_size=4", "micro_batch_size=1", "max_steps=6")
     assert len({run(tmp_path / str(ranks), *how, ranks=ranks).sha256 for ranks in (1, 2, 3)}) == 1
+
+
+def each_label(model, batch):
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none").sum(1)
+    return {"loss": (losses, (batch[1] != IGNORED).sum(1))}
 
 
 def trained_by_job(folder, micro):
@@ -186,6 +196,10 @@ def trained_by_job(folder, micro):
                 optimizer.zero_grad()
             job.step(loss=loss)
         ends = model.module.state_dict()
+        found = job.evaluate(Padded(), partial(each_label, model.module), batch_size=7)
+        with pytest.raises(ConfigError, match=r"evaluate\(loader\.dataset"):
+            job.evaluate(torch.utils.data.DataLoader(Padded()), each_label)
+    assert found["loss"] == pytest.approx(reference(ends)[0], abs=1e-6)
     expected = Tagger(5)
     expected.load_state_dict(first)
     optimizer, losses = torch.optim.SGD(expected.parameters(), lr=0.5), []
@@ -218,9 +232,22 @@ def test_a_loss_of_the_whole_batch_is_not_divided(tmp_path):
 
 
 def test_what_is_assumed_of_a_loss_that_does_not_say_what_it_counts_is_said(tmp_path):
-    unknown = run(tmp_path / "unknown", *line("padding", f"{PARTS}.Squares"), "max_steps=2")
-    assert "Squares is taken for a mean over samples" in unknown.events("note")[0]["text"], unknown.out
+    for kind, name in (("padding", "Squares"), ("padding", "Derived"), ("the kit's", "OfTheKit")):
+        unknown = run(tmp_path / name, *line(kind, f"{PARTS}.{name}"), "max_steps=2")
+        assert f"{name} is taken for a mean over samples" in unknown.events("note")[0]["text"], unknown.out
     assert not run(tmp_path / "known", *line("masked"), "max_steps=2").events("note")
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ((f"objective._target_={PARTS}.Negative",), "Negative.count (padded.py:"),
+        (("objective._target_=torch.nn.CrossEntropyLoss", "+objective.reduction=sum"), "has reduction=sum"),
+    ],
+)
+def test_what_is_no_count_and_no_mean_is_refused(tmp_path, more, said):
+    refused = run(tmp_path / "run", *line("padding"), *more, "max_steps=2", ok=False)
+    assert refused.outcome["exit_code"] == 2 and said in refused.said[0], refused.out
 
 
 def test_updates_of_single_ranks_are_refused_where_samples_differ_in_what_counts(tmp_path):

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from muster.count import counted as checked
 from muster.errors import ConfigError
-from muster.origin import defined, described, name_of
+from muster.origin import defined, name_of
 from muster.train.config.keys import Config
 
 Count = Callable[[Any, Any], Any]
@@ -27,6 +28,8 @@ IGNORED = -100
 LABELS = "labels"
 FEW = 256
 """Labels that Python counts sooner than NumPy."""
+OWN = ("torch", "muster")
+"""The packages whose losses are known."""
 
 
 def count_of(objective: Any, model: Any = None) -> Count | None:
@@ -34,22 +37,40 @@ def count_of(objective: Any, model: Any = None) -> Count | None:
 
     It is the objective's method `count(targets)`, if it has one. torch's cross_entropy and nll_loss, and their modules, leave
     out the labels `ignore_index`, and take a mean weighted by `weight`. `model_loss` of one of Hugging Face's models leaves out
-    the labels -100.
+    the labels -100. A class that is derived from one of these and computes its loss itself has to say again what it counts.
     """
     given = dict[str, Any]()
     while isinstance(objective, partial):
         objective, given = objective.func, {**objective.keywords, **given}
     if callable(own := getattr(objective, "count", None)):
-        return Labels() if own is labels else lambda inputs, targets: own(targets)
+        if getattr(own, "__func__", own) is not labels:
+            return lambda inputs, targets: own(targets)
+        return Labels() if _says_again(objective) else None
+    if _package(objective) not in OWN:
+        return None
     if getattr(objective, "of_model", False):
         return partial(_model_labels, is_shifted=_predicts_next(model)) if hasattr(model, "loss_function") else None
     if isinstance(objective, nn.CrossEntropyLoss | nn.NLLLoss):
-        given = {"weight": objective.weight, "ignore_index": objective.ignore_index, "reduction": objective.reduction}
+        given = {"weight": objective.weight, "ignore_index": objective.ignore_index}
     elif objective is not F.cross_entropy and objective is not F.nll_loss:
         return None
-    if given.get("reduction", "mean") != "mean":
-        return None
     return Labels(given.get("ignore_index", IGNORED), given.get("weight"))
+
+
+def _package(objective: Any) -> str:
+    """Return the package of the function that computes the loss: a class may be derived from one of torch's."""
+    kind = type(objective)
+    function = objective if hasattr(objective, "__name__") else kind.__call__
+    if function is nn.Module.__call__:
+        function = kind.forward
+    return str(getattr(function, "__module__", "")).partition(".")[0]
+
+
+def _says_again(objective: Any) -> bool:
+    """Return whether the class that has `count` is the one that computes the loss, or is derived from it."""
+    kinds = type(objective).__mro__
+    first = next(kind for kind in kinds if "count" in vars(kind) or "__call__" in vars(kind))
+    return "count" in vars(first)
 
 
 def labels(targets: Any, *, ignored: int = IGNORED, weight: Tensor | None = None) -> Tensor | None:
@@ -113,15 +134,9 @@ def counted(
     found = ask(inputs, targets) if ask else None
     if found is None:
         return float(samples)
-    is_one = (isinstance(found, Tensor) and found.numel() == 1) or isinstance(found, int | float)
-    if not is_one or isinstance(found, bool):
-        raise ConfigError(
-            f"{name_of(objective)}.count returns {described(found)}{defined(objective, 'count')}: return what the mean loss is over, "
-            "a number or a tensor []"
-        )
-    if isinstance(found, Tensor) and not waits:
-        return found.detach().double().reshape(())
-    return float(found)
+    if type(found) is int and found >= 0:
+        return float(found)
+    return checked(found, f"{name_of(objective)}.count{defined(objective, 'count')}", waits=waits)
 
 
 def weighed(loss: Tensor, weight: float | Tensor, outputs: Any) -> Tensor:
@@ -130,7 +145,7 @@ def weighed(loss: Tensor, weight: float | Tensor, outputs: Any) -> Tensor:
     outputs: what the loss was computed from, through which a zero has a gradient.
     """
     if isinstance(weight, Tensor):
-        return torch.where(weight > 0, loss * weight.to(loss.dtype), 0.0)
+        return torch.where(weight == 0, 0.0, loss * weight.to(loss.dtype))
     if weight == 1:
         return loss
     if weight:
@@ -152,15 +167,23 @@ def _nothing(outputs: Any, loss: Tensor) -> Tensor:
 def times(value: Tensor, count: Any) -> Tensor:
     """Return a mean times its count; zero if it counts nothing."""
     if isinstance(count, Tensor):
-        return torch.where(count > 0, value.double() * count, 0.0)
+        return torch.where(count == 0, 0.0, value.double() * count)
     return value * count if count else torch.zeros_like(value)
 
 
 def refuse_divided(objective: Any, config: Config, *, parts: int) -> None:
     """Raise ConfigError if the objective is a loss of the batch as a whole (`whole_batch = True`), and the batch is divided.
 
+    Also for one of torch's losses that is a sum: it has no weight in a step, whose loss is a mean.
+
     parts: into which the strategy divides it.
     """
+    how = getattr(objective, "keywords", {}).get("reduction") or getattr(objective, "reduction", None) or "mean"
+    if how != "mean" and is_known(objective):
+        raise ConfigError(
+            f"{name_of(objective)} has reduction={how}, and an objective returns the mean loss over a micro-batch, "
+            "for the loss of a step is the mean over the global batch: leave reduction out"
+        )
     if not getattr(objective, "whole_batch", False):
         return
     micro = config.micro_batch_size
@@ -182,6 +205,4 @@ def is_known(objective: Any, model: Any = None) -> bool:
         return True
     while isinstance(objective, partial):
         objective = objective.func
-    kind = objective if hasattr(objective, "__name__") else type(objective)
-    of_model = getattr(objective, "of_model", False)
-    return not of_model and kind.__module__.partition(".")[0] in ("torch", "muster", "train")
+    return not getattr(objective, "of_model", False) and _package(objective) in OWN

@@ -17,7 +17,7 @@ from muster.dist.world import World
 from muster.errors import ConfigError, MusterError, say
 from muster.origin import defined, described, is_raised_by_own, kind_and_message, name_of
 from muster.train.objectives.by_slice import BySlice, by_slice
-from muster.train.objectives.counted import count_of, counted, times
+from muster.train.objectives.counted import Count, counted, times
 from muster.train.objectives.entry import entry, logits_of, scalars
 from muster.train.objectives.lists import fill_lists
 from muster.train.objectives.loss import loss_of, measured
@@ -41,6 +41,7 @@ def sums(
     model: Any,
     inputs: Any = None,
     loss: Tensor | None = None,
+    counts: Count | None = None,
 ) -> dict[str, Tensor]:
     """Return the objective's metrics summed over the `count` samples of a micro-batch.
 
@@ -50,11 +51,12 @@ def sums(
     A metric may be a pair (sum, count) if it is a mean over something other than samples, such as tokens or pixels.
 
     loss: the loss that the objective already returned for this micro-batch; one with state must not see a batch twice.
+    counts: what the objective counts (`count_of`).
     """
     if not hasattr(objective, "metrics"):
         known = loss_of(objective, outputs, targets, model=model, trains=False) if loss is None else loss
         more = {name: value * count for name, value in scalars(outputs).items()}
-        if not (counts := count_of(objective, model)):
+        if not counts:
             return {"loss": known * count, **more}
         of = counted(counts, inputs, targets, count, objective=objective)
         return {"loss": times(known, of), f"loss{OF}": _count(of, like=known), **more}

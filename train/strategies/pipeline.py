@@ -26,7 +26,7 @@ from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.config.keys import Config
 from muster.train.config.marks import FREE, Ge
-from muster.train.objectives.counted import count_of, counted, weighed
+from muster.train.objectives.counted import counted, weighed
 from muster.train.objectives.loss import loss_of
 from muster.train.objectives.measure import sums
 from muster.train.strategies.base import Recipe
@@ -209,7 +209,8 @@ class PipelineStep(OptimizerStep):
         if not self._part.has_last:
             return {}
         outputs = pytree.tree_map(lambda t: t[: flow.samples], outputs)
-        measured = sums(self.recipe.objective, outputs, flow.targets, flow.samples, model=self.model)
+        objective = self.recipe.objective
+        measured = sums(objective, outputs, flow.targets, flow.samples, model=self.model, counts=self.count)
         if batch.count:
             self.recipe.measures.update(outputs, flow.targets, slice=batch.slice)
         return {name: value * bool(batch.count) for name, value in measured.items()}
@@ -254,7 +255,7 @@ class PipelineStep(OptimizerStep):
         if flow.whole is not None:
             objective = self.recipe.objective
             waits = self.world.device.type == "cpu"
-            of = counted(count_of(objective), None, targets, count, objective=objective, waits=waits) if count else 0.0
+            of = counted(self.count, None, targets, count, objective=objective, waits=waits) if count else 0.0
             weight = ratio(of, flow.whole())
         return weighed(loss, weight * self._shards, outputs)
 

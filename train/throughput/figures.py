@@ -26,14 +26,17 @@ class Throughput:
     flops: float | None = None
     peak: float | None = None
 
-    def rates(self, samples_per_s: float) -> dict[str, float]:
+    def rates(self, samples_per_s: float, counted: float | None = None) -> dict[str, float]:
         """Return `tokens_per_s` and `mfu`, as far as they are known.
+
+        counted: tokens of a sample that the objective counts, on average since the last line; None: all that it has.
 
         mfu: model FLOPs utilization, the rate of the operations that the model needs as a share of the devices' peak: 0 to 1.
 
         Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B.
         """
-        rates = {"tokens_per_s": round(samples_per_s * self.tokens, 1)} if self.tokens else {}
+        tokens = counted if self.tokens and counted is not None else self.tokens
+        rates = {} if tokens is None else {"tokens_per_s": round(samples_per_s * tokens, 1)}
         if self.flops and self.peak:
             rates["mfu"] = round(samples_per_s * self.flops / self.peak, 4)
         return rates

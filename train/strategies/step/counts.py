@@ -12,7 +12,7 @@ from muster.batches.loader import Batch
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.origin import name_of
-from muster.train.objectives.counted import count_of, counted, is_known
+from muster.train.objectives.counted import Labels, count_of, counted, is_known
 
 OVER_SAMPLES = (
     "the loss of {name} is taken for a mean over samples; if it is one over something else, such as tokens or pixels, give it "
@@ -64,6 +64,11 @@ class Counts:
         self._own: Callable[[], Any] | None = None
         self.note = "" if is_known(objective, model) else OVER_SAMPLES.format(name=name_of(objective))
         """What is assumed of an objective that does not say what its mean is over."""
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether something else than samples is counted, one by one: not with the weights of classes."""
+        return self._count is not None and not (isinstance(self._count, Labels) and self._count.weight is not None)
 
     @property
     def seen(self) -> tuple[Any, Any] | None:

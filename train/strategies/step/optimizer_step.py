@@ -21,7 +21,7 @@ from muster.dist.waiting import Waiting
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.config.keys import NonFinite, Precision
-from muster.train.objectives.counted import weighed
+from muster.train.objectives.counted import count_of, weighed
 from muster.train.objectives.loss import loss_of
 from muster.train.objectives.measure import sums
 from muster.train.optim.schedule import follow
@@ -88,6 +88,8 @@ class OptimizerStep:
         self.recipe, self.world, self.model, self.no_sync = recipe, world, model, no_sync
         self.forward, self._call, self._elsewhere = forward or model, Call(model), elsewhere or {}
         self._shards, self._speaks = layout.shard(world.rank)[1], layout.speaks(world.rank)
+        self.count = count_of(recipe.objective, model)
+        """What the objective counts in a micro-batch; None: its samples."""
         self._objective = recipe.objective if has_loss and isinstance(recipe.objective, nn.Module) else None
         self.buffers = Buffers(model, world, objective=self._objective, group=trainers)
         self.optimizer = recipe.build_optimizer(model.named_parameters(), elsewhere=tuple(self._elsewhere))
@@ -233,8 +235,8 @@ class OptimizerStep:
             self._measured[key] = self._measured.get(key, 0) + value.detach().double()
 
     def _sums(self, outputs: Any, batch: Batch, loss: Tensor | None = None) -> dict[str, Tensor]:
-        objective = self.recipe.objective
-        return sums(objective, outputs, batch.targets, batch.count, model=self.model, inputs=batch.inputs, loss=loss)
+        how: Any = {"model": self.model, "inputs": batch.inputs, "loss": loss, "counts": self.count}
+        return sums(self.recipe.objective, outputs, batch.targets, batch.count, **how)
 
     def is_finite(self) -> bool:
         """Return True if the parameters of all ranks are finite. Synchronizes with the device. Collective."""
