@@ -57,8 +57,10 @@ class SlicedStep(OptimizerStep):
         by_slice = {number: list(micro) for number, micro in groupby(batches, key=lambda batch: batch.slice)}
         trees: list[TreeSum] = []
         for number in leaves_of(world.rank, world.size, self.slices):
-            flat = self._slice(step, number, by_slice.get(number, []), start)
-            self.buffers.put_back(kept)
+            try:
+                flat = self._slice(step, number, by_slice.get(number, []), start)
+            finally:
+                self.buffers.put_back(kept)  # also if another rank is lost meanwhile: what is handed on is of the step before
             trees = trees or [
                 TreeSum(self.slices, rank=world.rank, world_size=world.size, memory=world.memory, hosts=world.hosts)
                 for _ in flat
