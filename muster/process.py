@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
 import gc
+import io
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+import traceback
 from pathlib import Path
+from typing import Any, NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a run to stop."""
@@ -19,8 +26,70 @@ LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: no
 WORKER_WAIT = "MP_STATUS_CHECK_INTERVAL"
 """torch's name for the longest wait for a DataLoader's worker; then it is ended."""
 WORKER_LEAVES_S = 0.1
+END_S = 60.0
+IO_BASE: Any = io.IOBase.__base__
+"""What all files derive from; `isinstance` would ask objects for their `__class__`, which some warn of."""
 _launcher: int | None = None
 _is_first = True
+_is_keeper = False
+
+
+def end(code: int, *, within_s: float = END_S) -> NoReturn:
+    """End this process with `code`, and before that, as the interpreter does, what programs leave to its end.
+
+    Other threads are joined, functions of `atexit` called, open files flushed. The interpreter's tear-down is left out: it
+    restores SIGTERM's default action, so that the launcher's signal would hide the code, and threads of C++ may abort the process
+    in it. In a keeper nothing of this is done: its children have done it. On another thread than the main one, only files are
+    flushed.
+
+    within_s: seconds after which this process ends in any case.
+    """
+    try:
+        if not _is_keeper:
+            threading.Thread(target=_end_late, args=(code, within_s), daemon=True).start()
+            if threading.current_thread() is threading.main_thread():
+                threading._shutdown()  # type: ignore[attr-defined]  # in this order, as in Py_FinalizeEx
+                _end_deaf_children()
+                atexit._run_exitfuncs()
+            flush_files()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_late(code: int, within_s: float) -> None:
+    time.sleep(within_s)
+    threads = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    what = f"the thread {threads[0]} has" if threads else "functions of atexit have"
+    print(
+        f"muster: {what} not ended {within_s:g} s after the run: the process ends without them",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(code)
+
+
+def _end_deaf_children() -> None:
+    """End daemonic children that ignore SIGTERM, as loader workers do: multiprocessing sends it, and waits for them for ever."""
+    for each in multiprocessing.active_children():
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{each.pid}/status").read_text()
+            ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+            if each.daemon and ignored >> (signal.SIGTERM - 1) & 1:
+                each.kill()
+
+
+def flush_files() -> None:
+    """Write out what open files of this process hold back."""
+    gc.unfreeze()  # or those opened before are not seen
+    for each in [each for each in gc.get_objects() if issubclass(type(each), IO_BASE)]:
+        with contextlib.suppress(Exception):
+            if not each.closed:
+                each.flush()
 
 
 def collect_garbage() -> None:
@@ -60,10 +129,16 @@ def is_kept() -> bool:
     return _launcher is not None
 
 
+def become_keeper() -> None:
+    """Take notice that this process has a child that does its work."""
+    global _is_keeper
+    _is_keeper = True
+
+
 def become_kept(launcher: int, *, is_first: bool) -> None:
     """Take notice that this process is a child of a keeper, which `launcher` started; `is_first`: its first one."""
-    global _launcher, _is_first
-    _launcher, _is_first = launcher, is_first
+    global _launcher, _is_first, _is_keeper
+    _launcher, _is_first, _is_keeper = launcher, is_first, False
 
 
 def beginning_pid() -> int:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from muster.faults import output
 from muster.faults.preemption import Preemption
+from muster.process import end
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from muster.errors import ConfigError
-    from muster.faults.keeper import Life
     from muster.faults.notes import Notes
     from muster.train.config.keys import Config
 
@@ -57,11 +57,7 @@ def main() -> None:
         from muster.report.sweep import SweptJob, print_table
 
         print_table([SweptJob(*each) for each in jobs])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Skip interpreter teardown: it restores SIGTERM's default action, so that the launcher's signal would hide the exit
-    # code, and torch's C++ threads may abort the process during it ("terminate called without an active exception").
-    os._exit(code)
+    end(code)
 
 
 def run_attempt(config: Config | ConfigError, preemption: Preemption, *, is_swept: bool) -> int:
@@ -90,14 +86,18 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption, *, is_swep
     code_hash()  # once for all lives
     most = 0 if isinstance(config, ConfigError) else config.dist.max_survivals_per_hour
 
-    def live(life: Life) -> int:
-        if isinstance(notes, str):
-            return attempt(config, preemption, why_no_survival=notes)
-        return attempt(config, preemption, Survival(life))
-
     kept = Notes(last=0) if isinstance(notes, str) else notes  # without notes a rank is not born again
     store = store_for_keeper() if meets_by_port(config) else None
-    return keep(live, kept, preemption=preemption, most_per_hour=most, store=store)
+    life = keep(kept, preemption=preemption, most_per_hour=most, store=store)
+    if isinstance(life, int):
+        return life
+    code = 1
+    try:
+        how: dict[str, Any] = {"why_no_survival": notes} if isinstance(notes, str) else {"survival": Survival(life)}
+        code = attempt(config, preemption, **how)
+    except BaseException:
+        traceback.print_exc()
+    end(code)
 
 
 def ends_sweep(code: int, folder: str | None) -> bool:

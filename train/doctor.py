@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +18,7 @@ from muster.doctor.visit import examine
 from muster.errors import MusterError
 from muster.faults import output
 from muster.job.exit import tell
+from muster.process import end
 from muster.train.config.compose import compose
 from muster.train.config.keys import Config
 from muster.train.settings import group_options, visit_of
@@ -44,8 +43,7 @@ def main() -> None:
     except MusterError as error:
         tell(error)
         code = error.exit_code
-    sys.stdout.flush()
-    os._exit(code)  # as python -m train does: no tear-down
+    end(code)
 
 
 def visited(config: Config, given: argparse.Namespace) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from muster.errors import MusterError
 from muster.faults import output
 from muster.faults.preemption import Preemption
+from muster.process import end
 
 
 def main() -> None:
@@ -35,8 +34,7 @@ def main() -> None:
 
         tell(error)
         code = error.exit_code
-    sys.stdout.flush()
-    os._exit(code)  # no teardown, as in python -m train
+    end(code)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ GRACE_S = 2.0  # time for the hanging rank to report itself
 LAST_WORDS_S = 30.0
 ABANDONED_S = 4.0  # longer than any live rank is silent
 FREED_S = 10.0
+JOIN_S = 5.0
 """Within so long, a rank gets an error that waited for one that was ended and is born again; else it is ended, too."""
 RESCUE = "rescue"
 """The phase in which a rank that has heard of a loss saves its last step, or waits for another one to (job/rescue.py)."""
@@ -105,6 +106,7 @@ class Heartbeat:
         self._judged_at = 0.0
         self._ended = threading.Event()
         self._watchdog: Watchdog | None = None
+        self._threads: list[threading.Thread] = []
 
     @property
     def gone(self) -> int:
@@ -114,8 +116,11 @@ class Heartbeat:
     def start(self) -> None:
         """Start the heartbeat. The launcher must restart processes that it ends."""
         self._watchdog = Watchdog()
-        for work in (self._judge, self._exchange):
-            threading.Thread(target=work, name="heartbeat", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=work, name="heartbeat", daemon=True) for work in (self._judge, self._exchange)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def enter(self, kind: str, step: int) -> None:
         """Enter a phase of work: `step`, `evaluation`, `save` or `finish`."""
@@ -126,6 +131,14 @@ class Heartbeat:
         self._ended.set()
         if self._watchdog:
             self._watchdog.wind(self.timeout_s + LAST_WORDS_S)
+
+    def join(self) -> None:
+        """Wait until its threads have ended, after `close`, while the store answers.
+
+        Python ends a thread that returns from C++, as from the store, while the interpreter ends; C++ then aborts the process.
+        """
+        for thread in self._threads:
+            thread.join(JOIN_S)
 
     def disarm(self) -> None:
         """Let this process live on as long as it likes, after `close`."""

@@ -14,13 +14,13 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import select
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -61,19 +61,18 @@ class Life:
 
 
 def keep(
-    live: Callable[[Life], int],
     notes: Notes,
     *,
     preemption: Preemption,
     most_per_hour: int,
     store: Callable[[], None] | None = None,
-) -> int:
-    """Call `live` in a child, and again in a new child if that dies by a signal. Returns the exit code of the last one.
+) -> Life | int:
+    """Go on as a rank in a child, and again in a new child if that dies by a signal.
 
-    If the last child has died by a signal, this process dies by the same one.
+    Returns the life in a child, and the exit code of the last child in this process. If that has died by a signal, this
+    process dies by the same one.
 
     Args:
-        live: the rank's work, up to its exit code.
         notes: the rank's notes.
         preemption: whether this process has received a stop request; a child begins with the same answer.
         most_per_hour: the most times that the rank is born again within an hour.
@@ -98,7 +97,8 @@ def keep(
                 raise
             if not child:
                 _become(keeper, launcher, preemption, is_first=not number)
-                break
+                return Life(number, notes, died_of, died_at)
+            process.become_keeper()
             _pass_on(child, preemption)
         ended = _awaited(child, notes)
         if ended >= 0:
@@ -120,14 +120,6 @@ def keep(
             _die(-ended)
         births.append(died_at)
         died_in, number = step, number + 1
-    code = 1
-    try:
-        code = live(Life(number, notes, died_of, died_at))
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _start(store: Callable[[], None], keeper: int) -> None:
@@ -214,6 +206,8 @@ def why_no_fork() -> str:
         os.waitpid(child, 0)
         if _threads() > 1:
             return "an imported module has started a thread"
+    if multiprocessing.active_children():
+        return "a process has been started"  # which only its parent can wait for
     return "an imported module has opened a connection" if _has_connection() else ""
 
 

@@ -28,7 +28,7 @@ from muster.batches.fingerprint import fingerprint
 from muster.batches.generators import kept_generators, key_of, seed_generators
 from muster.batches.loader import LoaderConfig, batches, to
 from muster.batches.stream import Stream
-from muster.count import counted as checked
+from muster.dist.count import counted as checked
 from muster.errors import ConfigError
 from muster.plan import Plan
 

@@ -111,8 +111,9 @@ class Job(JobOptions):
 
             muster.Job("runs/mine", save_every=100).run(main)
 
-        Under torchrun on CPUs the function runs in a child of this process. When a rank dies, all others leave the function
-        by an exception, meet the newborn, and the function is called again on all ranks, in the same process: `track` then
+        Under torchrun on CPUs the script goes on in a child of this process, with the function and with what follows `run`, and
+        this process waits for its end. When a rank dies, all others leave the function by an exception, meet the newborn,
+        and the function is called again on all ranks, in the same process: `track` then
         restores the state of a rank that is alive, and `batches` goes on with the next step. So what the function does
         before the loop is done again, and nothing outside of the tracked objects may remember the steps. What is loaded
         before `run` is there at once. In each step the random number generators are seeded by `seed`, step and rank.

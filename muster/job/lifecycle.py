@@ -36,9 +36,11 @@ from muster.job.exit import Exit
 from muster.job.folder import Refusal, RunFolder, RunOptions, claim_folder, keep_folder, note_end, open_folder
 from muster.job.lease import Lease
 from muster.job.survival import Survival, is_of_peer
-from muster.process import is_kept
+from muster.process import end, is_kept
 
 REPORT_S = 15.0
+LEFT_S = 5.0
+"""The longest that what a script leaves to its end may take after a failure: other ranks may wait for this one."""
 
 
 class State(Enum):
@@ -264,7 +266,7 @@ class Lifecycle:
         try:
             self._fail(error)
         finally:
-            os._exit(self.exit_code)
+            end(self.exit_code, within_s=LEFT_S)
 
     def survives(self, error: BaseException) -> bool:
         """any state -> parted: whether `error` comes from the death of a rank that is born again.
@@ -332,7 +334,7 @@ class Lifecycle:
         if self._world is None:
             agent.end_restarts(self.exit_code, process_ends=False)
         elif self._world.size > 1 and not self._together:
-            os._exit(self.exit_code)
+            end(self.exit_code, within_s=LEFT_S)
 
     def _record(self, ending: Ending) -> MusterError | None:
         """Record on rank 0 that the run is done; return the failure to do so."""
@@ -382,6 +384,7 @@ class Lifecycle:
         """Close the group, which every rank does. Collective."""
         if self._world and self._heartbeat:
             self._heartbeat.close()
+            self._heartbeat.join()
             self._world.close()
 
     def _leave(self) -> None:

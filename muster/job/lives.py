@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,14 +15,14 @@ from muster.dist.rendezvous.meeting import code_hash
 from muster.dist.rendezvous.network import store_for_keeper
 from muster.errors import ConfigError
 from muster.faults import agent, output
-from muster.faults.keeper import Life, keep, why_no_fork
+from muster.faults.keeper import keep, why_no_fork
 from muster.faults.notes import Notes
 from muster.faults.preemption import Preemption
 from muster.job.entrance import Entrance, Parted
 from muster.job.live_job import NOTES, LiveJob
 from muster.job.options import JobOptions
 from muster.job.survival import Survival, why_no_survival
-from muster.process import collect_garbage
+from muster.process import STOP_SIGNALS, collect_garbage, end, is_kept
 
 if TYPE_CHECKING:
     from muster.job.job import Job
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 def run(job: Job, function: Callable[[Job], object]) -> None:
     """Call `function(job)` in the job's block, in a child that is born again if it dies by a signal. See `Job.run`.
+
+    The script goes on in the child, and ends there, with all that it has left to its end. This process ends as the child does.
 
     Raises:
         SystemExit: the run is not done.
@@ -39,19 +43,23 @@ def run(job: Job, function: Callable[[Job], object]) -> None:
         return
     output.endure()
     agent.die_with_it()
-    preemption = Preemption()
+    preemption, before = Preemption(), {number: signal.getsignal(number) for number in STOP_SIGNALS}
     preemption.install()
     code_hash()  # once for all lives
-
-    def live(life: Life) -> int:
-        return _live(job, function, LiveJob(Survival(life)), preemption)
-
-    store = store_for_keeper()
-    code = keep(live, notes, preemption=preemption, most_per_hour=job.max_survivals_per_hour, store=store)
+    was_frozen = gc.get_freeze_count()
+    most, store = job.max_survivals_per_hour, store_for_keeper()
+    life = keep(notes, preemption=preemption, most_per_hour=most, store=store)
+    if isinstance(life, int):
+        end(life)
+    code = _live(job, function, LiveJob(Survival(life)), preemption)
     leave_store()  # also for a script that goes on after a failure
+    if not was_frozen:
+        gc.unfreeze()
     if code:
         raise SystemExit(code)
     preemption.uninstall()
+    for number, handler in before.items():
+        signal.signal(number, handler or signal.SIG_DFL)  # None: set by something else than Python
 
 
 def _live(job: Job, function: Callable[[Job], object], kept: LiveJob, preemption: Preemption) -> int:
@@ -81,6 +89,8 @@ def _notes_of(options: JobOptions) -> Notes | str:
             return "the process group is not the job's own"
         if options.device_type != "cpu" and (options.device_type == "cuda" or Path("/dev/nvidiactl").exists()):
             return "it trains on GPUs"
+        if is_kept():
+            return "the script has run another job before, whose threads are left"
         return why_no_survival() or why_no_fork() or Notes(last=NOTES)
     except OSError:
         return "the system gives no memory for its notes"

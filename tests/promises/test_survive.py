@@ -111,7 +111,10 @@ DEATHS = [
     ("slices", "backward@13:0"),
     ("slices", "eval_begin@23:1"),
     ("slices", "after_update@13:2"),
-    ("slices", "step_end@16:2"),  # the others notice it between a forward and a backward pass, which has changed buffers
+    (
+        "slices",
+        "step_end@16:2",
+    ),  # the others notice it between a forward and a backward pass, which has changed buffers
     ("many", "forward@13:4"),
     ("many", "save@50:3"),
     ("many", "end@50:0"),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from muster.count import counted as checked
+from muster.dist.count import counted as checked
 from muster.errors import ConfigError
 from muster.origin import defined, name_of
 from muster.train.config.keys import Config

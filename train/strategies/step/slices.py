@@ -60,7 +60,9 @@ class SlicedStep(OptimizerStep):
             try:
                 flat = self._slice(step, number, by_slice.get(number, []), start)
             finally:
-                self.buffers.put_back(kept)  # also if another rank is lost meanwhile: what is handed on is of the step before
+                self.buffers.put_back(
+                    kept
+                )  # also if another rank is lost meanwhile: what is handed on is of the step before
             trees = trees or [
                 TreeSum(self.slices, rank=world.rank, world_size=world.size, memory=world.memory, hosts=world.hosts)
                 for _ in flat

@@ -1,4 +1,4 @@
-"""What a user's `count` may return: how much of what a mean is over a micro-batch has."""
+"""What a user's `count` may return: how much of what the mean over all ranks is over a micro-batch has."""
 
 from __future__ import annotations
 
