@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from kit.job import ROOT, environment
+import torch
+from kit.job import ROOT, environment, run
+from kit.ranks import on_ranks
 from kit.until import until
 
-from bench.conformance import ledger
+from bench.conformance import ledger, token_loops
 from bench.conformance.comparison import Reference, judge
 from bench.conformance.faults import FAULTS, Scene
 from bench.conformance.matrix import cell, matrix
+from bench.conformance.tokens import furthest
 from bench.conformance.trainers import NAMES, trainer
 from bench.conformance.trainers.base import Trainer
 
@@ -107,8 +110,6 @@ def test_a_step_that_is_begun_again_in_place_counts_once_for_each_rank():
     ],
 )
 def test_what_differs_is_said(tmp_path, samples, metrics, says):
-    import torch
-
     described = Trainer("X", (), lambda *_: [], lambda _: [], lambda _: metrics)
     scene = Scene(described, tmp_path / "scene", random.Random(0), 1.0)
     scene.folder.mkdir()
@@ -129,3 +130,23 @@ def test_a_run_that_ends_without_weights_has_not_finished(tmp_path):
     failed.wait()
     scene.launches.started.append(failed)
     assert cell(judge(scene, FAULTS["truncated"], UNDISTURBED)) == "does not finish, [1]"
+
+
+def by_loop(loop, folder, batch):
+    return furthest(loop(folder, batch).state_dict())
+
+
+@pytest.mark.parametrize("ranks, batch", [(2, 4), (1, 2)])
+def test_the_loss_of_padded_tokens_is_that_of_the_full_batch(tmp_path, ranks, batch):
+    assert on_ranks(by_loop, ranks, token_loops.own_loop, tmp_path / "job", batch)[0] < 1e-6
+    run(tmp_path / "run", *token_loops.ours(tmp_path / "run", batch)[3:], ranks=ranks)
+    assert furthest(torch.load(tmp_path / "run/model.pt")) < 1e-6
+    assert on_ranks(by_loop, ranks, token_loops.by_hand, tmp_path, batch)[0] > 1e-2
+
+
+@pytest.mark.nightly
+def test_the_command_of_the_padded_tokens(tmp_path):
+    command = [sys.executable, "-m", "bench.conformance.tokens", "--only=own_loop", "--limit-s=200"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
+    row = done.stdout.splitlines()[-1]
+    assert row.startswith("| by hand with Job | ") and all(float(each) < 1e-6 for each in row.split("|")[2:5]), done
