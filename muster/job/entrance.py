@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,7 @@ class Entrance:
             return True
         if self.life.exit_code:
             self._ignore_signals()
+            _let_go(error)
             raise SystemExit(self.life.exit_code) from error
         if self._before:
             self.preemption.uninstall()
@@ -175,3 +177,10 @@ class Entrance:
         """A launcher's signal during interpreter teardown would hide the exit code."""
         with contextlib.suppress(ValueError):
             ignore(*STOP_SIGNALS)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Clear the frames of an error: they may hold a DataLoader, for whose workers Python would wait at its exit for ever."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
