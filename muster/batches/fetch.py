@@ -128,6 +128,8 @@ class Fetch(Dataset[Any]):
                 batch = self._whole(indices)
             else:
                 samples = self._seeded(indices, keys, watch)
+                if isinstance(self.dataset, Stream):
+                    self.dataset.refuse_surplus()
                 if self.collate:
                     seed_generators(own)
                 batch = self._collated(samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 from muster import process
 from muster.batches.fetch import Fetch
 from muster.batches.onto_device import onto
-from muster.batches.stream import Stream
+from muster.batches.stream import Stream, read_whole
 from muster.batches.workers import by_default, check_shared_memory
 from muster.errors import DataError
 from muster.plan import MicroBatch, Plan, Share
@@ -181,7 +182,7 @@ def _loader(fetch: Fetch, plan: Plan, steps: range, config: LoaderConfig) -> Dat
         batch_sampler=_shares(plan, steps, config),  # type: ignore[arg-type]
         collate_fn=_unchanged,
         num_workers=workers,
-        worker_init_fn=_start_worker,
+        worker_init_fn=partial(_start_worker, reads_stream=isinstance(fetch.dataset, Stream)),
         pin_memory=config.device.type == "cuda",
         generator=torch.Generator(),  # the default draws from the global one, which a resumed run must find unchanged
     )
@@ -191,10 +192,12 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _start_worker(_: int) -> None:
+def _start_worker(_: int, *, reads_stream: bool) -> None:
     # torchrun signals the whole process group: a worker killed by SIGTERM would prevent the last checkpoint.
     process.ignore(*process.STOP_SIGNALS)
     process.die_with_parent()  # do not outlive a rank that was killed
+    if reads_stream:
+        read_whole()
 
 
 def _bytes(value: Any) -> int:

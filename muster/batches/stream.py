@@ -11,9 +11,13 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker
+
 from muster.batches.fingerprint import DRAWN, LOOKED_AT, hash_of, look
 from muster.batches.generators import kept_generators, seed_generators
 from muster.errors import ConfigError, DataError
+from muster.origin import defined
 
 
 class Stream:
@@ -75,6 +79,20 @@ class Stream:
         self._position += 1
         return sample
 
+    def refuse_surplus(self) -> None:
+        """Raise DataError if the stream goes on after the last sample of the epoch: the others would never be read."""
+        if self._samples is None or self._position < len(self):
+            return
+        try:
+            next(self._samples)
+        except Exception:  # an end, too: of a stream that reads past its samples
+            return
+        raise DataError(
+            f"the stream {type(self.dataset).__name__} goes on after {len(self)} samples, which is its length, and what follows would never "
+            f"be read{defined(self.dataset, '__iter__')}: let __len__ return the number of all, or end it there: "
+            "yield from itertools.islice(..., len(self))"
+        )
+
     def state(self) -> dict[str, Any]:
         """Return the position, for `load` in another process; empty if the dataset keeps no state."""
         if not self.keeps_state or self._samples is None:
@@ -107,3 +125,16 @@ class Stream:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         self._samples, self._epoch, self._position = iter(self.dataset), epoch, 0
+
+
+def read_whole() -> None:
+    """Let a stream in this DataLoader worker find no worker to divide itself by: each reads the whole stream for its batches.
+
+    Raises:
+        ConfigError: torch keeps it elsewhere than where it is known to.
+    """
+    worker._worker_info = None
+    if get_worker_info() is not None:
+        raise ConfigError(
+            "loader.num_workers: this torch lets no worker read a whole stream: write loader.num_workers=0"
+        )

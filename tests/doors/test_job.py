@@ -578,6 +578,19 @@ def test_misuse_is_one_line(place, body, says):
     assert "Traceback" not in result.out
 
 
+@pytest.mark.parametrize("more, says", [(0, "sum 4950"), (1, "goes on after 100 samples, which is its length")])
+def test_a_stream_that_divides_itself_by_worker_is_read_once_and_one_longer_than_its_length_refused(place, more, says):
+    body = f"""import kit.parts.own as own
+    job.track(model=model, optimizer=optimizer)
+    found = 0
+    for number in job.batches(own.Counted(more={more}), batch_size=8, epochs=1, num_workers=2):
+        found += int(number.sum())
+        job.step()
+    print("sum", found)"""
+    result = wrong(place("wrong"), body)
+    assert result.code == (3 if more else 0) and says in result.out, result.out
+
+
 @pytest.mark.parametrize(
     "body, says",
     [

@@ -78,14 +78,20 @@ def test_a_stream_gives_the_same_samples_at_every_world_size_and_after_a_resume(
     assert resumed.sha256 == alone.sha256
 
 
-def test_workers_read_a_stream_alike(tmp_path):
-    line = (*data("Numbers"), *SMALL)
+@pytest.mark.parametrize("kind", ["Numbers", "Divided"])
+def test_workers_read_a_stream_alike(tmp_path, kind):
+    line = (*data(kind), *SMALL)
     one, other = (run(tmp_path / str(n), *line, f"loader.num_workers={n}") for n in (0, 2))
     assert one.sha256 == other.sha256
 
 
 @pytest.mark.parametrize(
-    "more, code, says", [("+data.ends=70", 3, "ends after 70"), ("+data.known=false", 2, "__len__")]
+    "more, code, says",
+    [
+        ("+data.ends=70", 3, "ends after 70"),
+        ("+data.more=1", 3, "goes on after 100 samples, which is its length"),
+        ("+data.known=false", 2, "__len__"),
+    ],
 )
 def test_a_stream_that_is_not_as_long_as_it_says(tmp_path, more, code, says):
     result = run(tmp_path / "run", *data("Numbers", more), *SMALL, ok=False)

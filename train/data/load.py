@@ -71,7 +71,10 @@ def load(config: Config, world: World) -> Data:
         )
     world.together(failure)
     digest = fingerprint(train)
-    world.same("training data: fingerprint", digest, remedy="give every node the same data, see data.root")
+    remedy = "give every node the same data, see data.root"
+    if isinstance(train, Stream):
+        remedy += "; a stream must not divide itself by rank: each rank reads all of it, and keeps its own samples"
+    world.same("training data: fingerprint", digest, remedy=remedy)
     return Data(train, test, _num_classes(train), digest)
 
 

@@ -1,5 +1,6 @@
 """Custom parts: samples of other shapes, models with several inputs, streams, mistakes."""
 
+import itertools
 import os
 import time
 
@@ -80,12 +81,18 @@ class Length(nn.Module):
 
 
 class Numbers(torch.utils.data.IterableDataset):
-    """A stream without a state. ends: stop before its length."""
+    """A stream without a state. ends: stop before its length. more: samples after its length."""
 
     num_classes = 2
 
-    def __init__(self, *, train: bool, ends: int | None = None, known: bool = True):
-        self.size, self.ends, self.epoch, self.known = 100 if train else 20, ends, 0, known
+    def __init__(self, *, train: bool, ends: int | None = None, more: int = 0, known: bool = True):
+        self.size, self.ends, self.more, self.epoch, self.known = (
+            100 if train else 20,
+            ends,
+            more if train else 0,
+            0,
+            known,
+        )
 
     def __len__(self):
         if not self.known:
@@ -96,11 +103,31 @@ class Numbers(torch.utils.data.IterableDataset):
         self.epoch = epoch
 
     def __iter__(self):
-        for index in torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch)).tolist()[
-            : self.ends
-        ]:
+        size, generator = self.size + self.more, torch.Generator().manual_seed(self.epoch)
+        for index in torch.randperm(size, generator=generator).tolist()[: self.ends]:
             numbers = torch.randn(6, generator=torch.Generator().manual_seed(index)) + 0.01 * torch.rand(1)
             yield numbers, int(numbers.sum() > 0)
+
+
+class Divided(Numbers):
+    """A stream that divides itself by worker, as torch's documentation shows."""
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        return itertools.islice(
+            super().__iter__(), worker.id if worker else 0, None, worker.num_workers if worker else 1
+        )
+
+
+class Counted(Numbers):
+    """The numbers from 0 on, in their order."""
+
+    def __init__(self, more: int):
+        super().__init__(train=True, more=more)
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        return iter(range(worker.id if worker else 0, self.size + self.more, worker.num_workers if worker else 1))
 
 
 class Stateful(Numbers):
