@@ -14,11 +14,21 @@ from muster.train.course import steps_asked_for
 from muster.train.evaluation import never_evaluated
 from muster.train.loop import Run
 
+MOST_NAMES = 8
 
-def announce(run: Run, folder: RunFolder, *, kinds: list[str], deaths: Sequence[Mapping[str, Any]]) -> None:
+
+def announce(
+    run: Run,
+    folder: RunFolder,
+    *,
+    kinds: list[str],
+    deaths: Sequence[Mapping[str, Any]],
+    in_evaluation: Sequence[str] = (),
+) -> None:
     """Write to metrics.jsonl how this attempt begins, and print the limits of what it guarantees.
 
     kinds: processor kinds of the ranks (see `numerics.kind_of`); empty without `virtual_world_size`. deaths: see `record_start`.
+    in_evaluation: names of the frozen modules that stay in evaluation mode.
     """
     world = run.world
     if run.strategy.caveat and world.is_first:
@@ -39,6 +49,12 @@ def announce(run: Run, folder: RunFolder, *, kinds: list[str], deaths: Sequence[
         run.records.event("note", text=text)
     if run.counts.note:
         run.records.event("note", text=run.counts.note)
+    if in_evaluation:
+        more = [f"{len(in_evaluation) - MOST_NAMES} more"] if len(in_evaluation) > MOST_NAMES else []
+        names = ", ".join([*in_evaluation[:MOST_NAMES], *more])
+        run.records.event(
+            "note", text=f"frozen modules stay in evaluation mode: {names}; frozen_mode=train trains them as the others"
+        )
     for text in mixed_kinds(kinds, folder.saved.manifest.get("computes_on") if folder.saved else None):
         run.records.event("note", text=text)
     known = {"total_steps": run.total_steps, "samples_per_epoch": len(run.course.data.train)}

@@ -220,7 +220,13 @@ def open_run(
         if live and source is not None:
             live.go_on(run, folder.path)
         else:
-            announce(run, folder, kinds=kinds, deaths=live.deaths(world) if live and world.again else ())
+            announce(
+                run,
+                folder,
+                kinds=kinds,
+                deaths=live.deaths(world) if live and world.again else (),
+                in_evaluation=made.in_evaluation,
+            )
         if live:
             live.follow(run)
         if not gc.isenabled():

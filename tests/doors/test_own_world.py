@@ -442,6 +442,32 @@ def test_training_begins_with_the_average_of_another(tmp_path):
         assert torch.equal(same.weights[name], value)
 
 
+FROZEN = ("model._target_=kit.parts.models.Backbone", "freeze=[backbone]", "batch_size=32", "eval.every_steps=1")
+
+
+@pytest.mark.nightly(but=["ddp"])
+@pytest.mark.parametrize(
+    "how, ranks",
+    [((), 2), (("virtual_world_size=2",), None), (("strategy=fsdp",), 2), (("strategy=pipeline",), 2)],
+    ids=["ddp", "slices", "fsdp", "pipeline"],
+)
+def test_frozen_modules_stay_in_evaluation_mode(tmp_path, how, ranks):
+    whole = run(tmp_path / "whole", *FROZEN, *how, "max_steps=4", "+model.drop=0", ranks=ranks)
+    run(tmp_path / "cut", *FROZEN, *how, "max_steps=2", ranks=ranks)
+    cut = run(tmp_path / "cut", *FROZEN, *how, "max_steps=4", ranks=ranks)
+    assert cut.losses == whole.losses, "dropout drops nothing, also after a resume"
+    assert not cut.weights["backbone.1.running_mean"].any() and not cut.weights["backbone.1.num_batches_tracked"]
+    said = [note["text"] for note in whole.events("note") if "frozen_mode" in note["text"]]
+    assert said == ["frozen modules stay in evaluation mode: backbone; frozen_mode=train trains them as the others"]
+
+
+def test_frozen_modules_train_where_that_is_asked_for_and_those_that_train_in_part_always_do(tmp_path):
+    for name, more in (("asked", ("frozen_mode=train",)), ("part", ("freeze=[backbone.0]",))):
+        result = run(tmp_path / name, *FROZEN, *more, "max_steps=2")
+        assert result.weights["backbone.1.running_mean"].any(), name
+        assert not any("frozen_mode" in note["text"] for note in result.events("note"))
+
+
 @pytest.mark.nightly
 def test_training_begins_with_the_weights_of_another(tmp_path):
     first = run(tmp_path / "first", *SMALL)

@@ -21,6 +21,7 @@ Backend = Enum("Backend", ["auto", "gloo", "nccl"])
 Device = Enum("Device", ["auto", "cpu", "cuda"])
 Progress = Enum("Progress", ["auto", "bar", "plain", "none"])
 BestMode = Enum("BestMode", ["auto", "min", "max"])
+FrozenMode = Enum("FrozenMode", ["eval", "train"])
 Hierarchical = Enum("Hierarchical", ["never", "auto", "always"])
 NonFinite = Enum("NonFinite", ["stop", "skip"])
 BadSample = Enum("BadSample", ["stop", "skip"])
@@ -254,6 +255,12 @@ class Config:
         dict, "your own values (`+own.width=64`); other YAML refers to them as own.width", FREE
     )
     freeze: list[str] = key_of(list, "name patterns of parameters that are not trained: `[features, '*.bias']`")
+    frozen_mode: FrozenMode = key(
+        FrozenMode.eval,
+        "mode, while the others train, of a module whose parameters are all frozen by `freeze`: `eval`: its batch norm keeps its "
+        "statistics and its dropout drops nothing; `train`: as the others",
+        FREE,
+    )
     init_from: str | None = key(
         None, "initial weights: a file, a URL, or a run's folder (its `model.pt`, else its newest checkpoint)"
     )

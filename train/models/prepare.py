@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from muster.checkpoint.trained import EXTRA
 from muster.errors import ConfigError, nearest
+from muster.train.models.frozen import keep_in_evaluation
 from muster.train.patterns import matches
 
 MOST_PATTERNS = 8
@@ -22,10 +23,12 @@ def prepared(
     weights: Mapping[str, Any] | None,
     ignore: Sequence[str] | None,
     freeze: Sequence[str],
+    in_evaluation: list[str] | None = None,
 ) -> nn.Module:
     """Build the model, load `weights` except names that match `ignore`, and freeze parameters that match `freeze`.
 
     ignore: None if the weights are a whole run's own, which must all fit.
+    in_evaluation: gets the names of the frozen modules that stay in evaluation mode; None: they train as the others.
 
     Raises:
         ConfigError: weights and model differ in other names or in shapes, a pattern of `freeze` matches nothing, or a
@@ -47,6 +50,8 @@ def prepared(
     for name, parameter in names.items():
         if matches(name, freeze):
             parameter.requires_grad_(False)
+    if in_evaluation is not None:
+        in_evaluation[:] = keep_in_evaluation(model, [name for name in names if matches(name, freeze)])
     return model
 
 

@@ -41,6 +41,7 @@ class Recipe:
     slices: the config's `virtual_world_size`, see slices.py. seed: seeds the generators of each slice.
     measures: metrics that `evaluate` updates. train_metrics: whether training steps compute metrics, too.
     optimizer_options: the option keys that the config sets; in a parameter group they override the checkpoint's values.
+    in_evaluation: names of the frozen modules that stay in evaluation mode, once the model is built.
     """
 
     build_model: Callable[[], nn.Module]
@@ -57,6 +58,7 @@ class Recipe:
     optimizer_options: frozenset[str] = frozenset()
     measures: Measures = field(default_factory=lambda: Measures({}))
     train_metrics: bool = False
+    in_evaluation: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

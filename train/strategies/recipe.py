@@ -11,7 +11,7 @@ from torch import nn
 
 from muster.dist.world import World
 from muster.plan import Plan
-from muster.train.config.keys import Config
+from muster.train.config.keys import Config, FrozenMode
 from muster.train.config.parts import build
 from muster.train.data.load import Data
 from muster.train.models.prepare import prepared
@@ -54,6 +54,7 @@ def recipe(
         based = partial(adapt, schedule, total_steps=total_steps)
         return build_optimizer(config.optimizer, named, precision=config.precision, adapt=based, **options)
 
+    in_evaluation = list[str]()
     return Recipe(
         build_model=partial(
             prepared,
@@ -61,7 +62,9 @@ def recipe(
             weights=weights,
             ignore=config.init_ignore,
             freeze=config.freeze,
+            in_evaluation=in_evaluation if config.frozen_mode is FrozenMode.eval else None,
         ),
+        in_evaluation=in_evaluation,
         build_optimizer=new_optimizer,
         objective=objective,
         schedule=schedule,

@@ -340,3 +340,13 @@ class ReadsItself(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.flatten(1) * float(self.weight.sum() > 0))
+
+
+class Backbone(nn.Sequential):
+    """Digits' classifier on a backbone with batch norm and dropout."""
+
+    def __init__(self, drop: float = 0.5):
+        layers = nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(drop)
+        super().__init__()
+        self.flatten, self.backbone = nn.Flatten(), nn.Sequential(*layers)
+        self.neck, self.head = nn.Linear(16, 16), nn.Linear(16, 10)

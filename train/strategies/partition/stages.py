@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from muster.errors import ConfigError, nearest, one_line
+from muster.train.models.frozen import set_mode
 from muster.train.strategies.partition.blocks import blocks
 
 
@@ -183,7 +184,8 @@ def _traced(model: nn.Module, *, inside: Sequence[str]) -> fx.Graph:
     graphs = []
     for training in (False, True):
         try:
-            graphs.append(_Tracer(model.train(training), inside).trace(model, concrete_args=fixed or None))
+            set_mode(model, training)
+            graphs.append(_Tracer(model, inside).trace(model, concrete_args=fixed or None))
         except Exception as error:
             raise ConfigError(
                 f"strategy=pipeline cannot follow the forward pass of {type(model).__name__} ({one_line(error)[:200]}): "

@@ -20,6 +20,7 @@ from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.config.keys import Config
 from muster.train.config.marks import FREE, Gt
+from muster.train.models.frozen import mark, marked
 from muster.train.strategies.base import Recipe, StepResult
 from muster.train.strategies.step.eager import answered_for_dynamo
 from muster.train.strategies.step.gradient import refuse_sparse, sparse_in
@@ -159,7 +160,9 @@ class ConfiguredReplicas(Replicas):
         if self.sync_batchnorm and self.world.device.type != "cuda":
             raise ConfigError("strategy.sync_batchnorm=true needs CUDA devices: torch supports no other")
         if self.sync_batchnorm and self.world.size > 1:
-            return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return, no-untyped-call]
+            names = marked(model)
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+            mark(model, names)
         return model
 
     def needs_warm_up(self) -> bool:

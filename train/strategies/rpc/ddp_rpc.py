@@ -27,6 +27,7 @@ from muster.dist.layout import DATA, Layout
 from muster.dist.world import World
 from muster.errors import ConfigError, nearest
 from muster.train.config.keys import Config, NonFinite
+from muster.train.models.frozen import set_mode
 from muster.train.strategies.base import Recipe, StepResult
 from muster.train.strategies.rpc import calls as calls
 from muster.train.strategies.rpc.server import SERVER, Answer, Gradient, Served, Server, serve, served
@@ -52,7 +53,7 @@ class Table(Server):
 
     def forward(self, training: bool, *inputs: Any) -> Tensor:
         """RPC: run the submodule's forward in training or evaluation mode."""
-        self.module.train(training)
+        set_mode(self.module, training)
         output: Tensor = self.module(*inputs)
         return output
 

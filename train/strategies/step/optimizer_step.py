@@ -21,6 +21,7 @@ from muster.dist.waiting import Waiting
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.config.keys import NonFinite, Precision
+from muster.train.models.frozen import needs_mode, set_mode
 from muster.train.objectives.counted import count_of, weighed
 from muster.train.objectives.loss import loss_of
 from muster.train.objectives.measure import sums
@@ -304,10 +305,10 @@ class OptimizerStep:
         self.buffers.forget()
 
     def set_training(self, mode: bool) -> None:
-        """Set training or evaluation mode on the model, and on the objective if it is a module."""
+        """Set training or evaluation mode on the model, and on the objective if it is a module; see `frozen_mode`."""
         for root in (self.model, self._objective):
-            if root is not None and _needs_mode(root, mode):
-                root.train(mode)
+            if root is not None and needs_mode(root, mode):
+                set_mode(root, mode)
 
     def see_parameters(self) -> None:
         """Raise ConfigError if the model trains parameters that the optimizer does not have."""
@@ -422,16 +423,6 @@ class Stepping(Strategy):
     def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
         """The model's state dict by unwrapped names. Collective."""
         return self.optimizer_step.weights()
-
-
-def _needs_mode(module: nn.Module, mode: bool) -> bool:
-    """Whether a module in it is not in `mode`, or its `train` is not torch's, and may do more than set it.
-
-    In every step, so without `modules()`, which takes as long as a small layer.
-    """
-    if module.training is not mode or type(module).train is not nn.Module.train or "train" in module.__dict__:
-        return True
-    return any(_needs_mode(each, mode) for each in module._modules.values() if each is not None)
 
 
 def _prefers_channels_last(model: nn.Module, recipe: Recipe, device: torch.device) -> bool:
