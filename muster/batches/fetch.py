@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, default_collate
 
 from muster.batches.drawn import ALL, TORCH, Looks, Watch
 from muster.batches.generators import kept_generators, seed_generators
+from muster.batches.own_generators import OwnGenerators
 from muster.batches.split import split
 from muster.batches.stream import Stream
 from muster.errors import DataError, MusterError, one_line, say
@@ -46,6 +47,7 @@ class Fetch(Dataset[Any]):
     ):
         self.dataset, self.seed, self.max_bad = dataset, seed, max_bad
         self.collate, self.adapter = collate, adapter
+        self._own = OwnGenerators(dataset, collate, adapter)
         self.whole = takes_keys(dataset)
         self.bad: set[int] = set()
         self._epoch = 0
@@ -89,12 +91,13 @@ class Fetch(Dataset[Any]):
         """
         if self._draws:
             return None
-        watch, made = Watch(), None
+        watch, own, made = Watch(), self._own.states(), None
         with Looks() as looks, contextlib.suppress(Exception):
             made = self._split(self._whole(indices) if self._is_read_whole else self._together(indices.tolist()))
-        if not (watch.drawn() or looks.seen):
+        if not (watch.drawn() or looks.seen or self._own.have_drawn(own)):
             return made
         watch.restore()
+        self._own.restore(own)
         self._draws = True
         return None
 
@@ -121,7 +124,7 @@ class Fetch(Dataset[Any]):
 
         Functions of a whole batch are seeded with the key of its first sample.
         """
-        keys, watch = self._keys(indices), Watch()
+        keys, watch, states = self._keys(indices), Watch(), self._own.states()
         own = int(mix(keys[:1])[0])
         try:
             if self._is_read_whole:
@@ -131,13 +134,14 @@ class Fetch(Dataset[Any]):
                 if isinstance(self.dataset, Stream):
                     self.dataset.refuse_surplus()
                 if self.collate:
-                    seed_generators(own)
+                    self._seed_all(own)
                 batch = self._collated(samples)
             if self.adapter:
-                seed_generators(own)
+                self._seed_all(own)
             return self._split(batch)
         finally:
             watch.restore()
+            self._own.restore(states)
 
     def _seeded(self, indices: Indices, keys: Keys, watch: Watch) -> list[Any]:
         """Return the samples, each read after the generators that samples draw from were seeded with its key."""
@@ -224,19 +228,24 @@ class Fetch(Dataset[Any]):
                     raise DataError(f"no sample can be read in place of {asked}: {one_line(error)}") from error
 
     def _read(self, index: int, key: int, of: Collection[str]) -> Any:
-        """Read one sample; the global generators `of` are seeded, so that random transforms depend on its key alone."""
+        """Read one sample; the global generators `of` and its own are seeded, so that random transforms depend on its key alone."""
         if self.whole:
             batch = self.dataset.__getitems__([index], np.array([key], dtype=np.uint64))
             return pytree.tree_map(lambda part: part[0], batch)
         if isinstance(self.dataset, Stream):
             self.dataset.seek(self._epoch, index, seed=self._seed)
             return self.dataset.take()
-        seed_generators(key, only=of)
+        self._seed_all(key, only=of)
         return self.dataset[index]
 
     def _seed(self, index: int) -> None:
-        """Seed the global generators for sample `index` of the epoch."""
-        seed_generators(int(sample_keys(seed=self.seed, epoch=self._epoch, indices=np.array([index]))[0]))
+        """Seed the generators for sample `index` of the epoch."""
+        self._seed_all(int(sample_keys(seed=self.seed, epoch=self._epoch, indices=np.array([index]))[0]))
+
+    def _seed_all(self, key: int, *, only: Collection[str] = ALL) -> None:
+        """Seed the global generators named by `only`, and those that the data set and its functions hold themselves."""
+        seed_generators(key, only=only)
+        self._own.seed(key)
 
     def _tolerate(self, index: int, error: Exception) -> None:
         reason = " ".join(str(error).split())[:200]

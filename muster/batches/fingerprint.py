@@ -11,13 +11,15 @@ from torch.utils import _pytree as pytree
 
 from muster.batches.drawn import Looks, Watch
 from muster.batches.generators import kept_generators, seed_generators
+from muster.batches.own_generators import OwnGenerators
 
 LOOKED_AT = 8
 DRAWN = "drawn"
-"""In place of a hash if a sample differs from itself, because its transforms draw from a generator of their own."""
+"""In place of a hash if a sample differs from itself, because it draws from a generator that is not seen."""
 OWN_DRAWS = (
-    "the data set draws from a generator of its own, or takes a state of the global ones unseen: a resumed run, or a rank that is born again, "
-    "draws other numbers, as does each rank; draw from the global generators of torch, NumPy or Python, which are seeded for each sample"
+    "the data set draws from a generator that is not seen, or takes a state of the global ones unseen: a resumed run, or a rank that is born "
+    "again, draws other numbers, as does each rank; draw from an attribute of the data set (self.rng = np.random.default_rng()) or from "
+    "the global generators of torch, NumPy or Python, which are seeded for each sample"
 )
 
 
@@ -35,21 +37,27 @@ def fingerprint(dataset: Any) -> str:
         return str(dataset.fingerprint())
     count = len(dataset)
     chosen = [*dict.fromkeys(position * (count - 1) // (LOOKED_AT - 1) for position in range(LOOKED_AT))]
+    own = OwnGenerators(dataset)
+    before = own.states()
     with kept_generators():
-        first, have_drawn = zip(*(_look(dataset, index) for index in chosen), strict=True)
+        first, have_drawn = zip(*(_look(dataset, index, own) for index in chosen), strict=True)
         key = 0 if any(have_drawn) else 1  # what does not draw, as far as can be seen, must not depend on a state
-        second, _ = zip(*(_look(dataset, index, key=key) for index in chosen), strict=True)
+        second, _ = zip(*(_look(dataset, index, own, key=key) for index in chosen), strict=True)
+        if first != second and not key:  # the first sample may have created the generator
+            first, _ = zip(*(_look(dataset, index, own) for index in chosen), strict=True)
+    own.restore(before)
     return f"{count}:{hash_of(first) if first == second else DRAWN}"
 
 
-def _look(dataset: Any, index: int, *, key: int = 0) -> tuple[Any, bool]:
-    """Return what is seen of a sample, and whether it has drawn from the global generators."""
+def _look(dataset: Any, index: int, own: OwnGenerators, *, key: int = 0) -> tuple[Any, bool]:
+    """Return what is seen of a sample, and whether it has drawn from a generator that is known."""
     seed_generators(key)  # makes random transforms reproducible
-    watch = Watch()
+    own.seed(key)
+    watch, before = Watch(), own.states()
     try:
         with Looks() as looks:
             sample = dataset[index]
-        return look(sample), looks.seen or bool(watch.drawn())
+        return look(sample), looks.seen or bool(watch.drawn()) or own.have_drawn(before)
     except Exception:  # the loader handles samples that cannot be read
         return "unreadable", True
 

@@ -16,6 +16,7 @@ from torch.utils.data._utils import worker
 
 from muster.batches.fingerprint import DRAWN, LOOKED_AT, hash_of, look
 from muster.batches.generators import kept_generators, seed_generators
+from muster.batches.own_generators import OwnGenerators
 from muster.errors import ConfigError, DataError
 from muster.origin import defined
 
@@ -109,7 +110,9 @@ class Stream:
         """Return the first samples, read from a copy: the stream and the global generators do not change."""
         with kept_generators():
             seed_generators(0)
-            samples = iter(copy.deepcopy(self.dataset))
+            dataset = copy.deepcopy(self.dataset)
+            OwnGenerators(dataset).seed(0)
+            samples = iter(dataset)
             return [sample for sample, _ in zip(samples, range(number), strict=False)]
 
     def fingerprint(self) -> str:

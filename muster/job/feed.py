@@ -6,13 +6,11 @@ Both continue in the middle of an epoch from the number of steps done alone.
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -27,6 +25,7 @@ from torch.utils.data import (
 from muster.batches.fingerprint import fingerprint
 from muster.batches.generators import kept_generators, key_of, seed_generators
 from muster.batches.loader import LoaderConfig, batches, to
+from muster.batches.own_generators import KINDS, seed_one
 from muster.batches.stream import Stream
 from muster.dist.count import counted as checked
 from muster.errors import ConfigError
@@ -177,12 +176,8 @@ def _parts(loader: Any) -> Iterator[Any]:
 def _seed_own(part: Any, key: int) -> None:
     """Seed the generators that a loader, sampler or data set holds itself."""
     for own in getattr(part, "__dict__", {}).values():
-        if isinstance(own, torch.Generator):
-            own.manual_seed(key)
-        elif isinstance(own, np.random.Generator):
-            own.bit_generator.state = type(own.bit_generator)(key).state
-        elif isinstance(own, random.Random | np.random.RandomState):
-            own.seed(key % 2**32)
+        if isinstance(own, KINDS):
+            seed_one(own, key)
 
 
 def feed(

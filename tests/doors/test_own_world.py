@@ -98,6 +98,20 @@ def test_a_stream_that_is_not_as_long_as_it_says(tmp_path, more, code, says):
     assert result.code == code and says in result.said[-1], result.out
 
 
+@pytest.mark.nightly(but=["numpy"])
+@pytest.mark.parametrize("kind", ["numpy", "old", "random", "torch", "late"])
+def test_a_generator_of_the_data_s_own_is_seeded_by_sample(tmp_path, kind):
+    """The same samples at one and two ranks, with workers, and after a resume; nothing is left to note."""
+    own = data("Drawing", f"+data.kind={kind}", "eval.every_steps=off", "virtual_world_size=2", "batch_size=8")
+    line = (*own, "model.hidden=[8]", "loader.num_workers=0")
+    whole = run(tmp_path / "whole", *line, "max_steps=8")
+    assert not any("draws from a generator" in note["text"] for note in whole.events("note"))
+    assert run(tmp_path / "two", *line, "max_steps=8", ranks=2).sha256 == whole.sha256
+    assert run(tmp_path / "workers", *line, "max_steps=8", "loader.num_workers=2").sha256 == whole.sha256
+    run(tmp_path / "cut", *line, "max_steps=3")
+    assert run(tmp_path / "cut", *line, "max_steps=8").sha256 == whole.sha256
+
+
 def make_shards(root):
     for split, number in (("train", 3), ("val", 1)):
         (root / split).mkdir(parents=True)

@@ -299,7 +299,7 @@ def test_a_sample_that_puts_a_state_back_late_is_of_its_key_too(drawing):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("form, said", [("none", 0), ("draws", 0), ("forks", 0), ("hides", 1), ("own", 1)])
+@pytest.mark.parametrize("form, said", [("none", 0), ("draws", 0), ("forks", 0), ("hides", 1), ("own", 0)])
 def test_draws_that_cannot_be_seeded_are_known(form, said):
     own = np.random.default_rng(0)
 

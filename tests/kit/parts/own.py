@@ -2,8 +2,10 @@
 
 import itertools
 import os
+import random
 import time
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -233,3 +235,28 @@ class SlowDisk(torch.utils.data.Dataset):
         if os.environ.get("RANK") == "2":
             time.sleep(float(os.environ["LATE_S"]))
         return torch.full((64,), index / 960), index % 10
+
+
+class Drawing(torch.utils.data.Dataset):
+    """Samples with noise from a generator of their own, in an attribute; `late`: made by the first sample."""
+
+    num_classes = 2
+
+    def __init__(self, *, kind: str, train: bool = True):
+        self.kind, self.rng = kind, None if kind == "late" else self.made(kind)
+
+    def made(self, kind):
+        seeded = {"random": random.Random, "torch": torch.Generator().manual_seed, "old": np.random.RandomState}
+        return seeded.get(kind, np.random.default_rng)(0)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        self.rng = self.rng or self.made(self.kind)
+        noise = (
+            torch.rand((), generator=self.rng)
+            if self.kind == "torch"
+            else torch.tensor(self.rng.normalvariate(0, 1) if self.kind == "random" else self.rng.normal())
+        )
+        return torch.full((6,), index / 40) + noise.float(), index % 2
