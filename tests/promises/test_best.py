@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from kit.job import evaluated as measured_again
 from kit.job import run
 
 from muster.checkpoint.records import direction, is_better
@@ -75,6 +76,22 @@ def test_the_best_checkpoint_is_the_best_at_any_world_size(tmp_path, metric, mor
     assert len(set(values.values())) > 1, values
     assert best["value"] == values[best["step"]] == (min if mode == "min" else max)(values.values())
     assert best["mode"] == mode
+
+
+def test_early_stopping_waits_while_an_error_of_torchmetrics_falls_also_after_a_resume(tmp_path):
+    """It says itself that less of it is better: in the other direction, the run would end at step 9."""
+    stops = ("callbacks=[early_stopping]", "callbacks.early_stopping.metric=gap", "callbacks.early_stopping.patience=2")
+    line = (*LINE, "+metrics.gap._target_=kit.parts.measures.Downward", "checkpoint.best=gap", *stops)
+    run(tmp_path / "run", *line, "max_steps=6")
+    result = run(tmp_path / "run", *line)
+    values = {line["step"]: line["gap"] for line in result.lines("eval")}
+    assert [*values] == [3, 6, 9, 12] and values[12] < values[9] < values[6] < values[3], values
+    assert measured_again(result.folder, "--checkpoint", "best")["gap"] == pytest.approx(min(values.values()))
+
+
+def test_a_class_with_update_compute_and_reset_is_a_metric(tmp_path):
+    result = run(tmp_path / "run", f"+metrics.own._target_={OWN}.Plain", "max_steps=2")
+    assert measured_again(result.folder)["own"] == result.lines("eval")[-1]["own"] > 0
 
 
 @pytest.mark.nightly
