@@ -22,9 +22,24 @@ BESIDE_SIG = re.compile(r"s[a-z]{1,2}|sip|sktid|skoid|sdd|ses|srt|spr")
 """Azure's parameters, secret only beside a `sig`."""
 
 
+SHORT = 6
+"""Shorter secrets are removed only where they stand as words."""
+_known: dict[str, re.Pattern[str]] = {}
+
+
 def redacted(text: str) -> str:
-    """Return `text` with user info and signatures removed from every URL; other text is unchanged."""
-    return URL.sub(lambda found: _stripped(found[0]), text) if "://" in text else text
+    """Return `text` with user info and signatures removed from every URL, and secrets of known URLs from all of it."""
+    text = URL.sub(lambda found: _stripped(found[0]), text) if "://" in text else text
+    for each in _known.values():
+        text = each.sub("***", text)
+    return text
+
+
+def know(url: str) -> None:
+    """Remove the secrets of `url` from now on, any part of which a library may quote, in a traceback, too."""
+    for secret in sorted(_secrets(url) - _known.keys(), key=len, reverse=True):
+        word = re.escape(secret)
+        _known[secret] = re.compile(word if len(secret) >= SHORT else rf"(?<![A-Za-z0-9]){word}(?![A-Za-z0-9])")
 
 
 def redacted_all(value: Any) -> Any:
@@ -38,8 +53,10 @@ def redacted_all(value: Any) -> Any:
 
 def without(text: str, url: str | None) -> str:
     """Return a library's message without the secrets of `url`, any part of which it may quote."""
-    for secret in sorted(_secrets(url or ""), key=len, reverse=True):
-        text = text.replace(secret, "***")
+    if url:
+        know(url)
+        for secret in sorted(_secrets(url), key=len, reverse=True):
+            text = text.replace(secret, "***")
     return redacted(text)
 
 

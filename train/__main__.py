@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +78,7 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption, *, is_swep
         return attempt(config, preemption, why_no_survival=notes)
     from muster.dist.rendezvous.meeting import code_hash
     from muster.dist.rendezvous.network import store_for_keeper
+    from muster.errors import say, traceback_of
     from muster.faults.keeper import keep
     from muster.faults.notes import Notes
     from muster.job.survival import Survival
@@ -95,8 +95,8 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption, *, is_swep
     try:
         how: dict[str, Any] = {"why_no_survival": notes} if isinstance(notes, str) else {"survival": Survival(life)}
         code = attempt(config, preemption, **how)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        say(traceback_of(error))
     end(code)
 
 

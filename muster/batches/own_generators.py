@@ -64,7 +64,7 @@ def seed_one(generator: Any, key: int) -> None:
         kind: Any = type(generator.bit_generator)
         generator.bit_generator.state = kind(key).state
     else:
-        generator.seed(key % 2**32)
+        generator.seed((key ^ key >> 32) % 2**32)
 
 
 def _state(generator: Any) -> Any:

@@ -22,7 +22,7 @@ import torch
 
 from muster.errors import ConfigError, StorageError, one_line, say, storage_error
 from muster.files import draft_of, replace_file
-from muster.redact import redacted, without
+from muster.redact import know, redacted, without
 
 SCHEMES = ("http", "https", "ftp")
 TIMEOUT_S = 60.0
@@ -52,6 +52,7 @@ def local_copy(url: str, *, ask: bool = True) -> Path:
     kept = _kept(index)
     if kept and not ask:
         return folder / str(kept["file"])
+    know(url)
     place = redacted(url)
     if kept and not _is_whole(folder / kept["file"], kept):
         say(

@@ -20,7 +20,7 @@ from muster.checkpoint.backends.base import MANIFEST, Backend, Unsure, name
 from muster.checkpoint.records import INDEX, read_index, read_manifest, sealed
 from muster.clock import SYSTEM, SystemClock
 from muster.errors import Damaged, MusterError, StorageError
-from muster.redact import redacted, without
+from muster.redact import know, redacted, without
 
 FORMAT = 2
 TRIES, PAUSE_S = 3, 1.0
@@ -48,6 +48,7 @@ class Storage:
 
     def __init__(self, place: str | Backend, *, clock: SystemClock = SYSTEM):
         self.backend = _backend(place) if isinstance(place, str) else place
+        know(self.backend.root)
         self.root, self.clock = redacted(self.backend.root), clock
 
     def path(self, step: int) -> str:

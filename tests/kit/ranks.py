@@ -17,7 +17,7 @@ def on_ranks(function: Callable[..., Any], ranks: int, *args: Any, lost: Iterabl
     queue = warm.context.Queue()
     processes = [warm.start(_on_rank, queue, function, args, rank, place) for rank, place in enumerate(by_hand(ranks))]
     kept = [rank for rank in range(ranks) if rank not in lost]
-    values = dict(queue.get(timeout=120) for _ in kept)
+    values = dict(queue.get(timeout=300) for _ in kept)
     for process in processes:
         process.join(timeout=30)
     failures = [text for text in (values[rank][1] for rank in kept) if text]

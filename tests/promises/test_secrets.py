@@ -17,6 +17,8 @@ from kit.job import ROOT, environment, run
 from kit.warm import run as start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from muster.checkpoint.storage import Storage
+from muster.errors import StorageError, traceback_of
 from muster.redact import redacted, redacted_all, without
 from muster.train.config.compose import compose
 from muster.train.config.differences import differences, to_dict
@@ -240,6 +242,25 @@ def test_what_is_shown_of_a_url_names_the_place(url, shown):
 def test_a_library_may_quote_a_part():
     said = without("nonnumeric port: 'p@ss' of bob", "https://bob:p%40ss@host/x")
     assert "p@ss" not in said and "bob" not in said
+
+
+class Quoting:
+    """A storage of a library that quotes what it was given in its own error, beside the message."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def prepare(self):
+        raise OSError(f"bad credentials KEY1:s3cr3t of KEY1 at {self.root.partition('@')[2]}")
+
+
+@pytest.mark.unit
+def test_a_traceback_may_quote_a_part():
+    storage = Storage(Quoting("s3://KEY1:s3cr3t@bucket/x"))
+    with pytest.raises(StorageError) as raised:
+        storage.prepare()
+    said = traceback_of(raised.value)
+    assert "bad credentials" in said and "s3cr3t" not in said and "KEY1" not in said, said
 
 
 def test_refusing_a_pickle_says_our_advice(tmp_path):

@@ -574,7 +574,7 @@ def test_a_keeper_ends_as_its_last_child_does():
             75,
             "0  False\n1 SIGKILL False\n2 SIGKILL False\n",
         ),
-        ("os.kill(os.getpid(), signal.SIGSEGV) if not life.number else sys.exit(3)", 1, "0  False\n1 SIGSEGV False\n"),
+        ("os.kill(os.getpid(), signal.SIGSEGV) if not life.number else sys.exit(3)", 3, "0  False\n1 SIGSEGV False\n"),
         (
             "signal.signal(signal.SIGHUP, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGHUP)",
             -signal.SIGHUP,
