@@ -26,7 +26,8 @@ LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: no
 WORKER_WAIT = "MP_STATUS_CHECK_INTERVAL"
 """torch's name for the longest wait for a DataLoader's worker; then it is ended."""
 WORKER_LEAVES_S = 0.1
-END_S = 60.0
+END_S, LEFT_S = 60.0, 5.0
+"""The longest that what programs leave to their end may take; and after a failure, when other ranks may wait for this one."""
 IO_BASE: Any = io.IOBase.__base__
 """What all files derive from; `isinstance` would ask objects for their `__class__`, which some warn of."""
 _launcher: int | None = None

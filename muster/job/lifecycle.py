@@ -36,11 +36,9 @@ from muster.job.exit import Exit
 from muster.job.folder import Refusal, RunFolder, RunOptions, claim_folder, keep_folder, note_end, open_folder
 from muster.job.lease import Lease
 from muster.job.survival import Survival, is_of_peer
-from muster.process import end, is_kept
+from muster.process import LEFT_S, end, is_kept
 
 REPORT_S = 15.0
-LEFT_S = 5.0
-"""The longest that what a script leaves to its end may take after a failure: other ranks may wait for this one."""
 
 
 class State(Enum):
