@@ -42,6 +42,11 @@ class Trained(Resumable, Protocol):
     world: World
 
 
+def plain(name: str) -> str:
+    """Return a name of a state dict as it is without torch.compile, which puts `_orig_mod.` before what a module holds."""
+    return name.replace("_orig_mod.", "")
+
+
 def own_prefix(rank: int) -> str:
     """Return the prefix of the names of a rank's own state."""
     return f"rank-{rank:05d}/"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from muster.checkpoint.state import as_bytes, host_copy
-from muster.checkpoint.trained import own_prefix
+from muster.checkpoint.trained import own_prefix, plain
 from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.errors import ConfigError
@@ -74,7 +74,7 @@ def settle_buckets(modules: Collection[nn.Module], world: World) -> None:
 def names_of_buffers(modules: Mapping[str, nn.Module]) -> set[str]:
     """Return the names `MODULE/BUFFER` of all buffers of which every rank has a whole one."""
     return {
-        f"{name}/{inner}"
+        f"{name}/{plain(inner)}"
         for name, module in modules.items()
         for inner, buffer in module.named_buffers(remove_duplicate=False)
         if not in_pieces(buffer)

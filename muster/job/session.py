@@ -18,6 +18,7 @@ from muster.batches.fingerprint import note_of
 from muster.batches.generators import drawn_from, key_of, seed_generators, state_of_generators
 from muster.checkpoint import manager
 from muster.checkpoint.storage import Saved
+from muster.checkpoint.trained import plain
 from muster.checkpoint.weights import write_weights
 from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted
 from muster.files import replace_file
@@ -409,7 +410,7 @@ class Session:
         model = modules.get("model") or (next(iter(modules.values())) if len(modules) == 1 else None)
         if model is None:
             return None
-        weights: dict[str, Tensor] = model.state_dict()
+        weights: dict[str, Tensor] = {plain(name): value for name, value in model.state_dict().items()}
         return write_weights(self.folder.path / "model.pt", weights, writes=self.world.is_first)
 
     def _diverged(self, what: str) -> Diverged:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from muster.batches.fingerprint import hash_of, look
 from muster.checkpoint.optimizer_state import empty_state, keep_types
 from muster.checkpoint.state import host_copy, is_finite
-from muster.checkpoint.trained import SavedTensor, own_prefix
+from muster.checkpoint.trained import SavedTensor, own_prefix, plain
 from muster.dist.pieces import in_pieces, own_piece
 from muster.dist.world import World
 from muster.errors import ConfigError
@@ -189,10 +189,10 @@ class Tracked:
     def buffers(self) -> dict[str, Tensor]:
         """Return the replicated buffers that the modules save, as they are now: a module may have assigned others."""
         return {
-            f"{name}/{inner}": buffer
+            full: buffer
             for name, module in self.modules.items()
             for inner, buffer in module.named_buffers(remove_duplicate=False)
-            if f"{name}/{inner}" in self._saved_buffers
+            if (full := f"{name}/{plain(inner)}") in self._saved_buffers
         }
 
     def unsaved(self) -> dict[str, Unsaved]:
@@ -213,7 +213,7 @@ class Tracked:
 
     def _unsaved_buffers(self) -> Iterator[tuple[str, str, Tensor]]:
         for name, module in self.modules.items():
-            for inner, buffer in module.named_buffers():
+            for inner, buffer in ((plain(each), buffer) for each, buffer in module.named_buffers()):
                 if f"{name}/{inner}" not in self._saved_buffers and not in_pieces(buffer):
                     yield name, inner, buffer
 
@@ -251,7 +251,9 @@ class Tracked:
         own = below(state, own_prefix(self.world.rank).removesuffix("/"))
         try:
             for name, module in self.modules.items():
-                module.load_state_dict({**below(state, name), **below(own, name)})
+                real = {plain(inner): inner for inner in module.state_dict()}
+                found = {**below(state, name), **below(own, name)}
+                module.load_state_dict({real.get(inner, inner): value for inner, value in found.items()})
             for name, optimizer in self.optimizers.items():
                 self._load_optimizer(name, optimizer, below(state, name))
         except (RuntimeError, ValueError, KeyError) as error:
@@ -272,7 +274,7 @@ class Tracked:
     def _named_parameters(self) -> Iterator[tuple[Tensor, str]]:
         for name, module in self.modules.items():
             for inner, parameter in module.named_parameters():
-                yield parameter, f"{name}/{inner}"
+                yield parameter, f"{name}/{plain(inner)}"
 
     def _refuse_unnamed(self, name: str, optimizer: Optimizer) -> None:
         """Raise ConfigError for a parameter or a state that no tracked module names."""
@@ -285,7 +287,7 @@ class Tracked:
 
     def _of_modules(self) -> dict[str, Any]:
         return {
-            f"{name}/{inner}": value
+            f"{name}/{plain(inner)}": value
             for name, module in self.modules.items()
             for inner, value in module.state_dict().items()
         }

@@ -850,6 +850,33 @@ def test_a_buffer_that_changes_and_is_not_saved_is_said(place, keep):
     assert len(notes) == (not keep) and all("the buffer model/seen changes" in note for note in notes), notes
 
 
+def test_a_compiled_layer_leaves_no_mark_in_the_names(place):
+    """Each attempt, compiled or not, goes on from the other's checkpoint; `muster.load` fills either model."""
+    folder = place("compiled")
+    (folder / "compiled.py").write_text(f"""{START}
+def net(is_compiled):
+    torch.manual_seed(0)
+    found = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+    for at in (0, 1) if is_compiled else ():
+        found[at] = torch.compile(found[at], backend="eager")
+    return torch.compile(found, backend="eager") if is_compiled == "twice" else found
+
+for attempt, is_compiled in enumerate([True, False, "twice"]):
+    model = net(is_compiled)
+    optimizer = torch.optim.Adam(model.parameters())
+    with muster.Job("run", tensorboard=False, log_every=1) as job:
+        job.track(model=model, optimizer=optimizer)
+        for x, y in job.batches(data, batch_size=8, max_steps=2 * attempt + 2):
+            model(x).sum().backward(), optimizer.step(), optimizer.zero_grad(), job.step()
+for filled in (muster.load("run", into=net(True)), muster.load("run", into={{"model": net(True)}})["model"]):
+    assert all(map(torch.equal, filled.state_dict().values(), model.state_dict().values()))
+""")
+    result = run(folder, script="compiled", to="")
+    assert [line["step"] for line in result.events("resume")] == [2, 4]
+    layers = {0: ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"), 1: ("weight", "bias")}
+    assert {*result.weights} == {f"{layer}.{name}" for layer, names in layers.items() for name in names}
+
+
 @pytest.mark.nightly(but=["True"])
 @pytest.mark.parametrize("thaws", [False, True])
 def test_a_parameter_that_was_thawed_and_is_frozen_again_is_said(place, thaws):

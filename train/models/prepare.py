@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from muster.checkpoint.trained import EXTRA
+from muster.checkpoint.trained import EXTRA, plain
 from muster.errors import ConfigError, nearest
 from muster.train.models.frozen import keep_in_evaluation
 from muster.train.patterns import matches
@@ -61,10 +61,11 @@ def take(model: nn.Module, weights: Mapping[str, Any], ignore: Sequence[str] | N
     Raises:
         ConfigError: a name that does not match `ignore` is missing on either side, or differs in shape.
     """
+    weights = {plain(name): value for name, value in weights.items()}
     wanted = {name: value for name, value in weights.items() if not matches(name, ignore or ())}
     _make_room(model, wanted)
-    state = model.state_dict()
-    own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    state = {plain(name): (name, value) for name, value in model.state_dict().items()}
+    own = {name: value for name, (_, value) in state.items() if isinstance(value, Tensor)}
     there = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     fits = {name: value for name, value in there.items() if name in own and own[name].shape == value.shape}
     left = list(dict.fromkeys(n for n in (*own, *there) if n not in fits and not matches(n, ignore or ())))
@@ -86,7 +87,7 @@ def take(model: nn.Module, weights: Mapping[str, Any], ignore: Sequence[str] | N
         )
     for name, value in wanted.items():
         if name in state and name.rpartition(".")[2] == EXTRA:
-            model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+            model.get_submodule(state[name][0].rpartition(".")[0]).set_extra_state(value)
         elif name in fits:
             with torch.no_grad():
                 own[name].copy_(value)
@@ -96,7 +97,7 @@ def _make_room(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Allocate buffers that are None until the model assigns them, with their shapes in `weights`."""
     for path, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
-            value = weights.get(f"{path}.{key}" if path else key)
+            value = weights.get(plain(f"{path}.{key}" if path else key))
             if buffer is None and isinstance(value, Tensor):
                 module._buffers[key] = torch.empty_like(value, device="cpu")
 
