@@ -78,7 +78,7 @@ class LiveJob(HandOver):
         if why := next((why for why, _ in told if why), ""):
             self._refuse(why)
             return
-        self._left_to_compare, self._has_buffers = FIRST, bool(buffers)
+        self._left_to_compare, self._has_buffers = FIRST, session.tracked.has_buffers
         self._common = _versions(buffers.values()) if len({digest for _, digest in told}) == 1 else []
         if self._has_buffers:
             self._hooks = [each.register_forward_hook(self._after_forward) for each in session.tracked.modules.values()]

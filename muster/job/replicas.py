@@ -86,8 +86,8 @@ def kept_buffers(buffers: Mapping[str, Tensor], world: World) -> dict[str, Tenso
 
     Collective: every rank must call it.
     """
-    digests = world.gather(digest_of(buffers.values())) if buffers else [""]
-    if len({*digests}) == 1 or world.is_first:
+    digests = world.gather([*buffers, digest_of(buffers.values())])
+    if all(each == digests[0] for each in digests) or world.is_first:
         return dict(buffers)
     return {f"{own_prefix(world.rank)}{name}": buffer for name, buffer in buffers.items()}
 

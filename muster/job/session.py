@@ -35,7 +35,7 @@ from muster.job.rescue import make_up
 from muster.job.running import Running, open_checkpoints
 from muster.job.survival import note_why_not
 from muster.job.totals import Totals
-from muster.job.tracked import Tracked, Unsaved
+from muster.job.tracked import Tracked
 from muster.loggers.metrics import Metrics
 from muster.timing.clock import Clock
 
@@ -51,10 +51,6 @@ UNSCHEDULED = (
 )
 BODY_S = 10.0
 """How long an evaluation in a loop's body goes on after the ranks agreed to stop; launchers kill after 30 s."""
-UNSAVED = (
-    "the buffer {name} changes in training and is in no checkpoint, as it was registered with persistent=False: a resume, or the death "
-    "of a rank, would begin it anew; leave persistent=False out, unless each forward pass makes it anew"
-)
 FROZEN = (
     "{name} was thawed before the checkpoint, which has a group of the optimizer for it, and is frozen here, so it is trained no further: "
     "thaw it after track() where job.steps_done says that it was"
@@ -112,7 +108,7 @@ class Session:
         self.is_told_to_stop = False
         """True once the loop has read that it should stop, so that leaving it is not its end."""
         self._latest = 0.0
-        self._unsaved: dict[str, Unsaved] | None = None
+        self._has_looked = False
         if (
             self.world.again
         ):  # of a pass that a death has cut short, if the modules outlive the function that trains them
@@ -277,8 +273,8 @@ class Session:
         """Save at the interval, after the body of the loop has ended. Collective: every rank must call it."""
         is_due = self.reached.step % self.options.save_every == 0 and not self.is_over
         self.owes_save, self._is_asked_to_save = is_due or self._is_asked_to_save, False
-        if self._unsaved is None and self.world.is_first:  # a first forward pass may have made them
-            self._unsaved = self.tracked.unsaved()
+        if not self._has_looked and self.world.is_first:
+            self._has_looked = True
             if name := self.tracked.frozen_again():
                 self.running.records.event("note", text=FROZEN.format(name=name))
         if self.entrance.kept:
@@ -346,13 +342,6 @@ class Session:
             self._has_compared, state = True, self.tracked.of_optimizers()
             check_replicas(state, self.world, tolerance=TOLERANCE, what="the optimizer's", remedy=STEP_ALIKE)
         self.running.save(lambda: {**self.tracked.state(), **self.totals.state()}, self.position())
-        self._see_unsaved()
-
-    def _see_unsaved(self) -> None:
-        """Note a buffer that training changes and no checkpoint has, once."""
-        if self._unsaved and (changed := self.tracked.changed(self._unsaved)):
-            self._unsaved = {}
-            self.running.records.event("note", text=UNSAVED.format(name=changed))
 
     def position(self) -> dict[str, Any]:
         """Return the entries of a checkpoint's manifest about the progress."""

@@ -37,7 +37,9 @@ GROUPS = "groups"
 GRADIENTS = "gradients"
 ZEROED = "zeroed"
 COMPILED = "OptimizedModule"  # torch.compile's; its own module takes seconds to import
-RESERVED = ("loop", "callbacks", GRADIENTS, ZEROED)
+UNSAVED = "buffers"
+"""Below it are the buffers that training has changed and that no module saves (`persistent=False`)."""
+RESERVED = ("loop", "callbacks", GRADIENTS, ZEROED, UNSAVED)
 """Names that checkpoints have for other entries."""
 ELSEWHERE = (Tensor, nn.Module, LRScheduler, str, bytes, type, FunctionType, ModuleType)
 """Kinds of objects in which no optimizer is looked for. A scheduler's state dict leaves its optimizer out."""
@@ -46,8 +48,8 @@ MOST_SEEN = 10_000
 
 
 @dataclass(frozen=True)
-class Unsaved:
-    """A buffer in no checkpoint: its address, its version and a digest of its values."""
+class Built:
+    """A buffer as the script has built it: its address, its version and a digest of its values."""
 
     address: int
     version: int
@@ -83,6 +85,8 @@ class Tracked:
         for name, other in self.others.items():
             _check_plain(name, other.state_dict())
         self._saved_buffers = {*self._buffers()}
+        self._built_buffers = {name: _built(buffer) for name, buffer in self._unsaved_buffers()}
+        self._changed_buffers: set[str] = set()
         self._added: list[str] = []
 
     @property
@@ -159,7 +163,9 @@ class Tracked:
     def state(self) -> dict[str, Any]:
         """Return the flat state for a checkpoint. Collective: every rank must call it."""
         found = self._of_modules()
-        buffers = {name: found.pop(name) for name in self._buffers()}
+        for names in self.world.gather(sorted(self._changed())):
+            self._changed_buffers.update(names)  # of any rank, so that all ranks save the same
+        buffers = {name: found.pop(name) for name in self._buffers()} | self._changed()
         return found | self._of_optimizers() | kept_buffers(buffers, self.world) | self._of_others()
 
     def replica(self) -> dict[str, Any]:
@@ -187,35 +193,44 @@ class Tracked:
         return next((name for name, value in self._of_modules().items() if not isinstance(value, Tensor)), "")
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the replicated buffers that the modules save, as they are now: a module may have assigned others."""
-        return {
+        """Return the replicated buffers that checkpoints hold, as they are now: a module may have assigned others."""
+        saved = {
             full: buffer
             for name, module in self.modules.items()
             for inner, buffer in module.named_buffers(remove_duplicate=False)
             if (full := f"{name}/{plain(inner)}") in self._saved_buffers
         }
+        return saved | self._changed()
 
-    def unsaved(self) -> dict[str, Unsaved]:
-        """Return the buffers that the modules do not save (`persistent=False`), as they are now, by name."""
+    @property
+    def has_buffers(self) -> bool:
+        """True if a module has a buffer that is not in pieces, saved or not."""
+        return bool(self._saved_buffers or self._places())
+
+    def _changed(self) -> dict[str, Tensor]:
+        """Return the buffers that no module saves and that are not as they were built; others follow from the script alone."""
+        unsaved = dict(self._unsaved_buffers())
+        for name in unsaved.keys() - self._changed_buffers:
+            before, buffer = self._built_buffers.get(name), unsaved[name]
+            is_same = before and (before.address, before.version) == (buffer.data_ptr(), buffer._version)
+            if before is None or (not is_same and digest_of([buffer]) != before.digest):
+                self._changed_buffers.add(name)
+        return {name: buffer for name, buffer in unsaved.items() if name in self._changed_buffers}
+
+    def _unsaved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for name, (buffers, key) in self._places().items():
+            if (buffer := buffers[key]) is not None:
+                yield name, buffer.detach()
+
+    def _places(self) -> dict[str, tuple[dict[str, Tensor | None], str]]:
+        """Return where modules hold the buffers that they do not save, by name below `UNSAVED`."""
         return {
-            f"{name}/{inner}": Unsaved(buffer.data_ptr(), buffer._version, digest_of([buffer]))
-            for name, inner, buffer in self._unsaved_buffers()
+            f"{UNSAVED}/{name}/{plain(f'{path}.{key}' if path else key)}": (module._buffers, key)
+            for name, root in self.modules.items()
+            for path, module in root.named_modules()
+            for key in module._non_persistent_buffers_set
+            if not in_pieces(module._buffers[key])
         }
-
-    def changed(self, before: Mapping[str, Unsaved]) -> str:
-        """Return the first of the buffers `before`, from `unsaved`, whose values are others now; empty if none has."""
-        for name, inner, buffer in self._unsaved_buffers():
-            known = before.get(f"{name}/{inner}")
-            is_same = known is None or (known.address, known.version) == (buffer.data_ptr(), buffer._version)
-            if known and not is_same and digest_of([buffer]) != known.digest:
-                return f"{name}/{inner}"
-        return ""
-
-    def _unsaved_buffers(self) -> Iterator[tuple[str, str, Tensor]]:
-        for name, module in self.modules.items():
-            for inner, buffer in ((plain(each), buffer) for each, buffer in module.named_buffers()):
-                if f"{name}/{inner}" not in self._saved_buffers and not in_pieces(buffer):
-                    yield name, inner, buffer
 
     def frozen_again(self) -> str:
         """Return the first parameter of a group that a checkpoint has added which is not trained here; empty if all are."""
@@ -240,7 +255,7 @@ class Tracked:
             if tensor.shape != there[name].size:
                 both = f"{list(there[name].size)} in the checkpoint and {list(tensor.shape)} here"
                 raise ConfigError(f"the checkpoint does not fit: {name} is {both}; track the same model")
-        return here | self._buffer_targets(here, saved) | dict(self._optimizer_targets(saved))
+        return here | self._buffer_targets(saved) | dict(self._optimizer_targets(saved))
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a saved state: the filled `targets` and plain values.
@@ -260,7 +275,20 @@ class Tracked:
             raise ConfigError(f"the checkpoint does not fit what is tracked: {error}") from error
         for name, other in self.others.items():
             other.load_state_dict(self._of_this_rank(name, state))
+        self._put_unsaved({**below(state, UNSAVED), **below(own, UNSAVED)})
         self.between.restore(self._of_this_rank(GRADIENTS, state), state.get(ZEROED, ()))
+
+    def _put_unsaved(self, values: Mapping[str, Any]) -> None:
+        """Set buffers that no module saves, in place where the shape is the same; those that are not here are ignored."""
+        for name, (buffers, key) in self._places().items():
+            if (value := values.get(name.removeprefix(f"{UNSAVED}/"))) is None:
+                continue
+            self._changed_buffers.add(name)
+            if (own := buffers[key]) is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
+                with torch.no_grad():
+                    own.copy_(value)
+            else:  # a forward pass had made it
+                buffers[key] = value.clone().to(self.world.device)
 
     def _of_this_rank(self, name: str, state: Mapping[str, Any]) -> Any:
         own = f"{own_prefix(self.world.rank)}{name}"
@@ -297,14 +325,16 @@ class Tracked:
         known = names_of_buffers(self.modules)
         return [name for name, value in self._of_modules().items() if name in known and isinstance(value, Tensor)]
 
-    def _buffer_targets(self, here: Mapping[str, Tensor], saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Return tensors for this rank's own buffers; none of a checkpoint of another world size."""
+    def _buffer_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Return tensors for buffers that no module saves, and for this rank's own; none of its own at another world size."""
         own, last, beyond = (own_prefix(rank) for rank in (self.world.rank, self.world.size - 1, self.world.size))
-        return {
-            f"{own}{name}": torch.empty_like(here[name])
-            for name in self._buffers()
+        unsaved = [name for name in saved if name.startswith(f"{UNSAVED}/")]
+        owned = [
+            f"{own}{name}"
+            for name in [*self._buffers(), *unsaved]
             if f"{own}{name}" in saved and f"{last}{name}" in saved and f"{beyond}{name}" not in saved
-        }
+        ]
+        return {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in [*unsaved, *owned]}
 
     def _of_optimizers(self) -> dict[str, Any]:
         found = dict[str, Any]()
@@ -372,6 +402,10 @@ class Tracked:
         for group in saved[len(optimizer.param_groups) :]:
             optimizer.add_param_group({**group, "params": [self.named[name] for name in group["params"]]})
             self._added += group["params"]
+
+
+def _built(buffer: Tensor) -> Built:
+    return Built(buffer.data_ptr(), buffer._version, digest_of([buffer]))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

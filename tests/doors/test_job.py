@@ -826,30 +826,6 @@ def test_a_forked_child_leaves_the_run_to_its_parent(place):
     assert result.code == 0 and result.outcome["outcome"] == "done", result.out
 
 
-COUNTS = """
-class Counts(nn.Linear):
-    def __init__(self, keep):
-        super().__init__(1, 1)
-        self.register_buffer("seen", torch.zeros(()), persistent=keep)
-        self.register_buffer("table", torch.zeros(4), persistent=False)
-    def forward(self, x):
-        self.table[:] = torch.arange(4.0)  # made anew, and the same
-        self.seen += len(x)
-        return super().forward(x)
-"""
-
-
-@pytest.mark.nightly(but=["True"])
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_buffer_that_changes_and_is_not_saved_is_said(place, keep):
-    folder, body = place("counts"), f"{LOOP}model(x).mean().backward(); optimizer.step(); job.step()"
-    built = f"{COUNTS}\nmodel = Counts({keep})\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-    (folder / "wrong.py").write_text(f"{START}{built}{WITH}{body}\n")
-    result = run(folder, script="wrong")
-    notes = [line["text"] for line in result.events("note")]
-    assert len(notes) == (not keep) and all("the buffer model/seen changes" in note for note in notes), notes
-
-
 def test_a_compiled_layer_leaves_no_mark_in_the_names(place):
     """Each attempt, compiled or not, goes on from the other's checkpoint; `muster.load` fills either model."""
     folder = place("compiled")

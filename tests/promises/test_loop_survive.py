@@ -170,13 +170,15 @@ ODD = {  # kills, how many of the deaths are survived in place
     "decay": ("forward@12:1,begin@18:0", 0),
     "groups": ("begin@5:1,forward@12:0,within-backward@19:1", 3),
     "extra": ("begin@13:1", 0),
+    "unsaved": ("begin@11:1,within-backward@14:0", 2),
 }
 
 
-@pytest.mark.nightly(but=["zeroed"])
+@pytest.mark.nightly(but=["zeroed", "unsaved"])
 @pytest.mark.parametrize("form", ODD)
 def test_a_state_that_is_easily_forgotten_is_handed_on_or_all_go_back(tmp_path, form):
-    """Gradients of zero, an update by .data that is half done, groups that a loop has added, an extra state of a module."""
+    """Gradients of zero, an update by .data that is half done, groups that a loop has added, an extra state of a module,
+    a buffer in no state dict."""
     kill, in_place = ODD[form]
     whole = trained(tmp_path / "whole", 2, FORM=form, script="odd")
     result = trained(tmp_path / "job", 2, kill, FORM=form, script="odd")
@@ -248,3 +250,5 @@ def test_buffers_are_looked_up_since_a_module_may_assign_others():
     tracked = Tracked({"model": module}, alone(torch.device("cpu")))
     module.seen = module.seen + 1
     assert {name: float(value) for name, value in tracked.buffers().items()} == {"model/seen": 1.0}
+    module.scratch += 2  # and is like one that is saved from now on
+    assert [*map(float, tracked.buffers().values())] == [1.0, 2.0]

@@ -74,6 +74,29 @@ class Assigned(nn.Module):
         return self.one(x - self.mean) + (self.two(x) if self.calls > 12 else 0)
 
 
+class Unsaved(nn.Module):
+    """A model with buffers in no state dict: one follows from the batch, one counts, and one is assigned."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+        for name in ("mean", "calls"):
+            self.register_buffer(name, torch.zeros(()), persistent=False)
+        self.register_buffer("moving", torch.zeros(4), persistent=False)
+
+    def forward(self, x):
+        self.mean = x.mean().detach()
+        self.calls += 1
+        self.moving = self.moving * 0.9 + self.mean
+        return self.net(x - self.moving) / self.calls.sqrt()
+
+    def get_extra_state(self):  # for the digest
+        return {"calls": self.calls.clone(), "moving": self.moving.clone()}
+
+    def set_extra_state(self, state):
+        pass
+
+
 def net():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2))
 
@@ -134,6 +157,7 @@ LOOPS = {
     "batch_norm": lambda job: train(job, planned),
     "buffers_that_differ": lambda job: train(job, planned, broadcast_buffers=False),
     "buffers_that_are_assigned": lambda job: train(job, planned, model=Assigned(), find_unused_parameters=True),
+    "buffers_that_are_not_saved": lambda job: train(job, planned, model=Unsaved()),
     "accumulation_over_steps": lambda job: train(job, planned, every=4),
     "closures": closures,
     "a_stream_that_shuffles": lambda job: train(job, lambda job: planned(job, Stream())),
