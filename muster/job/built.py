@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from muster.job.tracked import Tracked
 
-OF_A_SCHEDULE = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-"""Options that schedules write into an optimizer's groups."""
+MOST_TOLD = 6
+"""The most options that a message names."""
 NO_OPTIONS = (
     "foreach",
     "fused",
@@ -73,6 +73,22 @@ def differences(before: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
             yield name, before[name], value
 
 
+def told(path: str, changed: Sequence[tuple[str, Any, Any]]) -> str:
+    """Return in one line which options of the checkpoint at `path`, from `differences`, are loaded in place of which."""
+    public = [each for each in changed if not each[0].endswith(OF_TORCH)] or changed  # from which torch's own follow
+    pairs = [f"{name}={before}, and this is {name}={now}" for name, before, now in public]
+    left = [f"{len(pairs) - MOST_TOLD} more"] if len(pairs) > MOST_TOLD else []
+    verb = "is" if len(pairs) == 1 else "are"
+    return f"{path} was written with {'; '.join([*pairs[:MOST_TOLD], *left])}, in place of which the checkpoint's {verb} loaded"
+
+
+def is_length(tracked: Tracked, changed: tuple[str, Any, Any]) -> bool:
+    """Return True for an option of a schedule that is a number of steps, as T_max, or a list of them."""
+    (name, before, _), own = changed, {*tracked.others}
+    numbers = before if isinstance(before, list) else [before]
+    return name.partition(".")[0] in own and all(type(each) is int for each in numbers)
+
+
 def _schedule(thing: Any) -> LRScheduler | None:
     """Return a schedule, also that in Accelerate's wrapper."""
     inner = getattr(thing, "__dict__", {}).get("scheduler")
@@ -83,7 +99,7 @@ def _of_groups(name: str, optimizer: Optimizer) -> dict[str, Any]:
     found = dict[str, Any]()
     for number, group in enumerate(optimizer.param_groups):
         place = f"{name}.{number}" if number else name
-        options = {key: group[key] for key in (*optimizer.defaults, *OF_A_SCHEDULE) if key in group}
+        options = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
         options["lr"] = group.get("initial_lr", group.get("lr"))  # `lr` itself is set by a schedule already
         found |= _plain(place, options)
     return found

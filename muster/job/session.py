@@ -107,6 +107,8 @@ class Session:
         """True once that iterator is closed before its end, by `break` or by an error; and once it was by `break`."""
         self.is_told_to_stop = False
         """True once the loop has read that it should stop, so that leaving it is not its end."""
+        self._is_other_length = False
+        """True on rank 0 if a checkpoint of another number of ranks has a schedule for another number of steps."""
         self._latest = 0.0
         self._has_looked = False
         if (
@@ -167,6 +169,7 @@ class Session:
             self._refuse_draws()
             facts, known = feed.facts, {"samples_per_epoch": feed.samples_per_epoch or None}
             self._refuse_data(facts)
+            self._refuse_length()
         self.world.on_first(partial(self._write_config, facts))
         records = open_records(
             self.folder.path,
@@ -432,13 +435,9 @@ class Session:
 
     def _refuse_built(self, saved: Saved, here: dict[str, Any]) -> None:
         """Raise ConfigError for an optimizer or a schedule built otherwise than before; at another world size, note it."""
-        changed, failure = next(built.differences(self.built, here), None), None
+        changed, failure = [*built.differences(self.built, here)], None
         if changed and self.world.is_first and not self.world.again:
-            name, before, now = changed
-            text = (
-                f"{saved.path} was written with {name}={before}, and this is {name}={now}, in place of which the "
-                "checkpoint's is loaded"
-            )
+            text = built.told(saved.path, changed)
             if saved.manifest["world_size"] == self.world.size:
                 later = (
                     "" if built.is_scheduled(self.tracked) else ", and set another one after track(), in every attempt"
@@ -446,6 +445,15 @@ class Session:
                 failure = ConfigError(f"{text}: build it as before{later}; or use another folder")
             else:  # perhaps it follows from the number of ranks
                 self.loaded_instead = text
+            self._is_other_length = any(built.is_length(self.tracked, each) for each in changed)
+        self.world.together(failure)
+
+    def _refuse_length(self) -> None:
+        """Raise ConfigError for a schedule of another length in a run of another length: this follows from no number of ranks."""
+        saved, failure = self.folder.saved, None
+        if self._is_other_length and saved and saved.manifest.get("total_steps") != self.total_steps:
+            lengths = f"total_steps={saved.manifest.get('total_steps')}, and this is total_steps={self.total_steps}"
+            failure = ConfigError(f"{self.loaded_instead} ({lengths}): build it as before; or use another folder")
         self.world.together(failure)
 
     def _refuse_draws(self) -> None:

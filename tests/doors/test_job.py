@@ -1106,7 +1106,10 @@ def main(job):
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
     lr = float(os.environ.get("LR", 0.1)) * (job.world_size if "SCALED" in os.environ else 1)
     kind = getattr(torch.optim, os.environ.get("KIND", "SGD"))
-    optimizer = kind(model.parameters(), lr=torch.tensor(lr) if "TENSOR" in os.environ else lr)
+    weight, bias = ({"params": [each]} for each in model.parameters())
+    bias["scale"] = float(os.environ.get("SCALE", 1))  # of the loop's own
+    decay = float(os.environ.get("DECAY", 0))
+    optimizer = kind([weight, bias], lr=torch.tensor(lr) if "TENSOR" in os.environ else lr, weight_decay=decay)
     schedule = SCHEDULES[os.environ.get("SCHEDULE", "none")](optimizer)
     job.track(model=model, optimizer=optimizer, **({"schedule": schedule} if schedule else {}))
     if "AFTER" in os.environ:
@@ -1162,6 +1165,30 @@ def test_a_schedule_built_otherwise_is_not_silently_replaced_by_the_checkpoints(
     longer = built(0, **given, EPOCHS="4")  # as before
     assert longer.outcome["step"] == 20 and not longer.events("note")
     assert [line["lr"] for line in longer.lines("train")][:10] == lrs
+
+
+def test_a_schedule_of_more_steps_is_refused_at_another_world_size_too(built):
+    """Of the checkpoint's T_max, the rate would rise again; a number of steps follows from no number of ranks."""
+    longer = {"SCHEDULE": "sequential", "VALUE": "40"}
+    built(0, SCHEDULE="sequential")
+    [said] = built(2, **longer, EPOCHS="4", ranks=None).said
+    assert "schedule.1.T_max=20, and this is schedule.1.T_max=40" in said, said
+    assert "total_steps=10, and this is total_steps=20" in said and "build it as before" in said, said
+    [note] = built(0, **longer, ranks=None).events("note")
+    assert "schedule.1.T_max=40, in place of which the checkpoint's is loaded" in note["text"], (
+        "the run is as long as before"
+    )
+
+
+def test_all_that_is_built_otherwise_is_told_by_group(built):
+    built(0, ranks=None)
+    changed = {"LR": "0.4", "DECAY": "0.5", "SCALE": "2"}
+    [said] = built(2, **changed, ranks=None).said
+    [note] = built(0, **changed).events("note")
+    for name, before, now in (("lr", 0.1, 0.4), ("weight_decay", 0.0, 0.5), ("1.lr", 0.1, 0.4), ("1.scale", 1.0, 2.0)):
+        told = f"optimizer.{name}={before}, and this is optimizer.{name}={now}"
+        assert told in said and told in note["text"], (said, note)
+    assert "in place of which the checkpoint's are loaded" in note["text"]
 
 
 @pytest.mark.nightly
