@@ -20,6 +20,7 @@ ROUNDS = 6
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
 FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+WEIGHTED = np.uint64(0xD1B54A32D192ED03)
 SORTED = 1 << 16
 """Up to this many samples, an epoch is sorted by hash: a Feistel network over few digits keeps neighbors together."""
 
@@ -107,15 +108,38 @@ class MicroBatch:
     slice: int = 0
 
 
+class Weights:
+    """Draws sample i with a probability that is proportional to `weights[i]`, with replacement: entry by entry, from a hash.
+
+    Args:
+        weights: `[size] float64`, finite, at least 0, and not all 0.
+    """
+
+    def __init__(self, weights: npt.NDArray[np.float64]):
+        self._upto = np.cumsum(weights)
+        self._last = int(np.flatnonzero(weights)[-1])
+
+    def __call__(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
+        """Map `[B] int64` positions in an epoch to `[B] int64` sample indices."""
+        keys = mix(mix(_stream(seed, epoch) ^ WEIGHTED) ^ positions.astype(np.uint64))  # not the samples' own keys
+        drawn = (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53 * self._upto[-1]
+        found: Indices = np.minimum(np.searchsorted(self._upto, drawn, side="right"), self._last).astype(np.int64)
+        return found
+
+
 @dataclass(frozen=True)
 class Plan:
-    """The order of `size` samples over steps and epochs, in global batches of `batch_size`."""
+    """The order of `size` samples over steps and epochs, in global batches of `batch_size`.
+
+    weights: draws the `size` entries of an epoch, in place of the samples' order.
+    """
 
     size: int
     batch_size: int
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
+    weights: Weights | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -157,6 +181,8 @@ class Plan:
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.batch_size
         positions = np.arange(start + first, start + end, dtype=np.int64)
+        if self.weights:
+            return self.weights(positions, seed=self.seed, epoch=epoch)
         return Permutation(self.size, self.seed, epoch)(positions) if self.shuffle else positions
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -22,14 +24,14 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from muster.batches.fingerprint import fingerprint
+from muster.batches.fingerprint import fingerprint, hash_of
 from muster.batches.generators import kept_generators, key_of, seed_generators
 from muster.batches.loader import LoaderConfig, batches, to
 from muster.batches.own_generators import KINDS, seed_one
 from muster.batches.stream import Stream
 from muster.dist.count import counted as checked
 from muster.errors import ConfigError
-from muster.plan import Plan
+from muster.plan import Plan, Weights
 
 PARTS = ("sampler", "batch_sampler", "dataset", "data_source")
 """Attributes in which loaders, samplers and data sets hold others."""
@@ -84,15 +86,19 @@ class Feed(Protocol):
 
 
 class PlannedFeed:
-    """Batches of a data set: each step takes the plan's next `plan.batch_size` samples, and a rank its share of them."""
+    """Batches of a data set: each step takes the plan's next `plan.batch_size` samples, and a rank its share of them.
 
-    def __init__(self, dataset: Any, plan: Plan, *, total_steps: int, loader: LoaderConfig):
+    weights: a digest of the plan's.
+    """
+
+    def __init__(self, dataset: Any, plan: Plan, *, total_steps: int, loader: LoaderConfig, weights: str = "none"):
         self.dataset, self.plan, self.total_steps, self.loader = dataset, plan, total_steps, loader
         self.steps_per_epoch, self.samples_per_epoch = plan.steps_per_epoch, plan.size
         self.facts = {
             "batch_size": plan.batch_size,
             "drop_last": plan.drop_last,
             "shuffle": plan.shuffle,
+            "weights": weights,
             "seed": plan.seed,
             "fingerprint": fingerprint(dataset),
         }
@@ -132,6 +138,18 @@ class LoadedFeed:
             and type(batches.sampler) in (RandomSampler, SequentialSampler, WeightedRandomSampler)
             and not is_part
         )
+
+    @property
+    def sampler(self) -> str:
+        """The name of the class of the loader's sampler."""
+        return type(self.loader.batch_sampler.sampler).__name__
+
+    def line(self, ranks: int) -> str:
+        """Return the call by which each of the `ranks` gets its share of these batches."""
+        batches = self.loader.batch_sampler
+        weights, ordered = ", weights=sampler.weights", ", shuffle=False"
+        more = {WeightedRandomSampler: weights, SequentialSampler: ordered}.get(type(batches.sampler), "")
+        return f"job.batches(dataset, batch_size={batches.batch_size * ranks}{more}, ...)"
 
     def samples_before(self, step: int) -> int:
         """Return 0: a loader does not say how many samples its batches have."""
@@ -189,10 +207,12 @@ def feed(
     shuffle: bool,
     drop_last: bool,
     loader: LoaderConfig,
+    weights: Any = None,
 ) -> Feed:
     """Return the batches of `source`, a data set or a DataLoader. See `Job.batches`.
 
     loader: how the samples of a data set are fetched, and the share of them that this rank gets.
+    weights: one for each sample, by which they are drawn; None: each sample once in an epoch.
 
     Raises:
         ConfigError: an argument is missing or out of range, or `source` is neither.
@@ -206,20 +226,53 @@ def feed(
             raise ConfigError(
                 f"batches(loader, {given[0]}={sizes[given[0]]}): a DataLoader has its own batch size; leave {given[0]} out"
             )
-        total = max_steps or (epochs or 0) * len(with_length(source, "batches"))
+        if weights is not None:
+            raise ConfigError(
+                "batches(loader, weights=...): a DataLoader has a sampler of its own; give batches() the data set itself"
+            )
+        in_epoch = _number_of_batches(source)
+        total = max_steps or (epochs or 0) * in_epoch
         return LoadedFeed(source, total_steps=total, device=loader.device, seed=loader.seed)
     if batch_size is None:
         raise ConfigError("batches(dataset) needs batch_size=..., the samples per optimizer step over all ranks")
     dataset = with_length(source, "batches")
+    chosen = _chosen(weights, dataset, shuffle=shuffle)
     plan = Plan(
         len(dataset),
         min(batch_size, len(dataset)),
         loader.seed,
         shuffle=shuffle and dataset is source,
         drop_last=drop_last,
+        weights=None if chosen is None else Weights(chosen),
     )
     total = max_steps or (epochs or 0) * plan.steps_per_epoch
-    return PlannedFeed(dataset, plan, total_steps=total, loader=loader)
+    digest = {} if chosen is None else {"weights": hash_of([chosen.tobytes()])}
+    return PlannedFeed(dataset, plan, total_steps=total, loader=loader, **digest)
+
+
+def _chosen(weights: Any, dataset: Any, *, shuffle: bool) -> npt.NDArray[np.float64] | None:
+    """Return the weights as an array. Raises ConfigError if they do not fit the data set."""
+    if weights is None:
+        return None
+    if isinstance(dataset, Stream):
+        raise ConfigError(
+            "batches(stream, weights=...): an IterableDataset has its own order; give a data set with __getitem__"
+        )
+    if not shuffle:
+        raise ConfigError("batches(weights=..., shuffle=False): weights draw samples at random; leave shuffle out")
+    try:
+        found = np.asarray(torch.as_tensor(weights).cpu().double().numpy())
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            f"batches(weights={type(weights).__name__}): give a list or a tensor of numbers, one a sample"
+        ) from None
+    if found.shape != (len(dataset),):
+        raise ConfigError(
+            f"batches(weights=...) has shape {[*found.shape]}, and there are {len(dataset)} samples: give one a sample"
+        )
+    if not (np.isfinite(found).all() and (found >= 0).all() and found.any()):
+        raise ConfigError("batches(weights=...): give finite numbers of at least 0, of which one is above 0")
+    return found
 
 
 def is_loader(source: Any) -> bool:
@@ -227,6 +280,17 @@ def is_loader(source: Any) -> bool:
     if isinstance(source, DataLoader):
         return True
     return not isinstance(source, IterableDataset) and not hasattr(source, "__getitem__")
+
+
+def _number_of_batches(loader: Any) -> int:
+    """Return the length of a loader. Raises ConfigError if there is none, as for a stream without one."""
+    try:
+        return len(with_length(loader, "batches"))
+    except TypeError:
+        stream = type(getattr(loader, "dataset", loader)).__name__
+        raise ConfigError(
+            f"batches(loader) has a stream without a length, {stream}: give it __len__, the number of samples of an epoch"
+        ) from None
 
 
 def at_least_one(what: str, **given: int | None) -> None:

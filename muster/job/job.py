@@ -168,6 +168,7 @@ class Job(JobOptions):
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         count: Callable[[Any], Any] | None = None,
+        weights: Any = None,
     ) -> Iterator[Any]:
         """Yield this rank's batches of each step that is left, on the device. Call `step` once for each.
 
@@ -190,6 +191,8 @@ class Job(JobOptions):
             drop_last: drop the last batch of an epoch if it is smaller.
             num_workers: processes per rank that load samples.
             collate_fn: turns a list of samples into a batch; None: torch's default_collate.
+            weights: one number for each sample of a data set: `len(dataset)` samples an epoch are drawn with these weights, with
+                replacement, as by torch's WeightedRandomSampler, and alike at any number of ranks. None: each sample once.
             count: gets a batch, and returns what its mean loss is over, a number or a tensor []; None: samples.
 
         Raises:
@@ -206,6 +209,7 @@ class Job(JobOptions):
             max_steps=max_steps,
             shuffle=shuffle,
             drop_last=drop_last,
+            weights=weights,
             loader=self._loader(num_workers, collate_fn, micro_batch_size=micro_batch_size),
         )
         session.open(made)
@@ -425,6 +429,7 @@ class Job(JobOptions):
             if portion.begins:
                 session.begin_step()
                 self._of_step = session.world.sum([portion.of_step])[0] if count else 0.0
+                session.see_batch(portion.batch)
             self._portion, self._is_owed, self._is_weighed = portion, True, False
             try:
                 yield portion.batch

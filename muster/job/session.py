@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from muster import attempts
-from muster.batches.fingerprint import note_of
+from muster.batches.fingerprint import fingerprint, hash_of, look, note_of
 from muster.batches.generators import drawn_from, key_of, seed_generators, state_of_generators
 from muster.checkpoint import manager
 from muster.checkpoint.storage import Saved
@@ -56,8 +56,12 @@ FROZEN = (
     "thaw it after track() where job.steps_done says that it was"
 )
 WHOLE = (
-    "the loader has no sampler that divides the samples: each of {ranks} ranks goes through all of its data set, in one order; "
-    "give batches() the data set itself, or the loader a DistributedSampler"
+    "the loader's {sampler} does not divide the samples: each of {ranks} ranks would train on the same ones; write {line}, or give the loader "
+    "sampler=DistributedSampler(dataset) (with num_replicas=1, rank=0 if the ranks share a model that needs the same samples)"
+)
+ALIKE = (
+    "the first batch of the loader is the same on all {ranks} ranks: unless this is meant, let each rank's sampler or stream have its own share "
+    "of the samples, by job.rank and job.world_size, or give batches() the data set itself"
 )
 TRAIN_ALIKE = "wrap the model in DistributedDataParallel, or average gradients over the ranks before optimizer.step()"
 
@@ -109,6 +113,7 @@ class Session:
         """True once the loop has read that it should stop, so that leaving it is not its end."""
         self._is_other_length = False
         """True on rank 0 if a checkpoint of another number of ranks has a schedule for another number of steps."""
+        self._has_seen_batch = False
         self._latest = 0.0
         self._has_looked = False
         if (
@@ -170,6 +175,7 @@ class Session:
             facts, known = feed.facts, {"samples_per_epoch": feed.samples_per_epoch or None}
             self._refuse_data(facts)
             self._refuse_length()
+            self._refuse_whole(feed)
         self.world.on_first(partial(self._write_config, facts))
         records = open_records(
             self.folder.path,
@@ -189,8 +195,6 @@ class Session:
             record_start(records, self.folder, self.world, **known)
             if text := note_of(facts.get("fingerprint", "")):
                 records.event("note", text=text)
-            if self.world.size > 1 and isinstance(feed, LoadedFeed) and feed.is_whole:
-                records.event("note", text=WHOLE.format(ranks=self.world.size))
             if self.loaded_instead:
                 records.event("note", text=self.loaded_instead)
             make_up(running, self.folder)
@@ -422,6 +426,25 @@ class Session:
         for name, value in facts.items():
             remedy = "restore the data" if name == "fingerprint" else f"give batches() the {name} of before"
             self._refuse(name, value, remedy, within="batches")
+
+    def _refuse_whole(self, feed: Feed) -> None:
+        """Raise ConfigError for a loader that gives all ranks the same samples. A data set of each rank's own is divided already."""
+        if self.world.size == 1 or not isinstance(feed, LoadedFeed):
+            return
+        found = self.world.gather([feed.is_whole, fingerprint(feed.loader.dataset) if feed.is_whole else ""])
+        is_alike = feed.is_whole and all(each == found[0] for each in found)
+        told = (
+            {"sampler": feed.sampler, "ranks": self.world.size, "line": feed.line(self.world.size)} if is_alike else {}
+        )
+        self.world.together(ConfigError(WHOLE.format(**told)) if told else None)
+
+    def see_batch(self, batch: Any) -> None:
+        """Note the first batch of a loader of the loop's own if all ranks have the same. Collective: every rank must call it."""
+        if self._has_seen_batch or self.world.size == 1 or not isinstance(self.feed, LoadedFeed):
+            return
+        self._has_seen_batch, digests = True, self.world.gather(hash_of(look(batch)))
+        if len({*digests}) == 1 and not self.entrance.handed_on:
+            self.running.records.event("note", text=ALIKE.format(ranks=self.world.size))
 
     def _built(self, here: dict[str, Any]) -> dict[str, Any]:
         """Return the options with which the run has begun; empty if they are not known. here: those of this attempt."""

@@ -1,6 +1,7 @@
 """A training loop of a user's own with `muster.Job`: a script in a folder of its own, under torchrun or alone."""
 
 import difflib
+import json
 import os
 import shutil
 import subprocess
@@ -281,6 +282,84 @@ def test_a_dataloader_of_ones_own_resumes_in_the_middle_of_an_epoch(place, ranks
     assert [line["first"] for line in first.lines("train")] == [line["first"] for line in second.lines("train")]
 
 
+ALIKE = """
+import os, torch, muster
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+class Stream(IterableDataset):
+    def __len__(self):
+        return 40
+
+    def __iter__(self):
+        return iter(torch.arange(40.0).reshape(40, 1))
+
+def main(job):
+    data = TensorDataset(torch.arange(40.0).reshape(40, 1))
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    job.track(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    weighted = BatchSampler(WeightedRandomSampler([1.0] * 40, 40), 5, False)
+    loader = {
+        "weighted": lambda: DataLoader(data, batch_sampler=weighted),
+        "of-each-rank": lambda: DataLoader(TensorDataset(data.tensors[0] + job.rank), 5, shuffle=True),
+        "stream": lambda: DataLoader(Stream(), 5),
+    }[os.environ["FORM"]]()
+    for _ in job.batches(loader, max_steps=2):
+        job.step()
+muster.Job("run", tensorboard=False).run(main)
+"""
+
+
+def test_a_loader_that_gives_all_ranks_the_same_samples_is_refused_or_noted(place):
+    def alike(form):
+        folder = place(form)
+        (folder / "alike.py").write_text(ALIKE)
+        return run(folder, script="alike", to="", ranks=2, code=None, FORM=form)
+
+    [said] = alike("weighted").said
+    assert "WeightedRandomSampler does not divide the samples" in said
+    assert "write job.batches(dataset, batch_size=10, weights=sampler.weights, ...)" in said
+    assert not alike("of-each-rank").events("note")
+    [note] = alike("stream").events("note")
+    assert "the first batch of the loader is the same on all 2 ranks" in note["text"]
+
+
+DRAWN = """
+import os, torch, muster
+data = torch.utils.data.TensorDataset(torch.arange(40).reshape(40, 1))
+weights = torch.arange(40) % int(os.environ.get("MODULUS", 4))
+model = torch.nn.Linear(1, 1)
+with muster.Job("run", tensorboard=False) as job:
+    job.track(model=model)
+    for x, in job.batches(data, batch_size=7, max_steps=int(os.environ["STEPS"]), weights=weights):
+        job.step()
+        os.write(1, f"drawn {job.steps_done} {job.rank} {x.flatten().tolist()}\\n".encode())
+"""
+
+
+def test_weighted_samples_are_the_same_at_any_world_size_and_after_a_resume(place):
+    whole, cut = place("whole"), place("cut")
+    for folder in (whole, cut):
+        (folder / "drawn.py").write_text(DRAWN)
+
+    def drawn(folder, steps, *, code=0, ranks=None, **env):
+        out = run(folder, script="drawn", to="", code=code, ranks=ranks, STEPS=str(steps), **env).out
+        found = {}
+        for line in sorted(line for line in out.splitlines() if line.startswith("drawn")):
+            _, step, _, samples = line.split(maxsplit=3)
+            found[int(step)] = found.get(int(step), []) + json.loads(samples)
+        return found, out
+
+    all_steps, _ = drawn(whole, 8)
+    samples = [*chain(*all_steps.values())]
+    assert [*map(len, all_steps.values())] == [7, 7, 7, 7, 7, 5, 7, 7], "an epoch has as many as the data set"
+    assert all(each % 4 for each in samples) and len({*samples}) < len(samples), "with replacement, and weight 0 never"
+    before, _ = drawn(cut, 4, ranks=2)
+    assert before | drawn(cut, 8)[0] == all_steps
+    _, out = drawn(cut, 9, code=2, MODULUS="3")
+    assert "with weights=" in out and "give batches() the weights of before" in out
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_sampler_is_shuffled_anew_each_epoch_also_inside_a_batch_sampler(nested):
@@ -349,10 +428,7 @@ def main(job):
         more["unscheduled"] = {"optimizer": optimizer, "schedule": schedule}
     more |= {"scheduled": {"schedule": schedule}} if os.environ["FORM"] == "scheduled" else {}
     job.track(model=model, **more.get(os.environ["FORM"], {}))
-    loader = torch.utils.data.DataLoader(data, batch_size=5, shuffle=True)
-    if os.environ["FORM"] == "unscheduled":
-        sampler = torch.utils.data.WeightedRandomSampler([1.0] * len(data), len(data))
-        loader = torch.utils.data.DataLoader(data, batch_size=5, sampler=sampler)
+    loader = torch.utils.data.DataLoader(data, batch_size=5, sampler=torch.utils.data.DistributedSampler(data))
     if os.environ["FORM"] == "listed":
         sampler = torch.utils.data.DistributedSampler(data)
         loader = torch.utils.data.DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(sampler, 5, False))
@@ -367,7 +443,7 @@ muster.Job("run", log_every=1, tensorboard=False).run(main)
 
 
 @pytest.mark.nightly
-def test_what_a_resume_would_lose_and_what_all_ranks_do_alike_is_noted_once(place):
+def test_what_a_resume_would_lose_is_noted_once(place):
     folder = place("half")
     (folder / "half.py").write_text(HALF)
     wrapped = place("wrapped")
@@ -388,7 +464,6 @@ def test_what_a_resume_would_lose_and_what_all_ranks_do_alike_is_noted_once(plac
         "ReduceLROnPlateau, the schedule of Adam, is not tracked: a resume, or the death of a rank, would begin it anew, unless your code sets it from "
         "job.steps_done; name it: track(schedule=...)"
     ], noted
-    assert any("no sampler that divides the samples" in note["text"] for note in noted), "weighted, by all ranks alike"
     scheduled = place("scheduled")
     (scheduled / "half.py").write_text(HALF)
     noted = run(scheduled, script="half", to="", ranks=2, FORM="scheduled").events("note")
@@ -401,9 +476,8 @@ def test_what_a_resume_would_lose_and_what_all_ranks_do_alike_is_noted_once(plac
         noted = run(other, script="half", to="", ranks=2, FORM=form).events("note")
         assert any("Adam steps the model and is not" in note["text"] for note in noted) == is_lost, (form, noted)
     result = run(folder, script="half", to="", ranks=2, FORM="bare")
-    untracked, whole = sorted(event["text"] for event in result.events("note"))
+    [untracked] = [event["text"] for event in result.events("note")]
     assert untracked.startswith("Adam steps the model and is not tracked") and "optimizer=" in untracked
-    assert "each of 2 ranks goes through all of its data set" in whole and "DistributedSampler" in whole
 
 
 AND_THEN = """
@@ -532,6 +606,9 @@ LOOP = (
 )
 
 
+WEIGHTED = "job.track(model=model); job.batches(data, batch_size=8, epochs=1, weights={})"
+
+
 @pytest.mark.parametrize(
     "body, says",
     [
@@ -570,6 +647,20 @@ LOOP = (
             "job.track(model=model); job.batches(torch.utils.data.DataLoader(data), micro_batch_size=2, epochs=1)",
             "leave micro_batch_size out",
         ),
+        (
+            "job.track(model=model); job.batches(torch.utils.data.DataLoader(data), weights=[1] * 40, epochs=1)",
+            "a DataLoader has a sampler of its own",
+        ),
+        (
+            "class Endless(torch.utils.data.IterableDataset): __iter__ = None\n    "
+            "job.track(model=model); job.batches(torch.utils.data.DataLoader(Endless()), max_steps=1)",
+            "a stream without a length, Endless: give it __len__",
+        ),
+        (WEIGHTED.format("[1.0, 2.0]"), "shape [2], and there are 40 samples"),
+        (WEIGHTED.format("[-1.0] * 40"), "numbers of at least 0"),
+        (WEIGHTED.format("torch.zeros(40)"), "one is above 0"),
+        (WEIGHTED.format("'heavy'"), "give a list or a tensor of numbers"),
+        (WEIGHTED.format("[1.0] * 40, shuffle=False"), "leave shuffle out"),
     ],
 )
 def test_misuse_is_one_line(place, body, says):
@@ -599,6 +690,10 @@ def test_a_stream_that_divides_itself_by_worker_is_read_once_and_one_longer_than
         ("job.track(model=3 if rank else model)", "track(model=...) is of type int"),
         ("job.track(model=model); job.batches(data, batch_size=4 + rank, epochs=1)", "batch_size=5"),
         (f"{LOOP}None if rank else job.step()", "no step() came for batch 0"),
+        (
+            "job.track(model=model); job.batches(torch.utils.data.DataLoader(data, 4), epochs=1)",
+            "write job.batches(dataset, batch_size=8, shuffle=False, ...)",
+        ),
         (
             "nn.init.constant_(model.weight, rank + 1); job.track(model=model)",
             "model/weight differs from rank 0's: build",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.plan import Permutation, Plan, Share, sample_keys
+from muster.plan import Permutation, Plan, Share, Weights, sample_keys
 
 pytestmark = pytest.mark.unit
 
@@ -67,6 +67,18 @@ def test_an_epoch_takes_every_sample_once(size, batch, drop):
     assert len(set(taken)) == len(taken) == plan.samples_before(plan.steps_per_epoch)
     assert drop or len(taken) == size
     assert plan.samples_before(plan.steps_per_epoch + 1) == len(taken) + plan.count(0)
+
+
+def test_weights_draw_each_sample_as_often_as_it_weighs():
+    weights = np.array([0.0, 1.0, 2.0, 0.0, 5.0, 0.0])
+    plan = Plan(6, batch_size=4, seed=1, weights=Weights(weights))
+    drawn = np.concatenate([plan.batch(step) for step in range(2 * 5000)])
+    counts, expected = np.bincount(drawn, minlength=6), weights / weights.sum() * len(drawn)
+    assert len(drawn) == 6 * 5000 and not counts[[0, 3, 5]].any()
+    assert (((counts - expected) ** 2)[expected > 0] / expected[expected > 0]).sum() < 14  # p about 0.001
+    shares = [part.indices[: part.count] for rank in range(3) for part in plan.share(3, Share(rank, 3))]
+    assert np.concatenate(shares).tolist() == plan.batch(3).tolist()
+    assert plan.batch(0).tolist() != Plan(6, batch_size=4, seed=2, weights=Weights(weights)).batch(0).tolist()
 
 
 def test_sample_keys_depend_on_sample_epoch_and_seed_alone():

@@ -15,7 +15,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, swa_utils
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+)
 
 import muster
 
@@ -149,6 +157,10 @@ def loaded(make):
     return lambda job: train(job, lambda job: job.batches(make(Pairs(), job), epochs=3))
 
 
+def share(data, job):
+    return Subset(data, range(job.rank, SIZE, job.world_size))
+
+
 def generator():
     return torch.Generator().manual_seed(3)
 
@@ -163,7 +175,8 @@ LOOPS = {
     "a_stream_that_shuffles": lambda job: train(job, lambda job: planned(job, Stream())),
     "a_sampler_in_a_sampler": loaded(
         lambda data, job: DataLoader(
-            data, batch_sampler=BatchSampler(RandomSampler(data, generator=generator()), 4, True)
+            share(data, job),
+            batch_sampler=BatchSampler(RandomSampler(share(data, job), generator=generator()), 4, True),
         )
     ),
     "set_epoch_in_a_sampler": loaded(
@@ -173,10 +186,10 @@ LOOPS = {
     ),
     "a_sampler_with_its_own_generator": loaded(lambda data, job: DataLoader(data, 4, sampler=OwnOrder())),
     "data_with_its_own_generator": loaded(
-        lambda data, job: DataLoader(Pairs(own=np.random.default_rng(3)), 4, shuffle=True)
+        lambda data, job: DataLoader(share(Pairs(own=np.random.default_rng(3)), job), 4, shuffle=True)
     ),
     "workers_that_persist": loaded(
-        lambda data, job: DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
+        lambda data, job: DataLoader(share(data, job), 4, shuffle=True, num_workers=1, persistent_workers=True)
     ),
 }
 
