@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
@@ -28,7 +27,7 @@ from muster.errors import RankLost, one_line
 from muster.faults.heartbeat import RESCUE
 from muster.job.folder import RunFolder
 from muster.job.hand_over import RECENT, HandOver
-from muster.job.replicas import first_apart, wrappers
+from muster.job.replicas import first_apart, hooks_with_state
 from muster.job.rescue import check_finite, last_lines, rescue
 from muster.job.survival import Survival, note_why_not
 from muster.job.totals import NAME as TOTALS
@@ -278,10 +277,8 @@ def _why_not(tracked: Tracked) -> str:
         return f"{name} is in pieces, of which each rank holds its own"
     if tracked.extra:
         return f"each rank has its own extra state of a module: {tracked.extra}"
-    for module in wrappers(tracked.modules.values()):
-        for hook, state in getattr(module, "_comm_hooks", ()):
-            if state is not None and not isinstance(state, dist.ProcessGroup):
-                return f"the communication hook {getattr(hook, '__name__', hook)} has a state of each rank"
+    if hooks := hooks_with_state(tracked.modules.values()):
+        return f"the communication hook {hooks[0][0]} has a state of each rank"
     return "a module is compiled" if tracked.are_compiled else ""
 
 

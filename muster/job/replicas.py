@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,6 +43,16 @@ def wrappers(modules: Collection[nn.Module]) -> list[DistributedDataParallel]:
     """Return what has wrapped `modules` in DistributedDataParallel."""
     found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
     return [each for inner in modules for each in found if each.module is inner]
+
+
+def hooks_with_state(modules: Collection[nn.Module]) -> list[tuple[str, Any]]:
+    """Return (name, state) of each communication hook of what has wrapped `modules` that has a state of its own, as PowerSGD's."""
+    hooks = [each for module in wrappers(modules) for each in getattr(module, "_comm_hooks", ())]
+    return [
+        (getattr(hook, "__name__", str(hook)), state)
+        for hook, state in hooks
+        if state is not None and not isinstance(state, dist.ProcessGroup)
+    ]
 
 
 def settle_buckets(modules: Collection[nn.Module], world: World) -> None:

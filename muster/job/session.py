@@ -30,7 +30,7 @@ from muster.job.lifecycle import Ending
 from muster.job.live_job import KEY, seed_step
 from muster.job.options import JobOptions, as_yaml, run_options_of
 from muster.job.records import loggers_of, open_records, record_start, report
-from muster.job.replicas import TOLERANCE, check_replicas
+from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
 from muster.job.rescue import make_up
 from muster.job.running import Running, open_checkpoints
 from muster.job.survival import note_why_not
@@ -54,6 +54,10 @@ BODY_S = 10.0
 FROZEN = (
     "{name} was thawed before the checkpoint, which has a group of the optimizer for it, and is frozen here, so it is trained no further: "
     "thaw it after track() where job.steps_done says that it was"
+)
+HOOK = (
+    "the communication hook {name} has a state that no checkpoint holds: a resume begins it anew, and ends with other weights; track an object "
+    "whose state_dict() and load_state_dict() are that state's, or register the hook without one"
 )
 WHOLE = (
     "the loader's {sampler} does not divide the samples: each of {ranks} ranks would train on the same ones; write {line}, or give the loader "
@@ -195,6 +199,9 @@ class Session:
             record_start(records, self.folder, self.world, **known)
             if text := note_of(facts.get("fingerprint", "")):
                 records.event("note", text=text)
+            for name, state in hooks_with_state(self.tracked.modules.values()) if self.world.size > 1 else ():
+                if not self.tracked.holds(state):
+                    records.event("note", text=HOOK.format(name=name))
             if self.loaded_instead:
                 records.event("note", text=self.loaded_instead)
             make_up(running, self.folder)

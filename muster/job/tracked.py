@@ -132,6 +132,10 @@ class Tracked:
         saved = pytree.tree_leaves([*extra, *states, *(each.state_dict() for each in self.others.values())])
         return own <= {id(leaf) for leaf in saved}
 
+    def holds(self, thing: object) -> bool:
+        """Return whether an object that is neither a module nor an optimizer holds `thing`, and so may save it."""
+        return any(_holds(each, lambda part: part is thing) for each in self.others.values())
+
     def untracked_schedules(self, optimizer: Optimizer) -> list[LRScheduler]:
         """Return the learning rate schedulers of `optimizer` that are not tracked, by themselves or in an object that is.
 
