@@ -182,6 +182,18 @@ def test_sums_go_by_hosts_if_the_network_is_ten_times_slower_than_memory(network
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("how", ["in-place", "data"])
+def test_a_parameter_that_the_forward_pass_changes_is_refused(tmp_path, how):
+    """Each rank would change it as often as it has slices. A buffer has one hash."""
+    line = ("model._target_=kit.parts.models.Teacher", "virtual_world_size=3", "max_steps=3", "eval.every_steps=off")
+    refused = run(tmp_path / "refused", *line, f"+model.how={how}", ok=False)
+    assert refused.code == 2 and len(refused.said) == 1, refused.out
+    assert "has changed the parameter teacher" in refused.said[0] and "keep it in a buffer" in refused.said[0]
+    if how == "data":
+        one, two = (run(tmp_path / f"of-{ranks}", *line, "+model.how=buffer", ranks=ranks) for ranks in (1, 2))
+        assert one.sha256 == two.sha256
+
+
 def test_sums_by_hosts_are_refused_where_no_such_sum_is(tmp_path):
     result = run(tmp_path / "run", "dist.hierarchical=always", ok=False)
     assert result.code == 2 and "dist.hierarchical=always is of virtual_world_size alone" in result.said[0], result.out

@@ -350,3 +350,24 @@ class Backbone(nn.Sequential):
         super().__init__()
         self.flatten, self.backbone = nn.Flatten(), nn.Sequential(*layers)
         self.neck, self.head = nn.Linear(16, 16), nn.Linear(16, 10)
+
+
+class Teacher(nn.Linear):
+    """Follows its own weights with a momentum, in each forward pass: by a parameter that is not trained, or a buffer."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int, how: str = "in-place"):
+        super().__init__(int(np.prod(input_shape)), num_classes)
+        self.how, copied = how, self.weight.detach().clone()
+        if how == "buffer":
+            self.register_buffer("teacher", copied)
+        else:
+            self.teacher = nn.Parameter(copied, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self.training and self.how == "data":
+                self.teacher.data.mul_(0.9).add_(self.weight, alpha=0.1)
+            elif self.training:
+                self.teacher.mul_(0.9).add_(self.weight, alpha=0.1)
+        x = x.flatten(1)
+        return super().forward(x) + nn.functional.linear(x, self.teacher)
