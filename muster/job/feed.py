@@ -6,25 +6,28 @@ Both continue in the middle of an epoch from the number of steps done alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import count, islice
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
     WeightedRandomSampler,
 )
 
-from muster.batches.fingerprint import fingerprint, hash_of
+from muster.batches.fingerprint import fingerprint, hash_of, look
 from muster.batches.generators import kept_generators, key_of, seed_generators
 from muster.batches.loader import LoaderConfig, batches, to
 from muster.batches.own_generators import KINDS, seed_one
@@ -35,6 +38,7 @@ from muster.plan import Plan, Weights
 
 PARTS = ("sampler", "batch_sampler", "dataset", "data_source")
 """Attributes in which loaders, samplers and data sets hold others."""
+_began = WeakKeyDictionary[Any, str]()
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,10 @@ class Feed(Protocol):
     """Batches by the number of steps done.
 
     total_steps: the steps of the whole run. samples_per_epoch: 0 if unknown.
-    facts: what identifies the batches; a resume with others is refused.
+    facts: what identifies the batches; a resume with others is refused. source: the data set or loader of the loop's own.
     """
+
+    source: Any
 
     total_steps: int
     steps_per_epoch: int
@@ -93,6 +99,7 @@ class PlannedFeed:
 
     def __init__(self, dataset: Any, plan: Plan, *, total_steps: int, loader: LoaderConfig, weights: str = "none"):
         self.dataset, self.plan, self.total_steps, self.loader = dataset, plan, total_steps, loader
+        self.source = dataset.dataset if isinstance(dataset, Stream) else dataset
         self.steps_per_epoch, self.samples_per_epoch = plan.steps_per_epoch, plan.size
         self.facts = {
             "batch_size": plan.batch_size,
@@ -118,13 +125,15 @@ class PlannedFeed:
 class LoadedFeed:
     """Batches of a DataLoader, exact after a resume with as many ranks as before.
 
-    The generators that it draws from are seeded for each epoch: the global ones, and those that the loader, its samplers
-    and its data sets hold. Batches of the epoch that were trained on before are read again and dropped. `set_epoch` of
+    The generators that it draws from are seeded: the global ones for each batch, and those that the loader, its samplers
+    and its data sets hold for each epoch. Batches of the epoch that were trained on before are read again and dropped. `set_epoch` of
     any of them is called, and persistent workers start again.
     """
 
-    def __init__(self, loader: Any, *, total_steps: int, device: torch.device, seed: int):
-        self.loader, self.total_steps, self.device, self.seed = loader, total_steps, device, seed
+    def __init__(self, loader: Any, *, total_steps: int, device: torch.device, seed: int, rank: int = 0):
+        self.loader = self.source = loader
+        self.total_steps, self.device = total_steps, device
+        self.seed, self.rank = seed, rank
         self.steps_per_epoch, self.samples_per_epoch = len(loader), 0
         self.facts = {"steps_per_epoch": self.steps_per_epoch, "seed": seed}
 
@@ -157,6 +166,7 @@ class LoadedFeed:
 
     def portions(self, step: int) -> Iterator[Portion]:
         """Yield the loader's batches from `step` to the end."""
+        self._go_through(step // self.steps_per_epoch)
         while step < self.total_steps:
             for batch in self._epoch(*divmod(step, self.steps_per_epoch)):
                 if step == self.total_steps:
@@ -164,22 +174,55 @@ class LoadedFeed:
                 yield Portion(to(self.device, batch))
                 step += 1
 
-    def _epoch(self, epoch: int, done: int) -> Iterable[Any]:
+    def _begin(self, epoch: int) -> int:
         key = key_of(self.seed, "epoch", epoch)
         for each in _parts(self.loader):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
             _seed_own(each, key)
+        return key
+
+    def _epoch(self, epoch: int, done: int) -> Iterator[Any]:
+        key = self._begin(epoch)
         if getattr(self.loader, "persistent_workers", False):
             self.loader._iterator = None  # workers of an earlier epoch have generators that a resume cannot restore
-        with kept_generators():
-            seed_generators(key)
-            items = iter(self.loader)
-            skipped = [None for _ in islice(items, done)]
-            first = [] if done else [*islice(items, 1)]  # a sampler draws its seed only when its first batch is read
-        if len(skipped) < done:
-            raise ConfigError(f"the loader ends after {len(skipped)} batches, and its length is {self.steps_per_epoch}")
-        return chain(first, items)
+        items: Iterator[Any] | None = None
+        for number in count():
+            with kept_generators():  # each batch has a seed of its own: a stream may draw what comes later
+                seed_generators(key if number == 0 else key_of(key, number, self.rank))
+                items = (
+                    iter(self.loader) if items is None else items
+                )  # a sampler draws its seed only when its first batch is read
+                found = [*islice(items, 1)]
+            if not found and number < done:
+                raise ConfigError(f"the loader ends after {number} batches, and its length is {self.steps_per_epoch}")
+            if not found:
+                return
+            if number >= done:
+                yield found[0]
+
+    def _go_through(self, epochs: int) -> None:
+        """Read the order of earlier epochs, and no sample: a sampler may shuffle on what it has shuffled before."""
+        batches = getattr(self.loader, "batch_sampler", None)
+        if batches is None or all(type(each).__module__.startswith("torch.") for each in _samplers(batches)):
+            return
+        for epoch in range(epochs):
+            self._begin(epoch)
+            with kept_generators():
+                seed_generators(key_of(self.seed, "epoch", epoch))
+                items = iter(batches)
+                torch.empty((), dtype=torch.int64).random_(
+                    generator=getattr(self.loader, "generator", None)
+                )  # as an iterator does
+                for _ in items:
+                    pass
+
+
+def _samplers(batches: Any) -> Iterator[Any]:
+    """Yield a batch sampler and the samplers inside it."""
+    while batches is not None:
+        yield batches
+        batches = getattr(batches, "sampler", None)
 
 
 def _parts(loader: Any) -> Iterator[Any]:
@@ -189,6 +232,29 @@ def _parts(loader: Any) -> Iterator[Any]:
         inner = (getattr(each, name, None) for name in PARTS)
         found += [part for part in inner if part is not None and all(part is not other for other in found)]
     yield from found
+
+
+def moved_on(source: Any) -> str:
+    """Return the class of a stream or sampler in `source` that is not as it was when this process first began to read it; empty if all are.
+
+    In a later attempt of the same process, it would go on from where it stands, and in a rank that is born again from its beginning.
+    """
+    for part in _parts(source):
+        is_own = isinstance(part, Sampler) and not type(part).__module__.startswith("torch.")
+        if is_own or isinstance(part, IterableDataset):
+            now = hash_of(_seen(part))
+            if _began.setdefault(part, now) != now:
+                return type(part).__name__
+    return ""
+
+
+def _seen(part: Any) -> Iterator[Any]:
+    """Yield what is seen of an object's state: numbers and texts by value, tensors by place and version, all else by its kind."""
+    left_out = ("epoch", "_epoch") if hasattr(part, "set_epoch") else ()
+    state = {name: value for name, value in vars(part).items() if name not in left_out}
+    for leaf in pytree.tree_leaves(state):
+        yield (leaf.data_ptr(), leaf._version) if isinstance(leaf, torch.Tensor) else look([leaf])
+    yield [*state]
 
 
 def _seed_own(part: Any, key: int) -> None:
@@ -232,7 +298,7 @@ def feed(
             )
         in_epoch = _number_of_batches(source)
         total = max_steps or (epochs or 0) * in_epoch
-        return LoadedFeed(source, total_steps=total, device=loader.device, seed=loader.seed)
+        return LoadedFeed(source, total_steps=total, device=loader.device, seed=loader.seed, rank=loader.share.rank)
     if batch_size is None:
         raise ConfigError("batches(dataset) needs batch_size=..., the samples per optimizer step over all ranks")
     dataset = with_length(source, "batches")

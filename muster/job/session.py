@@ -20,12 +20,12 @@ from muster.checkpoint import manager
 from muster.checkpoint.storage import Saved
 from muster.checkpoint.trained import plain
 from muster.checkpoint.weights import write_weights
-from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted
+from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted, RankLost
 from muster.files import replace_file
 from muster.job import built
 from muster.job.ends import end_alike
 from muster.job.entrance import Entrance
-from muster.job.feed import Feed, LoadedFeed
+from muster.job.feed import Feed, LoadedFeed, moved_on
 from muster.job.lifecycle import Ending
 from muster.job.live_job import KEY, seed_step
 from muster.job.options import JobOptions, as_yaml, run_options_of
@@ -176,6 +176,7 @@ class Session:
         self.feed, facts, known = feed, dict[str, Any](), dict[str, Any]()
         if feed:
             self._refuse_draws()
+            self._refuse_moved_on(feed)
             facts, known = feed.facts, {"samples_per_epoch": feed.samples_per_epoch or None}
             self._refuse_data(facts)
             self._refuse_length()
@@ -444,6 +445,18 @@ class Session:
             {"sampler": feed.sampler, "ranks": self.world.size, "line": feed.line(self.world.size)} if is_alike else {}
         )
         self.world.together(ConfigError(WHOLE.format(**told)) if told else None)
+
+    def _refuse_moved_on(self, feed: Feed) -> None:
+        """Raise RankLost if what is read in this process since an earlier attempt keeps a position of its own."""
+        kinds = self.world.gather(moved_on(feed.source) if self.entrance.kept else "")
+        rank = next((rank for rank, kind in enumerate(kinds) if kind), None)
+        if rank is not None:
+            kind = kinds[rank]
+            raise RankLost(
+                f"{kind} was built before run() and has moved on on rank {rank}, which a rank that is born again has not: all ranks "
+                f"restart; build it in the function that run() calls",
+                rank=rank,
+            )
 
     def see_batch(self, batch: Any) -> None:
         """Note the first batch of a loader of the loop's own if all ranks have the same. Collective: every rank must call it."""

@@ -360,6 +360,51 @@ def test_weighted_samples_are_the_same_at_any_world_size_and_after_a_resume(plac
     assert "with weights=" in out and "give batches() the weights of before" in out
 
 
+MOVES_ON = """
+import os, torch, muster
+from kit.faults import fault
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+class Numbers(IterableDataset):
+    def __init__(self):
+        self.rounds, self.epoch = 0, 0
+
+    def __len__(self):
+        return 12
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        self.rounds += os.environ["FORM"] == "counts"
+        return iter(torch.arange(12.0).reshape(12, 1) + 100 * self.rounds)
+
+data = Numbers()
+
+def main(job):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    job.track(model=model, optimizer=optimizer)
+    for x in job.batches(data, batch_size=4, epochs=3):
+        fault("begin", job.steps_done)
+        model(x).square().mean().backward(), optimizer.step(), optimizer.zero_grad()
+        job.step(x=x.mean())
+muster.Job("run", save_every=2, log_every=1, tensorboard=False, timeout_s=20).run(main)
+"""
+
+
+@pytest.mark.nightly(but=["counts"])
+@pytest.mark.parametrize("form", ["counts", "pure"])
+def test_a_stream_that_was_built_before_run_and_has_moved_on_is_not_read_again(place, form):
+    folder = place(form)
+    (folder / "moves.py").write_text(MOVES_ON)
+    result = run(folder, script="moves", to="", ranks=2, restarts=2, FORM=form, FAULTS="begin@2:1")
+    assert bool(result.events("survived")) == (form == "pure"), result.out
+    assert ("Numbers was built before run() and has moved on" in result.out) == (form == "counts"), result.out
+    assert result.outcome["outcome"] == "done"
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_sampler_is_shuffled_anew_each_epoch_also_inside_a_batch_sampler(nested):

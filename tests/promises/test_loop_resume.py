@@ -28,7 +28,15 @@ def digests(request, tmp_path_factory):
 
 
 @pytest.mark.nightly(
-    but=["batch_norm", "buffers_that_are_not_saved", "closures", "a_stream_that_shuffles", "set_epoch_in_a_sampler"]
+    but=[
+        "batch_norm",
+        "buffers_that_are_not_saved",
+        "a_stream_with_a_shuffle_buffer",
+        "a_sampler_that_shuffles_on",
+        "closures",
+        "a_stream_that_shuffles",
+        "set_epoch_in_a_sampler",
+    ]
 )
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_resumes_to_the_same_bits(digests, loop):

@@ -55,6 +55,39 @@ class Stream(IterableDataset):
         return (Pairs()[index] for index in torch.randperm(SIZE).tolist())
 
 
+class Buffered(IterableDataset):
+    """A stream of this rank's samples that shuffles with a buffer, by Python's global generator."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __iter__(self):
+        buffer = []
+        for each in (self.data[index] for index in range(len(self.data))):
+            buffer.append(each)
+            if len(buffer) > 6:
+                yield buffer.pop(random.randrange(len(buffer)))
+        random.shuffle(buffer)
+        yield from buffer
+
+
+class InPlace(torch.utils.data.Sampler):
+    """A sampler that shuffles its own list on and on."""
+
+    def __init__(self, size):
+        self.order = [*range(size)]
+
+    def __len__(self):
+        return len(self.order)
+
+    def __iter__(self):
+        random.shuffle(self.order)
+        return iter(self.order)
+
+
 class OwnOrder(torch.utils.data.Sampler):
     """A sampler with a generator of its own."""
 
@@ -185,6 +218,10 @@ LOOPS = {
         )
     ),
     "a_sampler_with_its_own_generator": loaded(lambda data, job: DataLoader(data, 4, sampler=OwnOrder())),
+    "a_stream_with_a_shuffle_buffer": loaded(lambda data, job: DataLoader(Buffered(share(data, job)), 2)),
+    "a_sampler_that_shuffles_on": loaded(
+        lambda data, job: DataLoader(share(data, job), 2, sampler=InPlace(SIZE // job.world_size))
+    ),
     "data_with_its_own_generator": loaded(
         lambda data, job: DataLoader(share(Pairs(own=np.random.default_rng(3)), job), 4, shuffle=True)
     ),
