@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,7 +45,7 @@ class Trained(Resumable, Protocol):
 
 def plain(name: str) -> str:
     """Return a name of a state dict as it is without torch.compile, which puts `_orig_mod.` before what a module holds."""
-    return name.replace("_orig_mod.", "")
+    return re.sub(r"(?<![^./])_orig_mod\.", "", name)
 
 
 def own_prefix(rank: int) -> str:
