@@ -76,6 +76,7 @@ def _end_late(code: int, within_s: float) -> None:
 
 def _end_deaf_children() -> None:
     """End daemonic children that ignore SIGTERM, as loader workers do: multiprocessing sends it, and waits for them for ever."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error when a worker has ended
     for each in multiprocessing.active_children():
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{each.pid}/status").read_text()

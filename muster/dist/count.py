@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from muster.errors import ConfigError
-from muster.origin import described
 
 
 def counted(found: Any, said: str, *, waits: bool = True) -> Any:
@@ -22,9 +21,8 @@ def counted(found: Any, said: str, *, waits: bool = True) -> Any:
     """
     is_one = (isinstance(found, Tensor) and found.numel() == 1) or isinstance(found, int | float)
     if not is_one or isinstance(found, bool):
-        raise ConfigError(
-            f"{said} returns {described(found)}: return what the mean loss is over, a number or a tensor []"
-        )
+        kind = f"{type(found).__name__}{list(found.shape) if isinstance(found, Tensor) else ''}"
+        raise ConfigError(f"{said} returns {kind}: return what the mean loss is over, a number or a tensor []")
     if isinstance(found, Tensor) and not waits:
         given = found.detach().double().reshape(())
         return torch.where(given >= 0, given, math.nan)

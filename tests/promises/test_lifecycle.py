@@ -120,11 +120,11 @@ def test_a_lost_peer_ends_the_process_from_another_thread(tmp_path, monkeypatch,
     life.run()
     monkeypatch.setattr(Alone, "device", torch.device(device))
 
-    def leave(code):
+    def leave(code, **_):
         ended.append(code)
         raise SystemExit
 
-    monkeypatch.setattr(lifecycle.os, "_exit", leave)
+    monkeypatch.setattr(lifecycle, "end", leave)
     with pytest.raises(SystemExit):
         life.lose(RankLost("rank 1 sends no heartbeat", rank=1, host="n2"))
     until(lambda: ended, "end of the process", timeout_s=60)

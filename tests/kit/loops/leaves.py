@@ -32,4 +32,4 @@ def main(job):
 
 
 muster.Job(sys.argv[1], save_every=100, tensorboard=False, timeout_s=20).run(main)
-print(f"after {LEFT.steps} steps", gc.get_freeze_count(), flush=True)
+sys.stdout.write(f"after {LEFT.steps} steps {gc.get_freeze_count()}\n")  # in one write: both ranks have one output
