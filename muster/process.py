@@ -27,7 +27,7 @@ WORKER_WAIT = "MP_STATUS_CHECK_INTERVAL"
 """torch's name for the longest wait for a DataLoader's worker; then it is ended."""
 WORKER_LEAVES_S = 0.1
 END_S, LEFT_S = 60.0, 5.0
-"""The longest that what programs leave to their end may take; and after a failure, when other ranks may wait for this one."""
+"""The longest that what programs leave to their end may take; and unless all is done, when others may wait for this process."""
 IO_BASE: Any = io.IOBase.__base__
 """What all files derive from; `isinstance` would ask objects for their `__class__`, which some warn of."""
 _launcher: int | None = None
@@ -35,19 +35,17 @@ _is_first = True
 _is_keeper = False
 
 
-def end(code: int, *, within_s: float = END_S) -> NoReturn:
+def end(code: int) -> NoReturn:
     """End this process with `code`, and before that, as the interpreter does, what programs leave to its end.
 
     Other threads are joined, functions of `atexit` called, open files flushed. The interpreter's tear-down is left out: it
     restores SIGTERM's default action, so that the launcher's signal would hide the code, and threads of C++ may abort the process
     in it. In a keeper nothing of this is done: its children have done it. On another thread than the main one, only files are
-    flushed.
-
-    within_s: seconds after which this process ends in any case.
+    flushed. After END_S seconds, or LEFT_S with another code than 0, this process ends in any case.
     """
     try:
         if not _is_keeper:
-            threading.Thread(target=_end_late, args=(code, within_s), daemon=True).start()
+            threading.Thread(target=_end_late, args=(code, LEFT_S if code else END_S), daemon=True).start()
             if threading.current_thread() is threading.main_thread():
                 threading._shutdown()  # type: ignore[attr-defined]  # in this order, as in Py_FinalizeEx
                 _end_deaf_children()

@@ -11,7 +11,7 @@ from torch import Tensor
 from muster.checkpoint.trained import SavedTensor, own_prefix
 from muster.dist.world import World
 from muster.plan import leaves_of
-from muster.train.objectives.measure import means
+from muster.train.objectives.measure import means_of_slices
 from muster.train.strategies.base import StepResult
 
 NAME = "loop/window"
@@ -88,7 +88,7 @@ class Window:
         own = {k.removeprefix(MEASURED): float(v) for k, v in self._sums.items() if k.startswith(MEASURED)}
         measured = self._measured
         self._begin()
-        more = means(self._world.sum_named(own), count=measured) if self._measures else {}
+        more = means_of_slices(self._world.sum_named(own), count=measured) if self._measures else {}
         more.pop(LOSS, None)
         return loss / of if of else 0.0, more
 

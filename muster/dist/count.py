@@ -1,14 +1,18 @@
-"""What a user's `count` may return: how much of what the mean over all ranks is over a micro-batch has."""
+"""Means that are not over samples: sums and their counts by name, and what a user's `count` may return."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from muster.errors import ConfigError
+
+OF = "/of"
+"""Suffix of the name of a sum's own count; a sum without such a count is over samples."""
 
 
 def counted(found: Any, said: str, *, waits: bool = True) -> Any:
@@ -29,3 +33,26 @@ def counted(found: Any, said: str, *, waits: bool = True) -> Any:
     if not (math.isfinite(count := float(found)) and count >= 0):
         raise ConfigError(f"{said} returns {count:g}: return what the mean loss is over, a number of at least 0")
     return count
+
+
+def unpaired(found: Mapping[str, Any], said: str) -> dict[str, Any]:
+    """Return `found` with each pair (sum, count) as two entries, NAME and NAME/of.
+
+    said: what has returned `found`, for the message.
+
+    Raises:
+        ConfigError: a name ends with /of.
+    """
+    each = dict[str, Any]()
+    for name, value in found.items():
+        if name.endswith(OF):
+            raise ConfigError(f"{said} returns the name {name}: return {name.removesuffix(OF)} as a pair, (sum, count)")
+        is_pair = isinstance(value, tuple) and len(value) == 2
+        each |= {name: value[0], f"{name}{OF}": value[1]} if is_pair else {name: value}
+    return each
+
+
+def means(sums: Mapping[str, float], *, count: int) -> dict[str, float]:
+    """Divide sums over all ranks by their own counts, or by `count`; NaN if the count is 0."""
+    over = {name: sums.get(f"{name}{OF}", count) for name in sums if not name.endswith(OF)}
+    return {name: sums[name] / of if of else math.nan for name, of in over.items()}

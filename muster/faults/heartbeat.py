@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from muster.clock import SYSTEM, SystemClock
 from muster.dist.place import Place, store_is_agents
-from muster.errors import RankLost, say
+from muster.errors import RankLost, say, traceback_of
 from muster.faults.blame import fault, silence
 from muster.faults.phase import Phase, Phases, code_position, cuda_is_busy
 from muster.faults.stillness import Stillness
@@ -205,9 +205,9 @@ class Heartbeat:
             except DistError:
                 self._store_is_gone = True
                 return
-            except Exception:
+            except Exception as error:
                 if not self._has_erred:
-                    traceback.print_exc()
+                    say(traceback_of(error))
                 self._has_erred = True
             self.clock.wait(self._ended, self.period_s)
 
@@ -228,8 +228,10 @@ class Heartbeat:
             self._watchdog.wind(self.timeout_s)
             try:
                 verdict = self._verdict()
-            except Exception:  # a bug here must not end a healthy run, as a watchdog that is not re-armed would
-                traceback.print_exc()
+            except (
+                Exception
+            ) as error:  # a bug here must not end a healthy run, as a watchdog that is not re-armed would
+                say(traceback_of(error))
                 self.clock.wait(self._ended, self.timeout_s / 2)
                 continue
             if verdict and not self._ended.is_set():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from muster.batches.generators import kept_generators, key_of, seed_generators
 from muster.batches.loader import LoaderConfig, batches
+from muster.dist.count import OF, means, unpaired
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.job.feed import at_least_one, is_loader, with_length
@@ -19,8 +19,6 @@ from muster.job.totals import check_names
 from muster.origin import described
 from muster.plan import Plan
 
-OF = "\0of"
-"""Suffix of the name of what a mean is over, if it is not samples."""
 Measure = Callable[[Any], Mapping[str, Tensor | tuple[Tensor, Tensor]]]
 """A batch -> name -> one value per sample, [B], or a pair of them: the sums of each sample, and what their mean is over."""
 
@@ -65,8 +63,7 @@ def evaluate(
     if not begin():
         return None
     sums = world.sum_named({name: float(total) for name, total in totals.items()})
-    over = {name: sums.get(f"{name}{OF}", plan.size) for name in sums if not name.endswith(OF)}
-    return {name: sums[name] / count if count else math.nan for name, count in over.items()}
+    return means(sums, count=plan.size)
 
 
 @contextlib.contextmanager
@@ -90,10 +87,7 @@ def _checked(found: Any, *, size: int) -> Mapping[str, Tensor]:
             f"the function of evaluate() returns {described(found)}: return a dict of tensors, one value per sample"
         )
     check_names(found, "the function of evaluate()")
-    each = dict[str, Any]()
-    for name, value in found.items():
-        is_pair = isinstance(value, tuple) and len(value) == 2
-        each |= {name: value[0], f"{name}{OF}": value[1]} if is_pair else {name: value}
+    each = unpaired(found, "the function of evaluate()")
     for name, values in each.items():
         if not isinstance(values, Tensor) or values.shape != (size,):
             raise ConfigError(

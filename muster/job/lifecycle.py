@@ -36,7 +36,7 @@ from muster.job.exit import Exit
 from muster.job.folder import Refusal, RunFolder, RunOptions, claim_folder, keep_folder, note_end, open_folder
 from muster.job.lease import Lease
 from muster.job.survival import Survival, is_of_peer
-from muster.process import LEFT_S, end, is_kept
+from muster.process import end, is_kept
 
 REPORT_S = 15.0
 
@@ -264,7 +264,7 @@ class Lifecycle:
         try:
             self._fail(error)
         finally:
-            end(self.exit_code, within_s=LEFT_S)
+            end(self.exit_code)
 
     def survives(self, error: BaseException) -> bool:
         """any state -> parted: whether `error` comes from the death of a rank that is born again.
@@ -332,7 +332,7 @@ class Lifecycle:
         if self._world is None:
             agent.end_restarts(self.exit_code, process_ends=False)
         elif self._world.size > 1 and not self._together:
-            end(self.exit_code, within_s=LEFT_S)
+            end(self.exit_code)
 
     def _record(self, ending: Ending) -> MusterError | None:
         """Record on rank 0 that the run is done; return the failure to do so."""

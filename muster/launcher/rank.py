@@ -13,7 +13,7 @@ from typing import Any
 
 from muster.errors import ConfigError, MusterError, final, one_line, say, traceback_of
 from muster.faults import agent, output
-from muster.process import LEFT_S, end, launcher_pid
+from muster.process import end, launcher_pid
 
 
 def main(given: list[str]) -> None:
@@ -36,7 +36,7 @@ def main(given: list[str]) -> None:
         draft.rename(failed)
         if code in final():
             os.kill(launcher_pid(), signal.SIGTERM)  # end the agent: a restart would fail in the same way
-        end(code, within_s=LEFT_S)  # without the teardown of a broken process group: it may hang or abort
+        end(code)  # without the teardown of a broken process group: it may hang or abort
     (folder / f"value-{rank}").write_bytes(value)
 
 

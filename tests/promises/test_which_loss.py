@@ -199,6 +199,8 @@ def trained_by_job(folder, micro):
         found = job.evaluate(Padded(), partial(each_label, model.module), batch_size=7)
         with pytest.raises(ConfigError, match=r"evaluate\(loader\.dataset"):
             job.evaluate(torch.utils.data.DataLoader(Padded()), each_label)
+        with pytest.raises(ConfigError, match="return loss as a pair"):
+            job.evaluate(Padded(), lambda batch: {"loss/of": batch[0]}, batch_size=7)
     assert found["loss"] == pytest.approx(reference(ends)[0], abs=1e-6)
     expected = Tagger(5)
     expected.load_state_dict(first)

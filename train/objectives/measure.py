@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.checkpoint.records import direction
+from muster.dist.count import OF, means, unpaired
 from muster.dist.world import World
 from muster.errors import ConfigError, MusterError, say
 from muster.origin import defined, described, is_raised_by_own, kind_and_message, name_of
@@ -24,9 +25,6 @@ from muster.train.objectives.loss import loss_of, measured
 from muster.train.objectives.reduced import FEW, Collectives, adds_up, depends, update_watched
 from muster.train.objectives.samples import few
 from muster.train.objectives.trial import Trial, copied, is_own, tried
-
-OF = "/of"
-"""Suffix of the name of a sum's own count; a sum without such a count is over samples."""
 
 USUAL = ("loss", "accuracy", "perplexity")
 """What the kit's own objectives measure."""
@@ -60,12 +58,8 @@ def sums(
             return {"loss": known * count, **more}
         of = counted(counts, inputs, targets, count, objective=objective)
         return {"loss": times(known, of), f"loss{OF}": _count(of, like=known), **more}
-    found: dict[str, Any] = {}
-    for name, value in measured(objective, outputs, targets, model=model).items():
-        if isinstance(value, tuple) and len(value) == 2:
-            found[name], found[f"{name}{OF}"] = value[0], _count(value[1], like=value[0])
-        else:
-            found[name] = value
+    found = unpaired(measured(objective, outputs, targets, model=model), f"{name_of(objective)}.metrics")
+    found |= {f"{name}{OF}": _count(found[f"{name}{OF}"], like=found[name]) for name in found if f"{name}{OF}" in found}
     wrong = {name: value for name, value in found.items() if not isinstance(value, Tensor) or value.numel() != 1}
     for name, value in wrong.items():
         raise ConfigError(
@@ -81,22 +75,13 @@ def _count(value: Any, *, like: Any) -> Any:
     return torch.tensor(float(value), device=like.device) if is_number and isinstance(like, Tensor) else value
 
 
-def means(totals: Mapping[str, float], *, count: int) -> dict[str, float]:
-    """Divide sums over all ranks by their own counts, or by `count`; NaN if the count is 0.
-
-    Keys are `SLICE/name` or `name`. The slices of each name are added in the order given.
-    """
+def means_of_slices(totals: Mapping[str, float], *, count: int) -> dict[str, float]:
+    """Return the `means` of sums over all ranks. Keys are `SLICE/name` or `name`; the slices of a name are added in the order given."""
     added: dict[str, float] = {}
     for key, total in totals.items():
         name = key.partition("/")[2] if key.partition("/")[0].isdigit() or key.startswith("/") else key
         added[name] = added.get(name, 0.0) + total
-    return {
-        name: _ratio(total, added.get(f"{name}{OF}", count)) for name, total in added.items() if not name.endswith(OF)
-    }
-
-
-def _ratio(total: float, count: float) -> float:
-    return total / count if count else math.nan
+    return means(added, count=count)
 
 
 class Measures:
