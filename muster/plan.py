@@ -100,12 +100,15 @@ class MicroBatch:
     indices: `[B] int64` sample indices. count: number of samples that belong to this rank. A rank with an empty share
     must still take part in the collectives: it gets one sample with `count` 0, which has no weight.
     slice: number of the slice of the global batch that it belongs to: the rank's, or one of `virtual_world_size`.
+    draws: `[B] int64`, what the samples' keys are made of, if it is not the indices: a sample that weights draw twice in an
+    epoch is augmented in two ways.
     """
 
     epoch: int
     indices: Indices
     count: int
     slice: int = 0
+    draws: Indices | None = None
 
 
 class Weights:
@@ -173,14 +176,22 @@ class Plan:
         first = cuts[0][1]
         mine = self._samples(step, first, cuts[-1][2])
         spare = mine[:1] if len(mine) else self._samples(step, 0, 1)
-        parts = [(number, mine[begin - first : end - first]) for number, begin, end in cuts]
-        return [MicroBatch(epoch, part if len(part) else spare, len(part), number) for number, part in parts]
+        places = self._positions(step, first, first + len(mine)) if self.weights else None
+        found = []
+        for number, begin, end in cuts:
+            here = slice(begin - first, end - first)
+            indices, draws = mine[here], None if places is None or begin == end else places[here]
+            found.append(MicroBatch(epoch, indices if len(indices) else spare, len(indices), number, draws))
+        return found
+
+    def _positions(self, step: int, first: int, end: int) -> Indices:
+        """Return the places in the epoch of entries `first` to `end` (exclusive) of the global batch."""
+        start = step % self.steps_per_epoch * self.batch_size
+        return np.arange(start + first, start + end, dtype=np.int64)
 
     def _samples(self, step: int, first: int, end: int) -> Indices:
         """Return entries `first` to `end` (exclusive) of the global batch; only these are computed."""
-        epoch, within = divmod(step, self.steps_per_epoch)
-        start = within * self.batch_size
-        positions = np.arange(start + first, start + end, dtype=np.int64)
+        epoch, positions = self.epoch(step), self._positions(step, first, end)
         if self.weights:
             return self.weights(positions, seed=self.seed, epoch=epoch)
         return Permutation(self.size, self.seed, epoch)(positions) if self.shuffle else positions

@@ -64,7 +64,8 @@ class Course:
 def plan_of(config: Config, data: Data) -> Plan:
     """Return the plan of the training samples."""
     batch_size, drop_last = min(config.batch_size, len(data.train)), config.loader.drop_last
-    return Plan(len(data.train), batch_size, config.seed, shuffle=data.shuffles, drop_last=drop_last)
+    size, shuffle = len(data.train), data.shuffles
+    return Plan(size, batch_size, config.seed, shuffle=shuffle, drop_last=drop_last, weights=data.weights)
 
 
 def steps_asked_for(config: Config, plan: Plan) -> int:

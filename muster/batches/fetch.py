@@ -68,22 +68,23 @@ class Fetch(Dataset[Any]):
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[Any, Any, int]:
         """Return (inputs, targets, count) of one micro-batch. Raises DataError."""
         self._epoch, indices = micro_batch.epoch, micro_batch.indices
+        draws = indices if micro_batch.draws is None else micro_batch.draws
         if self.is_keyed:
-            inputs, targets = self._split(self._whole(indices))
+            inputs, targets = self._split(self._whole(indices, draws))
         else:
-            inputs, targets = self._undrawn(indices) or self._drawn(indices)
+            inputs, targets = self._undrawn(indices, draws) or self._drawn(indices, draws)
         return inputs, targets, micro_batch.count
 
-    def _keys(self, indices: Indices) -> Keys:
-        return sample_keys(seed=self.seed, epoch=self._epoch, indices=indices)
+    def _keys(self, draws: Indices) -> Keys:
+        return sample_keys(seed=self.seed, epoch=self._epoch, indices=draws)
 
-    def _whole(self, indices: Indices) -> Any:
-        return self.dataset.__getitems__(indices.tolist(), self._keys(indices))
+    def _whole(self, indices: Indices, draws: Indices) -> Any:
+        return self.dataset.__getitems__(indices.tolist(), self._keys(draws))
 
     def _split(self, batch: Any) -> tuple[Any, Any]:
         return split(batch, self.adapter, source=self.dataset, collate=self.collate)
 
-    def _undrawn(self, indices: Indices) -> tuple[Any, Any] | None:
+    def _undrawn(self, indices: Indices, draws: Indices) -> tuple[Any, Any] | None:
         """Return (inputs, targets) if they are made without random numbers, which need not be seeded then; else None.
 
         Seeding for each sample takes longer than reading it. Once something has drawn, the samples are always seeded.
@@ -93,7 +94,7 @@ class Fetch(Dataset[Any]):
             return None
         watch, own, made = Watch(), self._own.states(), None
         with Looks() as looks, contextlib.suppress(Exception):
-            made = self._split(self._whole(indices) if self._is_read_whole else self._together(indices.tolist()))
+            made = self._split(self._whole(indices, draws) if self._is_read_whole else self._together(indices.tolist()))
         if not (watch.drawn() or looks.seen or self._own.have_drawn(own)):
             return made
         watch.restore()
@@ -119,16 +120,16 @@ class Fetch(Dataset[Any]):
             self._reads_together = hasattr(self.dataset, "__getitems__") and same(self.dataset, indices, samples)
         return samples
 
-    def _drawn(self, indices: Indices) -> tuple[Any, Any]:
+    def _drawn(self, indices: Indices, draws: Indices) -> tuple[Any, Any]:
         """Return (inputs, targets) whose randomness, also in a user's functions, depends on the samples' keys.
 
         Functions of a whole batch are seeded with the key of its first sample.
         """
-        keys, watch, states = self._keys(indices), Watch(), self._own.states()
+        keys, watch, states = self._keys(draws), Watch(), self._own.states()
         own = int(mix(keys[:1])[0])
         try:
             if self._is_read_whole:
-                batch = self._whole(indices)
+                batch = self._whole(indices, draws)
             else:
                 samples = self._seeded(indices, keys, watch)
                 if isinstance(self.dataset, Stream):

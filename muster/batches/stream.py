@@ -40,7 +40,7 @@ class Stream:
                 f"{type(dataset).__name__} is a stream without a length: give it __len__, the number of samples of an epoch"
             ) from None
         self.dataset = dataset
-        for name in ("num_classes", "classes", "input_shape"):
+        for name in ("num_classes", "classes", "input_shape", "sample_weights", "tokens_per_sample"):
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
         self.keeps_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")

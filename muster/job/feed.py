@@ -12,8 +12,6 @@ from itertools import count, islice
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import (
@@ -32,9 +30,10 @@ from muster.batches.generators import kept_generators, key_of, seed_generators
 from muster.batches.loader import LoaderConfig, batches, to
 from muster.batches.own_generators import KINDS, seed_one
 from muster.batches.stream import Stream
+from muster.batches.weights import weights_of
 from muster.dist.count import counted as checked
 from muster.errors import ConfigError
-from muster.plan import Plan, Weights
+from muster.plan import Plan
 
 PARTS = ("sampler", "batch_sampler", "dataset", "data_source")
 """Attributes in which loaders, samplers and data sets hold others."""
@@ -97,7 +96,7 @@ class PlannedFeed:
     weights: a digest of the plan's.
     """
 
-    def __init__(self, dataset: Any, plan: Plan, *, total_steps: int, loader: LoaderConfig, weights: str = "none"):
+    def __init__(self, dataset: Any, plan: Plan, *, total_steps: int, loader: LoaderConfig, weights: str):
         self.dataset, self.plan, self.total_steps, self.loader = dataset, plan, total_steps, loader
         self.source = dataset.dataset if isinstance(dataset, Stream) else dataset
         self.steps_per_epoch, self.samples_per_epoch = plan.steps_per_epoch, plan.size
@@ -302,43 +301,19 @@ def feed(
     if batch_size is None:
         raise ConfigError("batches(dataset) needs batch_size=..., the samples per optimizer step over all ranks")
     dataset = with_length(source, "batches")
-    chosen = _chosen(weights, dataset, shuffle=shuffle)
+    if weights is not None and not shuffle:
+        raise ConfigError("batches(weights=..., shuffle=False): weights draw samples at random; leave shuffle out")
+    drawn, digest = (None, "none") if weights is None else weights_of(weights, dataset, said="batches(weights=...)")
     plan = Plan(
         len(dataset),
         min(batch_size, len(dataset)),
         loader.seed,
         shuffle=shuffle and dataset is source,
         drop_last=drop_last,
-        weights=None if chosen is None else Weights(chosen),
+        weights=drawn,
     )
     total = max_steps or (epochs or 0) * plan.steps_per_epoch
-    digest = {} if chosen is None else {"weights": hash_of([chosen.tobytes()])}
-    return PlannedFeed(dataset, plan, total_steps=total, loader=loader, **digest)
-
-
-def _chosen(weights: Any, dataset: Any, *, shuffle: bool) -> npt.NDArray[np.float64] | None:
-    """Return the weights as an array. Raises ConfigError if they do not fit the data set."""
-    if weights is None:
-        return None
-    if isinstance(dataset, Stream):
-        raise ConfigError(
-            "batches(stream, weights=...): an IterableDataset has its own order; give a data set with __getitem__"
-        )
-    if not shuffle:
-        raise ConfigError("batches(weights=..., shuffle=False): weights draw samples at random; leave shuffle out")
-    try:
-        found = np.asarray(torch.as_tensor(weights).cpu().double().numpy())
-    except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(
-            f"batches(weights={type(weights).__name__}): give a list or a tensor of numbers, one a sample"
-        ) from None
-    if found.shape != (len(dataset),):
-        raise ConfigError(
-            f"batches(weights=...) has shape {[*found.shape]}, and there are {len(dataset)} samples: give one a sample"
-        )
-    if not (np.isfinite(found).all() and (found >= 0).all() and found.any()):
-        raise ConfigError("batches(weights=...): give finite numbers of at least 0, of which one is above 0")
-    return found
+    return PlannedFeed(dataset, plan, total_steps=total, loader=loader, weights=digest)
 
 
 def is_loader(source: Any) -> bool:

@@ -325,15 +325,19 @@ def test_a_loader_that_gives_all_ranks_the_same_samples_is_refused_or_noted(plac
 
 
 DRAWN = """
-import os, torch, muster
-data = torch.utils.data.TensorDataset(torch.arange(40).reshape(40, 1))
+import json, os, torch, muster
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self): return 40
+    def __getitem__(self, index): return torch.tensor(index), torch.rand(())
+data = Augmented()
 weights = torch.arange(40) % int(os.environ.get("MODULUS", 4))
 model = torch.nn.Linear(1, 1)
 with muster.Job("run", tensorboard=False) as job:
     job.track(model=model)
-    for x, in job.batches(data, batch_size=7, max_steps=int(os.environ["STEPS"]), weights=weights):
+    for x, noise in job.batches(data, batch_size=7, max_steps=int(os.environ["STEPS"]), weights=weights):
         job.step()
-        os.write(1, f"drawn {job.steps_done} {job.rank} {x.flatten().tolist()}\\n".encode())
+        pairs = [*zip(x.tolist(), noise.tolist())]
+        os.write(1, f"drawn {job.steps_done} {job.rank} {json.dumps(pairs)}\\n".encode())
 """
 
 
@@ -351,9 +355,11 @@ def test_weighted_samples_are_the_same_at_any_world_size_and_after_a_resume(plac
         return found, out
 
     all_steps, _ = drawn(whole, 8)
-    samples = [*chain(*all_steps.values())]
+    samples = [sample for sample, _ in chain(*all_steps.values())]
     assert [*map(len, all_steps.values())] == [7, 7, 7, 7, 7, 5, 7, 7], "an epoch has as many as the data set"
     assert all(each % 4 for each in samples) and len({*samples}) < len(samples), "with replacement, and weight 0 never"
+    noise = [noise for _, noise in chain(*all_steps.values())]
+    assert len({*noise}) == len(noise), "a sample that is drawn twice is augmented in two ways"
     before, _ = drawn(cut, 4, ranks=2)
     assert before | drawn(cut, 8)[0] == all_steps
     _, out = drawn(cut, 9, code=2, MODULUS="3")

@@ -112,6 +112,19 @@ def test_a_generator_of_the_data_s_own_is_seeded_by_sample(tmp_path, kind):
     assert run(tmp_path / "cut", *line, "max_steps=8").sha256 == whole.sha256
 
 
+def test_samples_that_are_drawn_by_weights_are_the_same_at_every_world_size(tmp_path):
+    more = ("eval.every_steps=off", "virtual_world_size=2", "batch_size=8", "model.hidden=[8]")
+    line = data("Weighted", *more)
+    whole = run(tmp_path / "whole", *line, "max_steps=8")
+    run(tmp_path / "cut", *line, "max_steps=3", ranks=2)
+    assert run(tmp_path / "cut", *line, "max_steps=8").sha256 == whole.sha256
+    other = run(tmp_path / "cut", *line, "max_steps=9", env={"MODULUS": "2"}, ok=False)
+    assert other.code == 3 and "the training data has changed" in other.said[0]
+    refused = run(tmp_path / "refused", *data("Misweighted", *more), ok=False)
+    assert refused.outcome["exit_code"] == 3
+    assert "sample_weights of the data set (own.py:" in refused.said[0] and "has shape [2]" in refused.said[0]
+
+
 def make_shards(root):
     for split, number in (("train", 3), ("val", 1)):
         (root / split).mkdir(parents=True)

@@ -8,6 +8,8 @@ members:
                                   keys alone: [B] uint64, one for each (seed, epoch, sample). It is called some batches
                                   ahead of training
     num_classes, input_shape      properties that the model is built for (input_shape defaults to that of sample 0)
+    sample_weights                one number for each sample: an epoch draws len(dataset) samples with these weights, with
+                                  replacement, as torch's WeightedRandomSampler does
     tokens_per_sample             property of text: records then have tokens per second, too
     prepare(**values)             a classmethod that downloads; called on one rank of each node before the rest
     compact(), expand(inputs)     for GPUs: the same data set with smaller samples, such as uint8 pixels, and what makes of

@@ -15,21 +15,27 @@ from torch.utils.data import IterableDataset
 from muster.batches.fetch import Fetch, remedy
 from muster.batches.fingerprint import fingerprint
 from muster.batches.stream import Stream
+from muster.batches.weights import weights_of
 from muster.dist.world import World
-from muster.errors import DataError
+from muster.errors import ConfigError, DataError
 from muster.origin import defined, described, is_own, place
+from muster.plan import Weights
 from muster.train.config.keys import Config
 from muster.train.config.parts import Part, build, checked_values, locate, signature
 
 
 @dataclass(frozen=True)
 class Data:
-    """The training and test splits. Models are built for `num_classes`, if the data has it."""
+    """The training and test splits. Models are built for `num_classes`, if the data has it.
+
+    weights: draws the training samples, if the data has `sample_weights`.
+    """
 
     train: Any
     test: Any | None
     num_classes: int | None
     fingerprint: str
+    weights: Weights | None = None
 
     @property
     def shuffles(self) -> bool:
@@ -63,6 +69,7 @@ def load(config: Config, world: World) -> Data:
     failure: DataError | None = None
     try:
         train, test = _splits(config, world)
+        weights, of_weights = _weights(train)
     except DataError as error:
         failure = error
     except OSError as error:
@@ -70,12 +77,12 @@ def load(config: Config, world: World) -> Data:
             f"cannot read {error.filename or config.data.target}: {error.strerror or error}{_where(error)}; {_remedy(config.data, error)}"
         )
     world.together(failure)
-    digest = fingerprint(train)
+    digest = of_weights + fingerprint(train)
     remedy = "give every node the same data, see data.root"
     if isinstance(train, Stream):
         remedy += "; a stream must not divide itself by rank: each rank reads all of it, and keeps its own samples"
     world.same("training data: fingerprint", digest, remedy=remedy)
-    return Data(train, test, _num_classes(train), digest)
+    return Data(train, test, _num_classes(train), digest, weights)
 
 
 def _where(error: OSError) -> str:
@@ -121,6 +128,18 @@ def _by_position(dataset: Any) -> Any:
                     f"{described(dataset)} is not a data set: it has no {name}{defined(dataset)}: write `def {name}({arguments})`"
                 )
     return Stream(dataset) if isinstance(dataset, IterableDataset) else dataset
+
+
+def _weights(dataset: Any) -> tuple[Weights | None, str]:
+    """Return what draws the samples, and the part of the fingerprint that says so. Raises DataError."""
+    given = getattr(dataset, "sample_weights", None)
+    if given is None:
+        return None, ""
+    try:
+        weights, digest = weights_of(given, dataset, said=f"sample_weights of the data set{defined(dataset)}")
+    except ConfigError as error:
+        raise DataError(str(error)) from error
+    return weights, f"weights {digest}:"
 
 
 def _num_classes(dataset: Any) -> int | None:

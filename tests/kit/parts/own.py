@@ -260,3 +260,20 @@ class Drawing(torch.utils.data.Dataset):
             else torch.tensor(self.rng.normalvariate(0, 1) if self.kind == "random" else self.rng.normal())
         )
         return torch.full((6,), index / 40) + noise.float(), index % 2
+
+
+class Weighted(Drawing):
+    """Samples that are drawn by weights, of which every fourth is 0."""
+
+    def __init__(self, *, train: bool = True):
+        super().__init__(kind="late")
+        self.sample_weights = [index % int(os.environ.get("MODULUS", "4")) for index in range(40)]
+
+
+class Misweighted(Drawing):
+    """Weights of classes, not of samples."""
+
+    sample_weights = (1.0, 3.0)
+
+    def __init__(self, *, train: bool = True):
+        super().__init__(kind="late")
