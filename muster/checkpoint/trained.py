@@ -14,6 +14,8 @@ from muster.dist.world import World
 
 EXTRA = "_extra_state"
 """Suffix of the state-dict entry for a module's `get_extra_state`."""
+COMPILED = "OptimizedModule"
+"""The type of what torch.compile makes of a module; its own source takes seconds to import."""
 
 
 @dataclass(frozen=True)

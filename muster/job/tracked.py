@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from muster.batches.fingerprint import hash_of, look
 from muster.checkpoint.optimizer_state import empty_state, keep_types
 from muster.checkpoint.state import host_copy, is_finite
-from muster.checkpoint.trained import SavedTensor, own_prefix, plain
+from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
 from muster.dist.pieces import in_pieces, own_piece
 from muster.dist.world import World
 from muster.errors import ConfigError
@@ -36,7 +36,6 @@ from muster.job.replicas import digest_of, kept_buffers, names_of_buffers
 GROUPS = "groups"
 GRADIENTS = "gradients"
 ZEROED = "zeroed"
-COMPILED = "OptimizedModule"  # torch.compile's; its own module takes seconds to import
 UNSAVED = "buffers"
 """Below it are the buffers that training has changed and that no module saves (`persistent=False`)."""
 RESERVED = ("loop", "callbacks", GRADIENTS, ZEROED, UNSAVED)

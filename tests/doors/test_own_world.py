@@ -125,6 +125,17 @@ def test_samples_that_are_drawn_by_weights_are_the_same_at_every_world_size(tmp_
     assert "sample_weights of the data set (own.py:" in refused.said[0] and "has shape [2]" in refused.said[0]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
+def test_a_compiled_layer_leaves_no_trace_in_names(tmp_path, strategy):
+    line = (*data("Dicts"), "model._target_=kit.parts.own.Compiling", "batch_size=16", f"strategy={strategy}")
+    plain = run(tmp_path / "plain", *line, "max_steps=6", ranks=2)
+    compiled: list[dict[str, str]] = [{"COMPILED": "1"}, {}]
+    for cut, (before, after) in {"one": compiled, "other": compiled[::-1]}.items():
+        run(tmp_path / cut, *line, "max_steps=3", env=before, ranks=2)
+        resumed = run(tmp_path / cut, *line, "max_steps=6", env=after, ranks=2)
+        assert resumed.sha256 == plain.sha256 and resumed.weights.keys() == plain.weights.keys()
+
+
 def make_shards(root):
     for split, number in (("train", 3), ("val", 1)):
         (root / split).mkdir(parents=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from muster.checkpoint.trained import EXTRA, plain
+from muster.checkpoint.trained import COMPILED, EXTRA, plain
 from muster.errors import ConfigError, nearest
 from muster.train.models.frozen import keep_in_evaluation
 from muster.train.patterns import matches
@@ -34,7 +34,7 @@ def prepared(
         ConfigError: weights and model differ in other names or in shapes, a pattern of `freeze` matches nothing, or a
             parameter has no size yet (a lazy layer).
     """
-    model = build()
+    model = compiled_in_place(build())
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(
@@ -53,6 +53,25 @@ def prepared(
     if in_evaluation is not None:
         in_evaluation[:] = keep_in_evaluation(model, [name for name in names if matches(name, freeze)])
     return model
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    """Return the model with each wrapper of torch.compile replaced by its module, compiled as by `nn.Module.compile`.
+
+    The wrapper puts `_orig_mod.` into the names of weights, which then are not those of the model without it.
+    """
+    for module in [*model.modules()]:
+        for name, child in module._modules.items():
+            module._modules[name] = _unwrapped(child)
+    whole: nn.Module = _unwrapped(model)
+    return whole
+
+
+def _unwrapped(module: Any) -> Any:
+    while type(module).__name__ == COMPILED:
+        wrapper, module = module, module._orig_mod
+        module._compiled_call_impl = wrapper.dynamo_ctx(module._call_impl)
+    return module
 
 
 def take(model: nn.Module, weights: Mapping[str, Any], ignore: Sequence[str] | None) -> None:

@@ -277,3 +277,12 @@ class Misweighted(Drawing):
 
     def __init__(self, *, train: bool = True):
         super().__init__(kind="late")
+
+
+class Compiling(Two):
+    """A model of which a layer is compiled where COMPILED is set, by a backend that needs no compiler."""
+
+    def __init__(self):
+        super().__init__()
+        if "COMPILED" in os.environ:
+            self.left = torch.compile(self.left, backend="eager")
