@@ -45,6 +45,18 @@ def test_a_plain_step_waits_for_no_device(tmp_path, line, ranks):
     assert len(waits) == 6 and waits[0] == waits[-1]
 
 
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        (("device=cpu",), "strategy.sync_batchnorm=true needs CUDA devices"),
+        ((), "SyncBatchNorm layers only work with GPU modules"),  # torch's own word: it has been converted
+    ],
+)
+def test_synchronized_batch_norm_wants_a_real_gpu(tmp_path, line, said):
+    asked = (*LINE, "model=convnet", "strategy.sync_batchnorm=true", "max_steps=1", *line)
+    assert said in run(tmp_path / "run", *asked, module="kit.fake_gpu", ranks=2, ok=False).outcome["error"]
+
+
 @pytest.mark.unit
 def test_what_waits_for_a_device_is_counted(monkeypatch):
     monkeypatch.setattr(fake_gpu, "waits", Counter())

@@ -38,7 +38,8 @@ class Replicas(Stepping):
 
     def build(self, recipe: Recipe, world: World) -> None:
         """Build the model, compile it if configured, then wrap it. Collective."""
-        self.world, self.model = world, self.place(build_model(recipe, world.device))
+        self.world = world
+        self.model = self.place(build_model(recipe, world.device))
         if recipe.compile:
             self.model.compile()
         self.wrap(recipe)
