@@ -1,4 +1,4 @@
-"""Measure how long a rank waits for the others in its backward passes."""
+"""Measure how long a rank waits for the others in its steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ MOST_PAIRS = 64  # CUDA event pairs kept between two reads; further steps are ex
 
 
 class Waiting:
-    """Exposed communication time: from a rank's own last gradient to the end of the exchange.
+    """Exposed communication time: from a rank's own last gradient to the end of the exchange, and that `within`.
 
     The first backward pass shows which parameter gets its gradient last; afterwards a step costs some microseconds. On
     CUDA the times come from device events, which only `read` evaluates.
@@ -41,14 +41,25 @@ class Waiting:
         self._last: Tensor | None = None
         self._arrival: Any = None
         self._seconds, self._steps = 0.0, 0
-        self._pairs: list[tuple[Any, Any]] = []
+        self._pairs: list[list[tuple[Any, Any]]] = []
+        self._within: list[tuple[Any, Any]] = []
         self._ended = 0
         self._lock = threading.Lock()
         self._unfinished: deque[tuple[int, Any]] = deque()
 
     def begin(self) -> None:
         """Mark the start of a step's forward and backward passes."""
-        self._arrival = None
+        self._arrival, self._within = None, []
+
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        """Count the time in this context, within a step, as a wait for the others."""
+        began = self._moment()
+        yield
+        if self._is_cuda:
+            self._within.append((began, self._moment()))
+        else:
+            self._seconds += self._moment() - began
 
     def end(self) -> None:
         """Mark the end of the exchange: the gradients are the global ones."""
@@ -61,7 +72,7 @@ class Waiting:
         end = self._moment()
         if self._is_cuda:
             if len(self._pairs) < MOST_PAIRS:
-                self._pairs.append((self._arrival, end))
+                self._pairs.append([*self._within, (self._arrival, end)])
         else:
             self._seconds += end - self._arrival
         if len(self._hooks) > 1 and self._last is not None:
@@ -82,7 +93,7 @@ class Waiting:
         """Return the seconds waited since the last call. On CUDA all steps so far must be complete."""
         seconds = self._seconds
         if self._pairs:
-            sampled = sum(arrival.elapsed_time(end) for arrival, end in self._pairs) / 1000
+            sampled = sum(began.elapsed_time(end) for pairs in self._pairs for began, end in pairs) / 1000
             seconds = sampled * self._steps / len(self._pairs)
         self._seconds, self._steps, self._pairs = 0.0, 0, []
         return seconds

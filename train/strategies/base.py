@@ -12,6 +12,7 @@ which part and how a different layout reads it.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ class Strategy(ABC):
         """Return what is counted in micro-batches, for their weights in the loss of a step, after `build`."""
         model = getattr(self, "model", None) or getattr(getattr(self, "optimizer_step", None), "model", None)
         how: Any = {"world": self.world, "speaks": self.speaks, "slices": recipe.slices, "together": self.is_together}
-        return Counts(self.loss_by(recipe), model, **how)
+        return Counts(self.loss_by(recipe), model, within=self.waiting, **how)
 
     def loss_by(self, recipe: Recipe) -> Any:
         """Return what computes the loss of training, after `build`, and may have a method `count(targets)`."""
@@ -168,6 +169,10 @@ class Strategy(ABC):
         0 if it is not measured. All steps so far must have finished on the device.
         """
         return 0.0
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Count the time in this context, within a step, as a wait for other ranks; a hook."""
+        return contextlib.nullcontext()
 
     def gradients_computed(self) -> int:
         """Steps whose own gradients this rank's device has computed, without waiting for it; 0 if that is unknown.

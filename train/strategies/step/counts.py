@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,16 +22,17 @@ OVER_SAMPLES = (
 
 
 class Total:
-    """What the global batch has, asked for once."""
+    """What the global batch has, asked for once, `within` what measures the wait for it."""
 
-    __slots__ = ("_ask", "_known")
+    __slots__ = ("_ask", "_known", "_within")
 
-    def __init__(self, ask: Callable[[], Any]):
-        self._ask, self._known = ask, None
+    def __init__(self, ask: Callable[[], Any], within: Callable[[], AbstractContextManager[None]] = nullcontext):
+        self._ask, self._within, self._known = ask, within, None
 
     def __call__(self) -> Any:
         if self._known is None:
-            self._known = self._ask()
+            with self._within():
+                self._known = self._ask()
         return self._known
 
 
@@ -44,6 +46,7 @@ class Counts:
         speaks: whether the counts of this rank's samples are to be added up: others may have the same samples.
         slices: `virtual_world_size`; the slices' counts are then added in their order.
         together: whether all ranks take the step together, so that it has a global batch.
+        within: measures, as a context, how long this rank waits for the others' counts.
     """
 
     def __init__(
@@ -55,9 +58,11 @@ class Counts:
         speaks: bool = True,
         slices: int | None = None,
         together: bool = True,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self._objective, self._count = objective, count_of(objective, model)
         self._world, self._speaks, self._slices, self._together = world, speaks, slices or 1, together
+        self._within = within
         self._waits = world.device.type == "cpu"
         self._ratio: float | None = None
         self._total: Total | None = None
@@ -96,7 +101,7 @@ class Counts:
             whole = mine / share if share else 0.0
             self._total, self._own = Total(lambda: whole), lambda: mine
         else:
-            self._total, self._own = Total(self._later(batches, own)), None
+            self._total, self._own = Total(self._later(batches, own), self._within), None
         total = self._total
         return [
             Batch(each.inputs, each.targets, each.count, each.total, each.slice, mine, total)
@@ -119,9 +124,15 @@ class Counts:
         if self._waits:
             later = self._world.sum_later(rows)
             return lambda: sum(later())
-        if self._world.size > 1:
-            dist.all_reduce(rows)
-        return lambda: rows.sum()
+        if self._world.size == 1:
+            return lambda: rows.sum()
+        work: Any = dist.all_reduce(rows, async_op=True)
+
+        def later_on_device() -> Any:
+            work.wait()
+            return rows.sum()
+
+        return later_on_device
 
     def _refuse_unlike(self, batches: Sequence[Batch], own: list[Any]) -> None:
         for batch, count in zip(batches, own, strict=True):

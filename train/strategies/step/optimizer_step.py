@@ -386,6 +386,10 @@ class Stepping(Strategy):
         """Exposed communication time in seconds since the last call."""
         return self.optimizer_step.waiting.read()
 
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Count the time in this context, within a step, as a wait for other ranks."""
+        return self.optimizer_step.waiting.within()
+
     def gradients_computed(self) -> int:
         """Steps whose own gradients this rank's device has computed; 0 on CPU."""
         return self.optimizer_step.waiting.computed()
