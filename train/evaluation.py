@@ -22,6 +22,7 @@ from muster.train.data.load import Data
 from muster.train.objectives.measure import Measures, means_of_slices
 from muster.train.strategies.base import Strategy
 
+SEEN = "samples"
 EVAL_BATCH = 256
 
 
@@ -50,7 +51,7 @@ def measure(
         most: the number of batches; None: all. They are then as large as those of training.
         trained_in: the ranks or slices over which training divided its batches, if they were more than here.
     """
-    totals, slices = dict[str, Any](), config.virtual_world_size
+    totals, slices = dict[str, Any]({SEEN: 0}), config.virtual_world_size
     size = samples_of(config, test)
     ranks = strategy.data_shard[1] if strategy.data_shard else 1
     parts = slices or ranks
@@ -64,13 +65,15 @@ def measure(
         if not begin():
             return None
         for batch in seeded(of_step, config.seed, number):
+            totals[SEEN] += batch.count * strategy.speaks
             for name, value in strategy.evaluate(batch).items():
                 key = f"{batch.slice:08d}/{name}" if slices else f"/{name}"  # sum in slice order, not rank order
                 totals[key] = totals.get(key, 0) + value.double()
     if not begin():
         return None
     sums = world.sum_named({key: float(value) for key, value in totals.items()})
-    return means_of_slices(sums, count=plan.samples_before(len(steps))) | measures.compute(world)
+    seen = int(sums.pop(SEEN))
+    return means_of_slices(sums, count=seen) | measures.compute(world)
 
 
 def samples_of(config: Config, test: Any) -> int:

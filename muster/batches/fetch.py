@@ -25,6 +25,8 @@ UNREADABLE = (
     ValueError, KeyError, IndexError, EOFError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError
 )  # fmt: skip
 """Errors that a dataset raises for a sample's content; other errors are of its code or the machine."""
+UNREAD = object()
+"""In place of a sample that could not be read."""
 OTHERWISE = 0x5DEECE66D
 """Makes another seed of a key."""
 
@@ -33,7 +35,7 @@ class Fetch(Dataset[Any]):
     """Fetches micro-batches, in the training process or in a DataLoader worker.
 
     If `max_bad` is None, a sample that cannot be read ends the run. Otherwise the next readable sample replaces it, the
-    same at every world size, and each process tolerates `max_bad` such samples.
+    same at every world size, or none if not `replaces_bad`, and each process tolerates `max_bad` such samples.
     """
 
     def __init__(
@@ -42,15 +44,16 @@ class Fetch(Dataset[Any]):
         *,
         seed: int,
         max_bad: int | None = None,
+        replaces_bad: bool = True,
         collate: Callable[[list[Any]], Any] | None = None,
         adapter: Callable[[Any], Any] | None = None,
     ):
-        self.dataset, self.seed, self.max_bad = dataset, seed, max_bad
+        self.dataset, self.seed, self.max_bad, self.replaces_bad = dataset, seed, max_bad, replaces_bad
         self.collate, self.adapter = collate, adapter
         self._own = OwnGenerators(dataset, collate, adapter)
         self.whole = takes_keys(dataset)
         self.bad: set[int] = set()
-        self._epoch = 0
+        self._epoch = self._left_out = 0
         self._reads_together = False if self.whole else None
         self._draws = isinstance(dataset, Stream) or (self.whole and not self._is_read_whole)
         self._drawn_from: frozenset[str] | None = ALL if self._draws or max_bad is not None else None
@@ -66,14 +69,14 @@ class Fetch(Dataset[Any]):
         return self.whole and self.max_bad is None and self.collate is None
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[Any, Any, int]:
-        """Return (inputs, targets, count) of one micro-batch. Raises DataError."""
-        self._epoch, indices = micro_batch.epoch, micro_batch.indices
+        """Return (inputs, targets, count) of one micro-batch; the count is of those that are in it. Raises DataError."""
+        self._epoch, self._left_out, indices = micro_batch.epoch, 0, micro_batch.indices
         draws = indices if micro_batch.draws is None else micro_batch.draws
         if self.is_keyed:
             inputs, targets = self._split(self._whole(indices, draws))
         else:
             inputs, targets = self._undrawn(indices, draws) or self._drawn(indices, draws)
-        return inputs, targets, micro_batch.count
+        return inputs, targets, max(0, micro_batch.count - self._left_out)
 
     def _keys(self, draws: Indices) -> Keys:
         return sample_keys(seed=self.seed, epoch=self._epoch, indices=draws)
@@ -104,9 +107,9 @@ class Fetch(Dataset[Any]):
 
     def _together(self, indices: list[int]) -> Any:
         samples = self._samples(indices)
-        if not self.collate and any(sample is None for sample in samples):
-            raise DataError("a sample is None")
-        return (self.collate or default_collate)(samples)
+        if self._is_bad(samples):
+            raise DataError("a sample is None")  # _sample says which
+        return self._made(samples)
 
     def _samples(self, indices: list[int]) -> list[Any]:
         """Return the samples, by `__getitems__` if the data set has it and it has once given what `__getitem__` gives.
@@ -131,7 +134,8 @@ class Fetch(Dataset[Any]):
             if self._is_read_whole:
                 batch = self._whole(indices, draws)
             else:
-                samples = self._seeded(indices, keys, watch)
+                self._left_out = 0
+                samples = self._readable(self._seeded(indices, keys, watch), int(indices[0]))
                 if isinstance(self.dataset, Stream):
                     self.dataset.refuse_surplus()
                 if self.collate:
@@ -186,9 +190,34 @@ class Fetch(Dataset[Any]):
                 self._drawn_from = frozenset(drawn)
         return samples
 
+    def _is_bad(self, samples: list[Any]) -> bool:
+        """Return True if one of them is None: without `max_bad`, a collate function may leave it out."""
+        return (not self.collate or self.max_bad is not None) and any(sample is None for sample in samples)
+
+    def _readable(self, samples: list[Any], first: int) -> list[Any]:
+        """Return the samples without those that could not be read; if there are no others, one that does not count."""
+        left = [sample for sample in samples if sample is not UNREAD]
+        self._left_out = len(samples) - len(left)
+        return left or [self._sample(first, 0, ALL, replaces=True)]
+
+    def _made(self, samples: list[Any]) -> Any:
+        """Return the batch of the samples, and count those that a function of the user's has left out: they are None."""
+        batch = (self.collate or default_collate)(samples)
+        if self.collate and (missing := sum(sample is None for sample in samples)):
+            rows = next(
+                (len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None
+            )
+            if not rows or rows not in (len(samples), len(samples) - missing):
+                raise DataError(
+                    f"{missing} of {len(samples)} samples are None, and loader.collate_fn{defined(self.collate, '__call__')} makes a batch of {rows} of "
+                    "them: leave out these and no others, and not all; loader.on_bad_sample=skip takes the next sample in place of a None"
+                )
+            self._left_out += len(samples) - rows
+        return batch
+
     def _collated(self, samples: list[Any]) -> Any:
         try:
-            return (self.collate or default_collate)(samples)
+            return self._made(samples)
         except Exception as error:
             if self.collate:
                 raise
@@ -201,14 +230,19 @@ class Fetch(Dataset[Any]):
     def sample(self, index: int) -> Any:
         """Read one sample without changing the global generators."""
         with kept_generators():
-            return self.dataset.first()[0] if isinstance(self.dataset, Stream) else self._sample(index, 0, ALL)
+            return (
+                self.dataset.first()[0]
+                if isinstance(self.dataset, Stream)
+                else self._sample(index, 0, ALL, replaces=True)
+            )
 
-    def _sample(self, index: int, key: int, of: Collection[str]) -> Any:
-        asked = index
+    def _sample(self, index: int, key: int, of: Collection[str], *, replaces: bool | None = None) -> Any:
+        """Read a sample, or the next one that can be read. replaces: whether the next one may be; None: as `replaces_bad`."""
+        asked, replaces = index, self.replaces_bad if replaces is None else replaces
         while True:
             try:
                 sample = self._read(index, key, of)
-                if sample is None and not self.collate:  # a collate function may drop such samples
+                if self._is_bad([sample]):
                     raise DataError(
                         f"sample {index} is None{defined(self.dataset, '__getitem__', '__iter__')}: write `return ...` for it, or leave "
                         "such samples out with loader.on_bad_sample=skip"
@@ -223,7 +257,9 @@ class Fetch(Dataset[Any]):
                     if not isinstance(error, MusterError):
                         error.add_note(f"{NOTE}{index})")
                     raise
-                self._tolerate(index, error)
+                self._tolerate(index, error, replaces=replaces)
+                if not replaces:
+                    return UNREAD
                 index = (index + 1) % len(self.dataset)
                 if index == asked:
                     raise DataError(f"no sample can be read in place of {asked}: {one_line(error)}") from error
@@ -248,11 +284,12 @@ class Fetch(Dataset[Any]):
         seed_generators(key, only=only)
         self._own.seed(key)
 
-    def _tolerate(self, index: int, error: Exception) -> None:
+    def _tolerate(self, index: int, error: Exception, *, replaces: bool) -> None:
         reason = " ".join(str(error).split())[:200]
         if index not in self.bad:
             self.bad.add(index)
-            say(f"muster: sample {index} cannot be read, the next one is used in its place: {reason}")
+            instead = "the next one is used in its place" if replaces else "it is left out"
+            say(f"muster: sample {index} cannot be read, {instead}: {reason}")
         if len(self.bad) > (self.max_bad or 0):
             raise DataError(
                 f"{len(self.bad)} samples cannot be read, more than loader.max_bad_samples={self.max_bad}: the last is {index}: {reason}"

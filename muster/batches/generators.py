@@ -34,8 +34,8 @@ def seed_generators(key: int, *, on_device: bool = False, only: Collection[str] 
     """Seed the global generators named by `only` with `key`, a 64-bit word. on_device: as for `kept_generators`."""
     if PYTHON in only:
         random.seed(key)
-    if NUMPY in only:
-        np.random.seed(key & 0xFFFFFFFF)
+    if NUMPY in only:  # of the same 32 bits NumPy and torch would draw the same words
+        np.random.seed(mixed(key) & 0xFFFFFFFF)
     if TORCH in only:
         torch.default_generator.manual_seed(key)
     if on_device and _uses_cuda():
@@ -106,12 +106,12 @@ class Draws:
             other = key_of(key)
             random.seed(other)
             np.random.seed(other & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(_mixed(key))
+        torch.default_generator.manual_seed(mixed(key))
         if _uses_cuda():
-            torch.cuda.manual_seed(_mixed(key))
+            torch.cuda.manual_seed(mixed(key))
 
 
-def _mixed(key: int) -> int:
+def mixed(key: int) -> int:
     """Return a 64-bit word for `key`, in a quarter of the time that a digest takes (the finalizer of splitmix64).
 
     Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.

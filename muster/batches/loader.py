@@ -63,7 +63,7 @@ class LoaderConfig:
     """How samples are fetched. Only `share` changes which samples a rank gets.
 
     num_workers: processes that load samples; None: none on the CPU and for a stream, else `workers.by_default`.
-    max_bad: number of unreadable samples to tolerate; None: none.
+    max_bad: number of unreadable samples to tolerate; None: none. replaces_bad: whether the next one takes the place of each, or none.
     collate, adapter: a user's own functions; None: torch's default_collate, and the default of `split`.
     """
 
@@ -72,6 +72,7 @@ class LoaderConfig:
     seed: int = 0
     num_workers: int | None = 0
     max_bad: int | None = None
+    replaces_bad: bool = True
     collate: Callable[[list[Any]], Any] | None = None
     adapter: Callable[[Any], Any] | None = None
 
@@ -91,6 +92,7 @@ def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Ite
         dataset.compact() if expand else dataset,
         seed=config.seed,
         max_bad=config.max_bad,
+        replaces_bad=config.replaces_bad,
         collate=config.collate,
         adapter=config.adapter,
     )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from muster.batches.generators import mixed
 from muster.origin import is_own
 
 MOST, MOST_OF_ONE = 10_000, 1_000
@@ -59,7 +60,7 @@ class OwnGenerators:
 def seed_one(generator: Any, key: int) -> None:
     """Seed a generator with `key`."""
     if isinstance(generator, torch.Generator):
-        generator.manual_seed(key)
+        generator.manual_seed(mixed(key))  # on the CPU its lower 32 bits count alone
     elif isinstance(generator, np.random.Generator):
         kind: Any = type(generator.bit_generator)
         generator.bit_generator.state = kind(key).state

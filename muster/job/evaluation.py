@@ -51,19 +51,20 @@ def evaluate(
         )
     dataset = with_length(dataset, "evaluate")
     plan = Plan(len(dataset), min(batch_size, len(dataset)), shuffle=False)
-    totals = dict[str, Any]()
+    totals, seen = dict[str, Any](), 0
     with torch.no_grad(), kept_generators(on_device=True), evaluating(modules):
         for number, (batch,) in enumerate(batches(dataset, plan, range(plan.steps_per_epoch), loader)):
             if not begin():
                 return None
             seed_generators(key_of(loader.seed, "evaluation", number), on_device=True)
+            seen += batch.count
             for name, values in _checked(measure(batch.inputs), size=max(1, batch.count)).items():
                 own = values[: batch.count].double().sum()  # a rank without samples gets one that does not count
                 totals[name] = totals[name] + own if name in totals else own
     if not begin():
         return None
     sums = world.sum_named({name: float(total) for name, total in totals.items()})
-    return means(sums, count=plan.size)
+    return means(sums, count=int(world.sum([seen])[0]))
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ class Portion:
     """One rank's micro-batch of a step: `count` of the step's `total` samples; 0 of 0 if a loader does not say how many.
 
     begins, ends: whether it is the first and the last one of the step on this rank.
-    of, of_step: what the loop's own `count` finds in it, and in all of this rank's of the step; None without one.
+    of, of_step: what is counted in it, and in all of this rank's of the step; None if these are its planned samples.
     """
 
     batch: Any
@@ -57,11 +57,11 @@ class Portion:
     of_step: float = 0.0
 
 
-def counted(portions: Iterator[Portion], count: Callable[[Any], Any]) -> Iterator[Portion]:
-    """Yield the portions with what `count` finds in each. Raises ConfigError if that is no count."""
+def counted(portions: Iterator[Portion], count: Callable[[Any], Any] | None) -> Iterator[Portion]:
+    """Yield the portions with what `count` finds in each; None: the samples in it. Raises ConfigError if that is no count."""
     step = list[Portion]()
     for each in portions:
-        found = count(each.batch) if each.count or not each.total else 0.0
+        found = count(each.batch) if count and (each.count or not each.total) else float(each.count)
         step.append(dataclasses.replace(each, of=checked(found, "the function count of batches()")))
         if each.ends:
             of_step = sum(one.of or 0.0 for one in step)

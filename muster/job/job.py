@@ -18,7 +18,7 @@ from muster.batches.loader import LoaderConfig
 from muster.errors import ConfigError, Diverged, MusterError
 from muster.job.entrance import Entrance
 from muster.job.evaluation import Measure, evaluate
-from muster.job.feed import Feed, Portion, counted, feed
+from muster.job.feed import Feed, PlannedFeed, Portion, counted, feed
 from muster.job.lifecycle import State
 from muster.job.lives import run
 from muster.job.options import JobOptions
@@ -55,7 +55,7 @@ class Job(JobOptions):
     def __post_init__(self) -> None:
         self._entrance, self._process = Entrance(self), os.getpid()
         self._session: Session | None = None
-        self._portion, self._of_step = Portion(None), 0.0
+        self._portion, self._of_step, self._counts = Portion(None), 0.0, ""
         self._is_owed = self._is_weighed = self._is_warned = False
 
     def __enter__(self) -> Self:
@@ -213,7 +213,10 @@ class Job(JobOptions):
             loader=self._loader(num_workers, collate_fn, micro_batch_size=micro_batch_size),
         )
         session.open(made)
-        return self._portions(session, made, count)
+        is_counted = count is not None or (
+            collate_fn is not None and isinstance(made, PlannedFeed)
+        )  # which may leave samples out
+        return self._portions(session, made, count, is_counted=is_counted)
 
     def step(self, loss: Tensor | float | None = None, *, samples: int | None = None, **values: Any) -> None:
         """Count an optimizer step; log, save and stop where it is time to. Collective: every rank must call it.
@@ -221,9 +224,9 @@ class Job(JobOptions):
         Call it for each batch of `batches`; a step of several micro-batches is counted with its last one.
 
         Args:
-            loss: mean over this rank's samples of the batch.
+            loss: mean over this rank's samples of the batch, or over what `batches(count=...)` counts in it.
             samples: this rank's samples of the batch; None: as `batches` knows.
-            **values: more means over this rank's samples, to log beside the loss.
+            **values: more means over the same, to log beside the loss.
 
         Raises:
             Diverged: the mean loss since the last record, or a weight to be saved, is not finite.
@@ -422,13 +425,16 @@ class Job(JobOptions):
         share = Share(self.rank, self.world_size, micro_batch_size)
         return LoaderConfig(share, self.device, self.seed, num_workers, collate=collate_fn, adapter=unsplit)
 
-    def _portions(self, session: Session, made: Feed, count: Callable[[Any], Any] | None) -> Iterator[Any]:
+    def _portions(
+        self, session: Session, made: Feed, count: Callable[[Any], Any] | None, *, is_counted: bool
+    ) -> Iterator[Any]:
+        self._counts = "samples" if count is None else "of what batches(count=...) counts"
         begin = made.total_steps if session.is_left else session.reached.step
         portions = made.portions(begin)
-        for portion in session.clock.waiting(counted(portions, count) if count else portions):
+        for portion in session.clock.waiting(counted(portions, count) if is_counted else portions):
             if portion.begins:
                 session.begin_step()
-                self._of_step = session.world.sum([portion.of_step])[0] if count else 0.0
+                self._of_step = session.world.sum([portion.of_step])[0] if is_counted else 0.0
                 session.see_batch(portion.batch)
             self._portion, self._is_owed, self._is_weighed = portion, True, False
             try:
@@ -448,7 +454,7 @@ class Job(JobOptions):
         portion = self._portion
         is_told = self._is_warned or self._entrance.handed_on is not None
         if portion.of is not None and portion.of * self.world_size != self._of_step:
-            text = f"step {self.steps_done} has {self._of_step:g} of what batches(count=...) counts, {portion.of:g} of it in a batch of one of "
+            text = f"step {self.steps_done} has {self._of_step:g} {self._counts}, {portion.of:g} of them in a batch of one of "
         elif portion.of is None and portion.count * self.world_size != portion.total:
             text = f"step {self.steps_done} has {portion.total} samples, {portion.count} of them in a batch of one of "
         else:

@@ -417,6 +417,36 @@ class Read(Pictured):
 
 
 @pytest.mark.unit
+def test_the_generators_of_a_sample_draw_independently():
+    """A flip by NumPy must not follow one by torch; those that the data set holds itself neither."""
+
+    class Flipped(Pictured):
+        def __init__(self):
+            self.own = [
+                torch.Generator(),
+                torch.Generator(),
+                np.random.default_rng(0),
+                np.random.RandomState(0),
+                random.Random(0),
+            ]
+
+        def __getitem__(self, index):
+            whole = [torch.randint(2, ()), np.random.randint(2), random.randint(0, 1)]
+            two = [torch.randint(2, (), generator=each) for each in self.own[:2]]
+            return torch.tensor(
+                [*whole, *two, self.own[2].integers(2), self.own[3].randint(2), self.own[4].randint(0, 1)]
+            ), index
+
+        def __len__(self):
+            return 600
+
+    reader = Fetch(Flipped(), seed=1)
+    flips = torch.cat([reader.__getitems__(MicroBatch(0, np.arange(at, at + 50), 50))[0] for at in range(0, 600, 50)])
+    among = torch.corrcoef(flips.double().T) - torch.eye(8)
+    assert among.abs().max() < 0.2, among  # five deviations of what chance gives
+
+
+@pytest.mark.unit
 def test_samples_are_read_together_and_not_seeded_while_nothing_draws(monkeypatch):
     monkeypatch.setattr("muster.batches.fetch.seed_generators", lambda *_: pytest.fail("seeded"))
     dataset = Read()

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from muster.checkpoint.trained import SavedTensor
 from muster.dist.pieces import own_piece
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 UPDATES = ".updates"
 """Key of the update count in the state, beside the averages; no parameter's name begins with a dot."""
+BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
+NOT_AVERAGED = (
+    "ema averages parameters alone: batch norm's statistics are those of the weights themselves, and evaluations and model.pt are worse until "
+    "the weights hardly change within the average; a lower learning rate at the end or a smaller callbacks.ema.decay helps"
+)
 
 
 class Ema(Callback):
@@ -54,6 +59,8 @@ class Ema(Callback):
 
     def on_start(self, run: Run) -> None:
         """Copy the weights, now restored and equal on all ranks, into each average that no checkpoint had."""
+        if not self._restored and any(isinstance(each, BATCH_NORM) for each in run.model.modules()):
+            run.records.event("note", text=NOT_AVERAGED)
         for average, weight in self._pairs(without=self._restored):
             average.copy_(weight)
 

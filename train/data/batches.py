@@ -27,7 +27,8 @@ def loader_config(config: Config, *, shard: tuple[int, int], device: torch.devic
     max_bad = loader.max_bad_samples if loader.on_bad_sample is BadSample.skip else None
     collate = callable_of("loader.collate_fn", loader.collate_fn, train=train)
     adapter = callable_of("loader.batch", loader.batch, train=train)
-    return LoaderConfig(share, device, config.seed, loader.num_workers, max_bad, collate, adapter)
+    how: dict[str, Any] = {"max_bad": max_bad, "replaces_bad": train, "collate": collate, "adapter": adapter}
+    return LoaderConfig(share, device, config.seed, loader.num_workers, **how)
 
 
 def micro_batches(

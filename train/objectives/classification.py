@@ -48,7 +48,8 @@ class Classification:
         """Return sums over the labels, and their number: `loss`, and `accuracy`, the number of correct predictions."""
         loss, count = F.cross_entropy(outputs.float(), targets, reduction="sum"), self.count(targets)
         count = count if count is not None else torch.tensor(len(targets))  # of probabilities
-        return {"loss": (loss, count), "accuracy": ((outputs.argmax(-1) == targets).sum(), count)}
+        classes = targets.argmax(-1) if targets.is_floating_point() else targets
+        return {"loss": (loss, count), "accuracy": ((outputs.argmax(-1) == classes).sum(), count)}
 
 
 def labels_that_do_not_fit(objective: str, outputs: Any, targets: Any, error: Exception) -> Exception:

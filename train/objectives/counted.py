@@ -182,7 +182,7 @@ def refuse_divided(objective: Any, config: Config, *, parts: int) -> None:
     if how != "mean" and is_known(objective):
         raise ConfigError(
             f"{name_of(objective)} has reduction={how}, and an objective returns the mean loss over a micro-batch, "
-            "for the loss of a step is the mean over the global batch: leave reduction out"
+            "for the loss of a step is the mean over the global batch: leave reduction out, or give a function of your own with a method count(targets)"
         )
     if not getattr(objective, "whole_batch", False):
         return

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from muster.checkpoint.records import direction
 from muster.dist.count import OF, means, unpaired
@@ -84,6 +85,12 @@ def means_of_slices(totals: Mapping[str, float], *, count: int) -> dict[str, flo
     return means(added, count=count)
 
 
+def in_full(outputs: Any) -> Any:
+    """Return the outputs with tensors of 16 bits in fp32: a sigmoid in bf16 makes many unequal logits equal."""
+    halves = (torch.bfloat16, torch.float16)
+    return pytree.tree_map_only(Tensor, lambda each: each.float() if each.dtype in halves else each, outputs)
+
+
 class Measures:
     """Metrics of `metrics.NAME` with the interface of torchmetrics: `update(outputs, targets)`, `compute()`, `reset()`.
 
@@ -116,7 +123,7 @@ class Measures:
     def update(self, outputs: Any, targets: Any, *, slice: int) -> None:
         """Update all metrics with the outputs for a micro-batch of a slice of the global batch."""
         for name, metric in self.named.items():
-            taken = self._taken(name, outputs)
+            taken = in_full(self._taken(name, outputs))
             self._try(name, taken, targets)
             try:
                 if isinstance(metric, BySlice):

@@ -42,6 +42,7 @@ class Recipe:
     slices: the config's `virtual_world_size`, see slices.py. seed: seeds the generators of each slice.
     measures: metrics that `evaluate` updates. train_metrics: whether training steps compute metrics, too.
     optimizer_options: the option keys that the config sets; in a parameter group they override the checkpoint's values.
+    collates: whether a function of the user's makes batches, which may leave samples out.
     in_evaluation: names of the frozen modules that stay in evaluation mode, once the model is built.
     """
 
@@ -59,6 +60,7 @@ class Recipe:
     optimizer_options: frozenset[str] = frozenset()
     measures: Measures = field(default_factory=lambda: Measures({}))
     train_metrics: bool = False
+    collates: bool = False
     in_evaluation: list[str] = field(default_factory=list)
 
 
@@ -127,6 +129,7 @@ class Strategy(ABC):
         """Return what is counted in micro-batches, for their weights in the loss of a step, after `build`."""
         model = getattr(self, "model", None) or getattr(getattr(self, "optimizer_step", None), "model", None)
         how: Any = {"world": self.world, "speaks": self.speaks, "slices": recipe.slices, "together": self.is_together}
+        how |= {"collates": recipe.collates}
         return Counts(self.loss_by(recipe), model, within=self.waiting, **how)
 
     def loss_by(self, recipe: Recipe) -> Any:

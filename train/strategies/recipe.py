@@ -77,5 +77,6 @@ def recipe(
         slices=config.virtual_world_size,
         measures=measures or Measures({}),
         train_metrics=config.log.train_metrics,
+        collates=config.loader.collate_fn is not None,
         optimizer_options=frozenset(grouped_options(config.optimizer)),
     )

@@ -46,6 +46,7 @@ class Counts:
         speaks: whether the counts of this rank's samples are to be added up: others may have the same samples.
         slices: `virtual_world_size`; the slices' counts are then added in their order.
         together: whether all ranks take the step together, so that it has a global batch.
+        collates: whether samples may be left out of a batch: then those that are in it are counted.
         within: measures, as a context, how long this rank waits for the others' counts.
     """
 
@@ -58,11 +59,12 @@ class Counts:
         speaks: bool = True,
         slices: int | None = None,
         together: bool = True,
+        collates: bool = False,
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self._objective, self._count = objective, count_of(objective, model)
         self._world, self._speaks, self._slices, self._together = world, speaks, slices or 1, together
-        self._within = within
+        self._within, self._collates = within, collates
         self._waits = world.device.type == "cpu"
         self._ratio: float | None = None
         self._total: Total | None = None
@@ -90,7 +92,7 @@ class Counts:
         Raises:
             ConfigError: the ranks take no step together, and the number per sample is not always the same.
         """
-        if self._count is None:
+        if self._count is None and not self._collates:
             return list(batches)
         own = [self._of(batch) if batch.count else 0.0 for batch in batches]
         if not self._together:
@@ -109,6 +111,8 @@ class Counts:
         ]
 
     def _of(self, batch: Batch) -> Any:
+        if self._count is None:
+            return float(batch.count)
         return counted(
             self._count, batch.inputs, batch.targets, batch.count, objective=self._objective, waits=self._waits
         )

@@ -203,6 +203,7 @@ class OptimizerStep:
 
         times: factor on the gradient. tell: called with the share between forward and backward.
         """
+        before = None if batch.count else self.buffers.copy()
         with contextlib.nullcontext() if last else self.no_sync():
             with self._autocast():
                 outputs = self._call(self.forward, batch.inputs)
@@ -214,6 +215,10 @@ class OptimizerStep:
             if tell:
                 tell(share.detach())
             self.scaler.scale(share if times == 1 else share * times).backward()  # type: ignore[no-untyped-call]
+        if (
+            before is not None
+        ):  # after the backward pass, which may use them: a sample that does not count moves no statistics
+            self.buffers.put_back(before)
         detached: Tensor = share.detach()
         return detached
 
