@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.batches.generators import kept_generators, key_of, seed_generators
 from muster.batches.loader import LoaderConfig, batches
 from muster.dist.count import OF, means, unpaired
+from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.job.feed import at_least_one, is_loader, with_length
+from muster.job.replicas import digest_of
 from muster.job.totals import check_names
 from muster.origin import described
 from muster.plan import Plan
@@ -51,8 +54,8 @@ def evaluate(
         )
     dataset = with_length(dataset, "evaluate")
     plan = Plan(len(dataset), min(batch_size, len(dataset)), shuffle=False)
-    totals, seen = dict[str, Any](), 0
-    with torch.no_grad(), kept_generators(on_device=True), evaluating(modules):
+    totals, seen, modules = dict[str, Any](), 0, [*modules]
+    with torch.no_grad(), kept_generators(on_device=True), evaluating(modules), as_saved(modules, world):
         for number, (batch,) in enumerate(batches(dataset, plan, range(plan.steps_per_epoch), loader)):
             if not begin():
                 return None
@@ -79,6 +82,35 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for part, mode in zip(parts, before, strict=True):
             part.training = mode
+
+
+@contextlib.contextmanager
+def as_saved(modules: Iterable[nn.Module], world: World) -> Iterator[None]:
+    """Give all ranks rank 0's buffers, which are those of model.pt, where they differ, and back each rank's own on exit. Collective.
+
+    After a step, the batch-norm statistics of the ranks differ.
+    """
+    found = {id(each): each for module in modules for each in _saved_buffers(module)} if world.size > 1 else {}
+    buffers = [*found.values()]
+    digests = world.gather([digest_of([each]) for each in buffers])
+    apart = [buffer for number, buffer in enumerate(buffers) if len({each[number] for each in digests}) > 1]
+    own = [buffer.clone() for buffer in apart]
+    for buffer in apart:
+        theirs = buffer.cpu().contiguous()
+        dist.broadcast(theirs, 0, group=world.group)
+        buffer.copy_(theirs)
+    try:
+        yield
+    finally:
+        for buffer, before in zip(apart, own, strict=True):
+            buffer.copy_(before)
+
+
+def _saved_buffers(module: nn.Module) -> Iterator[Tensor]:
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set and not in_pieces(buffer):
+                yield buffer
 
 
 def _checked(found: Any, *, size: int) -> Mapping[str, Tensor]:

@@ -31,7 +31,7 @@ from muster.job.replicas import first_apart, hooks_with_state
 from muster.job.rescue import check_finite, last_lines, rescue
 from muster.job.survival import Survival, note_why_not
 from muster.job.totals import NAME as TOTALS
-from muster.job.tracked import GRADIENTS, ZEROED, Tracked
+from muster.job.tracked import FROZEN, GRADIENTS, ZEROED, Tracked
 
 if TYPE_CHECKING:
     from muster.job.session import Session
@@ -168,7 +168,8 @@ class LiveJob(HandOver):
 
     def _state_of(self, tracked: Tracked) -> dict[str, Any]:
         # Copies: modules may outlive the function, and be built upon again. A body may have changed rates before its sum.
-        return {**host_copy(tracked.replica()), **self._plain, GRADIENTS: {}, ZEROED: tracked.between.zeroed()}
+        of_gradients = {GRADIENTS: {}, ZEROED: tracked.between.zeroed(), FROZEN: tracked.frozen()}
+        return {**host_copy(tracked.replica()), **self._plain, **of_gradients}
 
     # When another rank is lost for good.
 

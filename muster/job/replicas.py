@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,6 @@ from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.errors import ConfigError
 
-LOOKED_AT = 8
-"""Number of elements of a parameter that are compared between ranks."""
 TOLERANCE = 1e-3
 """The largest difference by rounding, as on hosts with different processors, in parts of the largest element."""
 
@@ -105,7 +103,7 @@ def kept_buffers(buffers: Mapping[str, Tensor], world: World) -> dict[str, Tenso
 
 
 def check_replicas(named: Mapping[str, Tensor], world: World, *, tolerance: float, what: str, remedy: str) -> None:
-    """Compare some elements of each replicated tensor with rank 0's. Collective: every rank must call it.
+    """Compare each replicated tensor with rank 0's. Collective: every rank must call it.
 
     Raises:
         ConfigError: a tensor differs by more than `tolerance` times its largest element.
@@ -115,26 +113,36 @@ def check_replicas(named: Mapping[str, Tensor], world: World, *, tolerance: floa
 
 
 def first_apart(named: Mapping[str, Tensor], world: World, *, tolerance: float = 0.0) -> str:
-    """Return the first of the replicated tensors that differs from rank 0's; empty if none does. Collective."""
+    """Return the first of the replicated tensors that differs from rank 0's; empty if none does. Collective.
+
+    A sum of each tensor's bits is compared, and where it differs, the elements: of an embedding only some rows may differ.
+    """
     if world.size == 1:
         return ""
-    own = dict(_samples(named))
-    first: dict[str, list[float]] = world.broadcast(own)
-    if lone := sorted(own.keys() ^ first.keys()):
-        return lone[0]
-    return next((name for name, theirs in first.items() if _is_apart(own[name], theirs, tolerance)), "")
+    own = {name: each.detach() for name, each in named.items() if not in_pieces(each) and each.is_floating_point()}
+    sums = {name: [*each.shape, _sum_of_bits(each)] for name, each in own.items()}
+    if len({*world.gather(hashlib.sha256(repr(sums).encode()).hexdigest())}) == 1:
+        return ""
+    first: dict[str, list[int]] = world.broadcast(sums)
+    shapes, theirs = ({name: each[:-1] for name, each in found.items()} for found in (sums, first))
+    lone = sorted(name for name in shapes.keys() | theirs.keys() if shapes.get(name) != theirs.get(name))
+    if world.lowest(bool(lone)) is not None:
+        return lone[0] if lone else ""
+    apart = {name for names in world.gather([each for each in sums if sums[each] != first[each]]) for name in names}
+    for name in filter(apart.__contains__, own):
+        mine = own[name].cpu().contiguous()
+        of_first = mine.clone()
+        dist.broadcast(of_first, 0, group=world.group)
+        largest = of_first.double().abs().max()
+        is_apart = bool(((mine.double() - of_first.double()).abs() > tolerance * largest).any())
+        if world.lowest(is_apart) is not None:
+            return name if is_apart else ""
+    return ""
 
 
-def _samples(named: Mapping[str, Tensor]) -> Iterator[tuple[str, list[float]]]:
-    for name, tensor in named.items():
-        if not in_pieces(tensor) and tensor.is_floating_point():
-            flat = tensor.detach().flatten()
-            yield name, flat[:: max(1, flat.numel() // LOOKED_AT)][:LOOKED_AT].double().tolist()
-
-
-def _is_apart(own: list[float], first: list[float], tolerance: float) -> bool:
-    largest = max(map(abs, first), default=0.0)
-    return any(abs(one - other) > tolerance * largest for one, other in zip(own, first, strict=True))
+def _sum_of_bits(tensor: Tensor) -> int:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(tensor.contiguous().view(kinds[tensor.element_size()]).sum(dtype=torch.int64)) if tensor.numel() else 0
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

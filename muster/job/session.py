@@ -18,7 +18,7 @@ from muster.batches.fingerprint import fingerprint, hash_of, look, note_of
 from muster.batches.generators import drawn_from, key_of, seed_generators, state_of_generators
 from muster.checkpoint import manager
 from muster.checkpoint.storage import Saved
-from muster.checkpoint.trained import plain
+from muster.checkpoint.trained import own_prefix, plain
 from muster.checkpoint.weights import write_weights
 from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted, RankLost
 from muster.files import replace_file
@@ -52,7 +52,7 @@ UNSCHEDULED = (
 BODY_S = 10.0
 """How long an evaluation in a loop's body goes on after the ranks agreed to stop; launchers kill after 30 s."""
 FROZEN = (
-    "{name} was thawed before the checkpoint, which has a group of the optimizer for it, and is frozen here, so it is trained no further: "
+    "{name} was thawed before the state was saved that this attempt goes on from, and is frozen here, so it is trained no further: "
     "thaw it after track() where job.steps_done says that it was"
 )
 HOOK = (
@@ -66,6 +66,10 @@ WHOLE = (
 ALIKE = (
     "the first batch of the loader is the same on all {ranks} ranks: unless this is meant, let each rank's sampler or stream have its own share "
     "of the samples, by job.rank and job.world_size, or give batches() the data set itself"
+)
+RATES = (
+    "{name} is {first} on rank 0 and {own} on rank {rank}, so the ranks train by other rules: step a schedule such as ReduceLROnPlateau with "
+    "what all ranks have, as job.sum(loss) / job.world_size or a value of job.evaluate"
 )
 TRAIN_ALIKE = "wrap the model in DistributedDataParallel, or average gradients over the ranks before optimizer.step()"
 
@@ -103,7 +107,7 @@ class Session:
         self.world, self.folder = entrance.world, entrance.folder
         self.totals, self.clock, self.noted = Totals(self.world), Clock(), dict[str, float]()
         self.feed: Feed | None = None
-        self.is_open = self._has_compared = False
+        self.is_open = False
         saved = self.folder.saved
         self.reached = Reached(saved.step, int(saved.manifest.get("samples", 0))) if saved else Reached()
         seed_generators(key_of(options.seed, self.world.rank, self.reached.step), on_device=True)
@@ -132,6 +136,7 @@ class Session:
         elif saved:
             self._refuse("tracked", tracked.names, "track the same names")
             self._refuse_built(saved, here)
+            self._refuse_of_ranks(saved)
             manager.restore(saved, tracked, self.totals)
         else:
             check_replicas(tracked.named, self.world, tolerance=0.0, what="the parameter", remedy=BUILD_ALIKE)
@@ -353,9 +358,9 @@ class Session:
         if not self.tracked.is_finite():
             raise self._diverged("a weight is")
         check_replicas(self.tracked.named, self.world, tolerance=TOLERANCE, what="the parameter", remedy=TRAIN_ALIKE)
-        if not self._has_compared:
-            self._has_compared, state = True, self.tracked.of_optimizers()
-            check_replicas(state, self.world, tolerance=TOLERANCE, what="the optimizer's", remedy=STEP_ALIKE)
+        state = self.tracked.of_optimizers()  # whose parts come with a layer that is thawed
+        check_replicas(state, self.world, tolerance=TOLERANCE, what="the optimizer's", remedy=STEP_ALIKE)
+        self._refuse_rates()
         self.running.save(lambda: {**self.tracked.state(), **self.totals.state()}, self.position())
 
     def position(self) -> dict[str, Any]:
@@ -489,6 +494,25 @@ class Session:
             else:  # perhaps it follows from the number of ranks
                 self.loaded_instead = text
             self._is_other_length = any(built.is_length(self.tracked, each) for each in changed)
+        self.world.together(failure)
+
+    def _refuse_of_ranks(self, saved: Saved) -> None:
+        """Raise ConfigError for a state beside parameters and buffers that each rank has of its own, if there were other ranks."""
+        others = {name for name in saved.index()["tensors"] if name.startswith(own_prefix(1))}
+        extra = next((name for name in self.tracked.beside if f"{own_prefix(1)}{name}" in others), "")
+        if extra and saved.manifest["world_size"] != self.world.size:
+            raise ConfigError(
+                f"{saved.path} has a state {extra} of each of its {saved.manifest['world_size']} ranks, such as a metric's sums, and here are "
+                f"{self.world.size}: resume with as many, or reset it and leave it out of track()"
+            )
+
+    def _refuse_rates(self) -> None:
+        """Raise ConfigError if the ranks' optimizers have other options, as after a schedule that follows a rank's own loss."""
+        own, failure = self.tracked.rates(), None
+        first: dict[str, float] = self.world.broadcast(own)
+        if apart := [name for name in own.keys() & first.keys() if repr(own[name]) != repr(first[name])]:
+            name, rank = min(apart), self.world.rank
+            failure = ConfigError(RATES.format(name=name, first=f"{first[name]:g}", own=f"{own[name]:g}", rank=rank))
         self.world.together(failure)
 
     def _refuse_length(self) -> None:

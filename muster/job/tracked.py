@@ -36,9 +36,11 @@ from muster.job.replicas import digest_of, kept_buffers, names_of_buffers
 GROUPS = "groups"
 GRADIENTS = "gradients"
 ZEROED = "zeroed"
+FROZEN = "untrained"
+"""The parameters that the loop did not train when it saved."""
 UNSAVED = "buffers"
 """Below it are the buffers that training has changed and that no module saves (`persistent=False`)."""
-RESERVED = ("loop", "callbacks", GRADIENTS, ZEROED, UNSAVED)
+RESERVED = ("loop", "callbacks", GRADIENTS, ZEROED, FROZEN, UNSAVED)
 """Names that checkpoints have for other entries."""
 ELSEWHERE = (Tensor, nn.Module, LRScheduler, str, bytes, type, FunctionType, ModuleType)
 """Kinds of objects in which no optimizer is looked for. A scheduler's state dict leaves its optimizer out."""
@@ -86,7 +88,7 @@ class Tracked:
         self._saved_buffers = {*self._buffers()}
         self._built_buffers = {name: _built(buffer) for name, buffer in self._unsaved_buffers()}
         self._changed_buffers: set[str] = set()
-        self._added: list[str] = []
+        self._frozen_again: list[str] = []
 
     @property
     def names(self) -> list[str]:
@@ -98,6 +100,21 @@ class Tracked:
         """The learning rate of the first group of the first optimizer; None without one."""
         groups = next((optimizer.param_groups for optimizer in self.optimizers.values()), [])
         return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+
+    def rates(self) -> dict[str, float]:
+        """Return the present numbers of all optimizers' groups, and of schedules: `{"optimizer.1.lr": 0.1, "schedule.best": 2.0}`."""
+        groups = {
+            f"{name}.{number}" if number else name: group
+            for name, optimizer in self.optimizers.items()
+            for number, group in enumerate(optimizer.param_groups)
+        }
+        groups |= {name: each.state_dict() for name, each in self.others.items() if isinstance(each, LRScheduler)}
+        return {
+            f"{place}.{key}": float(value)
+            for place, group in groups.items()
+            for key, value in group.items()
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
 
     def shapes(self) -> str:
         """Return a digest of the names and global shapes of the modules' entries."""
@@ -192,8 +209,15 @@ class Tracked:
 
     @property
     def extra(self) -> str:
-        """The first entry of a module's state that is no tensor (`get_extra_state`); empty if there is none."""
-        return next((name for name, value in self._of_modules().items() if not isinstance(value, Tensor)), "")
+        """The first entry of a module's state that is neither a parameter nor a buffer (`get_extra_state`); empty if there is none."""
+        found, beside = self._of_modules().items(), self.beside
+        return next((name for name, each in found if not isinstance(each, Tensor) or name in beside), "")
+
+    @property
+    def beside(self) -> list[str]:
+        """The tensors that a module's own `state_dict` adds to its parameters and buffers, as a metric of torchmetrics does."""
+        known = names_of_buffers(self.modules)
+        return [name for name in self._buffers() if name not in known]
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the replicated buffers that checkpoints hold, as they are now: a module may have assigned others."""
@@ -236,8 +260,12 @@ class Tracked:
         }
 
     def frozen_again(self) -> str:
-        """Return the first parameter of a group that a checkpoint has added which is not trained here; empty if all are."""
-        return next((name for name in self._added if not self.named[name].requires_grad), "")
+        """Return the first parameter that was trained when the state was saved, and is frozen since; empty if there is none."""
+        return next((name for name in self._frozen_again if not self.named[name].requires_grad), "")
+
+    def frozen(self) -> list[str]:
+        """Return the names of the parameters that are not trained, sorted."""
+        return sorted(name for name, parameter in self.named.items() if not parameter.requires_grad)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the modules' parameters and buffers by name."""
@@ -279,6 +307,8 @@ class Tracked:
         for name, other in self.others.items():
             other.load_state_dict(self._of_this_rank(name, state))
         self._put_unsaved({**below(state, UNSAVED), **below(own, UNSAVED)})
+        before = state.get(FROZEN)
+        self._frozen_again = [] if before is None else [name for name in self.frozen() if name not in before]
         self.between.restore(self._of_this_rank(GRADIENTS, state), state.get(ZEROED, ()))
 
     def _put_unsaved(self, values: Mapping[str, Any]) -> None:
@@ -324,9 +354,20 @@ class Tracked:
         }
 
     def _buffers(self) -> list[str]:
-        """Return the names of the replicated buffers that the modules save, in order."""
-        known = names_of_buffers(self.modules)
-        return [name for name, value in self._of_modules().items() if name in known and isinstance(value, Tensor)]
+        """Return the names of the replicated tensors that the modules save beside their parameters, in order.
+
+        They are buffers, and what a module's own `state_dict` adds, as a metric of torchmetrics does: each rank has its own.
+        """
+        known = self._names_of_parameters()
+        found = {name: value for name, value in self._of_modules().items() if isinstance(value, Tensor)}
+        return [name for name, value in found.items() if name not in known and not in_pieces(value)]
+
+    def _names_of_parameters(self) -> set[str]:
+        return {
+            f"{name}/{plain(inner)}"
+            for name, module in self.modules.items()
+            for inner, _ in module.named_parameters(remove_duplicate=False)
+        }
 
     def _buffer_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Return tensors for buffers that no module saves, and for this rank's own; none of its own at another world size."""
@@ -366,12 +407,12 @@ class Tracked:
         """Return the state of the other objects, by rank where it differs. Collective: every rank must call it."""
         values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
         values[GRADIENTS] = host_copy(self.between.gradients())
-        values[ZEROED] = self.between.zeroed()
+        values[ZEROED], values[FROZEN] = self.between.zeroed(), self.frozen()
         digests = self.world.gather([_digest(value) for value in values.values()])
         kept = {}
         for number, (name, value) in enumerate(values.items()):
             is_shared = len({theirs[number] for theirs in digests}) == 1
-            if name == ZEROED and not is_shared:
+            if name in (ZEROED, FROZEN) and not is_shared:
                 continue
             kept[name if is_shared else f"{own_prefix(self.world.rank)}{name}"] = value
         return kept
@@ -404,7 +445,6 @@ class Tracked:
         """Add the last groups that the saved state has beyond those of a loop that adds some in its course."""
         for group in saved[len(optimizer.param_groups) :]:
             optimizer.add_param_group({**group, "params": [self.named[name] for name in group["params"]]})
-            self._added += group["params"]
 
 
 def _built(buffer: Tensor) -> Built:
@@ -453,6 +493,12 @@ def _refuse(name: str, thing: Any) -> None:
     if isinstance(thing, nn.Module) and any(map(is_lazy, [*thing.parameters(), *thing.buffers()])):
         raise ConfigError(
             f"track({name}=...) has parameters without a shape yet: put one batch through it before track()"
+        )
+    is_metric = all(callable(getattr(thing, each, None)) for each in ("update", "compute", "reset"))
+    if isinstance(thing, nn.Module) and is_metric and not thing.state_dict():
+        raise ConfigError(
+            f"track({name}=...) is of type {type(thing).__name__}, whose state_dict() is empty, so nothing of it would be saved: leave "
+            "it out; or have it save its state, as a metric of torchmetrics does after metric.persistent(True)"
         )
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is not None and isinstance(thing, zero.ZeroRedundancyOptimizer):

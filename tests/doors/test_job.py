@@ -324,6 +324,53 @@ def test_a_loader_that_gives_all_ranks_the_same_samples_is_refused_or_noted(plac
     assert "the first batch of the loader is the same on all 2 ranks" in note["text"]
 
 
+APART = """
+import os, torch, muster
+from torch import nn
+FORM = os.environ["FORM"]
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.head = nn.Embedding(200, 3), nn.Linear(3, 1)
+        self.rows.weight.requires_grad = False
+    def forward(self, numbers): return self.head(self.rows(numbers))
+data = torch.utils.data.TensorDataset(torch.arange(40), torch.randn(40, 1, generator=torch.Generator().manual_seed(0)))
+with muster.Job("run", tensorboard=False, save_every=2) as job:
+    model = nn.parallel.DistributedDataParallel(net := Net())
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-5)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    job.track(model=model, optimizer=optimizer, schedule=schedule)
+    for x, y in job.batches(data, batch_size=4, epochs=1):
+        net.rows.weight.requires_grad = FORM == "thawed" and job.steps_done >= 4  # which DDP does not know
+        loss = (model(x) - y).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if FORM == "rates":
+            schedule.step(loss.item())
+        job.step(loss=loss)
+"""
+
+
+@pytest.mark.parametrize(
+    "form, step, says",
+    [
+        ("thawed", 6, "the optimizer's optimizer/model/rows.weight/exp_avg differs from rank 0's"),
+        (
+            "rates",
+            2,
+            "so the ranks train by other rules: step a schedule such as ReduceLROnPlateau with what all ranks have",
+        ),
+    ],
+)
+def test_ranks_that_drift_apart_are_refused_at_the_next_save(place, form, step, says):
+    folder = place(form)
+    (folder / "apart.py").write_text(APART)
+    refused = run(folder, script="apart", to="", ranks=2, code=None, FORM=form)
+    assert any(says in line for line in refused.said), refused.out
+    assert refused.outcome["step"] == step
+
+
 DRAWN = """
 import json, os, torch, muster
 class Augmented(torch.utils.data.Dataset):

@@ -24,7 +24,7 @@ def after_a_step(model):
     points, sums = Holes().whole()
     loss = Squares()(model(points), sums)
     loss.backward()
-    return float(loss), {name: value.detach() - 0.1 * value.grad for name, value in model.named_parameters()}
+    return float(loss.detach()), {name: value.detach() - 0.1 * value.grad for name, value in model.named_parameters()}
 
 
 @torch.no_grad()
