@@ -51,7 +51,7 @@ def warm(tmp_path_factory):
         yield folder
 
 
-@pytest.mark.nightly(but=["README.md", "docs/resume-and-faults.md", "docs/strategies/ddp.md"])
+@pytest.mark.nightly(but=["README.md", "docs/resume-and-faults.md"])
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [pytest.param(PAGES[0], marks=pytest.mark.long), *PAGES[1:]])
 def test_every_line_runs_as_printed(page, checkout, warm):

@@ -129,11 +129,10 @@ def test_samples_that_are_drawn_by_weights_are_the_same_at_every_world_size(tmp_
 def test_a_compiled_layer_leaves_no_trace_in_names(tmp_path, strategy):
     line = (*data("Dicts"), "model._target_=kit.parts.own.Compiling", "batch_size=16", f"strategy={strategy}")
     plain = run(tmp_path / "plain", *line, "max_steps=6", ranks=2)
-    compiled: list[dict[str, str]] = [{"COMPILED": "1"}, {}]
-    for cut, (before, after) in {"one": compiled, "other": compiled[::-1]}.items():
-        run(tmp_path / cut, *line, "max_steps=3", env=before, ranks=2)
-        resumed = run(tmp_path / cut, *line, "max_steps=6", env=after, ranks=2)
-        assert resumed.sha256 == plain.sha256 and resumed.weights.keys() == plain.weights.keys()
+    run(tmp_path / "cut", *line, "max_steps=2", env={"COMPILED": "1"}, ranks=2)
+    for steps, env in ((4, {}), (6, {"COMPILED": "1"})):
+        resumed = run(tmp_path / "cut", *line, f"max_steps={steps}", env=env, ranks=2)
+        assert steps < 6 or (resumed.sha256 == plain.sha256 and resumed.weights.keys() == plain.weights.keys())
 
 
 def make_shards(root):
@@ -657,7 +656,7 @@ def test_submit_without_slurm(tmp_path):
 # Examples
 
 
-@pytest.mark.nightly(but=["stream-stream-<lambda>"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name, experiment, measured",
     [

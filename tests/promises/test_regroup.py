@@ -76,12 +76,14 @@ def test_agents_that_were_starved_while_another_formed_a_round_train_with_it(tmp
         first = [cluster.start(), cluster.start()]
         cluster.until(lambda: cluster.world_size() == 2, "both")
         cluster.reach(15)
+        cluster.pace(0.5)  # the ranks train on, and need not take the processors from the third
         send(signal.SIGSTOP, *(agent.pid for agent in first))
         cluster.start()
         cluster.until(lambda: "of this job waits for the run" in cluster.log, "wait of the third", timeout_s=150)
         send(signal.SIGCONT, *(agent.pid for agent in first))
         cluster.until(lambda: cluster.world_size() == 3, "all three", timeout_s=240)
         assert all(agent.poll() is None for agent in cluster.agents), cluster.log
+        cluster.pace(0.05)
         at = cluster.step()
         cluster.reach(at + 10)
         for agent in cluster.agents:

@@ -76,8 +76,6 @@ def far(kinds, strategies, micro, steps):
         for name in strategies:
             for size in micro:
                 more = (*STRATEGIES[name], *([f"micro_batch_size={size}"] if size else []))
-                if name != "ddp" and here.size == 1 and name != "slices":
-                    continue
                 trained = Trained(here, *line(kind), *EMPTY.get(kind, ()), *more)
                 first = copy.deepcopy(whole(trained.strategy.weights()))
                 expected = by_hand(trained, first, steps)
@@ -91,11 +89,13 @@ def far(kinds, strategies, micro, steps):
 
 @pytest.mark.nightly(but=["2 in threes"])
 @pytest.mark.parametrize(
-    "ranks, micro", [(1, MICRO), (2, MICRO), (3, MICRO), (2, (3,))], ids=["1", "2", "3", "2 in threes"]
+    "ranks, micro, strategies",
+    [(1, MICRO, ["ddp", "slices"]), (2, MICRO, [*STRATEGIES]), (3, MICRO, [*STRATEGIES]), (2, (3,), ["ddp", "fsdp"])],
+    ids=["1", "2", "3", "2 in threes"],
 )
-def test_the_weights_are_those_of_the_full_batch_in_one_process(ranks, micro):
-    found = on_ranks(far, ranks, list(KINDS), list(STRATEGIES), micro, 20)[0]
-    assert len(found) == len(KINDS) * len(micro) * (2 if ranks == 1 else len(STRATEGIES))
+def test_the_weights_are_those_of_the_full_batch_in_one_process(ranks, micro, strategies):
+    found = on_ranks(far, ranks, list(KINDS), strategies, micro, 20)[0]
+    assert len(found) == len(KINDS) * len(micro) * len(strategies)
     assert not {case: distance for case, distance in found.items() if not distance < 1e-6}
 
 
