@@ -264,8 +264,8 @@ class Tracked:
         return next((name for name in self._frozen_again if not self.named[name].requires_grad), "")
 
     def frozen(self) -> list[str]:
-        """Return the names of the parameters that are not trained, sorted."""
-        return sorted(name for name, parameter in self.named.items() if not parameter.requires_grad)
+        """Return the names of the parameters that are not trained."""
+        return [name for name, parameter in self.named.items() if not parameter.requires_grad]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the modules' parameters and buffers by name."""
