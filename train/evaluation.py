@@ -19,10 +19,9 @@ from muster.train.config.keys import Config
 from muster.train.config.parts import locate
 from muster.train.data.batches import micro_batches
 from muster.train.data.load import Data
-from muster.train.objectives.measure import Measures, means_of_slices
+from muster.train.objectives.measure import SEEN, Measures, means_of_slices
 from muster.train.strategies.base import Strategy
 
-SEEN = "samples"
 EVAL_BATCH = 256
 
 
@@ -72,8 +71,7 @@ def measure(
     if not begin():
         return None
     sums = world.sum_named({key: float(value) for key, value in totals.items()})
-    seen = int(sums.pop(SEEN))
-    return means_of_slices(sums, count=seen) | measures.compute(world)
+    return means_of_slices(sums, count=plan.samples_before(len(steps))) | measures.compute(world)
 
 
 def samples_of(config: Config, test: Any) -> int:

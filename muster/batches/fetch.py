@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -204,15 +204,14 @@ class Fetch(Dataset[Any]):
         """Return the batch of the samples, and count those that a function of the user's has left out: they are None."""
         batch = (self.collate or default_collate)(samples)
         if self.collate and (missing := sum(sample is None for sample in samples)):
-            rows = next(
-                (len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None
-            )
-            if not rows or rows not in (len(samples), len(samples) - missing):
+            lengths = lengths_in(batch)
+            is_filled = len(samples) in lengths and len(samples) - missing not in lengths
+            if missing == len(samples) and not is_filled:
                 raise DataError(
-                    f"{missing} of {len(samples)} samples are None, and loader.collate_fn{defined(self.collate, '__call__')} makes a batch of {rows} of "
-                    "them: leave out these and no others, and not all; loader.on_bad_sample=skip takes the next sample in place of a None"
+                    f"all {missing} samples of a micro-batch are None, and nothing is left of it{defined(self.collate, '__call__')}: take larger "
+                    "micro-batches, or give other samples in place of those"
                 )
-            self._left_out += len(samples) - rows
+            self._left_out += 0 if is_filled else missing
         return batch
 
     def _collated(self, samples: list[Any]) -> Any:
@@ -294,6 +293,15 @@ class Fetch(Dataset[Any]):
             raise DataError(
                 f"{len(self.bad)} samples cannot be read, more than loader.max_bad_samples={self.max_bad}: the last is {index}: {reason}"
             ) from error
+
+
+def lengths_in(batch: Any) -> set[int]:
+    """Return the lengths of a batch's tensors, and of the lists or tuples that it consists of."""
+    parts = (
+        [*batch.values()] if isinstance(batch, Mapping) else list(batch) if isinstance(batch, list | tuple) else [batch]
+    )
+    tensors = [each for each in pytree.tree_leaves(parts) if isinstance(each, torch.Tensor) and each.dim()]
+    return {len(each) for each in [*tensors, *(each for each in parts if isinstance(each, list | tuple))]}
 
 
 def same(dataset: Any, indices: list[int], samples: list[Any]) -> bool:

@@ -33,6 +33,8 @@ AHEAD_BYTES = 4 << 20
 class Batch:
     """A micro-batch on the device. `count` of its samples count (see plan.MicroBatch), out of `total` in the step.
 
+    planned: `count` with those that were left out of it; None: there are none.
+
     own: what its mean loss is over, a number or a tensor [], if this is not samples. of: returns what the global batch has of
         that; it may wait for other ranks.
     """
@@ -44,11 +46,17 @@ class Batch:
     slice: int = 0
     own: Any = None
     of: Callable[[], Any] | None = None
+    planned: int | None = None
+
+    @property
+    def part(self) -> float:
+        """The part of the step's planned samples that are planned for this micro-batch."""
+        return (self.count if self.planned is None else self.planned) / self.total
 
     @property
     def share(self) -> Any:
         """The weight of the micro-batch's mean loss in that of the step, a number or a tensor []."""
-        return ratio(self.own, self.of()) if self.of else self.count / self.total
+        return ratio(self.own, self.of()) if self.of else self.part
 
 
 def ratio(count: Any, total: Any) -> Any:
@@ -113,8 +121,8 @@ def _micro_batches(fetched: Iterable[Any], plan: Plan, steps: range, config: Loa
         total = plan.count(step)
         cuts = config.share.cuts(total)
         yield [
-            Batch(inputs, targets, count, total, number)
-            for (number, *_), (inputs, targets, count) in zip(cuts, islice(fetched, len(cuts)), strict=True)
+            Batch(inputs, targets, count, total, number, planned=end - begin)
+            for (number, begin, end), (inputs, targets, count) in zip(cuts, islice(fetched, len(cuts)), strict=True)
         ]
 
 

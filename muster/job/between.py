@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -27,12 +26,6 @@ class Between:
         self._optimizers, self._names = optimizers, names
         self._stepped, self._begun = set[str](), set[str]()
         self._idle = set[str]()  # a fresh or restored optimizer has no gradients
-        self._used: dict[str, dict[Tensor, tuple[ref[Tensor], int] | None]] = {}
-        """By optimizer, the gradients of its last step, and their versions."""
-        self._left: dict[str, list[tuple[Tensor, ref[Tensor]]]] = {}
-        """By optimizer, those that a backward pass has added to since: another optimizer's loss, or the next step's own."""
-        self._discards = set[str]()
-        """The optimizers whose gradients of this kind the loop has thrown away before their next step."""
         for name, optimizer in optimizers.items():
             if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of other libraries have none
                 optimizer.register_step_pre_hook(partial(self._begin, name))
@@ -40,30 +33,16 @@ class Between:
 
     def count(self) -> None:
         """Count a step of the job."""
-        self._left = {name: left for name in self._stepped if (left := [*self._changed(name)])}
         self._idle, self._stepped = self._optimizers.keys() - self._stepped, set()
 
-    def _changed(self, name: str) -> Iterator[tuple[Tensor, ref[Tensor]]]:
-        for parameter, used in self._used.get(name, {}).items():
-            grad = parameter.grad
-            if grad is not None and (used is None or grad is not used[0]() or grad._version != used[1]):
-                yield parameter, ref(grad)
-
     def _begin(self, name: str, _: object, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        if left := self._left.pop(name, None):
-            is_kept = any(parameter.grad is not None and parameter.grad is grad() for parameter, grad in left)
-            self._discards = self._discards - {name} if is_kept else self._discards | {name}
         has_closure = any(
             map(callable, (*given[1:], *named.values()))
         )  # which makes the pass of the step, before any change
         if not has_closure:
             self._begun.add(name)
 
-    def _end(self, name: str, optimizer: Optimizer, *_: object) -> None:
-        trained = (each for group in optimizer.param_groups for each in group["params"])
-        self._used[name] = {
-            each: (ref(each.grad), each.grad._version) if each.grad is not None else None for each in trained
-        }
+    def _end(self, name: str, *_: object) -> None:
         self._begun.discard(name)
         self._stepped.add(name)
 
@@ -80,11 +59,7 @@ class Between:
             )
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that are yet to be used, by parameter.
-
-        They are those of optimizers which made no step in the last one, and those that came after a step, unless the loop was seen
-        to throw these away.
-        """
+        """Return the gradients that optimizers which made no step in the last one still accumulate, by parameter."""
         return {
             name: parameter.grad.to_local() if in_pieces(parameter.grad) else parameter.grad
             for name, parameter in self._pending()
@@ -117,17 +92,6 @@ class Between:
         for name in sorted(self._idle):
             for group in self._optimizers[name].param_groups:
                 yield from ((self._names[parameter], parameter) for parameter in group["params"])
-        for name in sorted(self._left.keys() - self._idle - self._discards):
-            left = (
-                (each, each.grad) for each, grad in self._left[name] if each.grad is not None and each.grad is grad()
-            )
-            yield from ((self._names[each], each) for each, grad in left if not _is_zero(grad))
-
-
-def _is_zero(grad: Any) -> bool:
-    """Return True for a gradient that a loop has set to zero, as far as this rank's piece shows."""
-    own = grad.to_local() if in_pieces(grad) else grad
-    return own.layout is torch.strided and not bool(own.any())
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 def as_saved(modules: Iterable[nn.Module], world: World) -> Iterator[None]:
     """Give all ranks rank 0's buffers, which are those of model.pt, where they differ, and back each rank's own on exit. Collective.
 
-    After a step, the batch-norm statistics of the ranks differ.
+    After a step, the batch-norm statistics of the ranks differ. What is changed meanwhile stays.
     """
     found = {id(each): each for module in modules for each in _saved_buffers(module)} if world.size > 1 else {}
     buffers = [*found.values()]
@@ -96,14 +96,16 @@ def as_saved(modules: Iterable[nn.Module], world: World) -> Iterator[None]:
     apart = [buffer for number, buffer in enumerate(buffers) if len({each[number] for each in digests}) > 1]
     own = [buffer.clone() for buffer in apart]
     for buffer in apart:
-        theirs = buffer.cpu().contiguous()
-        dist.broadcast(theirs, 0, group=world.group)
+        theirs = buffer.detach().cpu().contiguous().clone()
+        dist.broadcast(theirs.flatten().view(torch.uint8), 0, group=world.group)
         buffer.copy_(theirs)
+    versions = [buffer._version for buffer in apart]
     try:
         yield
     finally:
-        for buffer, before in zip(apart, own, strict=True):
-            buffer.copy_(before)
+        for buffer, before, version in zip(apart, own, versions, strict=True):
+            if buffer._version == version:
+                buffer.copy_(before)
 
 
 def _saved_buffers(module: nn.Module) -> Iterator[Tensor]:

@@ -296,7 +296,7 @@ class Job(JobOptions):
         """
         session, began = self._between_steps("evaluate()"), time.perf_counter()
         session.tracked.between.refuse("evaluate()")
-        with session.clock.spending("evaluation"):
+        with session.clock.spending("evaluation"), session.evaluating():
             values = evaluate(
                 dataset,
                 measure,

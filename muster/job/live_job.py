@@ -80,7 +80,7 @@ class LiveJob(HandOver):
         self._left_to_compare, self._has_buffers = FIRST, session.tracked.has_buffers
         self._common = _versions(buffers.values()) if len({digest for _, digest in told}) == 1 else []
         if self._has_buffers:
-            self._hooks = [each.register_forward_hook(self._after_forward) for each in session.tracked.modules.values()]
+            self._hooks = [each.register_forward_hook(self.note_buffers) for each in session.tracked.modules.values()]
         self._note()
         if not self.notes.modules:
             self.notes.modules = sorted(sys.modules)
@@ -113,8 +113,13 @@ class LiveJob(HandOver):
         own = {"totals": session.totals.own(), "noted": session.noted, "point": self._point}
         self._write(self._whole, own)
 
-    def _after_forward(self, *_: Any) -> None:
-        if self._session and _versions(self._session.tracked.buffers().values()) != self._noted:
+    def note_buffers(self, *_: Any) -> None:
+        """Note this rank's own buffers if they have changed, unless an evaluation uses rank 0's."""
+        if (
+            self._session
+            and not self._session.is_evaluating
+            and _versions(self._session.tracked.buffers().values()) != self._noted
+        ):
             self._write(self._whole + 1, {})
 
     def _write(self, number: int, facts: dict[str, Any]) -> None:

@@ -22,6 +22,8 @@ from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.errors import ConfigError
 
+LOOKED_AT = 8
+"""Number of elements of a tensor that are compared beside the sum of its bits."""
 TOLERANCE = 1e-3
 """The largest difference by rounding, as on hosts with different processors, in parts of the largest element."""
 
@@ -115,12 +117,12 @@ def check_replicas(named: Mapping[str, Tensor], world: World, *, tolerance: floa
 def first_apart(named: Mapping[str, Tensor], world: World, *, tolerance: float = 0.0) -> str:
     """Return the first of the replicated tensors that differs from rank 0's; empty if none does. Collective.
 
-    A sum of each tensor's bits is compared, and where it differs, the elements: of an embedding only some rows may differ.
+    A sum of each tensor's bits and some elements are compared, and where they differ, all: of an embedding only some rows may differ.
     """
     if world.size == 1:
         return ""
     own = {name: each.detach() for name, each in named.items() if not in_pieces(each) and each.is_floating_point()}
-    sums = {name: [*each.shape, _sum_of_bits(each)] for name, each in own.items()}
+    sums = {name: [*each.shape, _bits(each)] for name, each in own.items()}
     if len({*world.gather(hashlib.sha256(repr(sums).encode()).hexdigest())}) == 1:
         return ""
     first: dict[str, list[int]] = world.broadcast(sums)
@@ -129,10 +131,10 @@ def first_apart(named: Mapping[str, Tensor], world: World, *, tolerance: float =
     if world.lowest(bool(lone)) is not None:
         return lone[0] if lone else ""
     apart = {name for names in world.gather([each for each in sums if sums[each] != first[each]]) for name in names}
-    for name in filter(apart.__contains__, own):
+    for name in sorted(apart):
         mine = own[name].cpu().contiguous()
         of_first = mine.clone()
-        dist.broadcast(of_first, 0, group=world.group)
+        dist.broadcast(of_first.view(torch.uint8), 0, group=world.group)
         largest = of_first.double().abs().max()
         is_apart = bool(((mine.double() - of_first.double()).abs() > tolerance * largest).any())
         if world.lowest(is_apart) is not None:
@@ -140,9 +142,15 @@ def first_apart(named: Mapping[str, Tensor], world: World, *, tolerance: float =
     return ""
 
 
-def _sum_of_bits(tensor: Tensor) -> int:
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(tensor.contiguous().view(kinds[tensor.element_size()]).sum(dtype=torch.int64)) if tensor.numel() else 0
+def _bits(tensor: Tensor) -> list[Any]:
+    """Return the sum of a tensor's bits, in words of 64 as far as they go, and some of its elements: a sum knows no order."""
+    flat = tensor.contiguous().flatten()
+    if not flat.numel():
+        return []
+    octets = flat.view(torch.uint8)
+    words = len(octets) // 8 * 8
+    total = int(octets[:words].view(torch.int64).sum()) + int(octets[words:].sum())
+    return [total, flat[:: max(1, flat.numel() // LOOKED_AT)][:LOOKED_AT].double().tolist()]
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

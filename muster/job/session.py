@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -107,7 +108,7 @@ class Session:
         self.world, self.folder = entrance.world, entrance.folder
         self.totals, self.clock, self.noted = Totals(self.world), Clock(), dict[str, float]()
         self.feed: Feed | None = None
-        self.is_open = False
+        self.is_open = self.is_evaluating = False
         saved = self.folder.saved
         self.reached = Reached(saved.step, int(saved.manifest.get("samples", 0))) if saved else Reached()
         seed_generators(key_of(options.seed, self.world.rank, self.reached.step), on_device=True)
@@ -462,6 +463,17 @@ class Session:
                 f"restart; build it in the function that run() calls",
                 rank=rank,
             )
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let nobody take the modules' buffers for this rank's own in this context: an evaluation is by rank 0's."""
+        self.is_evaluating = True
+        try:
+            yield
+        finally:
+            self.is_evaluating = False
+            if self.entrance.kept:
+                self.entrance.kept.note_buffers()
 
     def see_batch(self, batch: Any) -> None:
         """Note the first batch of a loader of the loop's own if all ranks have the same. Collective: every rank must call it."""

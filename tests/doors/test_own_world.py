@@ -19,6 +19,7 @@ from torch import nn
 from muster.train.config.keys import Precision
 from muster.train.config.parts import Part
 from muster.train.data.shards import Shards
+from muster.train.models.prepare import compiled_in_place
 from muster.train.optim.build import build_optimizer
 from muster.train.optim.schedule import build_schedule
 
@@ -133,6 +134,15 @@ def test_a_compiled_layer_leaves_no_trace_in_names(tmp_path, strategy):
     for steps, env in ((4, {}), (6, {"COMPILED": "1"})):
         resumed = run(tmp_path / "cut", *line, f"max_steps={steps}", env=env, ranks=2)
         assert steps < 6 or (resumed.sha256 == plain.sha256 and resumed.weights.keys() == plain.weights.keys())
+
+
+@pytest.mark.unit
+def test_a_compiled_layer_with_hooks_of_its_own_keeps_them():
+    layer = torch.compile(nn.Linear(2, 2), backend="eager")
+    layer.register_forward_hook(lambda module, inputs, output: output * 10)
+    model, inputs = nn.Sequential(layer), torch.ones(1, 2)
+    before = model(inputs)
+    assert torch.equal(compiled_in_place(model)(inputs), before)
 
 
 def make_shards(root):

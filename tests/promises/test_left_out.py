@@ -1,14 +1,18 @@
 """Samples that are left out of a batch do not count: the loss and the metrics are means over those that are in it."""
 
 import copy
+from collections import UserDict
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
 from kit.job import evaluated, run
-from kit.parts.holes import Holes, Line, Squares, left_out
+from kit.parts.holes import Holes, Line, Squares, filled, left_out
 from kit.ranks import on_ranks
 
+from muster.batches.fetch import Fetch, unsplit
+from muster.plan import MicroBatch
 from muster.train.objectives.classification import Classification
 from muster.train.objectives.measure import Measures
 
@@ -36,6 +40,36 @@ def right(weights):
     return {name: float(value) / len(points) for name, value in Squares().metrics(model(points), sums).items()}
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "collate, left",
+    [
+        (left_out, 8),
+        (filled, 12),
+        (lambda samples: tuple(zip(*(torch.zeros(12, 5) if one else one for one in samples if one), strict=True)), 8),
+        (lambda samples: UserDict(x=torch.zeros(8, 3)), 8),
+        (lambda samples: "something else", 8),
+    ],
+)
+def test_what_is_left_is_counted_whatever_a_batch_is_made_of(collate, left):
+    fetch = Fetch(Holes(), seed=0, collate=collate, adapter=unsplit)
+    assert fetch.__getitems__(MicroBatch(0, np.arange(12), 12))[2] == left
+
+
+def test_ranks_that_step_alone_weigh_what_is_left_to_them(tmp_path):
+    """Of eight samples a rank has six and one four: by its own mean each moves a bias whose gradient is 1 by the rate."""
+    line = (
+        *LINE[:1],
+        f"model._target_={PARTS}.Line",
+        f"objective._target_={PARTS}.rises",
+        f"loader.collate_fn={PARTS}.left_out",
+    )
+    alone = ("strategy=local_sgd", "strategy.warm_up_steps=0", "strategy.every_steps=1", "seed=2")
+    more = (*LINE[3:], *alone, "max_steps=1", "eval.every_steps=off")
+    first, moved = (run(tmp_path / rate, *line, *more, f"optimizer.lr={rate}", ranks=2).weights for rate in ("0", "1"))
+    assert float(first["bias"] - moved["bias"]) == pytest.approx(1.0, rel=1e-6)
+
+
 @pytest.mark.parametrize("ranks, more", [(None, ()), (2, ("micro_batch_size=5",))])
 def test_a_collate_function_may_leave_out_what_is_none(tmp_path, ranks, more):
     line = (*LINE, f"loader.collate_fn={PARTS}.left_out", "max_steps=1", *more)
@@ -48,6 +82,12 @@ def test_a_collate_function_may_leave_out_what_is_none(tmp_path, ranks, more):
     assert max(float((result.weights[name] - value).abs().max()) for name, value in expected.items()) < 1e-6
     found = {name: value for name, value in result.lines("eval")[-1].items() if name in ("loss", "near")}
     assert found == pytest.approx(right(result.weights), rel=1e-6)
+    near = run(tmp_path / "train", *line, "optimizer.lr=0", "log.train_metrics=true", ranks=ranks).lines("train")[0][
+        "near"
+    ]
+    model.load_state_dict(first)
+    points, sums = Holes().whole()
+    assert near == pytest.approx(float(Squares().metrics(model(points), sums)["near"]) / len(points))
 
 
 def test_a_sample_that_does_not_count_moves_no_statistics(tmp_path):

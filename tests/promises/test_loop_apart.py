@@ -33,3 +33,34 @@ def test_an_evaluation_is_one_of_the_model_that_is_saved(tmp_path):
     saved.load_state_dict(torch.load(tmp_path / "run/model.pt", weights_only=True))
     data = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     assert found == pytest.approx([float(saved.eval()(data).pow(2).mean().detach())] * 2, abs=1e-6)
+
+
+def permuted(rank):
+    """The same values in another order."""
+    return torch.eye(64)[torch.randperm(64, generator=torch.Generator().manual_seed(rank))]
+
+
+def found_apart(tolerance):
+    from kit.stepping import world
+
+    from muster.job.replicas import first_apart
+
+    here = world()
+    one_row = torch.zeros(500, 3)
+    one_row[77] += 1e-3 * here.rank
+    near = torch.ones(40) * (1 + 1e-5 * here.rank)
+    cases = {
+        "permuted": permuted(here.rank),
+        "one_row": one_row,
+        "near": near,
+        "alike": torch.ones(7, dtype=torch.float16),
+        "none": torch.ones(0),
+    }
+    return {name: first_apart({name: tensor}, here, tolerance=tolerance) for name, tensor in cases.items()}
+
+
+@pytest.mark.parametrize("tolerance, near", [(0.0, "near"), (1e-3, "")])
+def test_any_difference_between_ranks_is_seen(tolerance, near):
+    first, second = on_ranks(found_apart, 2, tolerance)
+    assert not any(first.values())
+    assert second == {"permuted": "permuted", "one_row": "one_row", "near": near, "alike": "", "none": ""}

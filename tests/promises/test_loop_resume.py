@@ -34,8 +34,6 @@ def digests(request, tmp_path_factory):
         "a_stream_with_a_shuffle_buffer",
         "a_sampler_that_shuffles_on",
         "closures",
-        "two_losses",
-        "late_steps",
         "a_metric",
         "a_stream_that_shuffles",
         "set_epoch_in_a_sampler",

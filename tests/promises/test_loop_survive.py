@@ -51,6 +51,16 @@ IN_PLACE = {
 }
 
 
+def test_a_rank_that_dies_after_an_evaluation_keeps_its_own_statistics(tmp_path):
+    whole, killed = (
+        trained(tmp_path / name, 2, kill, script="evaluated")
+        for name, kill in (("whole", ""), ("killed", "evaluated@5:1"))
+    )
+    assert [line["step"] for line in killed.events("survived")] == [5], killed.out
+    told = [sorted(line for line in each.out.splitlines() if "statistics of rank" in line) for each in (whole, killed)]
+    assert len(told[0]) == 2 and told[0] == told[1]
+
+
 @pytest.mark.nightly(but=["first"])
 @pytest.mark.parametrize("which", IN_PLACE)
 def test_a_rank_that_dies_before_its_sum_costs_nothing(tmp_path, undisturbed, which):

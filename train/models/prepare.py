@@ -15,6 +15,7 @@ from muster.train.models.frozen import keep_in_evaluation
 from muster.train.patterns import matches
 
 MOST_PATTERNS = 8
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def prepared(
@@ -58,7 +59,8 @@ def prepared(
 def compiled_in_place(model: nn.Module) -> nn.Module:
     """Return the model with each wrapper of torch.compile replaced by its module, compiled as by `nn.Module.compile`.
 
-    The wrapper puts `_orig_mod.` into the names of weights, which then are not those of the model without it.
+    The wrapper puts `_orig_mod.` into the names of weights, which then are not those of the model without it. One with hooks of its own
+    stays.
     """
     for module in [*model.modules()]:
         for name, child in module._modules.items():
@@ -68,7 +70,7 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
 
 
 def _unwrapped(module: Any) -> Any:
-    while type(module).__name__ == COMPILED:
+    while type(module).__name__ == COMPILED and not any(vars(module).get(each) for each in HOOKS):
         wrapper, module = module, module._orig_mod
         module._compiled_call_impl = wrapper.dynamo_ctx(module._call_impl)
     return module

@@ -182,38 +182,6 @@ def closures(job):
     return {"model": model, "optimizer": optimizer}
 
 
-def two_losses(job):
-    """A generator and a critic: each drops its gradients right after its step, so that those of the other's loss are left to it."""
-    one, other = (DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))) for _ in range(2))
-    first, second = (torch.optim.Adam(each.parameters(), 1e-2) for each in (one, other))
-    job.track(model=one, critic=other, first=first, second=second)
-    for x, _ in planned(job):
-        made = one(x)
-        (other(made.detach()).pow(2).mean() - other(x).mean()).backward()
-        second.step()
-        second.zero_grad()
-        loss = other(made).mean()
-        loss.backward()
-        first.step()
-        first.zero_grad()
-        job.step(loss=loss)
-    return {"model": one, "critic": other, "first": first, "second": second}
-
-
-def late_steps(job):
-    """The gradients of a batch are used before the next one's are computed."""
-    model = DistributedDataParallel(nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    job.track(model=model, optimizer=optimizer)
-    for x, y in planned(job):
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        job.step(loss=loss)
-    return {"model": model, "optimizer": optimizer}
-
-
 def a_metric(job):
     """The sums of a metric are of each rank's own samples, and neither parameters nor buffers."""
     model = DistributedDataParallel(nn.Linear(4, 2))
@@ -255,8 +223,6 @@ LOOPS = {
     "buffers_that_are_not_saved": lambda job: train(job, planned, model=Unsaved()),
     "accumulation_over_steps": lambda job: train(job, planned, every=4),
     "closures": closures,
-    "two_losses": two_losses,
-    "late_steps": late_steps,
     "a_metric": a_metric,
     "a_stream_that_shuffles": lambda job: train(job, lambda job: planned(job, Stream())),
     "a_sampler_in_a_sampler": loaded(

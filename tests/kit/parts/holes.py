@@ -44,6 +44,11 @@ class Squares:
         return {"loss": ((outputs - targets) ** 2).sum(), "near": ((outputs - targets).abs() < 2).sum()}
 
 
+def rises(outputs, targets):
+    """A mean whose gradient is 1 for the bias."""
+    return outputs.mean()
+
+
 def left_out(samples):
     return torch.utils.data.default_collate([sample for sample in samples if sample is not None])
 

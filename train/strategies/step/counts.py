@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,16 +100,13 @@ class Counts:
             self._refuse_unlike(batches, own)
             return list(batches)
         if alone:
-            mine, share = sum(own), sum(batch.count for batch in batches) / batches[0].total
+            mine, share = sum(own), sum(batch.part for batch in batches)
             whole = mine / share if share else 0.0
             self._total, self._own = Total(lambda: whole), lambda: mine
         else:
             self._total, self._own = Total(self._later(batches, own), self._within), None
         total = self._total
-        return [
-            Batch(each.inputs, each.targets, each.count, each.total, each.slice, mine, total)
-            for each, mine in zip(batches, own, strict=True)
-        ]
+        return [replace(each, own=mine, of=total) for each, mine in zip(batches, own, strict=True)]
 
     def _of(self, batch: Batch) -> Any:
         if self._count is None:

@@ -24,7 +24,7 @@ from muster.train.config.keys import NonFinite, Precision
 from muster.train.models.frozen import needs_mode, set_mode
 from muster.train.objectives.counted import count_of, weighed
 from muster.train.objectives.loss import loss_of
-from muster.train.objectives.measure import sums
+from muster.train.objectives.measure import SEEN, sums
 from muster.train.optim.schedule import follow
 from muster.train.strategies import state as flat
 from muster.train.strategies.base import Recipe, StepResult, Strategy
@@ -235,7 +235,7 @@ class OptimizerStep:
     def _measure(self, outputs: Any, batch: Batch, loss: Tensor) -> None:
         """Add the metrics of a training micro-batch to those of the step."""
         with torch.no_grad():
-            found = self._sums(outputs, batch, loss)
+            found = {**self._sums(outputs, batch, loss), SEEN: torch.tensor(batch.count)}
         for name, value in found.items() if batch.count and self._speaks else ():
             key = f"{batch.slice:08d}/{name}" if self.recipe.slices else name
             self._measured[key] = self._measured.get(key, 0) + value.detach().double()

@@ -1,0 +1,31 @@
+"""Each rank has batch-norm statistics of its own, and evaluates by rank 0's in the loop's body: `python evaluated.py FOLDER`."""
+
+import sys
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import muster
+from kit.faults import fault
+
+INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+
+
+def main(job):
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    model = DistributedDataParallel(net, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    job.track(model=model, optimizer=optimizer)
+    for x in job.batches(INPUTS, batch_size=8, epochs=1):
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        job.step(loss=loss)
+        job.evaluate(INPUTS, lambda x: {"mean": net(x)[:, 0]}, batch_size=16)
+        fault("evaluated", job.steps_done)
+    print(f"statistics of rank {job.rank}: {net[0].running_mean.tolist()}", flush=True)
+
+
+if __name__ == "__main__":
+    muster.Job(sys.argv[1], save_every=20, log_every=100, tensorboard=False, timeout_s=20).run(main)
