@@ -63,6 +63,7 @@ class LiveJob(HandOver):
         self._hooks: list[RemovableHandle] = []
         self._plain: dict[str, Any] = {}
         self._versions: list[tuple[int, int]] = []
+        self._has_gradients = False
         self._noted: list[tuple[int, int]] = []
         self._has_buffers = self._is_lost = False
 
@@ -110,6 +111,7 @@ class LiveJob(HandOver):
         session, parameters = self._session, self._session.tracked.parameters()
         self._whole, self.notes.whole = 2 * session.reached.step, session.reached.step
         self._versions, self._plain, self._point = _versions(parameters), session.tracked.plain(), _point(parameters)
+        self._has_gradients = bool(session.tracked.between.gradients())
         own = {"totals": session.totals.own(), "noted": session.noted, "point": self._point}
         self._write(self._whole, own)
 
@@ -169,7 +171,7 @@ class LiveJob(HandOver):
         """Return True if the state is that of the end of a step."""
         between, parameters = session.tracked.between, session.tracked.parameters()
         is_changed = self._versions != _versions(parameters) or self._point != _point(parameters)
-        return not (is_changed or session.is_within or between.is_within() or between.gradients())
+        return not (is_changed or session.is_within or between.is_within() or self._has_gradients)
 
     def _state_of(self, tracked: Tracked) -> dict[str, Any]:
         # Copies: modules may outlive the function, and be built upon again. A body may have changed rates before its sum.

@@ -298,6 +298,7 @@ class Session:
             self._has_looked = True
             if name := self.tracked.frozen_again():
                 self.running.records.event("note", text=FROZEN.format(name=name))
+        self.tracked.between.end_step()
         if self.entrance.kept:
             self.entrance.kept.end_step(self)
         self.is_within = False

@@ -35,6 +35,9 @@ def digests(request, tmp_path_factory):
         "a_sampler_that_shuffles_on",
         "closures",
         "a_metric",
+        "two_losses",
+        "late_steps_of_replaced_gradients",
+        "late_steps_after_the_count",
         "a_stream_that_shuffles",
         "set_epoch_in_a_sampler",
     ]

@@ -61,6 +61,17 @@ def test_a_rank_that_dies_after_an_evaluation_keeps_its_own_statistics(tmp_path)
     assert len(told[0]) == 2 and told[0] == told[1]
 
 
+@pytest.mark.nightly(but=["zeros"])
+@pytest.mark.parametrize("form", ["none", "zeros"])
+def test_gradients_that_the_loop_throws_away_stand_in_no_way(tmp_path, form):
+    whole, killed = (
+        trained(tmp_path / name, 2, kill, script="critic", FORM=form)
+        for name, kill in (("whole", ""), ("killed", "forward@5:1"))
+    )
+    assert [line["step"] for line in killed.events("survived")] == [5], killed.out
+    assert killed.sha256 == whole.sha256 and not killed.events("resume")
+
+
 @pytest.mark.nightly(but=["first"])
 @pytest.mark.parametrize("which", IN_PLACE)
 def test_a_rank_that_dies_before_its_sum_costs_nothing(tmp_path, undisturbed, which):

@@ -182,6 +182,48 @@ def closures(job):
     return {"model": model, "optimizer": optimizer}
 
 
+def two_losses(job, zeroes="after", **how):
+    """A generator and a critic, whose gradients are dropped right `after` its step, so that the other's loss leaves some, or `before`."""
+    one, other = (
+        DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), **how) for _ in range(2)
+    )
+    first, second = (torch.optim.Adam(each.parameters(), 1e-2) for each in (one, other))
+    job.track(model=one, critic=other, first=first, second=second)
+    for x, _ in planned(job):
+        made = one(x)
+        if zeroes == "before":
+            second.zero_grad(set_to_none=False)
+        (other(made.detach()).pow(2).mean() - other(x).mean()).backward()
+        second.step()
+        if zeroes == "after":
+            second.zero_grad()
+        loss = other(made).mean()
+        loss.backward()
+        first.step()
+        first.zero_grad()
+        job.step(loss=loss)
+    return {"model": one, "critic": other, "first": first, "second": second}
+
+
+def late_steps(job, replaces=False, counts_first=False):
+    """The gradients of a batch are used before the next one's are computed."""
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    job.track(model=model, optimizer=optimizer)
+    for x, y in planned(job):
+        for each in model.parameters() if replaces else ():
+            each.grad = None if each.grad is None else each.grad / 2
+        optimizer.step()
+        optimizer.zero_grad()
+        if counts_first:
+            job.step()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        if not counts_first:
+            job.step(loss=loss)
+    return {"model": model, "optimizer": optimizer}
+
+
 def a_metric(job):
     """The sums of a metric are of each rank's own samples, and neither parameters nor buffers."""
     model = DistributedDataParallel(nn.Linear(4, 2))
@@ -224,6 +266,12 @@ LOOPS = {
     "accumulation_over_steps": lambda job: train(job, planned, every=4),
     "closures": closures,
     "a_metric": a_metric,
+    "two_losses": two_losses,
+    "two_losses_of_views": lambda job: two_losses(job, gradient_as_bucket_view=True),
+    "two_losses_that_are_zeroed": lambda job: two_losses(job, "before", gradient_as_bucket_view=True),
+    "late_steps": late_steps,
+    "late_steps_of_replaced_gradients": lambda job: late_steps(job, replaces=True),
+    "late_steps_after_the_count": lambda job: late_steps(job, counts_first=True),
     "a_stream_that_shuffles": lambda job: train(job, lambda job: planned(job, Stream())),
     "a_sampler_in_a_sampler": loaded(
         lambda data, job: DataLoader(

@@ -1,0 +1,35 @@
+"""A generator and a critic, whose gradients are dropped before its pass: `python critic.py FOLDER`. FORM: `none` or `zeros`."""
+
+import os
+import sys
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import muster
+from kit.faults import fault
+
+INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+
+
+def main(job):
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    critic = DistributedDataParallel(torch.nn.Linear(4, 1), gradient_as_bucket_view=True)
+    first, second = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, critic))
+    job.track(model=model, critic=critic, first=first, second=second)
+    for x in job.batches(INPUTS, batch_size=8, epochs=1):
+        made = model(x)
+        second.zero_grad(set_to_none=os.environ["FORM"] == "none")
+        fault("forward", job.steps_done)
+        (critic(made.detach()).mean() - critic(x).mean()).backward()
+        second.step()
+        loss = critic(made).pow(2).mean()
+        loss.backward()
+        first.step()
+        first.zero_grad(set_to_none=os.environ["FORM"] == "none")
+        job.step(loss=loss)
+
+
+if __name__ == "__main__":
+    muster.Job(sys.argv[1], save_every=20, log_every=100, tensorboard=False, timeout_s=20).run(main)
