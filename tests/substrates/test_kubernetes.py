@@ -90,12 +90,12 @@ def test_an_api_server_that_comes_back_is_not_missed(space, plain):
     )
 
 
-@pytest.mark.nightly(but=["pytorchjob"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_pods_deleted_and_evicted_in_the_middle_lose_nothing(space, plain, record_property, kind):
+@pytest.mark.nightly(but=["once"])
+@pytest.mark.parametrize("kind, times", [*((kind, 3) for kind in KINDS), ("pytorchjob", 1)], ids=[*KINDS, "once"])
+def test_pods_deleted_and_evicted_in_the_middle_lose_nothing(space, plain, record_property, kind, times):
     job = at_work(space, kind)
     assert job.nodes() == set(NODES), "spread, with one run folder"
-    for what, index, fault in (("deleted", 1, delete), ("deleted", 0, delete), ("evicted", 1, evict)):
+    for what, index, fault in (("deleted", 1, delete), ("deleted", 0, delete), ("evicted", 1, evict))[:times]:
         job.gather(timeout_s=90)  # an Indexed Job's back-off takes a while
         seconds = job.next_step(lambda: fault(job, index), timeout_s=240)  # noqa: B023
         record_property("measured", f"{kind}, pod {index} {what}: {seconds:.1f} s to the next step")
