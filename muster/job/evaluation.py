@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.batches.generators import kept_generators, key_of, seed_generators
@@ -17,7 +16,7 @@ from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.job.feed import at_least_one, is_loader, with_length
-from muster.job.replicas import digest_of
+from muster.job.replicas import digest_of, of_rank_0
 from muster.job.totals import check_names
 from muster.origin import described
 from muster.plan import Plan
@@ -96,9 +95,7 @@ def as_saved(modules: Iterable[nn.Module], world: World) -> Iterator[None]:
     apart = [buffer for number, buffer in enumerate(buffers) if len({each[number] for each in digests}) > 1]
     own = [buffer.clone() for buffer in apart]
     for buffer in apart:
-        theirs = buffer.detach().cpu().contiguous().clone()
-        dist.broadcast(theirs.flatten().view(torch.uint8), 0, group=world.group)
-        buffer.copy_(theirs)
+        buffer.copy_(of_rank_0(buffer, world))
     versions = [buffer._version for buffer in apart]
     try:
         yield

@@ -132,14 +132,18 @@ def first_apart(named: Mapping[str, Tensor], world: World, *, tolerance: float =
         return lone[0] if lone else ""
     apart = {name for names in world.gather([each for each in sums if sums[each] != first[each]]) for name in names}
     for name in sorted(apart):
-        mine = own[name].cpu().contiguous()
-        of_first = mine.clone()
-        dist.broadcast(of_first.view(torch.uint8), 0, group=world.group)
-        largest = of_first.double().abs().max()
-        is_apart = bool(((mine.double() - of_first.double()).abs() > tolerance * largest).any())
+        mine, of_first = own[name].cpu().double(), of_rank_0(own[name], world).double()
+        is_apart = bool(((mine - of_first).abs() > tolerance * of_first.abs().max()).any())
         if world.lowest(is_apart) is not None:
             return name if is_apart else ""
     return ""
+
+
+def of_rank_0(tensor: Tensor, world: World) -> Tensor:
+    """Return rank 0's values of a tensor that has the same shape on all ranks, on the CPU. Collective."""
+    values = tensor.detach().cpu().contiguous().flatten().clone()
+    dist.broadcast(values.view(torch.uint8), 0, group=world.group)  # as bytes: gloo does not support every dtype
+    return values.view(tensor.shape)
 
 
 def _bits(tensor: Tensor) -> list[Any]:

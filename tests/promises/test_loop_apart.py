@@ -53,6 +53,7 @@ def found_apart(tolerance):
         "permuted": permuted(here.rank),
         "one_row": one_row,
         "near": near,
+        "scalar": torch.tensor(1.0 + here.rank),
         "alike": torch.ones(7, dtype=torch.float16),
         "none": torch.ones(0),
     }
@@ -63,4 +64,11 @@ def found_apart(tolerance):
 def test_any_difference_between_ranks_is_seen(tolerance, near):
     first, second = on_ranks(found_apart, 2, tolerance)
     assert not any(first.values())
-    assert second == {"permuted": "permuted", "one_row": "one_row", "near": near, "alike": "", "none": ""}
+    assert second == {
+        "permuted": "permuted",
+        "one_row": "one_row",
+        "near": near,
+        "scalar": "scalar",
+        "alike": "",
+        "none": "",
+    }
