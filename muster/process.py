@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +34,8 @@ IO_BASE: Any = io.IOBase.__base__
 _launcher: int | None = None
 _is_first = True
 _is_keeper = False
+_frozen_files: list[weakref.ref[Any]] = []
+"""The files that were open when `freeze` was called."""
 
 
 def end(code: int) -> NoReturn:
@@ -85,11 +88,22 @@ def _end_deaf_children() -> None:
 
 def flush_files() -> None:
     """Write out what open files of this process hold back."""
-    gc.unfreeze()  # or those opened before are not seen
-    for each in [each for each in gc.get_objects() if issubclass(type(each), IO_BASE)]:
+    for each in [*(there() for there in _frozen_files), *_files()]:
         with contextlib.suppress(Exception):
             if not each.closed:
                 each.flush()
+
+
+def freeze() -> None:
+    """Leave what there is out of all collections of garbage: in a forked process they would copy it. Open files are still flushed."""
+    for each in _files():
+        with contextlib.suppress(TypeError):
+            _frozen_files.append(weakref.ref(each))
+    gc.freeze()
+
+
+def _files() -> list[Any]:
+    return [each for each in gc.get_objects() if issubclass(type(each), IO_BASE)]
 
 
 def collect_garbage() -> None:

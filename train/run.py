@@ -19,6 +19,7 @@ from muster.job.lifecycle import Lifecycle
 from muster.job.records import report
 from muster.job.running import Running, open_checkpoints
 from muster.job.survival import Survival, is_of_peer, note_why_not
+from muster.process import freeze
 from muster.timing.clock import Clock
 from muster.train.announce import announce
 from muster.train.callbacks.all import Callbacks
@@ -230,7 +231,7 @@ def open_run(
         if live:
             live.follow(run)
         if not gc.isenabled():
-            gc.freeze()  # imported modules live to the end: the collector need not scan them again
+            freeze()  # imported modules live to the end: the collector need not scan them again
             gc.enable()
         yield run, folder
     except RuntimeError as error:

@@ -11,7 +11,6 @@ died `most_per_hour` times within an hour: then its keeper ends as it did, and t
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -83,7 +82,7 @@ def keep(
     if store:
         _start(store, keeper)
         port.give_away()
-    gc.freeze()  # what was imported is not copied by a collection in a child
+    process.freeze()
     while True:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,6 +54,7 @@ def write_page(histories: Sequence[History], path: Path) -> Path:
     return path
 
 
+@cache
 def plotly() -> str:
     """Return Plotly's script from its installed package, compressed, in base64. Raises FileNotFoundError.
 

@@ -2,5 +2,8 @@
 
 import gc
 
+from muster.report.page import plotly
+
+plotly()  # compressed once for all reports
 gc.collect()
 gc.freeze()

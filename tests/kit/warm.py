@@ -32,6 +32,7 @@ PRELOADED = [
     "muster.train.run", "muster.job.job", "muster.train.strategies.ddp", "muster.train.strategies.fsdp", "muster.train.strategies.pipeline", "muster.train.strategies.zero",
     "muster.train.strategies.local_sgd", "muster.train.strategies.tensor_parallel", "muster.train.strategies.rpc.ddp_rpc", "muster.train.models.gpt",
     "torch._dynamo", "torch.distributed.elastic", "torchvision.transforms.v2", "sklearn.datasets", "rich.progress",
+    "tensorboard.summary.writer.record_writer", "tensorboard.compat.proto.event_pb2", "torch.utils.tensorboard.summary",
     "torch.distributed.run", "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
     "torch.distributed.elastic.agent.server.local_elastic_agent", "kit.frozen",
 ]  # fmt: skip
