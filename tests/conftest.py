@@ -9,9 +9,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 import venv
 from collections import Counter
+from multiprocessing import forkserver, resource_tracker
 
+import psutil
 import pytest
 from kit import warm
 from kit.docker import CACHE, CI, build, skip, works
@@ -25,7 +28,7 @@ from kit.until import until
 
 pytest_plugins = ["kit.failures"]
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system")
-is_unit, began_cpu_s = False, 0.0
+is_unit, began_cpu_s, began_at = False, 0.0, 0.0
 
 
 def refuse_processes(event, _arguments):
@@ -77,15 +80,28 @@ def everything(config):
 
 
 def pytest_runtest_logstart():
-    global began_cpu_s
-    began_cpu_s = warm.cpu_s()
+    global began_cpu_s, began_at
+    began_cpu_s, began_at = warm.cpu_s(), time.time()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     if call.when == "teardown":
         item.user_properties.append(("cpu_s", warm.cpu_s() - began_cpu_s))
-    return (yield)
+    report = yield
+    item.has_failed = getattr(item, "has_failed", False) or report.failed
+    if call.when == "teardown" and item.has_failed:
+        end_children(began_at)
+    return report
+
+
+def end_children(since):
+    """Kill the processes that a test has started and left: others would wait for the processor with them."""
+    shared = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.pid not in shared and child.create_time() > since - 1:  # it is known to a second
+                child.kill()
 
 
 def pytest_terminal_summary(terminalreporter):
