@@ -88,6 +88,7 @@ def far(kinds, strategies, micro, steps):
 
 
 @pytest.mark.nightly(but=["2 in threes"])
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "ranks, micro, strategies",
     [(1, MICRO, ["ddp", "slices"]), (2, MICRO, [*STRATEGIES]), (3, MICRO, [*STRATEGIES]), (2, (3,), ["ddp", "fsdp"])],
