@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -16,10 +16,11 @@ from muster.errors import ConfigError
 
 
 class Between:
-    """Follows the steps of `optimizers` between two calls of `Job.step`.
+    """Follows the steps of `optimizers` between two calls of `Job.step`, and whether a loop needs the gradients that are left.
 
-    Gradients of an optimizer that has made its step may be left, too: a backward pass for another one's loss has added to them, or
-    one that belongs to the next step. Whether the loop uses them or throws them away shows at their next use.
+    Those of an optimizer that made no step are needed. Those that are left after a step may be: another optimizer's loss has added to
+    them, they belong to the next step, or the loop adds to them for ever. Most loops throw them away. What a loop does shows at
+    its next backward pass, or at the optimizer's next step. Before that, what it ever needed it is taken to need again.
 
     Args:
         optimizers: name -> optimizer.
@@ -30,13 +31,15 @@ class Between:
         self._optimizers, self._names = optimizers, names
         self._stepped, self._begun = set[str](), set[str]()
         self._idle = set[str]()  # a fresh or restored optimizer has no gradients
-        self._used: dict[str, list[tuple[Any, Any, int]]] = {}
-        """By optimizer, its parameters, their gradients in its last step and the versions of these."""
-        self._left: dict[str, list[Any]] = {}
-        """By optimizer, the parameters whose gradients have been added to since."""
-        self._thrown_away = set[str]()
-        """The optimizers whose gradients of this kind the loop has thrown away, the last time."""
-        self._watched: dict[str, Any] = {}
+        self.habits: dict[str, set[bool]] = {}
+        """By optimizer, whether the loop has needed the gradients that were left: both, if it is now the one, now the other."""
+        self._left: dict[str, list[tuple[Any, Any]]] = {}
+        """By optimizer, the parameters with gradients after the last step, and these."""
+        self._is_needed: dict[str, bool] = {}
+        """What has been seen since then."""
+        self._first: dict[str, Any] = {}
+        """By optimizer, the parameter that gets its gradient first in a backward pass."""
+        self._hooks: dict[str, list[Any]] = {}
         for name, optimizer in optimizers.items():
             if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of other libraries have none
                 optimizer.register_step_pre_hook(partial(self._begin, name))
@@ -48,35 +51,44 @@ class Between:
 
     def end_step(self) -> None:
         """Take notice of the gradients that are left at the end of a step of the job, and of the loop's body."""
-        self._left = {name: left for name, used in self._used.items() if (left := [*_added_to(used)])}
-        for name in self._left.keys() - self._watched.keys():
-            parameter = self._left[name][0]
-            self._watched[name] = parameter.register_hook(partial(self._see, name, ref(parameter)))
+        self._is_needed = {}
+        for name, parameters in self._parameters().items():
+            left = [(each, ref(each.grad)) for each in parameters if each.grad is not None]
+            self._left[name] = left
+            if name not in self._hooks:
+                found = [each for each, _ in left if each.requires_grad and not in_pieces(each)]
+                first = self._first.get(name)
+                watched: list[Any] = [each for each in found if each is first] or found
+                self._hooks[name] = [each.register_hook(partial(self._see, name, ref(each))) for each in watched]
 
-    def _see(self, name: str, parameter: Callable[[], Any], _: Tensor) -> None:
-        """Notice, before a backward pass adds to a gradient, whether the loop has thrown away what was left of it."""
-        self._watched.pop(name).remove()
-        there = parameter()
-        if there is None or there.grad is None or _is_zero(there.grad):
-            self._thrown_away.add(name)
-        else:
-            self._thrown_away.discard(name)
+    def _see(self, name: str, first: Callable[[], Any], _: Tensor) -> None:
+        """Notice, before a backward pass adds to the first gradient, whether the loop has thrown away what was left."""
+        self._unhook(name)
+        self._first[name] = there = first()
+        same = [each.grad for each, grad in self._left[name] if each.grad is grad()]  # others may be of this pass
+        self._note(name, is_needed=_some([there.grad, *same]))
+
+    def _note(self, name: str, *, is_needed: bool) -> None:
+        if name not in self._is_needed and self._left.get(name):
+            self._is_needed[name] = is_needed
+            self.habits.setdefault(name, set()).add(is_needed)
+
+    def _unhook(self, name: str) -> None:
+        for hook in self._hooks.pop(name, ()):
+            hook.remove()
 
     def _begin(self, name: str, _: object, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        has_closure = any(
-            map(callable, (*given[1:], *named.values()))
-        )  # which makes the pass of the step, before any change
-        if (watch := self._watched.pop(name, None)) is not None and not has_closure:
-            watch.remove()
-            self._thrown_away.discard(name)
-        if not has_closure:
-            self._begun.add(name)
+        if any(map(callable, (*given[1:], *named.values()))):
+            return  # a closure, which makes the pass of the step, before any change
+        is_unused = bool(self._hooks.get(name)) and name not in self._first  # no pass has come to any of them
+        if self._hooks.get(name):
+            self._first.pop(name, None)
+        self._unhook(name)
+        same = (each.grad is not None and each.grad is grad() for each, grad in self._left.get(name, ()))
+        self._note(name, is_needed=is_unused or any(same))  # hooks on parameters in pieces are never called
+        self._begun.add(name)
 
-    def _end(self, name: str, optimizer: Optimizer, *_: object) -> None:
-        trained = (each for group in optimizer.param_groups for each in group["params"])
-        self._used[name] = [
-            (each, *((ref(each.grad), each.grad._version) if each.grad is not None else (None, 0))) for each in trained
-        ]
+    def _end(self, name: str, *_: object) -> None:
         self._begun.discard(name)
         self._stepped.add(name)
 
@@ -92,16 +104,22 @@ class Between:
                 "counts the optimizer's step"
             )
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that are yet to be used, by parameter.
+    def with_gradients(self) -> list[str]:
+        """Return the optimizers that have gradients other than zero."""
+        return [name for name, found in self._parameters().items() if _some([each.grad for each in found])]
 
-        They are those of optimizers which made no step in the last one, and those that are left after a step, unless the loop throws
-        these away.
-        """
+    def needs(self, name: str) -> bool:
+        """Return whether the loop needs the gradients of an optimizer, as far as can be told."""
+        return name in self._idle or self._is_needed.get(name, True in self.habits.get(name, {True}))
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that are yet to be used, by parameter. A zero one may be left out, but for one in pieces."""
         return {
-            name: parameter.grad.to_local() if in_pieces(parameter.grad) else parameter.grad
-            for name, parameter in self._pending()
-            if parameter.grad is not None
+            self._names[each]: each.grad
+            for name, parameters in self._parameters().items()
+            if self.needs(name)
+            for each in parameters
+            if each.grad is not None and (in_pieces(each.grad) or _some([each.grad]))
         }
 
     def zeroed(self) -> list[str]:
@@ -109,51 +127,54 @@ class Between:
 
         An optimizer skips a parameter without a gradient, but not one whose gradient a loop has set to zero.
         """
-        pending = self.gradients()
-        trained = (each for one in self._optimizers.values() for group in one.param_groups for each in group["params"])
-        return sorted({self._names[each] for each in trained if each.grad is not None} - pending.keys())
+        there = {name for each, name in self._names.items() if each.grad is not None and not each.grad.is_sparse}
+        return sorted(there - self.gradients().keys())
 
-    def restore(self, gradients: Mapping[str, Tensor], zeroed: Collection[str] = ()) -> None:
+    def restore(self, gradients: Mapping[str, Any], zeroed: Collection[str] = ()) -> None:
         """Restore the values of `gradients` and `zeroed`."""
         for parameter, name in self._names.items():
             if name in gradients:
                 parameter.grad = _like(parameter, gradients[name])
             elif name in zeroed:
                 parameter.grad = torch.zeros_like(parameter)
-        self._idle = {
-            name
+        found = self._parameters()
+        self._idle = {name for name, each in found.items() if any(self._names[one] in gradients for one in each)}
+
+    def _parameters(self) -> dict[str, list[Any]]:
+        """Return the parameters by optimizer; those of no optimizer that is tracked, and is torch's, by ""."""
+        found: dict[str, list[Any]] = {
+            name: [each for group in optimizer.param_groups for each in group["params"]]
             for name, optimizer in self._optimizers.items()
-            if any(self._names[each] in gradients for group in optimizer.param_groups for each in group["params"])
         }
-
-    def _pending(self) -> Iterator[tuple[str, Any]]:
-        for name in sorted(self._idle):
-            for group in self._optimizers[name].param_groups:
-                yield from ((self._names[parameter], parameter) for parameter in group["params"])
-        for name in sorted(self._left.keys() - self._idle - self._thrown_away):
-            left = [each for each in self._left[name] if each.grad is not None]
-            yield from ((self._names[each], each) for each in left if not _is_zero(each.grad))
+        known = {each for parameters in found.values() for each in parameters}
+        if len(known) < len(self._names):
+            found[""] = [each for each in self._names if each not in known]
+        return found
 
 
-def _added_to(used: list[tuple[Any, Any, int]]) -> Iterator[Any]:
-    for parameter, grad, version in used:
-        now = parameter.grad
-        if now is not None and (grad is None or now is not grad() or now._version != version):
-            yield parameter
+def _some(gradients: list[Any]) -> bool:
+    """Return whether a gradient is there that is not zero, as far as this rank's pieces show."""
+    found = (each.to_local() if in_pieces(each) else each for each in gradients if each is not None)
+    return any(bool((each._values() if each.is_sparse else each).any()) for each in found)
 
 
-def _is_zero(grad: Any) -> bool:
-    """Return True for a gradient that a loop has set to zero, as far as this rank's piece shows."""
-    own = grad.to_local() if in_pieces(grad) else grad
-    return own.layout is torch.strided and not bool(own.any())
-
-
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
+def _like(parameter: Tensor, saved: Any) -> Tensor:
     """Return a gradient in the layout of its parameter."""
-    local = local.to(parameter.device)
+    if in_pieces(saved):
+        return saved
+    if isinstance(saved, Mapping):  # see `packed`
+        return torch.sparse_coo_tensor(saved["indices"], saved["values"], parameter.shape, device=parameter.device)
+    local: Tensor = saved.to(parameter.device)
     if not in_pieces(parameter):
         return local
     from torch.distributed.tensor import DTensor
 
     like: Any = parameter
     return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+def packed(gradient: Tensor) -> Any:
+    """Return a gradient as a checkpoint holds it: a sparse one in two tensors."""
+    if gradient.is_sparse:
+        return {"indices": gradient._indices(), "values": gradient._values()}
+    return gradient

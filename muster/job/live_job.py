@@ -63,7 +63,8 @@ class LiveJob(HandOver):
         self._hooks: list[RemovableHandle] = []
         self._plain: dict[str, Any] = {}
         self._versions: list[tuple[int, int]] = []
-        self._has_gradients = False
+        self._with_gradients: list[str] = []
+        self._habits: dict[str, set[bool]] = {}
         self._noted: list[tuple[int, int]] = []
         self._has_buffers = self._is_lost = False
 
@@ -73,6 +74,7 @@ class LiveJob(HandOver):
         """Note from now on what only this rank knows. Collective: every rank must call it."""
         self.begin()
         self._session, self.has_worked = session, True
+        session.tracked.between.habits = self._habits  # of the attempts before
         buffers = session.tracked.buffers()
         told = session.world.gather([_why_not(session.tracked), hash_of(look([*buffers.values()]))])
         if why := next((why for why, _ in told if why), ""):
@@ -111,7 +113,7 @@ class LiveJob(HandOver):
         session, parameters = self._session, self._session.tracked.parameters()
         self._whole, self.notes.whole = 2 * session.reached.step, session.reached.step
         self._versions, self._plain, self._point = _versions(parameters), session.tracked.plain(), _point(parameters)
-        self._has_gradients = bool(session.tracked.between.gradients())
+        self._with_gradients = session.tracked.between.with_gradients()
         own = {"totals": session.totals.own(), "noted": session.noted, "point": self._point}
         self._write(self._whole, own)
 
@@ -162,6 +164,7 @@ class LiveJob(HandOver):
             "since_last": records.since_last(),
             "newest_step": running.checkpoints.newest_step,
             "is_logged": session.is_time_to_log(),
+            "habits": {name: sorted(found) for name, found in self._habits.items()},
             "points": [
                 noted[0]["point"] if noted else None for noted in map(self.notes.read, (2 * step, 2 * step - 2))
             ],
@@ -171,7 +174,8 @@ class LiveJob(HandOver):
         """Return True if the state is that of the end of a step."""
         between, parameters = session.tracked.between, session.tracked.parameters()
         is_changed = self._versions != _versions(parameters) or self._point != _point(parameters)
-        return not (is_changed or session.is_within or between.is_within() or self._has_gradients)
+        has_gradients = any(map(between.needs, self._with_gradients))
+        return not (is_changed or session.is_within or between.is_within() or has_gradients)
 
     def _state_of(self, tracked: Tracked) -> dict[str, Any]:
         # Copies: modules may outlive the function, and be built upon again. A body may have changed rates before its sum.
@@ -216,6 +220,7 @@ class LiveJob(HandOver):
         assert source is not None
         self.facts = world.broadcast(self.facts, source=source)
         step, samples = self.facts["reached"]
+        self._habits.update({name: {*found} for name, found in self.facts["habits"].items()})
         found = self.take(world, source, tracked.targets)
         own = self._own(step)
         self._check(world, step, own)

@@ -74,6 +74,8 @@ def settle_buckets(modules: Collection[nn.Module], world: World) -> None:
         trained = [each for each in module.module.parameters() if each.requires_grad]
         own, broadcasts, grads = module.module, module.broadcast_buffers, [each.grad for each in trained]
         module.module, module.broadcast_buffers = _Sum(trained), False
+        for each in trained:
+            each.grad = None  # or the pass would divide what is there by the number of ranks, in place
         try:
             with torch.enable_grad():
                 module().backward()

@@ -30,7 +30,7 @@ from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
 from muster.dist.pieces import in_pieces, own_piece
 from muster.dist.world import World
 from muster.errors import ConfigError
-from muster.job.between import Between
+from muster.job.between import Between, packed
 from muster.job.replicas import digest_of, kept_buffers, names_of_buffers
 
 GROUPS = "groups"
@@ -186,7 +186,8 @@ class Tracked:
         for names in self.world.gather(sorted(self._changed())):
             self._changed_buffers.update(names)  # of any rank, so that all ranks save the same
         buffers = {name: found.pop(name) for name in self._buffers()} | self._changed()
-        return found | self._of_optimizers() | kept_buffers(buffers, self.world) | self._of_others()
+        gradients = {f"{GRADIENTS}/{name}": each for name, each in self.between.gradients().items() if in_pieces(each)}
+        return found | self._of_optimizers() | gradients | kept_buffers(buffers, self.world) | self._of_others()
 
     def replica(self) -> dict[str, Any]:
         """Return this rank's state of modules and optimizers, without communication; buffers are its own."""
@@ -309,7 +310,8 @@ class Tracked:
         self._put_unsaved({**below(state, UNSAVED), **below(own, UNSAVED)})
         before = state.get(FROZEN)
         self._frozen_again = [] if before is None else [name for name in self.frozen() if name not in before]
-        self.between.restore(self._of_this_rank(GRADIENTS, state), state.get(ZEROED, ()))
+        gradients = {**self._of_this_rank(GRADIENTS, state), **below(state, GRADIENTS)}
+        self.between.restore(gradients, own.get(ZEROED, state.get(ZEROED, ())))
 
     def _put_unsaved(self, values: Mapping[str, Any]) -> None:
         """Set buffers that no module saves, in place where the shape is the same; those that are not here are ignored."""
@@ -406,13 +408,14 @@ class Tracked:
     def _of_others(self) -> dict[str, Any]:
         """Return the state of the other objects, by rank where it differs. Collective: every rank must call it."""
         values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
-        values[GRADIENTS] = host_copy(self.between.gradients())
+        gradients = self.between.gradients().items()
+        values[GRADIENTS] = {name: host_copy(packed(each)) for name, each in gradients if not in_pieces(each)}
         values[ZEROED], values[FROZEN] = self.between.zeroed(), self.frozen()
         digests = self.world.gather([_digest(value) for value in values.values()])
         kept = {}
         for number, (name, value) in enumerate(values.items()):
             is_shared = len({theirs[number] for theirs in digests}) == 1
-            if name in (ZEROED, FROZEN) and not is_shared:
+            if name == FROZEN and not is_shared:
                 continue
             kept[name if is_shared else f"{own_prefix(self.world.rank)}{name}"] = value
         return kept
@@ -424,6 +427,8 @@ class Tracked:
             parameter = parameters.get(rest.rpartition("/")[0])
             if kind in self.optimizers and parameter is not None:
                 yield name, empty_state(rest.rpartition("/")[2], facts, parameter)
+            if kind == GRADIENTS and rest in parameters:
+                yield name, empty_state("", facts, parameters[rest])
 
     def _load_optimizer(self, name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         saved = state[GROUPS]

@@ -224,6 +224,73 @@ def late_steps(job, replaces=False, counts_first=False):
     return {"model": model, "optimizer": optimizer}
 
 
+def by_hand(job, step, model=None, data=None, zero=lambda job, model: None, options=()):
+    """`step` is called after each backward pass, and before it `zero`."""
+    inner = model or nn.Linear(4, 2)
+    model = DistributedDataParallel(inner, **dict(options))
+    optimizer = torch.optim.SGD(inner.parameters(), 0.01)
+    job.track(model=model, **({} if step is by_own_step else {"optimizer": optimizer}))
+    for x, y in planned(job, data):
+        zero(job, model)
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        step(job, model, optimizer)
+        job.step(loss=loss)
+    return {"model": model}
+
+
+def every_step(job, model, optimizer):
+    optimizer.step()
+
+
+def and_zeros(job, model, optimizer):
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def by_own_step(job, model, optimizer):
+    """Every fourth one, without an optimizer that is tracked."""
+    if job.steps_done % 4 == 3:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def every_third(job, model):
+    if job.steps_done % 3 == 0:
+        model.zero_grad()
+
+
+def freeze_bias(job, model):
+    model.module.bias.requires_grad_(job.steps_done < 12)
+
+
+class Words(Dataset):
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return torch.randint(0, 9, (3,), generator=torch.Generator().manual_seed(index)), index % 2
+
+
+def late_steps_in_pieces(job):
+    """Half of the rows are never used: the gradient of one rank's piece is zero."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Embedding(18, 4), nn.Flatten(), nn.Linear(12, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    job.track(model=model, optimizer=optimizer)
+    for x, y in planned(job, Words()):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        job.step(loss=loss)
+    return {"model": model}
+
+
 def a_metric(job):
     """The sums of a metric are of each rank's own samples, and neither parameters nor buffers."""
     model = DistributedDataParallel(nn.Linear(4, 2))
@@ -272,6 +339,20 @@ LOOPS = {
     "late_steps": late_steps,
     "late_steps_of_replaced_gradients": lambda job: late_steps(job, replaces=True),
     "late_steps_after_the_count": lambda job: late_steps(job, counts_first=True),
+    "late_steps_in_pieces": late_steps_in_pieces,
+    "gradients_that_add_up": lambda job: by_hand(job, every_step),
+    "gradients_that_are_zeroed_now_and_then": lambda job: by_hand(job, every_step, zero=every_third),
+    "gradients_of_no_optimizer": lambda job: by_hand(job, by_own_step),
+    "gradients_of_views": lambda job: by_hand(job, by_own_step, options={"gradient_as_bucket_view": True}),
+    "gradients_of_a_layer_that_is_frozen": lambda job: by_hand(
+        job, and_zeros, zero=freeze_bias, options={"find_unused_parameters": True}
+    ),
+    "sparse_gradients": lambda job: by_hand(
+        job,
+        and_zeros,
+        nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(12, 2)),
+        Words(),
+    ),
     "a_stream_that_shuffles": lambda job: train(job, lambda job: planned(job, Stream())),
     "a_sampler_in_a_sampler": loaded(
         lambda data, job: DataLoader(
@@ -307,7 +388,8 @@ def leaves(state):
         for item in state:
             yield from leaves(item)
     else:
-        yield state.detach().numpy().tobytes() if isinstance(state, torch.Tensor) else state
+        whole = state.full_tensor() if hasattr(state, "full_tensor") else state
+        yield whole.detach().numpy().tobytes() if isinstance(whole, torch.Tensor) else whole
 
 
 def digest(thing):
