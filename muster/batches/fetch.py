@@ -338,7 +338,9 @@ def unsplit(batch: Any) -> tuple[Any, None]:
 def remedy(dataset: Any, sample: Any) -> str:
     """Return the advice for samples of `dataset` like `sample` that cannot be collated."""
     if not any("PIL" in described(leaf) for leaf in pytree.tree_leaves(sample)):
-        return "combine them with loader.collate_fn=package.module.function, or collate_fn= of job.batches or job.evaluate"
+        return (
+            "combine them with loader.collate_fn=package.module.function, or collate_fn= of job.batches or job.evaluate"
+        )
     if "transform" in inspect.signature(type(dataset)).parameters:
         return "write +data.transform._target_=torchvision.transforms.ToTensor"
     return "convert the picture to a tensor there, with torchvision.transforms.functional.to_tensor(picture)"
