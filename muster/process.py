@@ -34,8 +34,8 @@ IO_BASE: Any = io.IOBase.__base__
 _launcher: int | None = None
 _is_first = True
 _is_keeper = False
-_frozen_files: list[weakref.ref[Any]] = []
-"""The files that were open when `freeze` was called."""
+_frozen, _frozen_files = 0, list[weakref.ref[Any]]()
+"""How many objects `freeze` has frozen, and the files that were open then."""
 
 
 def end(code: int) -> NoReturn:
@@ -96,13 +96,17 @@ def flush_files() -> None:
 
 def freeze() -> None:
     """Leave what there is out of all collections of garbage: in a forked process they would copy it. Open files are still flushed."""
+    global _frozen
     for each in _files():
         with contextlib.suppress(TypeError):
             _frozen_files.append(weakref.ref(each))
     gc.freeze()
+    _frozen = gc.get_freeze_count()
 
 
 def _files() -> list[Any]:
+    if gc.get_freeze_count() > _frozen:  # a script has frozen what it had opened
+        gc.unfreeze()
     return [each for each in gc.get_objects() if issubclass(type(each), IO_BASE)]
 
 

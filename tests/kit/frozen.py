@@ -2,8 +2,9 @@
 
 import gc
 
+from muster.process import freeze
 from muster.report.page import plotly
 
 plotly()  # compressed once for all reports
 gc.collect()
-gc.freeze()
+freeze()

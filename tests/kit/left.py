@@ -1,6 +1,7 @@
 """What a program leaves to the interpreter's end, in the folder LEFT: files that it never closes, atexit, a thread."""
 
 import atexit
+import gc
 import os
 import threading
 import time
@@ -37,6 +38,7 @@ class Leaves(Callback):
 
     def on_start(self, run):
         self.left = Left()
+        gc.freeze()  # as scripts do to collect less
         self.left.begin_thread()
 
     def on_step_end(self, run):

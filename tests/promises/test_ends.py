@@ -31,7 +31,7 @@ def test_what_a_script_leaves_to_its_end_is_there_though_a_rank_was_killed(tmp_p
 
 @pytest.mark.nightly
 def test_a_script_that_fails_has_written_its_files(tmp_path):
-    code, out = scripted(tmp_path, "leaves", FAILS="1")
+    code, out = scripted(tmp_path, "leaves", FAILS="1", FREEZES="1")
     assert code == 1 and "ValueError: of the script" in out, out
     assert (tmp_path / "lines-1").read_text().split() == ["1", "2", "3", "4", "5", "6"]
     assert (tmp_path / "atexit-1").read_text() == "6\n"

@@ -1,4 +1,7 @@
-"""A script that leaves much to its end: `python leaves.py FOLDER`; with FAILS rank 1 raises an error at step 6."""
+"""A script that leaves much to its end: `python leaves.py FOLDER`; with FAILS rank 1 raises an error at step 6.
+
+With FREEZES it has taken what it had opened out of the collections of garbage.
+"""
 
 import gc
 import os
@@ -12,6 +15,8 @@ from kit.faults import fault
 from kit.left import Left
 
 LEFT = Left()
+if "FREEZES" in os.environ:
+    gc.freeze()
 DATA = torch.utils.data.TensorDataset(torch.arange(32.0)[:, None] / 32)
 
 
