@@ -31,8 +31,8 @@ class Between:
         self._optimizers, self._names = optimizers, names
         self._stepped, self._begun = set[str](), set[str]()
         self._idle = set[str]()  # a fresh or restored optimizer has no gradients
-        self.habits: dict[str, set[bool]] = {}
-        """By optimizer, whether the loop has needed the gradients that were left: both, if it is now the one, now the other."""
+        self.habits: dict[str, bool] = {}
+        """By optimizer, whether the loop has ever needed the gradients that were left; not there until it is seen."""
         self._left: dict[str, list[tuple[Any, Any]]] = {}
         """By optimizer, the parameters with gradients after the last step, and these."""
         self._is_needed: dict[str, bool] = {}
@@ -71,7 +71,7 @@ class Between:
     def _note(self, name: str, *, is_needed: bool) -> None:
         if name not in self._is_needed and self._left.get(name):
             self._is_needed[name] = is_needed
-            self.habits.setdefault(name, set()).add(is_needed)
+            self.habits[name] = is_needed or self.habits.get(name, False)
 
     def _unhook(self, name: str) -> None:
         for hook in self._hooks.pop(name, ()):
@@ -109,26 +109,26 @@ class Between:
         return [name for name, found in self._parameters().items() if _some([each.grad for each in found])]
 
     def needs(self, name: str) -> bool:
-        """Return whether the loop needs the gradients of an optimizer, as far as can be told."""
-        return name in self._idle or self._is_needed.get(name, True in self.habits.get(name, {True}))
+        """Return whether the loop needs, in this step, the gradients that an optimizer had before, as far as can be told."""
+        return name in self._idle or self._is_needed.get(name, self.habits.get(name, True))
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that are yet to be used, by parameter. A zero one may be left out, but for one in pieces."""
+        """Return the gradients that the next step may need, by parameter. A zero one is left out, but for one in pieces."""
         return {
             self._names[each]: each.grad
             for name, parameters in self._parameters().items()
-            if self.needs(name)
+            if name in self._idle or self.habits.get(name, True)
             for each in parameters
             if each.grad is not None and (in_pieces(each.grad) or _some([each.grad]))
         }
 
-    def zeroed(self) -> list[str]:
-        """Return the parameters whose gradients are there, and of no more use.
+    def zeroed(self, kept: Collection[str] = ()) -> list[str]:
+        """Return the parameters whose gradients are there, and of no more use: they are not `kept`.
 
         An optimizer skips a parameter without a gradient, but not one whose gradient a loop has set to zero.
         """
         there = {name for each, name in self._names.items() if each.grad is not None and not each.grad.is_sparse}
-        return sorted(there - self.gradients().keys())
+        return sorted(there.difference(kept))
 
     def restore(self, gradients: Mapping[str, Any], zeroed: Collection[str] = ()) -> None:
         """Restore the values of `gradients` and `zeroed`."""
@@ -167,9 +167,11 @@ def _like(parameter: Tensor, saved: Any) -> Tensor:
     local: Tensor = saved.to(parameter.device)
     if not in_pieces(parameter):
         return local
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
     like: Any = parameter
+    if local.shape == like.shape:  # it was in one piece when it was saved
+        return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
     return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 

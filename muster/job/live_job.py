@@ -64,7 +64,7 @@ class LiveJob(HandOver):
         self._plain: dict[str, Any] = {}
         self._versions: list[tuple[int, int]] = []
         self._with_gradients: list[str] = []
-        self._habits: dict[str, set[bool]] = {}
+        self._habits: dict[str, bool] = {}
         self._noted: list[tuple[int, int]] = []
         self._has_buffers = self._is_lost = False
 
@@ -164,7 +164,7 @@ class LiveJob(HandOver):
             "since_last": records.since_last(),
             "newest_step": running.checkpoints.newest_step,
             "is_logged": session.is_time_to_log(),
-            "habits": {name: sorted(found) for name, found in self._habits.items()},
+            "habits": self._habits,
             "points": [
                 noted[0]["point"] if noted else None for noted in map(self.notes.read, (2 * step, 2 * step - 2))
             ],
@@ -220,7 +220,7 @@ class LiveJob(HandOver):
         assert source is not None
         self.facts = world.broadcast(self.facts, source=source)
         step, samples = self.facts["reached"]
-        self._habits.update({name: {*found} for name, found in self.facts["habits"].items()})
+        self._habits.update(self.facts["habits"])
         found = self.take(world, source, tracked.targets)
         own = self._own(step)
         self._check(world, step, own)

@@ -186,8 +186,10 @@ class Tracked:
         for names in self.world.gather(sorted(self._changed())):
             self._changed_buffers.update(names)  # of any rank, so that all ranks save the same
         buffers = {name: found.pop(name) for name in self._buffers()} | self._changed()
-        gradients = {f"{GRADIENTS}/{name}": each for name, each in self.between.gradients().items() if in_pieces(each)}
-        return found | self._of_optimizers() | gradients | kept_buffers(buffers, self.world) | self._of_others()
+        gradients = self.between.gradients()
+        pieces = {f"{GRADIENTS}/{name}": each for name, each in gradients.items() if in_pieces(each)}
+        others = self._of_others(gradients)
+        return found | self._of_optimizers() | pieces | kept_buffers(buffers, self.world) | others
 
     def replica(self) -> dict[str, Any]:
         """Return this rank's state of modules and optimizers, without communication; buffers are its own."""
@@ -405,12 +407,14 @@ class Tracked:
         for group in optimizer.param_groups:
             yield group, [self._names[parameter] for parameter in group["params"]]
 
-    def _of_others(self) -> dict[str, Any]:
-        """Return the state of the other objects, by rank where it differs. Collective: every rank must call it."""
+    def _of_others(self, gradients: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the state of the other objects, and what is no tensor of a module or an optimizer; by rank where it differs.
+
+        Collective: every rank must call it.
+        """
         values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
-        gradients = self.between.gradients().items()
-        values[GRADIENTS] = {name: host_copy(packed(each)) for name, each in gradients if not in_pieces(each)}
-        values[ZEROED], values[FROZEN] = self.between.zeroed(), self.frozen()
+        values[GRADIENTS] = {name: host_copy(packed(each)) for name, each in gradients.items() if not in_pieces(each)}
+        values[ZEROED], values[FROZEN] = self.between.zeroed(gradients), self.frozen()
         digests = self.world.gather([_digest(value) for value in values.values()])
         kept = {}
         for number, (name, value) in enumerate(values.items()):
