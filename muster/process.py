@@ -34,8 +34,10 @@ IO_BASE: Any = io.IOBase.__base__
 _launcher: int | None = None
 _is_first = True
 _is_keeper = False
-_frozen, _frozen_files = 0, list[weakref.ref[Any]]()
-"""How many objects `freeze` has frozen, and the files that were open then."""
+_witness: list[None] = []
+"""Younger than what `freeze` has frozen: when a script freezes, too, this is frozen with what the script had opened."""
+_frozen_files: list[weakref.ref[Any]] = []
+"""The files that were open when `freeze` was called."""
 
 
 def end(code: int) -> NoReturn:
@@ -96,18 +98,20 @@ def flush_files() -> None:
 
 def freeze() -> None:
     """Leave what there is out of all collections of garbage: in a forked process they would copy it. Open files are still flushed."""
-    global _frozen
+    global _witness
     for each in _files():
         with contextlib.suppress(TypeError):
             _frozen_files.append(weakref.ref(each))
     gc.freeze()
-    _frozen = gc.get_freeze_count()
+    _witness = []
 
 
 def _files() -> list[Any]:
-    if gc.get_freeze_count() > _frozen:  # a script has frozen what it had opened
+    objects = gc.get_objects()
+    if not any(each is _witness for each in objects):
         gc.unfreeze()
-    return [each for each in gc.get_objects() if issubclass(type(each), IO_BASE)]
+        objects = gc.get_objects()
+    return [each for each in objects if issubclass(type(each), IO_BASE)]
 
 
 def collect_garbage() -> None:
