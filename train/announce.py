@@ -23,11 +23,13 @@ def announce(
     *,
     kinds: list[str],
     deaths: Sequence[Mapping[str, Any]],
+    why_lost: str,
     in_evaluation: Sequence[str] = (),
 ) -> None:
     """Write to metrics.jsonl how this attempt begins, and print the limits of what it guarantees.
 
-    kinds: processor kinds of the ranks (see `numerics.kind_of`); empty without `virtual_world_size`. deaths: see `record_start`.
+    kinds: processor kinds of the ranks (see `numerics.kind_of`); empty without `virtual_world_size`. deaths, why_lost: see
+    `record_start`.
     in_evaluation: names of the frozen modules that stay in evaluation mode.
     """
     world = run.world
@@ -58,7 +60,7 @@ def announce(
     for text in mixed_kinds(kinds, folder.saved.manifest.get("computes_on") if folder.saved else None):
         run.records.event("note", text=text)
     known = {"total_steps": run.total_steps, "samples_per_epoch": len(run.course.data.train)}
-    record_start(run.records, folder, world, step=run.step, deaths=deaths, **known)
+    record_start(run.records, folder, world, step=run.step, deaths=deaths, why_lost=why_lost, **known)
     if folder.saved is None:
         return
     make_up(run.running, folder)

@@ -21,11 +21,12 @@ from torch import Tensor
 from muster.batches.drawn import Watch
 from muster.batches.stream import Stream
 from muster.checkpoint.trained import EXTRA
+from muster.checkpoint.versions import Versions, place
 from muster.dist.options import GroupOptions
 from muster.dist.place import Place
 from muster.dist.world import World, alone
 from muster.errors import RankLost, one_line, say
-from muster.job.hand_over import RECENT, HandOver
+from muster.job.hand_over import CHANGED, RECENT, HandOver
 from muster.job.survival import Survival, note_why_not, why_no_survival
 from muster.loggers.metrics import Metrics
 from muster.plan import Plan
@@ -67,6 +68,9 @@ class Live(HandOver):
         self._counts: Counts | None = None
         self._noted: list[tuple[int, int]] = []
         self._strategy: Replicas | None = None
+        self._versions: Versions | None = None
+        self._begun = -1
+        """The step whose beginning `_versions` has seen."""
 
     # In an attempt.
 
@@ -75,9 +79,11 @@ class Live(HandOver):
         assert isinstance(run.strategy, Replicas)
         self._strategy, self._window, self.records = run.strategy, run.window, run.records
         self._counts = run.counts
+        self._versions = Versions(run.strategy.parameters().items(), [run.strategy.optimizer_step.optimizer])
+        self._begun = -1
         self.begin()
         optimizer_step = run.strategy.optimizer_step
-        optimizer_step.before_sum, optimizer_step.before_forward = self._note, self._see_buffers
+        optimizer_step.before_sum, optimizer_step.before_forward = self._note, self._see_begin
         optimizer_step.after_update, self.notes.whole = self._see_end, run.step
         self._write(run.step - 1, {"window": run.window.own()})
         self._noted = []  # a callback may set buffers before the first step
@@ -95,7 +101,10 @@ class Live(HandOver):
         note_why_not(self.records, why)
 
     def _note(self, step: int, loss: Tensor | None, metrics: Mapping[str, Tensor]) -> None:
-        assert self._window and self._counts
+        assert self._window and self._counts and self._versions
+        if (name := self._versions.changed_unseen()) and not self._versions.changed():
+            self._refuse(f"the forward pass changes {name} by .data, which torch does not count")
+            return
         own = {"loss": None if loss is None else float(loss), "metrics": {k: float(v) for k, v in metrics.items()}}
         seen = [float(each) for each in self._counts.seen] if self._counts.seen else None
         self._write(step, {"window": self._window.own(), "seen": seen, **own})
@@ -103,13 +112,26 @@ class Live(HandOver):
     def _see_end(self, step: int) -> None:
         self.notes.whole = step + 1
 
+    def _see_begin(self, step: int) -> None:
+        """Remember what nothing but this step's update may change."""
+        assert self._versions
+        self._see_buffers(step)
+        self._versions.look()
+        self._begun = step
+
+    def changed(self, run: Run) -> str:
+        """Return what the step that is not done has changed: the state is neither that before it nor that after it."""
+        if self._versions is None or self._begun != run.step or not (name := self._versions.changed()):
+            return ""
+        return CHANGED.format(rank=run.world.rank, name=name, step=run.step)
+
     def _see_buffers(self, step: int) -> None:
         """Do not survive any more if this rank's buffers have changed since they were noted, after the forward pass."""
         if not self._noted:
             return
         assert self._strategy
         own = self._strategy.optimizer_step.buffers.own
-        if [(each.data_ptr(), each._version) for each in own.values()] == self._noted:
+        if [*map(place, own.values())] == self._noted:
             return
         _, noted = self.notes.read(step - 1) or ({}, {})
         if own.keys() != noted.keys() or any(_differ(own[name], noted[name]) for name in own):
@@ -123,7 +145,7 @@ class Live(HandOver):
         own = {} if buffers.agree or buffers.none_here() else buffers.own
         try:
             self.notes.write(step, {**facts, "drawn": drawn}, own)
-            self._noted = [(each.data_ptr(), each._version) for each in own.values()]
+            self._noted = [*map(place, own.values())]
         except (ValueError, RuntimeError) as error:
             self._refuse(f"a rank's own buffers cannot be noted: {one_line(error)}")
 
@@ -135,8 +157,10 @@ class Live(HandOver):
         step, progress, checkpoints = run.strategy.optimizer_step, run.progress, run.running.checkpoints
         self.owes_save = checkpoints.give_up()
         best = progress.best["step"] if progress.best and self.owes_save else 0
+        self.why_lost, self._versions = self.changed(run), None  # which holds the parameters
         is_best_lost = (checkpoints.newest_step or 0) < best < progress.step  # nobody has that step's weights any more
-        if progress.stage < ENDED or run.callbacks.are_cut_short or is_best_lost:  # not all of a callback has happened
+        is_within = progress.stage < ENDED or run.callbacks.are_cut_short  # not all of a callback has happened
+        if is_within or is_best_lost or self.why_lost:
             self._strategy = self._window = self._counts = progress.result = None
             return
         if run.callbacks.are_within:  # only then: a callback may count its calls

@@ -164,7 +164,8 @@ def open_run(
     plan = plan_of(config, data)
     total_steps = steps_asked_for(config, plan)
     refusal = partial(refuse_changes, config, fingerprint=data.fingerprint, total_steps=total_steps)
-    folder = life.claim(run_options(config), refusal=refusal, lives=source is not None)
+    options, keep = run_options(config), config.checkpoint.keep
+    folder = life.claim(options, refusal=refusal, lives=source is not None)
     callbacks = Callbacks.of(config, data)
     measures = build_measures(config.metrics, world=world, sliced=config.virtual_world_size is not None)
     kinds = kinds_of(world) if config.virtual_world_size else []
@@ -178,9 +179,7 @@ def open_run(
     if live and source is not None:
         progress = live.hand_over(source, world, data, plan, strategy, callbacks, window)
     else:
-        progress = restore(
-            config, world, folder, strategy, callbacks, window, measures, run_options(config).checkpoints
-        )
+        progress = restore(config, world, folder, strategy, callbacks, window, measures, options.checkpoints)
     if isinstance(strategy, Stepping):
         # a rank that saves alone has no other rank's generators
         are_restored = folder.saved is not None and folder.saved.manifest.get("drawn", True)
@@ -192,7 +191,6 @@ def open_run(
     rates, is_finished = throughput(config, data, world).rates, folder.is_done and course.is_over
     records = open_records(config, world, course, is_finished=is_finished, kept=kept, rates=rates)
     facts = identity(config, data, course.total_steps, kinds) | {"averages": callbacks.averages}
-    options, keep = run_options(config), config.checkpoint.keep
     newest = live.newest_step if live and source is not None else folder.newest_step(options)
     running = Running(
         peers=life.run(),
@@ -226,6 +224,7 @@ def open_run(
                 folder,
                 kinds=kinds,
                 deaths=live.deaths(world) if live and world.again else (),
+                why_lost=live.why_lost if live else "",
                 in_evaluation=made.in_evaluation,
             )
         if live:
@@ -238,7 +237,7 @@ def open_run(
         if live and life.survives(error):
             live.keep(run)
         elif live and is_of_peer(error):
-            save_last_step(run, folder, live.notes)
+            save_last_step(run, folder, live)
         raise
     finally:
         callbacks.close()

@@ -33,6 +33,7 @@ from muster.loggers.metrics import Metrics, is_same
 CHUNK_BYTES = 64 << 20
 RECENT = 8
 """The number of last records that are handed on: rank 0 dies before it has written at most those of one step."""
+CHANGED = "rank {rank} had changed {name} since step {step}"
 Mark = list[int]
 """How far a rank has come: its step, and what it has done of it. Marks are compared in this order."""
 
@@ -51,12 +52,14 @@ class HandOver:
         self.source: int | None = None
         """The rank whose state is handed on in this attempt."""
         self.mark: Mark | None = None
+        self.why_lost = ""
+        """What keeps a state from being handed on: this rank's, and after `furthest` any rank's if none has one."""
         self.state: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
 
     def begin(self) -> None:
         """Take notice that this rank makes steps in an attempt: what was kept of the one before is over."""
-        self.mark, self.state = None, {}
+        self.mark, self.state, self.why_lost = None, {}, ""
 
     def meet(
         self, options: GroupOptions, place: Place, *, stopping: Callable[[], bool], prepare: Callable[[], object]
@@ -83,8 +86,9 @@ class HandOver:
 
     def furthest(self, world: World) -> int | None:
         """Return the rank whose state is handed on; None if no rank has one. Collective: every rank must call it."""
-        marks = world.gather(self.mark)
+        marks, reasons = zip(*world.gather((self.mark, self.why_lost)), strict=True)
         held = [rank for rank, mark in enumerate(marks) if mark]
+        self.why_lost = "" if held else next(filter(None, reasons), "")
         self.source = max(held, key=lambda rank: (marks[rank], -rank)) if held else None
         return self.source
 

@@ -9,7 +9,7 @@ its part of the step's sum leaves it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from muster.batches.fingerprint import hash_of, look
 from muster.batches.generators import key_of, seed_generators
 from muster.checkpoint.state import host_copy
+from muster.checkpoint.versions import Place, Versions, place
 from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.errors import RankLost, one_line
 from muster.faults.heartbeat import RESCUE
 from muster.job.folder import RunFolder
-from muster.job.hand_over import RECENT, HandOver
+from muster.job.hand_over import CHANGED, RECENT, HandOver
 from muster.job.replicas import first_apart, hooks_with_state
 from muster.job.rescue import check_finite, last_lines, rescue
 from muster.job.survival import Survival, note_why_not
@@ -57,15 +58,15 @@ class LiveJob(HandOver):
         self.built: dict[str, Any] | None = None
         """The options with which the loop has built what it tracks, when this process called it first."""
         self._whole = self._left_to_compare = 0
-        self._common: list[tuple[int, int]] = []
+        self._common: list[Place] = []
         """The buffers as they were when the attempt began, if they were equal on all ranks."""
         self._point: list[float] = []
         self._hooks: list[RemovableHandle] = []
         self._plain: dict[str, Any] = {}
-        self._versions: list[tuple[int, int]] = []
+        self._versions: Versions | None = None
         self._with_gradients: list[str] = []
         self._habits: dict[str, bool] = {}
-        self._noted: list[tuple[int, int]] = []
+        self._noted: list[Place] = []
         self._has_buffers = self._is_lost = False
 
     # In an attempt.
@@ -73,7 +74,7 @@ class LiveJob(HandOver):
     def follow(self, session: Session) -> None:
         """Note from now on what only this rank knows. Collective: every rank must call it."""
         self.begin()
-        self._session, self.has_worked = session, True
+        self._session, self._versions, self.has_worked = session, None, True
         session.tracked.between.habits = self._habits  # of the attempts before
         buffers = session.tracked.buffers()
         told = session.world.gather([_why_not(session.tracked), hash_of(look([*buffers.values()]))])
@@ -81,7 +82,8 @@ class LiveJob(HandOver):
             self._refuse(why)
             return
         self._left_to_compare, self._has_buffers = FIRST, session.tracked.has_buffers
-        self._common = _versions(buffers.values()) if len({digest for _, digest in told}) == 1 else []
+        self._common = [*map(place, buffers.values())] if len({digest for _, digest in told}) == 1 else []
+        self._versions = Versions(session.tracked.named.items(), session.tracked.optimizers.values())
         if self._has_buffers:
             self._hooks = [each.register_forward_hook(self.note_buffers) for each in session.tracked.modules.values()]
         self._note()
@@ -103,16 +105,17 @@ class LiveJob(HandOver):
                     self._refuse(f"{what} differ between ranks, so no rank has those of another")
         if self._session is None:
             return
-        before = self._versions
+        is_seen = self._versions is not None and bool(self._versions.changed())
         self._note()
-        if not session.tracked.optimizers and before == self._versions:
+        if not session.tracked.optimizers and not is_seen:
             self._refuse("a step has changed no parameter that torch could see: change them in place, and not by .data")
 
     def _note(self) -> None:
-        assert self._session
-        session, parameters = self._session, self._session.tracked.parameters()
+        assert self._session and self._versions
+        session = self._session
         self._whole, self.notes.whole = 2 * session.reached.step, session.reached.step
-        self._versions, self._plain, self._point = _versions(parameters), session.tracked.plain(), _point(parameters)
+        self._versions.look()
+        self._plain, self._point = session.tracked.plain(), _point(session.tracked.parameters())
         self._with_gradients = session.tracked.between.with_gradients()
         own = {"totals": session.totals.own(), "noted": session.noted, "point": self._point}
         self._write(self._whole, own)
@@ -122,7 +125,7 @@ class LiveJob(HandOver):
         if (
             self._session
             and not self._session.is_evaluating
-            and _versions(self._session.tracked.buffers().values()) != self._noted
+            and [*map(place, self._session.tracked.buffers().values())] != self._noted
         ):
             self._write(self._whole + 1, {})
 
@@ -131,7 +134,7 @@ class LiveJob(HandOver):
         buffers = self._session.tracked.buffers() if self._has_buffers else {}
         try:
             self.notes.write(number, facts, buffers)
-            self._noted = _versions(buffers.values())
+            self._noted = [*map(place, buffers.values())]
         except (ValueError, RuntimeError) as error:
             self._refuse(f"a rank's own buffers cannot be noted: {one_line(error)}")
 
@@ -153,7 +156,9 @@ class LiveJob(HandOver):
             return
         running, tracked, records = session.running, session.tracked, session.running.records
         self.owes_save = running.checkpoints.give_up() or session.owes_save
-        if not self._is_whole(session):
+        self.why_lost, is_whole = self._changed(session), self._is_whole(session)
+        self._versions = None  # which holds the parameters
+        if not is_whole:
             return
         step = session.reached.step
         self.mark = [step]
@@ -172,10 +177,20 @@ class LiveJob(HandOver):
 
     def _is_whole(self, session: Session) -> bool:
         """Return True if the state is that of the end of a step."""
-        between, parameters = session.tracked.between, session.tracked.parameters()
-        is_changed = self._versions != _versions(parameters) or self._point != _point(parameters)
+        if self._versions is None or self._changed(session):
+            return False
+        between = session.tracked.between
         has_gradients = any(map(between.needs, self._with_gradients))
-        return not (is_changed or session.is_within or between.is_within() or has_gradients)
+        return not (session.is_within or between.is_within() or has_gradients)
+
+    def _changed(self, session: Session) -> str:
+        """Return what this rank has changed since the step ended."""
+        if self._versions is None or session.is_within:
+            return ""
+        name = self._versions.changed() or (
+            "a parameter" if self._point != _point(session.tracked.parameters()) else ""
+        )
+        return CHANGED.format(rank=session.world.rank, name=name, step=session.reached.step) if name else ""
 
     def _state_of(self, tracked: Tracked) -> dict[str, Any]:
         # Copies: modules may outlive the function, and be built upon again. A body may have changed rates before its sum.
@@ -192,7 +207,7 @@ class LiveJob(HandOver):
         """
         if (session := self._session) is None:
             return
-        has_common_buffers = self._common == _versions(session.tracked.buffers().values())
+        has_common_buffers = self._common == [*map(place, session.tracked.buffers().values())]
         can = has_common_buffers and self._is_whole(session) and folder.may_commit()
         session.running.enter(RESCUE)
         step = session.reached.step
@@ -297,18 +312,15 @@ def _why_not(tracked: Tracked) -> str:
 
 def _point(parameters: Sequence[Tensor]) -> list[float]:
     """Return some elements, which differ between ranks of which each trains by itself, and after any change."""
-    trained = [each for each in parameters if each.requires_grad and each.numel()]
-    some = [trained[at].detach().flatten()[:SAMPLED] for at in {0, len(trained) // 2, len(trained) - 1} if trained]
+    some = list[Tensor]()
+    for is_trained in (True, False):
+        kind = [each for each in parameters if each.requires_grad == is_trained and each.numel()]
+        some += [kind[at].detach().flatten()[:SAMPLED].double() for at in {0, len(kind) // 2, len(kind) - 1} if kind]
     return torch.cat(some).tolist() if some else []
 
 
 def _differ(one: Tensor, other: Tensor | None) -> bool:
     return other is None or one.shape != other.shape or not torch.equal(one, other)
-
-
-def _versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Return what changes with each change of a tensor: its address and its version."""
-    return [(each.data_ptr(), each._version) for each in tensors]
 
 
 def seed_step(seed: int, world: World, step: int) -> None:

@@ -113,11 +113,13 @@ def record_start(
     *,
     step: int,
     deaths: Sequence[Mapping[str, Any]] = (),
+    why_lost: str = "",
     **facts: Any,
 ) -> None:
     """Write to metrics.jsonl how this attempt begins.
 
-    deaths: of the ranks that are born again, if all ranks have gone back to a checkpoint, in their processes.
+    deaths: of the ranks that are born again, if all ranks have gone back to a checkpoint, in their processes. why_lost: what
+    keeps the state of the others from being handed on.
     """
     before, meant = folder.before, asked_for(world.place.local_world_size)
     if meant and world.size < meant:
@@ -126,9 +128,8 @@ def record_start(
         )
     if deaths:
         who = ", ".join(f"rank {each['rank']} on {each['host']} ({each['cause']})" for each in deaths)
-        records.event(
-            "restart", step=step, after="killed", cause=f"{who} died, and all ranks went back in their processes"
-        )
+        cause = f"{who} died, and all ranks went back in their processes{f': {why_lost}' if why_lost else ''}"
+        records.event("restart", step=step, after="killed", cause=cause)
     elif before.outcome not in ("none", attempts.DONE, attempts.PREEMPTED):
         silent = NO_RECORD if before.outcome == attempts.RUNNING else None
         records.event("restart", step=step, after=before.outcome, cause=before.error or silent)

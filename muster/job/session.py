@@ -202,7 +202,8 @@ class Session:
         if not self.entrance.handed_on:
             kept = self.entrance.kept
             deaths = kept.deaths(self.world) if kept and self.world.again else ()
-            known = {"step": self.reached.step, "total_steps": self.total_steps, "deaths": deaths, **known}
+            lost = {"deaths": deaths, "why_lost": kept.why_lost if kept else ""}
+            known = {"step": self.reached.step, "total_steps": self.total_steps, **lost, **known}
             record_start(records, self.folder, self.world, **known)
             if text := note_of(facts.get("fingerprint", "")):
                 records.event("note", text=text)

@@ -191,6 +191,8 @@ ODD = {  # kills, how many of the deaths are survived in place
     "decay": ("forward@12:1,begin@18:0", 0),
     "groups": ("begin@5:1,forward@12:0,within-backward@19:1", 3),
     "extra": ("begin@13:1", 0),
+    "taught": ("begin@13:1,within-backward@18:0", 0),
+    "slowed": ("forward@12:1,within-backward@18:0", 0),
     "unsaved": ("begin@11:1,within-backward@14:0", 2),
 }
 
@@ -199,7 +201,7 @@ ODD = {  # kills, how many of the deaths are survived in place
 @pytest.mark.parametrize("form", ODD)
 def test_a_state_that_is_easily_forgotten_is_handed_on_or_all_go_back(tmp_path, form):
     """Gradients of zero, an update by .data that is half done, groups that a loop has added, an extra state of a module,
-    a buffer in no state dict."""
+    a buffer in no state dict, a teacher that follows in each forward pass, an optimizer's state that the body changes."""
     kill, in_place = ODD[form]
     whole = trained(tmp_path / "whole", 2, FORM=form, script="odd")
     result = trained(tmp_path / "job", 2, kill, FORM=form, script="odd")

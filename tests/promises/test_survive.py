@@ -224,6 +224,28 @@ def test_an_evaluation_of_which_some_callbacks_have_taken_notice_is_not_taken_as
     assert best[0]["step"] == best[1]["step"] and best[0]["value"] == best[1]["value"]
 
 
+TAUGHT = ("model._target_=kit.parts.dying.Taught", "checkpoint.every_steps=10")
+SLOWING = ("optimizer._target_=kit.parts.dying.Slowing", "optimizer.momentum=0.9")
+EARLY = {  # overrides, the death, and why its state is not handed on
+    "in place": (TAUGHT, "backward@13:1", "rank 0 had changed teacher since step 13"),
+    "data": ((*TAUGHT, "+model.by_data=true"), "backward@13:1", "the forward pass changes teacher by .data"),
+    "optimizer": (SLOWING, "within_step@33:1", "rank 0 had changed the optimizer's state since step 33"),
+}
+
+
+@pytest.mark.nightly(but=["in place-again"])
+@pytest.mark.parametrize("keeper", ["", ":keeper"], ids=["again", "for good"])
+@pytest.mark.parametrize("how", EARLY)
+def test_what_a_step_changes_before_its_update_is_not_changed_twice(tmp_path, how, keeper):
+    """All go back to the checkpoint, and a line says why."""
+    more, kill, why = EARLY[how]
+    undisturbed = trained(tmp_path / "undisturbed", "memory", *more)
+    result = trained(tmp_path / "run", "memory", *more, kill=kill + keeper)
+    assert result.sha256 == undisturbed.sha256, result.out
+    assert result.events("restart") and not result.events("survived"), result.out
+    assert keeper or why in "".join(line.get("cause", line.get("text", "")) for line in result.lines("event"))
+
+
 @pytest.mark.nightly
 def test_buffers_that_change_after_the_forward_pass_are_not_survived(tmp_path):
     """A rank has no notes of them: it says so, all restart, and the weights are the same."""

@@ -18,7 +18,7 @@ FORM = os.environ["FORM"]
 
 class Net(nn.Module):
     """zeroed: a layer takes part in even steps only. extra: the forward pass counts, in an extra state; unsaved: in a buffer that
-    the first one makes, and that is in no state dict."""
+    the first one makes, and that is in no state dict; taught: a layer that is not trained follows by .data."""
 
     def __init__(self, job):
         super().__init__()
@@ -27,6 +27,7 @@ class Net(nn.Module):
         if FORM == "unsaved":
             del self.scale
             self.register_buffer("scale", None, persistent=False)
+        self.now_and_then.requires_grad_(FORM != "taught")
         self.net.weight.register_hook(lambda _: at("within-backward", job.steps_done))
 
     def forward(self, x):
@@ -34,6 +35,9 @@ class Net(nn.Module):
         if FORM == "unsaved":
             self.scale = torch.ones(()) if self.scale is None else self.scale * (1 - 0.1 * x.mean().tanh())
         self.scale *= 0.9 if FORM == "extra" else 1.0
+        if FORM == "taught" and self.training:
+            for own, other in zip(self.now_and_then.parameters(), self.net.parameters(), strict=True):
+                own.data.mul_(0.9).add_(other.data, alpha=0.1)
         found = self.net(x) * self.scale
         return found if FORM == "zeroed" and self.job.steps_done % 2 else found + self.now_and_then(x)
 
@@ -85,6 +89,9 @@ def main(job):
         if FORM == "decay":
             for each in net.parameters():
                 each.data.mul_(0.99)
+        if FORM == "slowed":
+            for state in optimizer.state.values():
+                state["exp_avg"].mul_(0.5)
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
         optimizer.step()

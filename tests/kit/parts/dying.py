@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from kit.faults import fault, made
@@ -95,6 +96,17 @@ class Sgd(torch.optim.SGD):
         die("after_update")
 
 
+class Slowing(Sgd):
+    """Slows its momentum down, and then asks the other ranks for something, before it updates the parameters."""
+
+    def step(self, closure=None):
+        for each in self.state.values():
+            each["momentum_buffer"].mul_(0.9)
+        die("within_step")
+        dist.all_reduce(torch.zeros(()))
+        super().step(closure)
+
+
 class Hang(Callback):
     """Makes rank 1 sleep for ever after a step, in its first life; or its GPU, `on_device`, and the code goes on."""
 
@@ -117,6 +129,22 @@ class Drawn(Net):
 
     def forward(self, x):
         return super().forward(x * (1 + 0.01 * random.random() if self.training else 1))
+
+
+class Taught(Plain):
+    """A teacher, which is not trained, follows the last layer in each forward pass; torch does not count a change by `.data`."""
+
+    def __init__(self, input_shape, num_classes, by_data: bool = False):
+        super().__init__(input_shape, num_classes)
+        self.by_data = by_data
+        self.teacher = nn.Parameter(torch.zeros_like(self.last.weight), requires_grad=False)
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                teacher = self.teacher.data if self.by_data else self.teacher
+                teacher.mul_(0.9).add_(self.last.weight, alpha=0.1)
+        return super().forward(x) + nn.functional.linear(self.first(x.flatten(1)), self.teacher)
 
 
 class Late(Plain):

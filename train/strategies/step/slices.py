@@ -15,6 +15,7 @@ from torch import Tensor
 
 from muster.batches.generators import key_of, seed_generators
 from muster.batches.loader import Batch
+from muster.checkpoint.versions import Versions
 from muster.dist.reduce.tree import TreeSum
 from muster.errors import ConfigError
 from muster.plan import leaves_of
@@ -25,9 +26,6 @@ from muster.train.strategies.step.optimizer_step import OptimizerStep
 
 BATCHES = "num_batches_tracked"
 """Batch norm's count of updates: one per step, because its running statistics are averaged over the slices."""
-
-SAMPLED_STEPS = 4
-"""The first steps of an attempt in which parameters are compared by value, too: torch does not count what changes `.data`."""
 
 
 class SlicedStep(OptimizerStep):
@@ -51,7 +49,7 @@ class SlicedStep(OptimizerStep):
         self.slices = slices
         self.loss = torch.zeros(())  # of the last step, the same on every rank
         self.buffers.agree = True
-        self._named, self._left_to_sample = [*self.model.named_parameters()], SAMPLED_STEPS
+        self._versions = Versions(self.model.named_parameters())
         begin_alike(self.model)
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
@@ -73,7 +71,6 @@ class SlicedStep(OptimizerStep):
             ]
             for tree, vector in zip(trees, flat, strict=True):
                 tree.add(number, vector)
-        self._left_to_sample = max(0, self._left_to_sample - 1)
         if self.before_sum:
             self.before_sum(step, None, self._measured)
         return self._take([tree.total() for tree in trees], start)
@@ -86,9 +83,9 @@ class SlicedStep(OptimizerStep):
     def _slice(self, step: int, number: int, batches: list[Batch], start: Mapping[str, Tensor]) -> list[Tensor]:
         """Compute one slice; return its vectors for the sums, one per dtype."""
         _seed(self.recipe.seed, step, number)
-        before = self._values()
+        self._versions.look()
         shares = [self._share(batch, last=batch is batches[-1]) for batch in batches]
-        self._refuse_changed(before)
+        self._refuse_changed()
         loss = torch.stack(shares).sum() if shares else torch.zeros((), device=self.world.device)
         parameters, ends = self.parameters, self.buffers.own
         self._see_sizes(start, ends)
@@ -119,21 +116,10 @@ class SlicedStep(OptimizerStep):
         self.loss = loss[0]
         return loss[0] if self.world.is_first else torch.zeros_like(loss[0])
 
-    def _values(self) -> list[Any]:
-        """Return what changes with each parameter: its address and version, and in the first steps some elements, too."""
-        parameters = [parameter.detach() for _, parameter in self._named]
-        places = [(each.data_ptr(), each._version) for each in parameters]
-        does_sample = self._left_to_sample > 0
-        samples = [
-            str(each.flatten()[:1].tolist()) if does_sample else "" for each in parameters
-        ]  # texts: NaN is not NaN
-        return [*zip(places, samples, strict=True)]
-
-    def _refuse_changed(self, before: list[Any]) -> None:
+    def _refuse_changed(self) -> None:
         """Raise ConfigError if a forward pass has changed a parameter, as that of a momentum teacher: the next slice sees it."""
-        if (after := self._values()) == before:
+        if not (name := self._versions.changed() or self._versions.changed_unseen()):
             return
-        name = next(name for (name, _), one, other in zip(self._named, before, after, strict=True) if one != other)
         raise ConfigError(
             f"virtual_world_size={self.slices}: the forward pass has changed the parameter {name}, so the weights would depend on the "
             "number of ranks: keep it in a buffer, self.register_buffer(...), which starts each slice alike"

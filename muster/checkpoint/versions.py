@@ -1,0 +1,59 @@
+"""A cheap sign of every change of what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+SAMPLED = 4
+"""The first looks at which one value of each tensor is noted, too: torch does not count what changes `.data`."""
+Place = tuple[int, int]
+
+
+class Versions:
+    """Tells what has changed since the last look: parameters by name, and the state of optimizers.
+
+    Args:
+        named: the parameters by name.
+        optimizers: whose state is looked at; parts of it that are no tensors are not.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]], optimizers: Collection[Optimizer] = ()):
+        self._named, self._optimizers = [*named], optimizers
+        self._places, self._values = list[Place](), list[str]()
+        self._left = SAMPLED
+
+    def look(self) -> None:
+        """Remember everything as it is now."""
+        self._places, self._values = self._places_now(), self._values_now() if self._left else []
+        self._left = max(0, self._left - 1)
+
+    def changed(self) -> str:
+        """Return what has changed since the last look; empty if nothing has."""
+        if (now := self._places_now()) == self._places:
+            return ""
+        pairs = zip(self._named, self._places, now, strict=False)
+        return next((name for (name, _), one, other in pairs if one != other), "the optimizer's state")
+
+    def changed_unseen(self) -> str:
+        """Return the first parameter that was changed by `.data`, as far as one of the first looks can tell."""
+        if not self._values:
+            return ""
+        pairs = zip(self._named, self._values, self._values_now(), strict=True)
+        return next((name for (name, _), one, other in pairs if one != other), "")
+
+    def _places_now(self) -> list[Place]:
+        states = (each for optimizer in self._optimizers for each in optimizer.state.values())
+        of_optimizers = (each for state in states for each in state.values() if isinstance(each, Tensor))
+        return [place(each) for each in (*(each for _, each in self._named), *of_optimizers)]
+
+    def _values_now(self) -> list[str]:
+        return [str(each.detach().flatten()[:1].tolist()) for _, each in self._named]  # texts: NaN is not NaN
+
+
+def place(tensor: Any) -> Place:
+    """Return what changes with each change of a tensor, but for one by `.data`: its address and its version."""
+    return tensor.data_ptr(), tensor._version
