@@ -8,22 +8,23 @@ import torch
 
 from muster.errors import StorageError
 from muster.faults.heartbeat import RESCUE
+from muster.faults.notes import Notes
 from muster.job.folder import RunFolder
 from muster.job.rescue import check_finite, last_lines, rescue
 from muster.train.course import ENDED, LOGGED
-from muster.train.live import Live
 from muster.train.loop import Run, epoch, is_time_to_evaluate, is_time_to_log, position
 from muster.train.strategies.replicas.buffers import OBJECTIVE
 from muster.train.strategies.replicas.replicated import Replicas
 
 
-def save_last_step(run: Run, folder: RunFolder, live: Live) -> None:
+def save_last_step(run: Run, folder: RunFolder, notes: Notes, *, is_changed: bool) -> None:
     """Save the last step of `run`, or wait for another rank that does. Every rank that is left must call it.
 
+    is_changed: the next step has changed parameters, though it is not done.
     The lost rank's part of the loss since the last `train` line is lost. A line that was due at this step has none.
     """
-    noted = live.notes.read(run.step - 1) if run.step else None
-    is_whole = run.progress.stage >= ENDED and not run.callbacks.are_cut_short and not live.changed(run)
+    noted = notes.read(run.step - 1) if run.step else None
+    is_whole = run.progress.stage >= ENDED and not run.callbacks.are_cut_short and not is_changed
     run.running.enter(RESCUE)
 
     def save() -> None:

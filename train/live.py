@@ -20,8 +20,8 @@ from torch import Tensor
 
 from muster.batches.drawn import Watch
 from muster.batches.stream import Stream
+from muster.checkpoint.changes import Changes, place
 from muster.checkpoint.trained import EXTRA
-from muster.checkpoint.versions import Versions, place
 from muster.dist.options import GroupOptions
 from muster.dist.place import Place
 from muster.dist.world import World, alone
@@ -68,9 +68,9 @@ class Live(HandOver):
         self._counts: Counts | None = None
         self._noted: list[tuple[int, int]] = []
         self._strategy: Replicas | None = None
-        self._versions: Versions | None = None
+        self._changes: Changes | None = None
         self._begun = -1
-        """The step whose beginning `_versions` has seen."""
+        """The step whose beginning `_changes` has seen."""
 
     # In an attempt.
 
@@ -79,7 +79,7 @@ class Live(HandOver):
         assert isinstance(run.strategy, Replicas)
         self._strategy, self._window, self.records = run.strategy, run.window, run.records
         self._counts = run.counts
-        self._versions = Versions(run.strategy.parameters().items(), [run.strategy.optimizer_step.optimizer])
+        self._changes = Changes(run.strategy.parameters().items(), [run.strategy.optimizer_step.optimizer])
         self._begun = -1
         self.begin()
         optimizer_step = run.strategy.optimizer_step
@@ -101,8 +101,8 @@ class Live(HandOver):
         note_why_not(self.records, why)
 
     def _note(self, step: int, loss: Tensor | None, metrics: Mapping[str, Tensor]) -> None:
-        assert self._window and self._counts and self._versions
-        if (name := self._versions.changed_unseen()) and not self._versions.changed():
+        assert self._window and self._counts and self._changes
+        if (name := self._changes.changed_unseen()) and not self._changes.changed():
             self._refuse(f"the forward pass changes {name} by .data, which torch does not count")
             return
         own = {"loss": None if loss is None else float(loss), "metrics": {k: float(v) for k, v in metrics.items()}}
@@ -114,14 +114,14 @@ class Live(HandOver):
 
     def _see_begin(self, step: int) -> None:
         """Remember what nothing but this step's update may change."""
-        assert self._versions
+        assert self._changes
         self._see_buffers(step)
-        self._versions.look()
+        self._changes.look()
         self._begun = step
 
     def changed(self, run: Run) -> str:
         """Return what the step that is not done has changed: the state is neither that before it nor that after it."""
-        if self._versions is None or self._begun != run.step or not (name := self._versions.changed()):
+        if self._changes is None or self._begun != run.step or not (name := self._changes.changed()):
             return ""
         return CHANGED.format(rank=run.world.rank, name=name, step=run.step)
 
@@ -157,7 +157,7 @@ class Live(HandOver):
         step, progress, checkpoints = run.strategy.optimizer_step, run.progress, run.running.checkpoints
         self.owes_save = checkpoints.give_up()
         best = progress.best["step"] if progress.best and self.owes_save else 0
-        self.why_lost, self._versions = self.changed(run), None  # which holds the parameters
+        self.why_lost, self._changes = self.changed(run), None  # which holds the parameters
         is_best_lost = (checkpoints.newest_step or 0) < best < progress.step  # nobody has that step's weights any more
         is_within = progress.stage < ENDED or run.callbacks.are_cut_short  # not all of a callback has happened
         if is_within or is_best_lost or self.why_lost:

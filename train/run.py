@@ -237,7 +237,7 @@ def open_run(
         if live and life.survives(error):
             live.keep(run)
         elif live and is_of_peer(error):
-            save_last_step(run, folder, live)
+            save_last_step(run, folder, live.notes, is_changed=bool(live.changed(run)))
         raise
     finally:
         callbacks.close()

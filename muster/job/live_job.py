@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from muster.batches.fingerprint import hash_of, look
 from muster.batches.generators import key_of, seed_generators
+from muster.checkpoint.changes import Changes, Place, place
 from muster.checkpoint.state import host_copy
-from muster.checkpoint.versions import Place, Versions, place
 from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.errors import RankLost, one_line
@@ -63,7 +63,7 @@ class LiveJob(HandOver):
         self._point: list[float] = []
         self._hooks: list[RemovableHandle] = []
         self._plain: dict[str, Any] = {}
-        self._versions: Versions | None = None
+        self._changes: Changes | None = None
         self._with_gradients: list[str] = []
         self._habits: dict[str, bool] = {}
         self._noted: list[Place] = []
@@ -74,7 +74,7 @@ class LiveJob(HandOver):
     def follow(self, session: Session) -> None:
         """Note from now on what only this rank knows. Collective: every rank must call it."""
         self.begin()
-        self._session, self._versions, self.has_worked = session, None, True
+        self._session, self._changes, self.has_worked = session, None, True
         session.tracked.between.habits = self._habits  # of the attempts before
         buffers = session.tracked.buffers()
         told = session.world.gather([_why_not(session.tracked), hash_of(look([*buffers.values()]))])
@@ -83,7 +83,7 @@ class LiveJob(HandOver):
             return
         self._left_to_compare, self._has_buffers = FIRST, session.tracked.has_buffers
         self._common = [*map(place, buffers.values())] if len({digest for _, digest in told}) == 1 else []
-        self._versions = Versions(session.tracked.named.items(), session.tracked.optimizers.values())
+        self._changes = Changes(session.tracked.named.items(), session.tracked.optimizers.values())
         if self._has_buffers:
             self._hooks = [each.register_forward_hook(self.note_buffers) for each in session.tracked.modules.values()]
         self._note()
@@ -105,16 +105,16 @@ class LiveJob(HandOver):
                     self._refuse(f"{what} differ between ranks, so no rank has those of another")
         if self._session is None:
             return
-        is_seen = self._versions is not None and bool(self._versions.changed())
+        is_seen = self._changes is not None and bool(self._changes.changed())
         self._note()
         if not session.tracked.optimizers and not is_seen:
             self._refuse("a step has changed no parameter that torch could see: change them in place, and not by .data")
 
     def _note(self) -> None:
-        assert self._session and self._versions
+        assert self._session and self._changes
         session = self._session
         self._whole, self.notes.whole = 2 * session.reached.step, session.reached.step
-        self._versions.look()
+        self._changes.look()
         self._plain, self._point = session.tracked.plain(), _point(session.tracked.parameters())
         self._with_gradients = session.tracked.between.with_gradients()
         own = {"totals": session.totals.own(), "noted": session.noted, "point": self._point}
@@ -157,7 +157,7 @@ class LiveJob(HandOver):
         running, tracked, records = session.running, session.tracked, session.running.records
         self.owes_save = running.checkpoints.give_up() or session.owes_save
         self.why_lost, is_whole = self._changed(session), self._is_whole(session)
-        self._versions = None  # which holds the parameters
+        self._changes = None  # which holds the parameters
         if not is_whole:
             return
         step = session.reached.step
@@ -177,7 +177,7 @@ class LiveJob(HandOver):
 
     def _is_whole(self, session: Session) -> bool:
         """Return True if the state is that of the end of a step."""
-        if self._versions is None or self._changed(session):
+        if self._changes is None or self._changed(session):
             return False
         between = session.tracked.between
         has_gradients = any(map(between.needs, self._with_gradients))
@@ -185,11 +185,9 @@ class LiveJob(HandOver):
 
     def _changed(self, session: Session) -> str:
         """Return what this rank has changed since the step ended."""
-        if self._versions is None or session.is_within:
+        if self._changes is None or session.is_within:
             return ""
-        name = self._versions.changed() or (
-            "a parameter" if self._point != _point(session.tracked.parameters()) else ""
-        )
+        name = self._changes.changed() or ("a parameter" if self._point != _point(session.tracked.parameters()) else "")
         return CHANGED.format(rank=session.world.rank, name=name, step=session.reached.step) if name else ""
 
     def _state_of(self, tracked: Tracked) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muster.batches.generators import key_of, seed_generators
 from muster.batches.loader import Batch
-from muster.checkpoint.versions import Versions
+from muster.checkpoint.changes import Changes
 from muster.dist.reduce.tree import TreeSum
 from muster.errors import ConfigError
 from muster.plan import leaves_of
@@ -49,7 +49,7 @@ class SlicedStep(OptimizerStep):
         self.slices = slices
         self.loss = torch.zeros(())  # of the last step, the same on every rank
         self.buffers.agree = True
-        self._versions = Versions(self.model.named_parameters())
+        self._changes = Changes(self.model.named_parameters())
         begin_alike(self.model)
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
@@ -83,7 +83,7 @@ class SlicedStep(OptimizerStep):
     def _slice(self, step: int, number: int, batches: list[Batch], start: Mapping[str, Tensor]) -> list[Tensor]:
         """Compute one slice; return its vectors for the sums, one per dtype."""
         _seed(self.recipe.seed, step, number)
-        self._versions.look()
+        self._changes.look()
         shares = [self._share(batch, last=batch is batches[-1]) for batch in batches]
         self._refuse_changed()
         loss = torch.stack(shares).sum() if shares else torch.zeros((), device=self.world.device)
@@ -118,7 +118,7 @@ class SlicedStep(OptimizerStep):
 
     def _refuse_changed(self) -> None:
         """Raise ConfigError if a forward pass has changed a parameter, as that of a momentum teacher: the next slice sees it."""
-        if not (name := self._versions.changed() or self._versions.changed_unseen()):
+        if not (name := self._changes.changed() or self._changes.changed_unseen()):
             return
         raise ConfigError(
             f"virtual_world_size={self.slices}: the forward pass has changed the parameter {name}, so the weights would depend on the "

@@ -13,7 +13,7 @@ SAMPLED = 4
 Place = tuple[int, int]
 
 
-class Versions:
+class Changes:
     """Tells what has changed since the last look: parameters by name, and the state of optimizers.
 
     Args:
