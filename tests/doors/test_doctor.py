@@ -198,6 +198,7 @@ def test_what_nvidia_smi_prints_is_understood():
     assert told("GPU-c", text) == {} and told("GPU-a", "No devices were found") == {}
 
 
+@pytest.mark.nightly
 def test_a_machine_that_can_train(tmp_path):
     done = doctor(tmp_path, "output_dir=runs/a", ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -122,6 +122,7 @@ def test_mistakes_are_one_line(place):
         assert done.returncode == code and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.nightly
 def test_the_example_trains_by_the_command_that_is_printed(place):
     init(place, "slurm", "--trainer")
     [line] = [line for line in (place / "MUSTER.md").read_text().splitlines() if "this machine" in line]

@@ -88,7 +88,7 @@ def test_a_killed_rank_costs_nothing(place, ranks, rank):
     assert [line["accuracy"] for line in whole.lines("eval")] == [line["accuracy"] for line in cut.lines("eval")]
 
 
-@pytest.mark.nightly(but=["2"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_sigterm_stops_all_ranks_after_one_step_and_the_same_command_resumes(place, ranks):
     whole, folder = run(place("whole"), ranks=ranks), place("cut")
@@ -165,7 +165,7 @@ def test_of_two_launches_one_is_refused(place):
 # Checkpoints that are damaged, and a disk that is full
 
 
-@pytest.mark.nightly(but=["2"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_spoiled_checkpoint_is_quarantined_and_the_one_before_is_used(place, ranks):
     whole, folder = run(place("whole"), ranks=ranks), place("spoiled")

@@ -47,6 +47,7 @@ def accuracy(model):
         return float((model(images).argmax(1) == labels).double().mean())
 
 
+@pytest.mark.nightly
 def test_a_model_has_the_accuracy_that_the_run_evaluated_at_each_checkpoint(tmp_path, monkeypatch, capsys):
     line = ("model=convnet", "model.width=4", "callbacks=[ema]", "callbacks.ema.decay=0.8", "max_steps=12")
     often = ("eval.every_steps=4", "checkpoint.every_steps=4", "checkpoint.best=loss", "checkpoint.keep=9")

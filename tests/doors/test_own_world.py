@@ -126,7 +126,8 @@ def test_samples_that_are_drawn_by_weights_are_the_same_at_every_world_size(tmp_
     assert "sample_weights of the data set (own.py:" in refused.said[0] and "has shape [2]" in refused.said[0]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_compiled_layer_leaves_no_trace_in_names(tmp_path, strategy):
     line = (*data("Dicts"), "model._target_=kit.parts.own.Compiling", "batch_size=16", f"strategy={strategy}")
     plain = run(tmp_path / "plain", *line, "max_steps=6", ranks=2)

@@ -78,6 +78,7 @@ def test_the_best_checkpoint_is_the_best_at_any_world_size(tmp_path, metric, mor
     assert best["mode"] == mode
 
 
+@pytest.mark.nightly
 def test_early_stopping_waits_while_an_error_of_torchmetrics_falls_also_after_a_resume(tmp_path):
     """It says itself that less of it is better: in the other direction, the run would end at step 9."""
     stops = ("callbacks=[early_stopping]", "callbacks.early_stopping.metric=gap", "callbacks.early_stopping.patience=2")

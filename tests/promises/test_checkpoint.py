@@ -217,6 +217,7 @@ def test_two_jobs_in_one_folder(tmp_path):
     assert not list((tmp_path / "run").glob(".*"))
 
 
+@pytest.mark.nightly
 def test_two_launches_with_the_same_rendezvous_id(tmp_path):
     """People give every launch the same id: it does not make the second job the first, nor `never` a restart of it."""
     endless = ("model._target_=kit.parts.models.Slow", "data._target_=kit.parts.data.Numbered", "max_steps=100000")

@@ -503,6 +503,7 @@ def test_a_fingerprint_reads_something_of_the_data():
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.nightly
 def test_samples_that_are_no_pairs_are_refused(tmp_path):
     """(a, b, y) would lose y without a word."""
     (tmp_path / "triples.py").write_text(

@@ -346,7 +346,7 @@ def test_preempted_nodes(job, ledger, preempted):
         assert_clean(cluster, ledger, steps=80)
 
 
-@pytest.mark.nightly(but=["evaluation", "save"])
+@pytest.mark.nightly(but=["evaluation"])
 @pytest.mark.parametrize("when", ["start-up", "evaluation", "save", "twice", "with loader workers"])
 def test_sigterm_at_an_inconvenient_moment(tmp_path, ledger, when):
     """The same end: one valid checkpoint, or none yet; no traceback of ours; exact afterwards."""

@@ -70,6 +70,7 @@ def test_ranks_that_step_alone_weigh_what_is_left_to_them(tmp_path):
     assert float(first["bias"] - moved["bias"]) == pytest.approx(1.0, rel=1e-6)
 
 
+@pytest.mark.nightly(but=["None-more0"])
 @pytest.mark.parametrize("ranks, more", [(None, ()), (2, ("micro_batch_size=5",))])
 def test_a_collate_function_may_leave_out_what_is_none(tmp_path, ranks, more):
     line = (*LINE, f"loader.collate_fn={PARTS}.left_out", "max_steps=1", *more)
@@ -133,6 +134,7 @@ def trained(folder, micro):
     )
 
 
+@pytest.mark.nightly(but=["2-None"])
 @pytest.mark.parametrize("ranks, micro", [(1, 5), (2, None)])
 def test_in_a_loop_of_ones_own_too(tmp_path, ranks, micro):
     import json

@@ -87,7 +87,7 @@ def test_killed_stopped_and_preempted_it_resumes_bit_for_bit(tmp_path, strategy)
     assert all(torch.equal(weight, result.weights[name]) for name, weight in whole.weights.items())
 
 
-@pytest.mark.nightly(but=["as they come"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks, per_update, lr", [(3, 1, 0.5), (5, 2, 0.1)], ids=["as they come", "two of four"])
 def test_asynchronous_training_learns_from_every_sample_once_an_epoch(tmp_path, ranks, per_update, lr):
     ledger = tmp_path / "ledger"

@@ -72,7 +72,7 @@ def test_agents_that_were_starved_while_another_formed_a_round_train_with_it(tmp
     monkeypatch.setattr(
         loopback, "TIMINGS", Timings()
     )  # of nodes on a network: agents that are slow are no matter here
-    with job("max_steps=100000", cold=True) as cluster:
+    with job("max_steps=100000") as cluster:
         first = [cluster.start(), cluster.start()]
         cluster.until(lambda: cluster.world_size() == 2, "both")
         cluster.reach(15)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from kit.clock import ManualClock
-from kit.job import environment, finish, free_port, on_nodes, reached, run, saved, start, wait_for
+from kit.job import QUIET, command, environment, finish, free_port, on_nodes, reached, run, saved, start, wait_for
 from kit.until import until
 
 from muster.attempts import Attempt
@@ -135,6 +135,7 @@ def test_a_store_that_cannot_be_reached(tmp_path, s3):
     assert result.code == 2 and "nosuch" in result.said[0], result.out
 
 
+@pytest.mark.nightly
 def test_a_store_that_goes_away_is_survived_until_the_limit(tmp_path):
     server = S3()
     line = (
@@ -625,7 +626,7 @@ def test_start_over_before_there_was_anything(tmp_path):
 needs_mount = pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="needs root to mount")
 
 
-def on_small_disk(tmp_path, size, *overrides, ranks=2):
+def on_small_disk(tmp_path, size, *overrides, ranks):
     """A run whose folder is a tmpfs of `size`, in a mount namespace of its own."""
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -633,8 +634,7 @@ def on_small_disk(tmp_path, size, *overrides, ranks=2):
     script = (
         f"mount -t tmpfs -o size={size} none '{folder}' && \"$@\"; code=$?; cp -r '{folder}/run' '{copy}'; exit $code"
     )
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "train"]
-    line += [f"output_dir={folder}/run", "log.report=false", "log.tensorboard=false", "log.every_steps=1", *overrides]
+    line = command(f"output_dir={folder}/run", *QUIET, *overrides, ranks=ranks)
     return finish(
         subprocess.Popen(
             ["unshare", "-m", "sh", "-c", script, "sh", *line],
@@ -644,12 +644,13 @@ def on_small_disk(tmp_path, size, *overrides, ranks=2):
     )  # fmt: skip
 
 
+@pytest.mark.nightly(but=["None"])
+@pytest.mark.parametrize("ranks", [None, 2])
 @needs_mount
-def test_a_full_disk_ends_the_run_after_the_limit(tmp_path):
+def test_a_full_disk_ends_the_run_after_the_limit(tmp_path, ranks):
     """Room for some checkpoints but not for `keep`: what is there stays valid, no draft is left."""
-    result = on_small_disk(
-        tmp_path, "5m", "model.hidden=[4096]", "checkpoint.every_steps=5", "checkpoint.keep=20", "max_steps=100"
-    )
+    line = ("model.hidden=[4096]", "checkpoint.every_steps=5", "checkpoint.keep=20", "max_steps=100")
+    result = on_small_disk(tmp_path, "5m", *line, ranks=ranks)
     assert result.outcome["exit_code"] == 5, result.out
     assert "No space left on device" in result.outcome["error"], result.out
     assert len(result.events("checkpoint_failed")) == 3
@@ -663,9 +664,8 @@ def test_a_full_disk_ends_the_run_after_the_limit(tmp_path):
 @needs_mount
 def test_a_disk_that_is_full_for_a_while(tmp_path):
     """Training goes on and the next checkpoint is written when there is room again; no step is missing."""
-    result = on_small_disk(
-        tmp_path, "3m", "model._target_=kit.parts.models.FillsDisk", "checkpoint.every_steps=5", "max_steps=40"
-    )
+    line = ("model._target_=kit.parts.models.FillsDisk", "checkpoint.every_steps=5", "max_steps=40")
+    result = on_small_disk(tmp_path, "3m", *line, ranks=2)
     assert result.code == 0, result.out
     assert 1 <= len(result.events("checkpoint_failed")) <= 2
     assert result.events("checkpoint")[-1]["step"] == 40

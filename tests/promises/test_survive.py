@@ -127,10 +127,7 @@ DEATHS = [
     but=[
         "memory-forward@14:1",
         "memory-backward@13:0",
-        "memory-before_update@13:1",
         "memory-save@20:1",
-        "memory-eval_end@23:1",
-        "slices-step_end@16:2",
     ]
 )
 @pytest.mark.parametrize(("kind", "kill"), DEATHS)
