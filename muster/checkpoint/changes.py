@@ -18,7 +18,7 @@ class Changes:
 
     Args:
         named: the parameters by name.
-        optimizers: whose state is looked at; parts of it that are no tensors are not.
+        optimizers: whose state is looked at, but for numbers in it.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], optimizers: Collection[Optimizer] = ()):
@@ -46,12 +46,23 @@ class Changes:
         return next((name for (name, _), one, other in pairs if one != other), "")
 
     def _places_now(self) -> list[Place]:
-        states = (each for optimizer in self._optimizers for each in optimizer.state.values())
-        of_optimizers = (each for state in states for each in state.values() if isinstance(each, Tensor))
-        return [place(each) for each in (*(each for _, each in self._named), *of_optimizers)]
+        tensors = [each for _, each in self._named]
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                _add(state, tensors)
+        return [*map(place, tensors)]
 
     def _values_now(self) -> list[str]:
         return [str(each.detach().flatten()[:1].tolist()) for _, each in self._named]  # texts: NaN is not NaN
+
+
+def _add(state: Any, tensors: list[Tensor]) -> None:
+    """Add the tensors of a part of an optimizer's state, which may have anything."""
+    if isinstance(state, Tensor):
+        tensors.append(state)
+    elif isinstance(state, dict | list | tuple):
+        for each in state.values() if isinstance(state, dict) else state:
+            _add(each, tensors)
 
 
 def place(tensor: Any) -> Place:

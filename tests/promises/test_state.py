@@ -6,6 +6,8 @@ import pytest
 import torch
 from kit.job import run
 
+from muster.checkpoint.changes import Changes
+
 MODEL = "model._target_=kit.parts.state."
 LINE = ("batch_size=31", "optimizer.lr=0.05", "checkpoint.every_steps=4", "eval.every_steps=6")
 V = ("virtual_world_size=7", *LINE)
@@ -263,3 +265,26 @@ def test_a_modules_extra_state_may_be_a_dict(tmp_path):
     assert result.weights["_extra_state"] == {"calls": 9, "last": torch.tensor([9])}
     refused = run(tmp_path / "refused", *line, "strategy=parameter_server", "max_steps=2", ranks=2, ok=False)
     assert refused.code != 0 and any("get_extra_state" in line for line in refused.said), refused.out
+
+
+@pytest.mark.unit
+def test_what_has_changed_is_seen_wherever_an_optimizer_keeps_it():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    history, mean = [torch.zeros(2)], torch.zeros(2)
+    optimizer.state[weight] = {"history": history, "step": 3}
+    optimizer.state["mean"], optimizer.state["steps"] = mean, 4  # of an optimizer of one's own: not of a parameter
+    changes = Changes([("weight", weight)], [optimizer])
+    changes.look()
+    assert not changes.changed() and not changes.changed_unseen()
+    weight.data.add_(1)
+    assert not changes.changed() and changes.changed_unseen() == "weight"
+    for tensor, name in ((history[0], "the optimizer's state"), (mean, "the optimizer's state"), (weight, "weight")):
+        changes.look()
+        assert not changes.changed()
+        with torch.no_grad():
+            tensor.add_(1)
+        assert changes.changed() == name
+    changes.look()
+    del optimizer.state["mean"]
+    assert changes.changed() == "the optimizer's state"
