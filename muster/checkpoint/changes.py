@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-SAMPLED = 4
-"""The first looks at which one value of each tensor is noted, too: torch does not count what changes `.data`."""
+SAMPLED_STEPS = 4
+"""The first steps in which one value of each parameter is noted, too: torch does not count what changes `.data`. In the very first
+a momentum teacher, which begins as a copy, changes nothing."""
 Place = tuple[int, int]
 
 
@@ -19,12 +20,13 @@ class Changes:
     Args:
         named: the parameters by name.
         optimizers: whose state is looked at, but for numbers in it.
+        looks: the most looks in a step.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]], optimizers: Collection[Optimizer] = ()):
+    def __init__(self, named: Iterable[tuple[str, Tensor]], optimizers: Collection[Optimizer] = (), *, looks: int = 1):
         self._named, self._optimizers = [*named], optimizers
         self._places, self._values = list[Place](), list[str]()
-        self._left = SAMPLED
+        self._left = SAMPLED_STEPS * looks
 
     def look(self) -> None:
         """Remember everything as it is now."""
@@ -39,7 +41,7 @@ class Changes:
         return next((name for (name, _), one, other in pairs if one != other), "the optimizer's state")
 
     def changed_unseen(self) -> str:
-        """Return the first parameter that was changed by `.data`, as far as one of the first looks can tell."""
+        """Return the first parameter that was changed by `.data`, in one of the first steps."""
         if not self._values:
             return ""
         pairs = zip(self._named, self._values, self._values_now(), strict=True)

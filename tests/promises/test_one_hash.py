@@ -185,7 +185,7 @@ def test_sums_go_by_hosts_if_the_network_is_ten_times_slower_than_memory(network
 @pytest.mark.parametrize("how", ["in-place", "data"])
 def test_a_parameter_that_the_forward_pass_changes_is_refused(tmp_path, how):
     """Each rank would change it as often as it has slices. A buffer has one hash."""
-    line = ("model._target_=kit.parts.models.Teacher", "virtual_world_size=3", "max_steps=3", "eval.every_steps=off")
+    line = ("model._target_=kit.parts.models.Teacher", "virtual_world_size=8", "max_steps=3", "eval.every_steps=off")
     refused = run(tmp_path / "refused", *line, f"+model.how={how}", ok=False)
     assert refused.code == 2 and len(refused.said) == 1, refused.out
     assert "has changed the parameter teacher" in refused.said[0] and "keep it in a buffer" in refused.said[0]

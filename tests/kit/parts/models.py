@@ -353,7 +353,10 @@ class Backbone(nn.Sequential):
 
 
 class Teacher(nn.Linear):
-    """Follows its own weights with a momentum, in each forward pass: by a parameter that is not trained, or a buffer."""
+    """Follows its own weights with a momentum, in each forward pass: by a parameter that is not trained, or a buffer.
+
+    It begins as a copy, so that the first step changes nothing in it.
+    """
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, how: str = "in-place"):
         super().__init__(int(np.prod(input_shape)), num_classes)
@@ -366,8 +369,8 @@ class Teacher(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             if self.training and self.how == "data":
-                self.teacher.data.mul_(0.9).add_(self.weight, alpha=0.1)
+                self.teacher.data.mul_(0.5).add_(self.weight, alpha=0.5)
             elif self.training:
-                self.teacher.mul_(0.9).add_(self.weight, alpha=0.1)
+                self.teacher.mul_(0.5).add_(self.weight, alpha=0.5)
         x = x.flatten(1)
         return super().forward(x) + nn.functional.linear(x, self.teacher)

@@ -49,7 +49,7 @@ class SlicedStep(OptimizerStep):
         self.slices = slices
         self.loss = torch.zeros(())  # of the last step, the same on every rank
         self.buffers.agree = True
-        self._changes = Changes(self.model.named_parameters())
+        self._changes = Changes(self.model.named_parameters(), looks=slices)
         begin_alike(self.model)
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
