@@ -15,6 +15,7 @@ from kit.until import until
 from torch.distributed import TCPStore
 
 from muster.dist.board import Board
+from muster.dist.client import Connections
 from muster.dist.node_memory import HEAD, NodeMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks of a node share memory on Linux alone")
@@ -32,14 +33,19 @@ def memories(count, *, of=None):
 
 
 def boards(size, per_node, *, singles=()):
-    """Boards of `size` ranks; the ranks in `singles` could not map their node's memory."""
+    """Boards of `size` ranks; the ranks in `singles` could not map their node's memory.
+
+    They share a connection, so that the store carries out their requests in order: it does not answer a `set`.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores.append(store)  # it ends with its object
+    shared = Connections(store)
     attempt, made = uuid.uuid4().hex, []
     for first in range(0, size, per_node):
         for index, memory in enumerate(memories(per_node)):
             node = None if first + index in singles else memory
-            made.append(Board(store.clone(), attempt=attempt, rank=first + index, size=size, node=node))
+            rank = first + index
+            made.append(Board(store, attempt=attempt, rank=rank, size=size, connections=shared, node=node))
     for board in made:
         board.post_beat("")
     return made
