@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from muster.batches.generators import kept_generators
 from muster.batches.loader import Batch
 from muster.checkpoint.records import is_better
+from muster.checkpoint.trained import Trained
 from muster.dist.world import World
 from muster.errors import ConfigError, Diverged
 from muster.job.lifecycle import Ending
@@ -48,20 +49,20 @@ class Hooks(Protocol):
     def on_eval_end(self, run: Run, values: dict[str, float]) -> None: ...
     def on_checkpoint(self, run: Run) -> None: ...
     def on_end(self, run: Run) -> None: ...
-    def state(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One attempt at a run: its parts and its progress.
 
-    running: heartbeat, records, checkpoints and the agreed stop. course: the data and the steps.
+    running: heartbeat, records, checkpoints and the agreed stop. course: the data and the steps. trained: what checkpoints have.
     counts: weights of micro-batches. measures: metrics of evaluations. window: sums since the last log line. timed: intervals in seconds.
     """
 
     config: Config
     running: Running
     course: Course
+    trained: Trained
     strategy: Strategy
     counts: Counts
     callbacks: Hooks
@@ -367,9 +368,7 @@ def save(run: Run) -> None:
     if run.strategy.has_diverged():
         raise diverged(run)
     finite = run.strategy.finite()
-    running.save(
-        lambda: {**run.strategy.state(), **run.callbacks.state(), **run.window.state()}, position(run), finite=finite
-    )
+    running.save(run.trained.state, position(run), finite=finite)
 
 
 def position(run: Run) -> dict[str, Any]:

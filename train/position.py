@@ -13,10 +13,8 @@ import torch
 from muster.checkpoint import manager
 from muster.checkpoint.records import direction_before, is_better, read_best
 from muster.checkpoint.storage import Saved, Storage
-from muster.dist.world import World
 from muster.errors import say
 from muster.job.folder import RunFolder
-from muster.train.callbacks.all import Callbacks
 from muster.train.config.differences import to_dict
 from muster.train.config.keys import Config
 from muster.train.course import Progress
@@ -24,21 +22,17 @@ from muster.train.data.load import Data
 from muster.train.evaluation import best_mode
 from muster.train.numerics import seed_all
 from muster.train.objectives.measure import Measures
-from muster.train.strategies.base import Strategy
-from muster.train.window import Window
+from muster.train.trainee import Training
 
 
 def restore(
     config: Config,
-    world: World,
     folder: RunFolder,
-    strategy: Strategy,
-    callbacks: Callbacks,
-    window: Window,
+    training: Training,
     measures: Measures,
     own: Storage,
 ) -> Progress:
-    """Restore strategy, callbacks, loss sums and random number generators, and return the progress to continue from.
+    """Restore what is trained and the random number generators, and return the progress to continue from.
 
     Without a checkpoint, only seed the generators. Collective: every rank must call it.
 
@@ -47,12 +41,12 @@ def restore(
     Raises:
         ConfigError: nothing says which value of `checkpoint.best` is the best.
     """
-    saved = folder.saved
+    saved, world = folder.saved, training.world
     mode = best_mode(config, measures, saved.manifest.get("best") if saved else None)
     seed_all(config.seed, world.rank, step=saved.step if saved else 0)
     if saved is None:
         return Progress()
-    manager.restore(saved, strategy, callbacks, window)
+    manager.restore(saved, training)
     manifest = saved.manifest
     evaluated = counted = manifest.get("evaluated", saved.step)
     if config.checkpoint.best and saved.storage.root != own.root:

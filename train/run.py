@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -31,9 +32,8 @@ from muster.train.course import Course, plan_of, steps_asked_for
 from muster.train.data.load import load as load_data
 from muster.train.data.source import origin_of_samples
 from muster.train.evaluation import refuse_unevaluated
-from muster.train.last_step import save_last_step
 from muster.train.live import Live
-from muster.train.loop import Run, train
+from muster.train.loop import Run, save, train
 from muster.train.models.initial import first_weights
 from muster.train.models.record import note_model
 from muster.train.numerics import kinds_of, set_numerics
@@ -49,6 +49,7 @@ from muster.train.strategies.step.eager import stay_eager
 from muster.train.strategies.step.optimizer_step import Stepping
 from muster.train.throughput.figures import throughput
 from muster.train.timed import Timed
+from muster.train.trainee import Training
 from muster.train.window import Window
 
 
@@ -176,10 +177,13 @@ def open_run(
     life.on_end(strategy.close)
     callbacks.on_build(strategy)
     window = Window(world, slices=config.virtual_world_size, measures=config.log.train_metrics)
+    survival = live.survival if live else None
+    training = Training(strategy, callbacks, window, data=data, plan=plan, survival=survival)
     if live and source is not None:
-        progress = live.hand_over(source, world, data, plan, strategy, callbacks, window)
+        live.hand_on(training)
+        progress = training.progress
     else:
-        progress = restore(config, world, folder, strategy, callbacks, window, measures, options.checkpoints)
+        progress = restore(config, folder, training, measures, options.checkpoints)
     if isinstance(strategy, Stepping):
         # a rank that saves alone has no other rank's generators
         are_restored = folder.saved is not None and folder.saved.manifest.get("drawn", True)
@@ -208,6 +212,7 @@ def open_run(
         config=config,
         running=running,
         course=course,
+        trained=training,
         strategy=strategy,
         counts=strategy.counts(made),
         callbacks=callbacks,
@@ -215,9 +220,10 @@ def open_run(
         window=window,
         timed=Timed(line=config.log.every_s, save=config.checkpoint.every_s),
     )
+    training.run = weakref.proxy(run)
     try:
         if live and source is not None:
-            live.go_on(run, folder.path)
+            live.go_on(running, folder.path, save=partial(save, run))
         else:
             announce(
                 run,
@@ -228,16 +234,16 @@ def open_run(
                 in_evaluation=made.in_evaluation,
             )
         if live:
-            live.follow(run)
+            live.follow(training, folder)
         if not gc.isenabled():
             freeze()  # imported modules live to the end: the collector need not scan them again
             gc.enable()
         yield run, folder
     except RuntimeError as error:
         if live and life.survives(error):
-            live.keep(run)
+            live.keep()
         elif live and is_of_peer(error):
-            save_last_step(run, folder, live.notes, is_changed=bool(live.changed(run)))
+            live.save_last_step()
         raise
     finally:
         callbacks.close()

@@ -25,7 +25,7 @@ from muster.checkpoint.backends.base import name
 from muster.checkpoint.records import BEST, INDEX, read_best
 from muster.checkpoint.state import RankShare, Shares, file_of, read, saved_tensors
 from muster.checkpoint.storage import Files, Lost, Saved, Storage, Unclear, place_of
-from muster.checkpoint.trained import Resumable, Trained, own_prefix
+from muster.checkpoint.trained import Trained, own_prefix
 from muster.checkpoint.weights import unreadable
 from muster.dist.world import World, alone
 from muster.errors import Damaged, Diverged, MusterError, NoValidCheckpoint, StorageError, say, traceback_of
@@ -339,8 +339,8 @@ def verify(storage: Storage, step: int, world: World) -> Saved:
     return Saved(storage, found)
 
 
-def restore(saved: Saved, trained: Trained, *beside: Resumable) -> None:
-    """Restore `trained`, the parts `beside` it and the random number generators; each rank reads only the bytes that it needs.
+def restore(saved: Saved, trained: Trained) -> None:
+    """Restore `trained` and the random number generators; each rank reads only the bytes that it needs.
 
     Collective: every rank must call it.
 
@@ -358,8 +358,6 @@ def restore(saved: Saved, trained: Trained, *beside: Resumable) -> None:
     ]
     tensors = saved_tensors(index, names)
     failure, values, targets = None, dict[str, Any](), trained.targets(tensors)
-    for each in beside:
-        targets |= each.targets(tensors)
     try:
         values = read(index, names, targets, saved.open)
     except MusterError as error:
@@ -369,11 +367,7 @@ def restore(saved: Saved, trained: Trained, *beside: Resumable) -> None:
         failure = StorageError(f"cannot read {saved.path}: {reason}; fix the cause, then run again")
     world.together(failure)
     rng = values.pop(f"{own}rng", None)
-    found = {**targets, **values}
-    for each in beside:
-        each.load(found)
-    others = ("callbacks/", "loop/", f"{own_prefix(world.rank)}loop/")
-    trained.load({name: value for name, value in found.items() if not name.startswith(others)})
+    trained.load({**targets, **values})
     if rng:
         set_rng_state(rng)
 

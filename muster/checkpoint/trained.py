@@ -26,8 +26,13 @@ class SavedTensor:
     dtype: torch.dtype
 
 
-class Resumable(Protocol):
-    """A part of the run with state in the checkpoints."""
+class Trained(Protocol):
+    """State that is trained across the ranks of `world`, and is in the checkpoints."""
+
+    world: World
+
+    def state(self) -> dict[str, Any]:
+        """Return the flat state: this rank's tensors and plain values by name. Collective: every rank must call it."""
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Return the tensors to read the `saved` ones into, in this rank's layout; tensors left out are not read.
@@ -37,12 +42,6 @@ class Resumable(Protocol):
 
     def load(self, state: dict[str, Any]) -> None:
         """Load a saved state: the filled `targets` and plain values. Collective: every rank must call it."""
-
-
-class Trained(Resumable, Protocol):
-    """State that is trained across the ranks of `world`."""
-
-    world: World
 
 
 def plain(name: str) -> str:

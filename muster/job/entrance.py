@@ -130,7 +130,7 @@ class Entrance:
                 if self.life.survives(error):
                     self.kept.keep()
                 elif is_of_peer(error):
-                    self.kept.save_last_step(self.folder)
+                    self.kept.save_last_step()
         self.life.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
         if self._heartbeat:
             self._heartbeat.disarm()

@@ -1,7 +1,7 @@
 """What one rank keeps from one attempt to the next when a rank dies and is born again: see survival.py.
 
 A survivor keeps its replica of the state and its last records. In the next attempt the furthest rank hands its state on, in
-place of a checkpoint.
+place of a checkpoint. If a rank is lost for good, one that is left saves its replica: see rescue.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -26,14 +27,18 @@ from muster.dist.place import Place
 from muster.dist.rendezvous.network import Unheard
 from muster.dist.world import World, start
 from muster.errors import RankLost
+from muster.faults.heartbeat import RESCUE
+from muster.job.folder import RunFolder
+from muster.job.rescue import last_lines, rescue
+from muster.job.running import Running
 from muster.job.survival import Survival
+from muster.job.trainee import Trainee
 from muster.loggers.jsonl import NAME, tail
 from muster.loggers.metrics import Metrics, is_same
 
 CHUNK_BYTES = 64 << 20
 RECENT = 8
 """The number of last records that are handed on: rank 0 dies before it has written at most those of one step."""
-CHANGED = "rank {rank} had changed {name} since step {step}"
 Mark = list[int]
 """How far a rank has come: its step, and what it has done of it. Marks are compared in this order."""
 
@@ -56,10 +61,67 @@ class HandOver:
         """What keeps a state from being handed on: this rank's, and after `furthest` any rank's if none has one."""
         self.state: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
+        self._handed: dict[str, Any] = {}
+        """The facts of rank `source`. This rank's own stay with its state: that rank may die while it hands on its own."""
+        self.records: Metrics | None = None
+        """The records of the attempt before, which the next may keep open."""
+        self._trainee: Trainee | None = None
+        """The attempt's, from its first step on."""
+        self._folder: RunFolder
 
-    def begin(self) -> None:
-        """Take notice that this rank makes steps in an attempt: what was kept of the one before is over."""
+    # In an attempt.
+
+    def follow(self, trainee: Trainee, folder: RunFolder) -> None:
+        """Take notice that this rank makes steps: what was kept of the attempt before is over. Collective."""
         self.mark, self.state, self.why_lost = None, {}, ""
+        self._trainee, self._folder, self.records = trainee, folder, trainee.running.records
+        trainee.follow()
+        if trainee.is_followed and not self.notes.modules:
+            self.notes.modules = sorted(sys.modules)
+
+    # Between two attempts.
+
+    def keep(self) -> None:
+        """Keep the state of the attempt, one of whose other ranks has died; no communication.
+
+        Before the first step, what was kept of the attempt before stays.
+        """
+        trainee, self._trainee = self._trainee, None
+        if trainee is None:
+            return
+        if trainee.is_followed:
+            self._keep(trainee)
+        trainee.release()
+
+    def _keep(self, trainee: Trainee) -> None:
+        running = trainee.running
+        self.owes_save = running.checkpoints.give_up() or trainee.owes_save
+        self.why_lost = _changed(trainee)
+        if not self.why_lost and trainee.is_whole(is_save_lost=self.owes_save):
+            self.state, self.mark = trainee.replica(), trainee.mark()
+            known = {
+                "recent": [*running.records.recent][-RECENT:],
+                "since_last": running.records.since_last(),
+                "newest_step": running.checkpoints.newest_step,
+            }
+            self.facts = {**trainee.facts(), **known}
+
+    # When another rank is lost for good.
+
+    def save_last_step(self) -> None:
+        """Save the last step, or wait for another rank that does. Every rank that is left must call it.
+
+        The lost rank's part of the loss since the last `train` record is lost.
+        """
+        if (trainee := self._trainee) is None:
+            return
+        running = trainee.running
+        running.enter(RESCUE)
+        is_whole = trainee.is_followed and not _changed(trainee) and trainee.is_whole(is_save_lost=False)
+        can = is_whole and trainee.has_common_buffers() and self._folder.may_commit()
+        rescue(running.world, self._folder, step=running.step, save=partial(_save_alone, trainee) if can else None)
+
+    # In the next attempt.
 
     def meet(
         self, options: GroupOptions, place: Place, *, stopping: Callable[[], bool], prepare: Callable[[], object]
@@ -92,40 +154,44 @@ class HandOver:
         self.source = max(held, key=lambda rank: (marks[rank], -rank)) if held else None
         return self.source
 
-    def take(
-        self, world: World, source: int, targets: Callable[[Mapping[str, SavedTensor]], dict[str, Tensor]]
-    ) -> dict[str, Any]:
-        """Return the flat state of rank `source`, its tensors copied into those that `targets` returns for them. Collective."""
-        found = spread(self.state, world, source)
+    def hand_on(self, trainee: Trainee) -> None:
+        """Load the state of the furthest rank into `trainee`, and this rank's own from its notes. Collective.
+
+        Raises:
+            RankLost: a rank has no notes of the last step. DataError: a rank has other data.
+        """
+        assert self.source is not None
+        self._handed = trainee.world.broadcast(self.facts, source=self.source)
+        found = spread(self.state, trainee.world, self.source)
         saved = {name: SavedTensor(each.shape, each.dtype) for name, each in found.items() if isinstance(each, Tensor)}
-        filled = targets(saved)
+        filled = trainee.targets(saved)
         with torch.no_grad():
             for name, target in filled.items():
                 target.copy_(found[name])
-        return found | filled
+        trainee.take_over(found | filled, self._handed)
+        self.newest_step = self._handed["newest_step"]
 
-    def repeat_save(self, world: World, save: Callable[[], object]) -> None:
-        """Repeat a save that was cut short on any rank. Collective: every rank must call it."""
+    def go_on(self, running: Running, folder: Path, *, save: Callable[[], object]) -> None:
+        """Bring the records up to date, and repeat a save that was cut short on any rank. Collective."""
+        world, records = running.world, running.records
+        self._make_up_records(world, records, folder)
+        for facts in self.deaths(world):
+            records.event("survived", step=running.step, **facts)
         if world.sum([float(self.owes_save)])[0]:
-            self.owes_save = False
             save()
+            self.owes_save = False
 
-    def make_up_records(self, world: World, records: Metrics, folder: Path, *, are_kept: bool) -> None:
-        """Write the last records that rank 0 has not written. are_kept: `records` are those of the attempt before."""
-        known, recent = [*records.recent], self.facts["recent"]
-        if world.is_first and not are_kept:
+    def _make_up_records(self, world: World, records: Metrics, folder: Path) -> None:
+        """Write the last records that rank 0 has not written."""
+        known, recent = [*records.recent], self._handed["recent"]
+        if world.is_first and self.records is not records:
             _, known = tail(folder / NAME, until=partial(is_same, recent[0]) if recent else bool)
             records.recent.extend(known)
         records.make_up(recent, known=known)
-        records.go_on(*self.facts["since_last"])
-
-    def record(self, world: World, records: Metrics, step: int) -> None:
-        """Write which ranks have died, and how often ranks of the same host have. Collective: every rank must call it."""
-        for facts in self.deaths(world):
-            records.event("survived", step=step, **facts)
+        records.go_on(*self._handed["since_last"])
 
     def deaths(self, world: World) -> list[dict[str, Any]]:
-        """Return the deaths that are not told yet, and tell them no more. Collective: every rank must call it."""
+        """Return which ranks have died and how often ranks of the same host have, and tell it no more. Collective."""
         life, died = self.survival.life, None
         if life.died_of and not self.survival.told:
             died = [life.died_of, time.monotonic() - life.died_at]
@@ -145,6 +211,19 @@ class HandOver:
             for rank, (host, _, died) in enumerate(lives)
             if died
         ]
+
+
+def _changed(trainee: Trainee) -> str:
+    """Return why a state that is neither that before a step nor that after it must not be handed on; empty if it may."""
+    name = trainee.changed()
+    return f"rank {trainee.world.rank} had changed {name} since step {trainee.running.step}" if name else ""
+
+
+def _save_alone(trainee: Trainee) -> None:
+    running = trainee.running
+    state, position, lines = trainee.alone()
+    beside = {"step": running.step, "recent": [*last_lines(running), *lines]}
+    running.checkpoints.save_alone(state=state, position={**position, **beside})
 
 
 def spread(state: Mapping[str, Any], world: World, source: int) -> dict[str, Any]:

@@ -8,9 +8,8 @@ its part of the step's sum leaves it.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from functools import partial
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,22 +21,23 @@ from muster.batches.fingerprint import hash_of, look
 from muster.batches.generators import key_of, seed_generators
 from muster.checkpoint.changes import Changes, Place, place
 from muster.checkpoint.state import host_copy
+from muster.checkpoint.trained import SavedTensor
 from muster.dist.pieces import in_pieces
 from muster.dist.world import World
-from muster.errors import RankLost, one_line
-from muster.faults.heartbeat import RESCUE
+from muster.errors import RankLost
 from muster.job.folder import RunFolder
-from muster.job.hand_over import CHANGED, RECENT, HandOver
+from muster.job.hand_over import HandOver
 from muster.job.replicas import first_apart, hooks_with_state
-from muster.job.rescue import check_finite, last_lines, rescue
-from muster.job.survival import Survival, note_why_not
+from muster.job.rescue import check_finite
+from muster.job.running import Running
+from muster.job.survival import Survival
 from muster.job.totals import NAME as TOTALS
 from muster.job.tracked import FROZEN, GRADIENTS, ZEROED, Tracked
+from muster.job.trainee import Trainee
 
 if TYPE_CHECKING:
     from muster.job.session import Session
 
-KEY = "survive=True"
 NOTES = 4
 """The last notes that are needed: at the end of a step, in the middle of it, at its beginning, and one that is being written."""
 FIRST = 2
@@ -51,46 +51,92 @@ class LiveJob(HandOver):
 
     def __init__(self, survival: Survival):
         super().__init__(survival)
-        self._session: Session | None = None
-        """The attempt's, from the first step on; None once its state is kept, or is not to be."""
         self.has_worked = False
         """True if this process has begun to make steps: what it has outside of the tracked objects may remember them."""
         self.built: dict[str, Any] | None = None
         """The options with which the loop has built what it tracks, when this process called it first."""
+        self.habits: dict[str, bool] = {}
+        """What earlier attempts have learnt of the loop: see between.py."""
+
+    def follow(self, trainee: Trainee, folder: RunFolder) -> None:
+        """Take notice that this rank makes steps. Collective: every rank must call it."""
+        self.has_worked = True
+        super().follow(trainee, folder)
+
+
+class JobTrainee(Trainee):
+    """What the loop of `session` trains, with the sums of its log.
+
+    Args:
+        kept: what this rank keeps between attempts; None: it does not survive the death of another.
+    """
+
+    key = "survive=True"
+
+    def __init__(self, session: Session, kept: LiveJob | None):
+        super().__init__(session.world, kept.survival if kept else None)
+        self._session: Session = weakref.proxy(session)  # which holds this object, and goes with the group
+        self._tracked, self._habits = session.tracked, kept.habits if kept else {}
         self._whole = self._left_to_compare = 0
         self._common: list[Place] = []
         """The buffers as they were when the attempt began, if they were equal on all ranks."""
         self._point: list[float] = []
         self._hooks: list[RemovableHandle] = []
         self._plain: dict[str, Any] = {}
-        self._changes: Changes | None = None
         self._with_gradients: list[str] = []
-        self._habits: dict[str, bool] = {}
-        self._noted: list[Place] = []
-        self._has_buffers = self._is_lost = False
+        self._has_buffers = self._is_handed = self._is_lost = False
+
+    def state(self) -> dict[str, Any]:
+        """Return the flat state for a checkpoint. Collective: every rank must call it."""
+        return {**self._tracked.state(), **self._session.totals.state()}
+
+    def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Return the tensors to read the `saved` ones into. Raises ConfigError."""
+        return self._tracked.targets(saved)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load a saved state. Raises ConfigError."""
+        self._session.totals.load(state)
+        self._tracked.load(state)
 
     # In an attempt.
 
-    def follow(self, session: Session) -> None:
-        """Note from now on what only this rank knows. Collective: every rank must call it."""
-        self.begin()
-        self._session, self._changes, self.has_worked = session, None, True
-        session.tracked.between.habits = self._habits  # of the attempts before
-        buffers = session.tracked.buffers()
-        told = session.world.gather([_why_not(session.tracked), hash_of(look([*buffers.values()]))])
-        if why := next((why for why, _ in told if why), ""):
-            self._refuse(why)
-            return
-        self._left_to_compare, self._has_buffers = FIRST, session.tracked.has_buffers
-        self._common = [*map(place, buffers.values())] if len({digest for _, digest in told}) == 1 else []
-        self._changes = Changes(session.tracked.named.items(), session.tracked.optimizers.values())
-        if self._has_buffers:
-            self._hooks = [each.register_forward_hook(self.note_buffers) for each in session.tracked.modules.values()]
-        self._note()
-        if not self.notes.modules:
-            self.notes.modules = sorted(sys.modules)
+    @property
+    def running(self) -> Running:
+        """The attempt, once it makes steps."""
+        return self._session.running
 
-    def end_step(self, session: Session) -> None:
+    def follow(self) -> None:
+        """Note from now on what only this rank knows. Collective: every rank must call it."""
+        super().follow()
+        self._say_lost()
+        self._tracked.between.habits = self._habits
+        buffers = self._tracked.buffers()
+        told = self.world.gather([_why_not(self._tracked), hash_of(look([*buffers.values()]))])
+        if why := next((why for why, _ in told if why), ""):
+            self.refuse(why)
+            return
+        self._has_buffers = self._tracked.has_buffers
+        self._left_to_compare = self._left_to_compare if self._is_handed else FIRST
+        self._common = [*map(place, buffers.values())] if len({digest for _, digest in told}) == 1 else []
+        self.changes = Changes(self._tracked.named.items(), self._tracked.optimizers.values())
+        if self._has_buffers:
+            self._hooks = [each.register_forward_hook(self.note_buffers) for each in self._tracked.modules.values()]
+        self._note()
+
+    def _say_lost(self) -> None:
+        """Record whose loss of the last step is lost, if the state was handed over. Collective: every rank must call it."""
+        step = self._session.reached.step
+        if self._is_handed and (rank := self.world.lowest(self._is_lost)) is not None:
+            text = f"rank {rank} has died before it could report its loss of step {step}: the next train line is without it"
+            self.running.records.event("note", step=step, text=text)
+
+    def release(self) -> None:
+        """Remove the hooks of the modules, which may outlive the attempt."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def end_step(self) -> None:
         """Note that a step and the loop's body have ended: the state is whole, until a parameter changes.
 
         Collective: every rank must call it.
@@ -98,174 +144,119 @@ class LiveJob(HandOver):
         if self._left_to_compare:  # also on a rank that has refused by itself: the others wait for it
             self._left_to_compare -= 1
             for what, named in (
-                ("parameters", session.tracked.named),
-                ("optimizers' states", session.tracked.of_optimizers()),
+                ("parameters", self._tracked.named),
+                ("optimizers' states", self._tracked.of_optimizers()),
             ):
-                if session.world.lowest(bool(first_apart(named, session.world))) is not None:
-                    self._refuse(f"{what} differ between ranks, so no rank has those of another")
-        if self._session is None:
+                if self.world.lowest(bool(first_apart(named, self.world))) is not None:
+                    self.refuse(f"{what} differ between ranks, so no rank has those of another")
+        if not self.is_followed:
             return
-        is_seen = self._changes is not None and bool(self._changes.changed())
+        is_seen = bool(self.changes.changed())
         self._note()
-        if not session.tracked.optimizers and not is_seen:
-            self._refuse("a step has changed no parameter that torch could see: change them in place, and not by .data")
+        if not self._tracked.optimizers and not is_seen:
+            self.refuse("a step has changed no parameter that torch could see: change them in place, and not by .data")
 
     def _note(self) -> None:
-        assert self._session and self._changes
-        session = self._session
-        self._whole, self.notes.whole = 2 * session.reached.step, session.reached.step
-        self._changes.look()
-        self._plain, self._point = session.tracked.plain(), _point(session.tracked.parameters())
-        self._with_gradients = session.tracked.between.with_gradients()
-        own = {"totals": session.totals.own(), "noted": session.noted, "point": self._point}
-        self._write(self._whole, own)
+        session, step = self._session, self._session.reached.step
+        self._whole, self.notes.whole = 2 * step, step
+        self.changes.look()
+        self._plain, self._point = self._tracked.plain(), _point(self._tracked.parameters())
+        self._with_gradients = self._tracked.between.with_gradients()
+        self._write(self._whole, {"totals": session.totals.own(), "noted": session.noted, "point": self._point})
 
     def note_buffers(self, *_: Any) -> None:
         """Note this rank's own buffers if they have changed, unless an evaluation uses rank 0's."""
         if (
-            self._session
+            self.is_followed
             and not self._session.is_evaluating
-            and [*map(place, self._session.tracked.buffers().values())] != self._noted
+            and [*map(place, self._tracked.buffers().values())] != self.noted
         ):
             self._write(self._whole + 1, {})
 
     def _write(self, number: int, facts: dict[str, Any]) -> None:
-        assert self._session
-        buffers = self._session.tracked.buffers() if self._has_buffers else {}
-        try:
-            self.notes.write(number, facts, buffers)
-            self._noted = [*map(place, buffers.values())]
-        except (ValueError, RuntimeError) as error:
-            self._refuse(f"a rank's own buffers cannot be noted: {one_line(error)}")
-
-    def _refuse(self, why: str) -> None:
-        if self._session is None:
-            return
-        self.survival.refuse()
-        note_why_not(self._session.running.records, why, key=KEY)
-        self._session = None
+        self.note(number, facts, self._tracked.buffers() if self._has_buffers else {})
 
     # Between two attempts.
 
-    def keep(self) -> None:
-        """Keep the state of the attempt, one of whose other ranks has died; no communication."""
-        session, self._session = self._session, None
-        for hook in self._hooks:
-            hook.remove()
-        if session is None:  # not yet at work: what was kept before stays
-            return
-        running, tracked, records = session.running, session.tracked, session.running.records
-        self.owes_save = running.checkpoints.give_up() or session.owes_save
-        self.why_lost, is_whole = self._changed(session), self._is_whole(session)
-        self._changes = None  # which holds the parameters
-        if not is_whole:
-            return
-        step = session.reached.step
-        self.mark = [step]
-        self.state = self._state_of(tracked)
-        self.facts = {
-            "reached": [session.reached.step, session.reached.samples],
-            "recent": [*records.recent][-RECENT:],
-            "since_last": records.since_last(),
-            "newest_step": running.checkpoints.newest_step,
+    @property
+    def owes_save(self) -> bool:
+        """True if a checkpoint of this step is due and not begun."""
+        return self._session.owes_save
+
+    def changed(self) -> str:
+        """Return what this rank has changed since the step ended; empty if nothing, or if the next one's body has begun."""
+        if self._session.is_within:
+            return ""
+        return self.changes.changed() or ("a parameter" if self._point != _point(self._tracked.parameters()) else "")
+
+    def is_whole(self, *, is_save_lost: bool) -> bool:
+        """Return True if the state is that of the end of a step."""
+        between = self._tracked.between
+        has_gradients = any(map(between.needs, self._with_gradients))
+        return not (self._session.is_within or between.is_within() or has_gradients)
+
+    def mark(self) -> list[int]:
+        """Return the step."""
+        return [self._session.reached.step]
+
+    def replica(self) -> dict[str, Any]:
+        """Return copies: modules may outlive the function, and be built upon again. A body may have changed rates before its sum."""
+        of_gradients = {GRADIENTS: {}, ZEROED: self._tracked.between.zeroed(), FROZEN: self._tracked.frozen()}
+        return {**host_copy(self._tracked.replica()), **self._plain, **of_gradients}
+
+    def facts(self) -> dict[str, Any]:
+        """Return the progress, and some of the parameters after this step and the one before."""
+        session, step = self._session, self._session.reached.step
+        noted = [self.notes.read(number) for number in (2 * step, 2 * step - 2)]
+        return {
+            "reached": [step, session.reached.samples],
             "is_logged": session.is_time_to_log(),
             "habits": self._habits,
-            "points": [
-                noted[0]["point"] if noted else None for noted in map(self.notes.read, (2 * step, 2 * step - 2))
-            ],
+            "left_to_compare": self._left_to_compare,
+            "points": [each[0]["point"] if each else None for each in noted],
         }
-
-    def _is_whole(self, session: Session) -> bool:
-        """Return True if the state is that of the end of a step."""
-        if self._changes is None or self._changed(session):
-            return False
-        between = session.tracked.between
-        has_gradients = any(map(between.needs, self._with_gradients))
-        return not (session.is_within or between.is_within() or has_gradients)
-
-    def _changed(self, session: Session) -> str:
-        """Return what this rank has changed since the step ended."""
-        if self._changes is None or session.is_within:
-            return ""
-        name = self._changes.changed() or ("a parameter" if self._point != _point(session.tracked.parameters()) else "")
-        return CHANGED.format(rank=session.world.rank, name=name, step=session.reached.step) if name else ""
-
-    def _state_of(self, tracked: Tracked) -> dict[str, Any]:
-        # Copies: modules may outlive the function, and be built upon again. A body may have changed rates before its sum.
-        of_gradients = {GRADIENTS: {}, ZEROED: tracked.between.zeroed(), FROZEN: tracked.frozen()}
-        return {**host_copy(tracked.replica()), **self._plain, **of_gradients}
-
-    # When another rank is lost for good.
-
-    def save_last_step(self, folder: RunFolder) -> None:
-        """Save the last step, or wait for another rank that does. Every rank that is left must call it.
-
-        A rank can if its state is that of the end of the step, and its buffers are those of all ranks: they have not
-        changed in this attempt. The loss since the last `train` record is lost.
-        """
-        if (session := self._session) is None:
-            return
-        has_common_buffers = self._common == [*map(place, session.tracked.buffers().values())]
-        can = has_common_buffers and self._is_whole(session) and folder.may_commit()
-        session.running.enter(RESCUE)
-        step = session.reached.step
-        rescue(session.world, folder, step=step, save=partial(self._save_alone, session) if can else None)
-
-    def _save_alone(self, session: Session) -> None:
-        running = session.running
-        check_finite(session.tracked.parameters(), running.step)
-        unlogged = session.reached.samples - running.records.since_last()[0]
-        beside = {"step": running.step, "recent": last_lines(running), "unlogged": unlogged}
-        state = {**self._state_of(session.tracked), TOTALS: {}}
-        running.checkpoints.save_alone(state=state, position={**session.position(), **beside})
 
     # In the next attempt.
 
-    def restore(self, session: Session) -> tuple[int, int]:
-        """Load the state of the furthest rank, and this rank's own from its notes; return the step and the samples done.
-
-        Collective: every rank must call it.
+    def take_over(self, state: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Load the state of the furthest rank, and this rank's own from its notes. Collective: every rank must call it.
 
         Raises:
             RankLost: a rank has not noted what only it knew, or has parameters of its own.
         """
-        world, tracked, source = session.world, session.tracked, self.source
-        assert source is not None
-        self.facts = world.broadcast(self.facts, source=source)
-        step, samples = self.facts["reached"]
-        self._habits.update(self.facts["habits"])
-        found = self.take(world, source, tracked.targets)
-        own = self._own(step)
-        self._check(world, step, own)
-        assert own
-        facts, buffers = own
-        tracked.load({**found, **buffers})
-        session.totals.put(facts["totals"])
-        session.noted = facts["noted"]
-        self.newest_step = self.facts["newest_step"]
-        return step, samples
+        session, reached = self._session, self._session.reached
+        reached.step, reached.samples = facts["reached"]
+        self._habits.update(facts["habits"])
+        self._left_to_compare = facts["left_to_compare"]
+        noted = self._own(reached.step, is_logged=facts["is_logged"])
+        self._check(reached.step, noted, facts["points"])
+        assert noted
+        own, buffers = noted
+        self._tracked.load({**state, **buffers})
+        session.totals.put(own["totals"])
+        session.noted = own["noted"]
+        self._is_handed = True
 
-    def _own(self, step: int) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    def _own(self, step: int, *, is_logged: bool) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Return this rank's own sums and buffers after `step`; None if it has not noted them."""
-        self._is_lost = False
         if whole := self.notes.read(2 * step):
             return whole
         before, late = self.notes.read(2 * step - 2), self.notes.read(2 * step - 1)
         if before is None or (late is None and self.notes.is_torn(2 * step - 1)):
             return None
-        self._is_lost = not self.facts["is_logged"]
-        facts = before[0] if self._is_lost else {"totals": {}, "noted": {}}
-        return facts, late[1] if late else before[1]  # there is no later note if no buffer has changed
+        self._is_lost = not is_logged
+        own = before[0] if self._is_lost else {"totals": {}, "noted": {}}
+        return own, late[1] if late else before[1]  # there is no later note if no buffer has changed
 
-    def _check(self, world: World, step: int, own: Any) -> None:
+    def _check(self, step: int, own: Any, points: list[Any]) -> None:
         """Raise RankLost on all ranks if the state of one cannot be put together."""
         whole, before = self.notes.read(2 * step), self.notes.read(2 * step - 2)
         late = self.notes.read(2 * step - 1) or before
         own_points = [noted[0]["point"] if noted else None for noted in (whole, before)]
-        both = [pair for pair in zip(own_points, self.facts["points"], strict=True) if None not in pair]
+        both = [pair for pair in zip(own_points, points, strict=True) if None not in pair]
         is_apart = any(one != other for one, other in both)
         is_changed_late = bool(whole and late and any(_differ(whole[1][name], late[1].get(name)) for name in whole[1]))
-        told = world.gather([own is None, is_apart, is_changed_late, whole is None])
+        told = self.world.gather([own is None, is_apart, is_changed_late, whole is None])
         missing, apart, changed, unfinished = ([rank for rank, each in enumerate(told) if each[n]] for n in range(4))
         if missing:
             raise RankLost(f"rank {missing[0]} left no notes of step {step}: all ranks restart", rank=missing[0])
@@ -279,15 +270,17 @@ class LiveJob(HandOver):
                 rank=unfinished[0],
             )
 
-    def go_on(self, session: Session) -> None:
-        """Bring the records up to date, and repeat a save that was cut short. Collective: every rank must call it."""
-        world, records, step = session.world, session.running.records, session.reached.step
-        self.make_up_records(world, records, session.folder.path, are_kept=False)
-        self.record(world, records, step)
-        if (rank := world.lowest(self._is_lost)) is not None:
-            text = f"rank {rank} has died before it could report its loss of step {step}: the next train line is without it"
-            records.event("note", step=step, text=text)
-        self.repeat_save(world, session.save)
+    # When another rank is lost for good.
+
+    def has_common_buffers(self) -> bool:
+        """Return True if this rank's buffers are those of all ranks: they have not changed in this attempt."""
+        return self._common == [*map(place, self._tracked.buffers().values())]
+
+    def alone(self) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+        """Return the state, the position and the last records of a checkpoint that this rank writes alone."""
+        check_finite(self._tracked.parameters(), self.running.step)
+        unlogged = self._session.reached.samples - self.running.records.since_last()[0]
+        return {**self.replica(), TOTALS: {}}, {**self._session.position(), "unlogged": unlogged}, []
 
 
 def _why_not(tracked: Tracked) -> str:

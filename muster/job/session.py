@@ -28,7 +28,7 @@ from muster.job.ends import end_alike
 from muster.job.entrance import Entrance
 from muster.job.feed import Feed, LoadedFeed, moved_on
 from muster.job.lifecycle import Ending
-from muster.job.live_job import KEY, seed_step
+from muster.job.live_job import JobTrainee, seed_step
 from muster.job.options import JobOptions, as_yaml, run_options_of
 from muster.job.records import loggers_of, open_records, record_start, report
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
@@ -130,15 +130,16 @@ class Session:
         ):  # of a pass that a death has cut short, if the modules outlive the function that trains them
             for parameter in tracked.parameters():
                 parameter.grad = None
+        self.trainee = JobTrainee(self, entrance.kept)
         here, self.loaded_instead = built.options_of(tracked), ""
         self.built = self._built(here)
         if entrance.handed_on:
-            self.reached = Reached(*entrance.handed_on.restore(self))
+            entrance.handed_on.hand_on(self.trainee)
         elif saved:
             self._refuse("tracked", tracked.names, "track the same names")
             self._refuse_built(saved, here)
             self._refuse_of_ranks(saved)
-            manager.restore(saved, tracked, self.totals)
+            manager.restore(saved, self.trainee)
         else:
             check_replicas(tracked.named, self.world, tolerance=0.0, what="the parameter", remedy=BUILD_ALIKE)
         self._seed_step()
@@ -214,15 +215,15 @@ class Session:
                 records.event("note", text=self.loaded_instead)
             make_up(running, self.folder)
             if why := self.entrance.why_no_survival:
-                note_why_not(records, why, key=KEY)
+                note_why_not(records, why, key=self.trainee.key)
         self.is_open = True
         if self.world.is_first:  # which writes the records
             self._see_optimizers(records)
         running.start()
         if self.entrance.handed_on:
-            self.entrance.handed_on.go_on(self)
+            self.entrance.handed_on.go_on(running, self.folder.path, save=self.save)
         if self.entrance.kept:
-            self.entrance.kept.follow(self)
+            self.entrance.kept.follow(self.trainee, self.folder)
 
     def _see_optimizers(self, records: Metrics) -> None:
         """Note an optimizer that steps parameters of tracked modules, or its schedule, that is not tracked: a resume begins it anew."""
@@ -301,7 +302,7 @@ class Session:
                 self.running.records.event("note", text=FROZEN.format(name=name))
         self.tracked.between.end_step()
         if self.entrance.kept:
-            self.entrance.kept.end_step(self)
+            self.trainee.end_step()
         self.is_within = False
         if self.owes_save:  # after the last step it is done at the end
             self.save()
@@ -364,7 +365,7 @@ class Session:
         state = self.tracked.of_optimizers()  # whose parts come with a layer that is thawed
         check_replicas(state, self.world, tolerance=TOLERANCE, what="the optimizer's", remedy=STEP_ALIKE)
         self._refuse_rates()
-        self.running.save(lambda: {**self.tracked.state(), **self.totals.state()}, self.position())
+        self.running.save(self.trainee.state, self.position())
 
     def position(self) -> dict[str, Any]:
         """Return the entries of a checkpoint's manifest about the progress."""
@@ -474,8 +475,7 @@ class Session:
             yield
         finally:
             self.is_evaluating = False
-            if self.entrance.kept:
-                self.entrance.kept.note_buffers()
+            self.trainee.note_buffers()
 
     def see_batch(self, batch: Any) -> None:
         """Note the first batch of a loader of the loop's own if all ranks have the same. Collective: every rank must call it."""

@@ -19,6 +19,7 @@ from kit.deaths import has_ended, started
 from kit.faults import KEEPERS_DIE
 from kit.job import environment, finish, hold, pace, reached, run, start, wait_for
 from kit.loopback import rank_of, variable
+from kit.ranks import on_ranks
 from kit.until import until
 from torch.distributed import DistBackendError
 
@@ -678,3 +679,37 @@ def test_a_birth_is_waited_for_while_keepers_import(monkeypatch, imports, waits)
     kept._board = SimpleNamespace(births=True, first_failure=lambda _: None)
     assert not kept.covers(DistBackendError("closed"), None) and not kept.covers(DistBackendError("closed"), None)
     assert len(waited) == waits
+
+
+def handed_on_by_one_that_dies():
+    """Rank 0 is a step ahead and dies while it hands its state on; then rank 1 does. Return what rank 1 has handed on."""
+    from kit.stepping import world
+
+    from muster.job.hand_over import HandOver
+
+    here = world()
+    kept = HandOver(survival.Survival(Life(0, Notes())))
+    step = 11 - here.rank
+    kept.mark, kept.state, kept.facts = [step], {"model": torch.full((2,), float(step))}, {"newest_step": step}
+    seen = []
+
+    def take_over(state, facts):
+        seen.append([state["model"].tolist(), facts["newest_step"]])
+        if len(seen) == 1:
+            raise DistBackendError("rank 0 dies")
+
+    trainee = SimpleNamespace(world=here, targets=lambda saved: {}, take_over=take_over)
+    assert kept.furthest(here) == 0
+    with pytest.raises(DistBackendError):
+        kept.hand_on(trainee)
+    if here.rank == 0:
+        kept.mark, kept.state, kept.facts = None, {}, {}  # it is born again
+    assert kept.furthest(here) == 1
+    kept.hand_on(trainee)
+    return seen
+
+
+def test_of_a_rank_that_dies_while_it_hands_its_state_on_nothing_is_left():
+    """What the next one hands on is of one step: the facts of another with a state of its own would be a silent error."""
+    ahead, own = [[11.0, 11.0], 11], [[10.0, 10.0], 10]
+    assert on_ranks(handed_on_by_one_that_dies, 2) == [[ahead, own]] * 2

@@ -1,0 +1,273 @@
+"""What the trainer trains, as checkpoints and survival see it: a strategy with its callbacks, and the sums of the log.
+
+A rank's notes have its own part of those sums and its buffers, before its part of a step's sum of gradients leaves it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.batches.stream import Stream
+from muster.checkpoint.changes import Changes, place
+from muster.checkpoint.trained import EXTRA, SavedTensor, own_prefix
+from muster.errors import RankLost, StorageError
+from muster.job.rescue import check_finite
+from muster.job.running import Running
+from muster.job.survival import Survival
+from muster.job.trainee import Trainee
+from muster.plan import Plan
+from muster.train.callbacks.all import Callbacks
+from muster.train.course import ENDED, LOGGED, Progress
+from muster.train.data.load import Data
+from muster.train.loop import Run, epoch, is_time_to_evaluate, is_time_to_log, position
+from muster.train.strategies.base import StepResult, Strategy
+from muster.train.strategies.replicas.buffers import OBJECTIVE, differs
+from muster.train.strategies.replicas.replicated import Replicas
+from muster.train.strategies.state import GROUPS
+from muster.train.strategies.step.slices import SlicedStep
+from muster.train.window import Window
+
+
+class Training(Trainee):
+    """A built strategy, the callbacks and the sums of the log.
+
+    Args:
+        strategy: built; only one with a replica on each rank can be followed.
+        data, plan: what is trained on, and which samples in which step.
+        survival: how this rank survives the death of another; None: it does not.
+    """
+
+    key = "dist.survive=true"
+    run: Run
+    """The attempt, once it makes steps. Not held: it holds this object, and both go, with the group, once it is over."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        callbacks: Callbacks,
+        window: Window,
+        *,
+        data: Data,
+        plan: Plan,
+        survival: Survival | None = None,
+    ):
+        super().__init__(strategy.world, survival)
+        self.strategy, self.callbacks, self.window, self.data, self.plan = strategy, callbacks, window, data, plan
+        self.progress = Progress()
+        """As it was handed over, after `take_over`."""
+        self._begun = -1
+        """The step whose beginning `changes` has seen."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the flat state for a checkpoint. Collective: every rank must call it."""
+        return {**self.strategy.state(), **self.callbacks.state(), **self.window.state()}
+
+    def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Return the tensors to read the `saved` ones into. Collective: every rank must call it."""
+        return self.strategy.targets(saved) | self.callbacks.targets(saved)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load a saved state. Collective: every rank must call it."""
+        self.callbacks.load(state)
+        self.window.load(state)
+        others = ("callbacks/", "loop/", f"{own_prefix(self.world.rank)}loop/")
+        self.strategy.load({name: value for name, value in state.items() if not name.startswith(others)})
+
+    # In an attempt.
+
+    @property
+    def running(self) -> Running:
+        """The attempt, once it makes steps."""
+        return self.run.running
+
+    @property
+    def _replicas(self) -> Replicas:
+        assert isinstance(self.strategy, Replicas)
+        return self.strategy
+
+    def follow(self) -> None:
+        """Note from now on what only this rank has of each step."""
+        super().follow()
+        strategy, step = self._replicas, self._replicas.optimizer_step
+        self.changes = Changes(strategy.parameters().items(), [step.optimizer])
+        step.before_sum, step.before_forward, step.after_update = self._note, self._see_begin, self._see_end
+        self.notes.whole = self.run.step
+        self._write(self.run.step - 1, {"window": self.window.own()})
+        self.noted = []  # a callback may set buffers before the first step
+        if isinstance(self.data.train, Stream):
+            self.refuse("each rank has its own place in a stream of samples")
+        if extra := next((name for name in strategy.model.state_dict() if name.rpartition(".")[2] == EXTRA), ""):
+            self.refuse(f"each rank has its own extra state of the model: {extra}")
+
+    def refuse(self, why: str) -> None:
+        """Do not survive any more, and record why."""
+        super().refuse(why)
+        self._replicas.optimizer_step.before_sum = self._replicas.optimizer_step.before_forward = None
+
+    def _note(self, step: int, loss: Tensor | None, metrics: Mapping[str, Tensor]) -> None:
+        if (name := self.changes.changed_unseen()) and not self.changes.changed():
+            self.refuse(f"the forward pass changes {name} by .data, which torch does not count")
+            return
+        own = {"loss": None if loss is None else float(loss), "metrics": {k: float(v) for k, v in metrics.items()}}
+        counted = self.run.counts.seen
+        seen = [float(each) for each in counted] if counted else None
+        self._write(step, {"window": self.window.own(), "seen": seen, **own})
+
+    def _see_end(self, step: int) -> None:
+        self.notes.whole = step + 1
+
+    def _see_begin(self, step: int) -> None:
+        """Remember what nothing but this step's update may change."""
+        self._see_buffers(step)
+        self.changes.look()
+        self._begun = step
+
+    def _see_buffers(self, step: int) -> None:
+        """Do not survive any more if this rank's buffers have changed since they were noted, after the forward pass."""
+        if not self.noted:
+            return
+        own = self._replicas.optimizer_step.buffers.own
+        if [*map(place, own.values())] == self.noted:
+            return
+        _, noted = self.notes.read(step - 1) or ({}, {})
+        if own.keys() != noted.keys() or any(_differ(own[name], noted[name]) for name in own):
+            self.refuse("the model's buffers change outside of its forward pass")
+
+    def _write(self, step: int, facts: dict[str, Any]) -> None:
+        """Note this rank's own part of a step."""
+        buffers = self._replicas.optimizer_step.buffers
+        own = {} if buffers.agree or buffers.none_here() else buffers.own
+        self.note(step, {**facts, "drawn": self._replicas.draws.are_used()}, own)
+
+    # Between two attempts.
+
+    def changed(self) -> str:
+        """Return what the step that is not done has changed; empty if nothing, or if no step has begun."""
+        return self.changes.changed() if self._begun == self.run.step else ""
+
+    def is_whole(self, *, is_save_lost: bool) -> bool:
+        """Return True unless something of the step, such as a callback, has happened in part, or its best weights are lost."""
+        progress = self.run.progress
+        best = progress.best["step"] if progress.best and is_save_lost else 0
+        is_best_lost = (self.running.checkpoints.newest_step or 0) < best < progress.step
+        return progress.stage >= ENDED and not self.run.callbacks.are_cut_short and not is_best_lost
+
+    def mark(self) -> list[int]:
+        """Return the step, what is done of it, and the last step that was evaluated."""
+        return [self.run.step, self.run.progress.stage, self.run.progress.evaluated]
+
+    def replica(self) -> dict[str, Any]:
+        """Return the state of the strategy and the callbacks, without communication; buffers are this rank's own."""
+        if self.run.callbacks.are_within:  # only then: a callback may count its calls
+            self.run.callbacks.on_checkpoint(self.run)
+        return {**self._replicas.optimizer_step.replica(), **self.callbacks.state()}
+
+    def facts(self) -> dict[str, Any]:
+        """Return the progress, and what the next log line and the next step need."""
+        progress, step = self.run.progress, self._replicas.optimizer_step
+        result = progress.result if progress.stage < LOGGED else None
+        fields = [each.name for each in dataclasses.fields(progress) if each.name != "result"]
+        return {
+            "progress": {name: getattr(progress, name) for name in fields},
+            "norm": float(result.grad_norm) if result else None,
+            "loss": float(step.loss) if isinstance(step, SlicedStep) else None,
+            "fingerprint": self.data.fingerprint,
+            "frozen": [name for name, each in self.strategy.parameters().items() if not each.requires_grad],
+        }
+
+    def release(self) -> None:
+        """Let go of the group: its connections, for whose end other ranks wait, close once nothing holds it."""
+        self.run.progress.result = None
+        step = self._replicas.optimizer_step
+        step.before_sum = step.before_forward = step.after_update = None
+
+    # In the next attempt.
+
+    def take_over(self, state: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Load the state and the facts of another rank, and this rank's own from its notes. Collective.
+
+        Raises:
+            RankLost: a rank has no notes of the last step.
+            DataError: a rank has other data.
+        """
+        remedy = "give every node the same data, see data.root"
+        self.world.same("training data: fingerprint", self.data.fingerprint, remedy=remedy)
+        self.progress = progress = Progress(**facts["progress"])
+        self.load(state)
+        step = self._replicas.optimizer_step
+        for group, theirs in zip(step.optimizer.param_groups, state[GROUPS], strict=True):
+            group.update({**theirs, "params": group["params"]})  # callbacks may have changed what the config sets
+        for name, parameter in self.strategy.parameters().items():
+            parameter.requires_grad_(name not in facts["frozen"])
+        step.stand_at(progress.step)
+        self.world.together(self._restore_own(progress, facts))
+        if progress.stage < LOGGED and facts["norm"] is not None:
+            progress.result = StepResult(torch.zeros(()), torch.tensor(facts["norm"]))
+
+    def _restore_own(self, progress: Progress, of_all: dict[str, Any]) -> RankLost | None:
+        """Restore this rank's own sums and buffers at the step of `progress`; return the failure to do so."""
+        rank, step = self.world.rank, progress.step
+        if not (noted := self.notes.read(step - 1)):
+            return RankLost(f"rank {rank} died twice at step {step}: all ranks restart", rank=rank)
+        facts, buffers = noted
+        self._replicas.optimizer_step.buffers.put(buffers)
+        self._replicas.optimizer_step.buffers.forget()
+        self.window.load_own(facts["window"])
+        self._replicas.draws.used = facts["drawn"]
+        if "loss" in facts:
+            loss = facts["loss"] if facts["loss"] is not None else of_all["loss"] * self.world.is_first
+            metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in facts["metrics"].items()}
+            own = torch.tensor(loss, dtype=torch.float64)
+            result = StepResult(own, own, skipped=progress.skipped_in_a_row > 0, metrics=metrics)
+            self.window.add(result, samples=self.plan.count(step - 1), seen=facts["seen"])
+        if progress.logged == step:
+            self.window.clear()
+        return None
+
+    # When another rank is lost for good.
+
+    def has_common_buffers(self) -> bool:
+        """Return True if training goes on with this rank's buffers.
+
+        Where each rank has its own, DDP broadcasts rank 0's in the next step, but not those of the objective. An
+        evaluation before that needs those of all, and so do the weights of a run that is over.
+        """
+        run, buffers = self.run, self._replicas.optimizer_step.buffers
+        if self.notes.read(run.step - 1) is None:
+            return False
+        if buffers.agree or buffers.none_here():
+            return True
+        are_broadcast = not any(name.startswith(OBJECTIVE) for name in buffers.own)
+        return run.world.is_first and are_broadcast and not run.is_over and not is_time_to_evaluate(run)
+
+    def alone(self) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+        """Return the state, the position and the last records of a checkpoint that this rank writes alone.
+
+        Buffers are those of the end of the step, which the next has changed. A line that was due at this step has no loss.
+        """
+        run, best = self.run, self.run.progress.best
+        if best and (self.running.checkpoints.newest_step or 0) < best["step"] < run.step:
+            raise StorageError(f"the best checkpoint, of step {best['step']}, was still being written")
+        check_finite(self._replicas.optimizer_step.parameters, run.step)
+        facts, buffers = self.notes.read(run.step - 1) or ({}, {})
+        self._replicas.optimizer_step.buffers.put(buffers)
+        lines = [self._line_without_loss()] if run.progress.stage < LOGGED and is_time_to_log(run) else []
+        return self.replica(), {**position(run), "unlogged": self.window.samples, "drawn": facts["drawn"]}, lines
+
+    def _line_without_loss(self) -> dict[str, Any]:
+        run = self.run
+        result, samples = run.progress.result, self.plan.samples_before(run.step)
+        assert result
+        since, seconds = run.records.since_last()
+        known = {"kind": "train", "step": run.step, "epoch": epoch(run), "loss": None, "lr": run.strategy.lr}
+        speed = round((samples - since) / seconds, 1)
+        return {**known, "grad_norm": float(result.grad_norm), "samples": samples, "samples_per_s": speed}
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return one.shape != other.shape or one.dtype != other.dtype or bool(differs(one, other).any())
