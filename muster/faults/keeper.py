@@ -106,7 +106,7 @@ def keep(
         with contextlib.suppress(OSError):
             os.killpg(child, signal.SIGKILL)  # what the rank has started and is not gone, as loader workers
         died_of, died_at, step = signal.Signals(-ended).name, time.monotonic(), notes.whole
-        is_again = died_in >= step and not notes.is_over
+        is_again = died_in == step and not notes.is_over  # a lower one: all ranks went back to a checkpoint
         if is_again:
             say(f"muster: rank {os.environ.get('RANK')} has died twice at one step, {step + 1}: all ranks restart")
         if -ended not in DEADLY or is_again or notes.is_over or not notes.launch or why_no_fork():

@@ -1,6 +1,7 @@
 """Deaths that a test has planned: FAULTS=POINT@STEP:RANK,... ends a rank by SIGKILL where its code says `fault(POINT, STEP)`.
 
-POINT@STEP:RANK:keeper ends the rank's keeper with it. Each happens once, as a file in FAULTS_MADE (the current folder) says.
+POINT@STEP:RANK:keeper ends the rank's keeper with it, and POINT@STEP:RANK:later happens after another death, as when steps are
+repeated. Each happens once, as a file in FAULTS_MADE (the current folder) says.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def fault(point: str, step: int, *, ready: Callable[[], object] = lambda: None) 
     """Die here if it is planned, once `ready` has returned."""
     here = (point, step, int(os.environ.get("RANK", "0")))
     for plan, *where in planned():
-        if (*where,) == here and not (made() / plan).exists():
+        is_early = plan.endswith(":later") and not any("@" in each.name for each in made().iterdir())
+        if (*where,) == here and not is_early and not (made() / plan).exists():
             ready()
             (made() / plan).touch()
             if plan.endswith(":keeper") and process.is_kept():

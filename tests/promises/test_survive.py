@@ -237,10 +237,11 @@ EARLY = {  # overrides, the death, and why its state is not handed on
 def test_what_a_step_changes_before_its_update_is_not_changed_twice(tmp_path, how, keeper):
     """All go back to the checkpoint, and a line says why."""
     more, kill, why = EARLY[how]
+    again = ",forward@11:1:later" * (how == "in place")  # in a step that is repeated: no second death at the same step
     undisturbed = trained(tmp_path / "undisturbed", "memory", *more)
-    result = trained(tmp_path / "run", "memory", *more, kill=kill + keeper)
+    result = trained(tmp_path / "run", "memory", *more, kill=kill + (keeper or again))
     assert result.sha256 == undisturbed.sha256, result.out
-    assert result.events("restart") and not result.events("survived"), result.out
+    assert result.events("restart") and not result.events("survived") and "died twice" not in result.out, result.out
     assert keeper or why in "".join(line.get("cause", line.get("text", "")) for line in result.lines("event"))
 
 
