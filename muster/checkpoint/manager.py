@@ -137,9 +137,9 @@ class Checkpoints:
             self._writer.join(timeout=seconds)
 
     def give_up(self) -> bool:
-        """Return whether the checkpoint being written was given up, because a rank has died. Waits a while."""
+        """Return whether the checkpoint being written is given up, because a rank has died. Waits a while for it."""
         self.settle(OTHERS_S)
-        return self._broken is not None
+        return self._broken is not None or bool(self._writer and self._writer.is_alive())
 
     def flush(self) -> None:
         """Wait for the last checkpoint of a run, and raise StorageError or Diverged if it failed."""

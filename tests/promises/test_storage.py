@@ -20,7 +20,9 @@ from kit.job import QUIET, command, environment, finish, free_port, on_nodes, re
 from kit.until import until
 
 from muster.attempts import Attempt
+from muster.checkpoint import manager
 from muster.checkpoint import storage as protocol
+from muster.checkpoint.backends.folder import Directory
 from muster.checkpoint.state import read
 from muster.checkpoint.storage import Lost, Storage, Unclear
 from muster.dist.board import Board
@@ -344,18 +346,29 @@ def test_a_commit_of_which_nothing_is_known_keeps_its_files(proxy, bucket):
 
 
 def test_a_failure_after_the_commit_is_none_of_the_save(proxy, bucket, tmp_path):
-    from muster.checkpoint.manager import Checkpoints
-
     world, events, committed = alone(), [], []
     (tmp_path / "outcome.json").write_text(json.dumps({"attempt": world.attempt}))
     proxy.after = lambda method, path: committed.append(path) if method == "PUT" and "manifest" in path else None
     proxy.before = lambda method, path: 403 if committed and "list-type" in path else None
-    checkpoints = Checkpoints(bucket, folder=tmp_path, world=world, keep=1, facts={}, on_commit=events.append)
+    checkpoints = manager.Checkpoints(bucket, folder=tmp_path, world=world, keep=1, facts={}, on_commit=events.append)
     checkpoints.save(state={"model/x": torch.ones(3)}, position={"step": 5})
     checkpoints.flush()
     assert committed and [event.get("step") for event in events] == [5]
     proxy.before = lambda *_: None
     assert bucket.steps() == [5] and newest(bucket).step == 5
+
+
+@pytest.mark.unit
+def test_a_save_that_takes_longer_than_the_ranks_wait_after_a_death_is_repeated(tmp_path, monkeypatch):
+    goes_on, put = threading.Event(), Directory.put
+    monkeypatch.setattr(manager, "OTHERS_S", 0.05)
+    monkeypatch.setattr(Directory, "put", lambda self, name: goes_on.wait() and put(self, name))
+    checkpoints = manager.Checkpoints(Storage(str(tmp_path)), folder=tmp_path, world=alone(), keep=1, facts={})
+    checkpoints.save(state={"model/x": torch.ones(3)}, position={"step": 5})
+    assert checkpoints.give_up()
+    goes_on.set()
+    checkpoints.settle(30)
+    assert not checkpoints.give_up()
 
 
 def test_a_put_that_lands_late_harms_nothing(bucket):
