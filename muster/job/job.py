@@ -443,9 +443,7 @@ class Job(JobOptions):
                 session.is_closed = True
                 raise
             if self._is_owed:
-                raise ConfigError(
-                    f"no step() came for batch {self.steps_done}: call it once for each batch of batches()"
-                )
+                session.refuse_no_step()
             if portion.ends:
                 session.end_step()
 

@@ -85,6 +85,7 @@ class JobTrainee(Trainee):
         self._plain: dict[str, Any] = {}
         self._with_gradients: list[str] = []
         self._has_buffers = self._is_handed = self._is_lost = False
+        self._told: list[str] = []
 
     def state(self) -> dict[str, Any]:
         """Return the flat state for a checkpoint. Collective: every rank must call it."""
@@ -110,6 +111,7 @@ class JobTrainee(Trainee):
         """Note from now on what only this rank knows. Collective: every rank must call it."""
         super().follow()
         self._say_lost()
+        self.running.records.told = self._told
         self._tracked.between.habits = self._habits
         buffers = self._tracked.buffers()
         told = self.world.gather([_why_not(self._tracked), hash_of(look([*buffers.values()]))])
@@ -160,6 +162,7 @@ class JobTrainee(Trainee):
         session, step = self._session, self._session.reached.step
         self._whole, self.notes.whole = 2 * step, step
         self.changes.look()
+        self.running.records.of_body.clear()
         self._plain, self._point = self._tracked.plain(), _point(self._tracked.parameters())
         self._with_gradients = self._tracked.between.with_gradients()
         self._write(self._whole, {"totals": session.totals.own(), "noted": session.noted, "point": self._point})
@@ -213,6 +216,7 @@ class JobTrainee(Trainee):
             "is_logged": session.is_time_to_log(),
             "habits": self._habits,
             "left_to_compare": self._left_to_compare,
+            "evaluations": [*self.running.records.of_body],
             "points": [each[0]["point"] if each else None for each in noted],
         }
 
@@ -235,7 +239,7 @@ class JobTrainee(Trainee):
         self._tracked.load({**state, **buffers})
         session.totals.put(own["totals"])
         session.noted = own["noted"]
-        self._is_handed = True
+        self._is_handed, self._told = True, facts["evaluations"]
 
     def _own(self, step: int, *, is_logged: bool) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Return this rank's own sums and buffers after `step`; None if it has not noted them."""

@@ -52,6 +52,7 @@ UNSCHEDULED = (
 )
 BODY_S = 10.0
 """How long an evaluation in a loop's body goes on after the ranks agreed to stop; launchers kill after 30 s."""
+GONE_S = 2.0
 FROZEN = (
     "{name} was thawed before the state was saved that this attempt goes on from, and is frozen here, so it is trained no further: "
     "thaw it after track() where job.steps_done says that it was"
@@ -327,6 +328,25 @@ class Session:
         known = {"epoch": self.epoch, "loss": loss, "lr": means.pop("lr", self.tracked.lr)}
         known |= {"grad_norm": means.pop("grad_norm", None), "samples": self.reached.samples}
         self.running.log([], lambda _: {**known, "more": means})
+
+    def refuse_no_step(self) -> NoReturn:
+        """Raise ConfigError, as no step() came for a batch; RankLost if a rank has died: then the loop has caught torch's error.
+
+        A death is told by a birth, or where none follows by a rank that says why it leaves, or by the launcher's signal.
+        """
+        lost = RankLost("a rank has died, and the loop has caught the error of torch.distributed that tells of it")
+        if self.world.size > 1 and (self.entrance.life.survives(lost) or self._is_one_gone()):
+            raise lost
+        raise ConfigError(
+            f"no step() came for batch {self.reached.step}: call it once for each batch of batches(), and let errors of "
+            "torch.distributed pass, by which a rank learns that another is gone"
+        )
+
+    def _is_one_gone(self) -> bool:
+        """Whether a rank says within `GONE_S` why it leaves, or the launcher ends this one."""
+        preemption = self.entrance.preemption
+        failure = self.world.board.first_failure(GONE_S, enough=lambda: preemption.signalled)
+        return failure is not None or preemption.signalled
 
     @property
     def _owes_body(self) -> bool:

@@ -44,6 +44,10 @@ class Metrics:
         self._worked_s, self._rates = 0.0, rates
         self._lock = threading.Lock()  # the checkpoint writer reports from its own thread
         self._output_lost = ""
+        self.of_body = deque[str](maxlen=RECENT)
+        """The evaluations since a loop's last body ended."""
+        self.told = list[str]()
+        """Those of a body that a rank's death has ended: the body is repeated, and they are recorded already."""
         self.recent = deque[dict[str, Any]](maxlen=RECENT)
         """The last records, on every rank: rank 0 may die before it has written one."""
 
@@ -88,7 +92,12 @@ class Metrics:
         """Log an `eval` record. `seconds`: duration of the evaluation, excluded from the training speed."""
         samples, then = self._since
         self._since = (samples, then + seconds)
-        self._log("eval", step=step, epoch=epoch, **values)
+        record = {"step": step, "epoch": epoch, **values}
+        self.of_body.append(text := _as_text(record))
+        if text in self.told:
+            self.told.remove(text)
+        else:
+            self._log("eval", **record)
 
     def event(self, event: str, **details: Any) -> None:
         """Log an `event` record: start, resume, checkpoint, preempted, restart, straggler, done and others."""
@@ -154,4 +163,9 @@ def is_same(record: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def _identity(record: dict[str, Any]) -> tuple[Any, ...]:
     """Return what tells a record from the others of a run."""
-    return record["kind"], record.get("event"), record.get("step"), record.get("text")
+    text = _as_text(record) if record["kind"] == "eval" else record.get("text")
+    return record["kind"], record.get("event"), record.get("step"), text
+
+
+def _as_text(record: dict[str, Any]) -> str:
+    return repr(sorted((name, value) for name, value in record.items() if name != "kind"))  # texts: NaN is not NaN

@@ -52,11 +52,13 @@ IN_PLACE = {
 
 
 def test_a_rank_that_dies_after_an_evaluation_keeps_its_own_statistics(tmp_path):
+    """And an evaluation that the body repeats stands there once; and a loop that goes on after torch's error learns of the death."""
     whole, killed = (
         trained(tmp_path / name, 2, kill, script="evaluated")
-        for name, kill in (("whole", ""), ("killed", "evaluated@5:1"))
+        for name, kill in (("whole", ""), ("killed", "before-sum@3:1,evaluated@5:1"))
     )
-    assert [line["step"] for line in killed.events("survived")] == [5], killed.out
+    assert [line["step"] for line in killed.events("survived")] == [3, 5], killed.out
+    assert killed.lines("eval") == whole.lines("eval")
     told = [sorted(line for line in each.out.splitlines() if "statistics of rank" in line) for each in (whole, killed)]
     assert len(told[0]) == 2 and told[0] == told[1]
 
