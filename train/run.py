@@ -181,9 +181,9 @@ def open_run(
     training = Training(strategy, callbacks, window, data=data, plan=plan, survival=survival)
     if live and source is not None:
         live.hand_on(training)
-        progress = training.progress
     else:
-        progress = restore(config, folder, training, measures, options.checkpoints)
+        training.progress = restore(config, folder, training, measures, options.checkpoints)
+    progress = training.progress
     if isinstance(strategy, Stepping):
         # a rank that saves alone has no other rank's generators
         are_restored = folder.saved is not None and folder.saved.manifest.get("drawn", True)

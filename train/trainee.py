@@ -59,7 +59,7 @@ class Training(Trainee):
         super().__init__(strategy.world, survival)
         self.strategy, self.callbacks, self.window, self.data, self.plan = strategy, callbacks, window, data, plan
         self.progress = Progress()
-        """As it was handed over, after `take_over`."""
+        """As it was restored or handed over, before the first step."""
         self._begun = -1
         """The step whose beginning `changes` has seen."""
 
@@ -163,9 +163,13 @@ class Training(Trainee):
 
     def replica(self) -> dict[str, Any]:
         """Return the state of the strategy and the callbacks, without communication; buffers are this rank's own."""
+        self._leave_evaluation()
+        return {**self._replicas.optimizer_step.replica(), **self.callbacks.state()}
+
+    def _leave_evaluation(self) -> None:
+        """Have callbacks give the model back its own weights."""
         if self.run.callbacks.are_within:  # only then: a callback may count its calls
             self.run.callbacks.on_checkpoint(self.run)
-        return {**self._replicas.optimizer_step.replica(), **self.callbacks.state()}
 
     def facts(self) -> dict[str, Any]:
         """Return the progress, and what the next log line and the next step need."""
@@ -176,12 +180,12 @@ class Training(Trainee):
             "progress": {name: getattr(progress, name) for name in fields},
             "norm": float(result.grad_norm) if result else None,
             "loss": float(step.loss) if isinstance(step, SlicedStep) else None,
-            "fingerprint": self.data.fingerprint,
             "frozen": [name for name, each in self.strategy.parameters().items() if not each.requires_grad],
         }
 
     def release(self) -> None:
-        """Let go of the group: its connections, for whose end other ranks wait, close once nothing holds it."""
+        """Note nothing any more. Let go of the group: its connections, for whose end other ranks wait, close once nothing holds it."""
+        super().release()
         self.run.progress.result = None
         step = self._replicas.optimizer_step
         step.before_sum = step.before_forward = step.after_update = None
@@ -238,7 +242,7 @@ class Training(Trainee):
         evaluation before that needs those of all, and so do the weights of a run that is over.
         """
         run, buffers = self.run, self._replicas.optimizer_step.buffers
-        if self.notes.read(run.step - 1) is None:
+        if not run.step or self.notes.read(run.step - 1) is None:
             return False
         if buffers.agree or buffers.none_here():
             return True
@@ -253,6 +257,7 @@ class Training(Trainee):
         run, best = self.run, self.run.progress.best
         if best and (self.running.checkpoints.newest_step or 0) < best["step"] < run.step:
             raise StorageError(f"the best checkpoint, of step {best['step']}, was still being written")
+        self._leave_evaluation()
         check_finite(self._replicas.optimizer_step.parameters, run.step)
         facts, buffers = self.notes.read(run.step - 1) or ({}, {})
         self._replicas.optimizer_step.buffers.put(buffers)

@@ -132,6 +132,8 @@ class Entrance:
                 elif is_of_peer(error):
                     self.kept.save_last_step()
         self.life.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        if self.kept:
+            self.kept.release()
         if self._heartbeat:
             self._heartbeat.disarm()
         _entered.clear()

@@ -64,18 +64,19 @@ class HandOver:
         self._handed: dict[str, Any] = {}
         """The facts of rank `source`. This rank's own stay with its state: that rank may die while it hands on its own."""
         self.records: Metrics | None = None
-        """The records of the attempt before, which the next may keep open."""
+        """The records of the attempt before, which the trainer's next one keeps open."""
         self._trainee: Trainee | None = None
         """The attempt's, from its first step on."""
+        self._furthest: Mark | None = None
         self._folder: RunFolder
 
     # In an attempt.
 
     def follow(self, trainee: Trainee, folder: RunFolder) -> None:
         """Take notice that this rank makes steps: what was kept of the attempt before is over. Collective."""
+        trainee.follow()
         self.mark, self.state, self.why_lost = None, {}, ""
         self._trainee, self._folder, self.records = trainee, folder, trainee.running.records
-        trainee.follow()
         if trainee.is_followed and not self.notes.modules:
             self.notes.modules = sorted(sys.modules)
 
@@ -84,14 +85,17 @@ class HandOver:
     def keep(self) -> None:
         """Keep the state of the attempt, one of whose other ranks has died; no communication.
 
-        Before the first step, what was kept of the attempt before stays.
+        Before the first step, what this rank has from the attempt before stays: its own state, or one that was handed on.
         """
+        if self._trainee and self._trainee.is_followed:
+            self._keep(self._trainee)
+        self.release()
+
+    def release(self) -> None:
+        """Let go of what the attempt trains, whose modules may outlive it."""
         trainee, self._trainee = self._trainee, None
-        if trainee is None:
-            return
-        if trainee.is_followed:
-            self._keep(trainee)
-        trainee.release()
+        if trainee:
+            trainee.release()
 
     def _keep(self, trainee: Trainee) -> None:
         running = trainee.running
@@ -152,6 +156,7 @@ class HandOver:
         held = [rank for rank, mark in enumerate(marks) if mark]
         self.why_lost = "" if held else next(filter(None, reasons), "")
         self.source = max(held, key=lambda rank: (marks[rank], -rank)) if held else None
+        self._furthest = None if self.source is None else marks[self.source]
         return self.source
 
     def hand_on(self, trainee: Trainee) -> None:
@@ -170,6 +175,8 @@ class HandOver:
                 target.copy_(found[name])
         trainee.take_over(found | filled, self._handed)
         self.newest_step = self._handed["newest_step"]
+        if self.mark is None:  # the others may die before this rank makes a step
+            self.mark, self.state, self.facts = self._furthest, found, self._handed
 
     def go_on(self, running: Running, folder: Path, *, save: Callable[[], object]) -> None:
         """Bring the records up to date, and repeat a save that was cut short on any rank. Collective."""

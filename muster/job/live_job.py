@@ -135,6 +135,7 @@ class JobTrainee(Trainee):
 
     def release(self) -> None:
         """Remove the hooks of the modules, which may outlive the attempt."""
+        super().release()
         for hook in self._hooks:
             hook.remove()
 
@@ -154,6 +155,7 @@ class JobTrainee(Trainee):
         if not self.is_followed:
             return
         is_seen = bool(self.changes.changed())
+        self.running.records.end_body()
         self._note()
         if not self._tracked.optimizers and not is_seen:
             self.refuse("a step has changed no parameter that torch could see: change them in place, and not by .data")
@@ -162,7 +164,6 @@ class JobTrainee(Trainee):
         session, step = self._session, self._session.reached.step
         self._whole, self.notes.whole = 2 * step, step
         self.changes.look()
-        self.running.records.of_body.clear()
         self._plain, self._point = self._tracked.plain(), _point(self._tracked.parameters())
         self._with_gradients = self._tracked.between.with_gradients()
         self._write(self._whole, {"totals": session.totals.own(), "noted": session.noted, "point": self._point})
@@ -187,7 +188,7 @@ class JobTrainee(Trainee):
         return self._session.owes_save
 
     def changed(self) -> str:
-        """Return what this rank has changed since the step ended; empty if nothing, or if the next one's body has begun."""
+        """Return what this rank has changed since the step ended; empty if nothing, or if the step's body has not ended."""
         if self._session.is_within:
             return ""
         return self.changes.changed() or ("a parameter" if self._point != _point(self._tracked.parameters()) else "")
@@ -216,7 +217,7 @@ class JobTrainee(Trainee):
             "is_logged": session.is_time_to_log(),
             "habits": self._habits,
             "left_to_compare": self._left_to_compare,
-            "evaluations": [*self.running.records.of_body],
+            "evaluations": [*self.running.records.of_body, *self.running.records.told],
             "points": [each[0]["point"] if each else None for each in noted],
         }
 

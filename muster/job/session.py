@@ -21,7 +21,7 @@ from muster.checkpoint import manager
 from muster.checkpoint.storage import Saved
 from muster.checkpoint.trained import own_prefix, plain
 from muster.checkpoint.weights import write_weights
-from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted, RankLost
+from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted, RankLost, final
 from muster.files import replace_file
 from muster.job import built
 from muster.job.ends import end_alike
@@ -53,6 +53,9 @@ UNSCHEDULED = (
 BODY_S = 10.0
 """How long an evaluation in a loop's body goes on after the ranks agreed to stop; launchers kill after 30 s."""
 GONE_S = 2.0
+"""How long ranks that got no step() for a batch look for the death of another."""
+SILENT_S = 1.0
+POLL_S = 0.05
 FROZEN = (
     "{name} was thawed before the state was saved that this attempt goes on from, and is frozen here, so it is trained no further: "
     "thaw it after track() where job.steps_done says that it was"
@@ -332,7 +335,7 @@ class Session:
     def refuse_no_step(self) -> NoReturn:
         """Raise ConfigError, as no step() came for a batch; RankLost if a rank has died: then the loop has caught torch's error.
 
-        A death is told by a birth, or where none follows by a rank that says why it leaves, or by the launcher's signal.
+        A death is told by a birth, or where none follows by another rank, by its heartbeat, or by the launcher's signal.
         """
         lost = RankLost("a rank has died, and the loop has caught the error of torch.distributed that tells of it")
         if self.world.size > 1 and (self.entrance.life.survives(lost) or self._is_one_gone()):
@@ -343,10 +346,19 @@ class Session:
         )
 
     def _is_one_gone(self) -> bool:
-        """Whether a rank says within `GONE_S` why it leaves, or the launcher ends this one."""
-        preemption = self.entrance.preemption
-        failure = self.world.board.first_failure(GONE_S, enough=lambda: preemption.signalled)
-        return failure is not None or preemption.signalled
+        """Whether a rank is silent, or leaves for another reason than a mistake, or the launcher ends this one."""
+        heartbeat, deadline = self.peers.heartbeat, time.monotonic() + GONE_S
+        heartbeat.watch()
+
+        def is_told() -> bool:
+            return self.entrance.preemption.signalled or heartbeat.silence(SILENT_S) is not None
+
+        failure = self.world.board.first_failure(GONE_S, enough=is_told)
+        while (
+            failure is None and not is_told() and time.monotonic() < deadline
+        ):  # the store is gone: heartbeats will tell
+            time.sleep(POLL_S)
+        return is_told() if failure is None else failure["exit_code"] not in final()
 
     @property
     def _owes_body(self) -> bool:

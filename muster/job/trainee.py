@@ -73,7 +73,8 @@ class Trainee(Trained):
             self.refuse(f"a rank's own buffers cannot be noted: {one_line(error)}")
 
     def release(self) -> None:
-        """Let go of what `follow` has set up."""
+        """Note nothing any more, and let go of what `follow` has set up."""
+        self.is_followed = False
 
     @property
     def owes_save(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -45,7 +46,7 @@ class Metrics:
         self._lock = threading.Lock()  # the checkpoint writer reports from its own thread
         self._output_lost = ""
         self.of_body = deque[str](maxlen=RECENT)
-        """The evaluations since a loop's last body ended."""
+        """The last evaluations, since `end_body`."""
         self.told = list[str]()
         """Those of a body that a rank's death has ended: the body is repeated, and they are recorded already."""
         self.recent = deque[dict[str, Any]](maxlen=RECENT)
@@ -98,6 +99,11 @@ class Metrics:
             self.told.remove(text)
         else:
             self._log("eval", **record)
+
+    def end_body(self) -> None:
+        """Take notice that the body of a loop of a user's own has ended: it is not repeated."""
+        self.of_body.clear()
+        self.told = []
 
     def event(self, event: str, **details: Any) -> None:
         """Log an `event` record: start, resume, checkpoint, preempted, restart, straggler, done and others."""
@@ -168,4 +174,8 @@ def _identity(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _as_text(record: dict[str, Any]) -> str:
-    return repr(sorted((name, value) for name, value in record.items() if name != "kind"))  # texts: NaN is not NaN
+    """Return the values of an evaluation; a number that is not finite is None in a file."""
+    plain = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+    return repr(sorted((name, value) for name, value in plain.items() if name != "kind"))

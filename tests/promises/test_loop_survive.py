@@ -63,6 +63,18 @@ def test_a_rank_that_dies_after_an_evaluation_keeps_its_own_statistics(tmp_path)
     assert len(told[0]) == 2 and told[0] == told[1]
 
 
+@pytest.mark.nightly
+def test_a_loop_that_goes_on_after_torch_s_error_in_a_block_is_no_mistake_of_the_config(tmp_path):
+    """Nobody is born again there: the ranks restart, as after any death."""
+    whole, killed = (
+        trained(tmp_path / name, 2, kill, script="evaluated", BLOCK="1")
+        for name, kill in (("whole", ""), ("killed", "before-sum@3:1"))
+    )
+    [restart] = killed.events("restart")
+    assert "a rank has died" in restart["cause"] or "rank 1" in restart["cause"], killed.out
+    assert killed.sha256 == whole.sha256
+
+
 @pytest.mark.nightly(but=["zeros"])
 @pytest.mark.parametrize("form", ["none", "zeros"])
 def test_gradients_that_the_loop_throws_away_stand_in_no_way(tmp_path, form):

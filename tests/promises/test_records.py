@@ -3,12 +3,16 @@
 import hashlib
 import itertools
 import json
+import math
 import shutil
 
 import pytest
 from kit import warm
 from kit.faults import fail_at
 from kit.job import QUIET, environment, run
+
+from muster.loggers.jsonl import Jsonl, tail
+from muster.loggers.metrics import Metrics
 
 SMALL = ("model.hidden=[4]", "max_steps=12", "checkpoint.every_steps=4", "batch_size=8", "eval.every_steps=12")
 TYPES = (None, True, 3, -7, 1.5, "x", "../x", [], [1], {}, {"x": 1})
@@ -244,3 +248,32 @@ def test_what_a_link_leads_to_is_not_deleted(tmp_path, undisturbed):
     assert code == 0 and digest(folder) == whole, said
     assert {path.name: path.read_bytes() for path in outside.iterdir()} == before
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000012"]
+
+
+@pytest.mark.unit
+def test_an_evaluation_of_a_body_that_is_repeated_stands_there_once_and_one_that_is_not_a_number_too(tmp_path):
+    of_step_8 = [{"step": 8, "epoch": 0, "seconds": 0.1, "values": {"loss": loss}} for loss in (1.5, math.nan)]
+
+    def opened():
+        return Metrics([Jsonl(tmp_path, step=8)], samples=0)
+
+    first = opened()
+    first.eval(**of_step_8[0])
+    first.eval(**of_step_8[1])
+    first.close()
+    _, known = tail(tmp_path / "metrics.jsonl", until=bool)
+    assert len(known) == 2
+    second = opened()
+    second.make_up([*first.recent], known=known)
+    second.told = [*first.of_body]
+    second.eval(**of_step_8[0])  # then a rank dies again, before the other
+    second.close()
+    third = opened()
+    third.told = [*second.of_body, *second.told]
+    for each in of_step_8:
+        third.eval(**each)
+    third.end_body()
+    third.eval(**of_step_8[0])
+    third.close()
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert losses == [1.5, None, 1.5]

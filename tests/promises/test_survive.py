@@ -186,6 +186,13 @@ def test_what_is_not_survived_goes_by_restart_and_checkpoint(tmp_path, undisturb
     assert result.out.count("rank 1 has died twice at one step, 24: all ranks restart") == ("before_update" in kill)
 
 
+@pytest.mark.nightly
+def test_of_a_rank_that_is_lost_for_good_in_the_first_step_nothing_is_saved(tmp_path, undisturbed):
+    result = trained(tmp_path / "run", "memory", kill="forward@0:1:keeper")
+    assert result.sha256 == undisturbed("memory").sha256 and "has saved step 0" not in result.out, result.out
+    assert [line["step"] for line in result.events("checkpoint")] == [20, 40, 50]
+
+
 CHANGED = (
     "model._target_=kit.parts.dying.Drawn",
     "data._target_=kit.parts.dying.Subset",

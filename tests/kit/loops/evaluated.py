@@ -1,5 +1,10 @@
-"""Each rank has batch-norm statistics of its own, and evaluates by rank 0's in the loop's body: `python evaluated.py FOLDER`."""
+"""Each rank has batch-norm statistics of its own, and evaluates by rank 0's in the loop's body: `python evaluated.py FOLDER`.
 
+The network outlives the job. BLOCK=1: a `with` block in place of `Job.run`.
+"""
+
+import gc
+import os
 import sys
 
 import torch
@@ -9,10 +14,12 @@ import muster
 from kit.faults import fault
 
 INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+NETS = []
 
 
 def main(job):
     net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    NETS.append(net)
     model = DistributedDataParallel(net, broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     job.track(model=model, optimizer=optimizer)
@@ -33,4 +40,11 @@ def main(job):
 
 
 if __name__ == "__main__":
-    muster.Job(sys.argv[1], save_every=20, log_every=100, tensorboard=False, timeout_s=20).run(main)
+    made = muster.Job(sys.argv[1], save_every=2, log_every=100, tensorboard=False, timeout_s=20)
+    if os.environ.get("BLOCK"):
+        with made as job:
+            main(job)
+    else:
+        made.run(main)
+    gc.collect()
+    NETS[-1](INPUTS)
