@@ -36,10 +36,10 @@ class Live(HandOver):
     """The state of one rank between two attempts.
 
     Args:
-        survival: how the rank survives.
+        survival: how this rank survives the death of another; None: it does not.
     """
 
-    def __init__(self, survival: Survival):
+    def __init__(self, survival: Survival | None):
         super().__init__(survival)
         self.data: Data | None = None
         self._loaded: Watch | None = None
@@ -56,7 +56,8 @@ class Live(HandOver):
     @contextlib.contextmanager
     def _said_if_slow(self, rank: int) -> Iterator[None]:
         """Say that the others wait for the data of this rank, if that takes longer than `SLOW_S`."""
-        text = f"muster: rank {rank} has died ({self.survival.life.died_of}) and loads its data again: the others wait for it"
+        died_of = self.survival.life.died_of if self.survival else ""
+        text = f"muster: rank {rank} has died ({died_of}) and loads its data again: the others wait for it"
         told = threading.Timer(SLOW_S, say, [text])
         told.daemon = True
         told.start()

@@ -8,11 +8,12 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from muster.checkpoint.weights import write_weights
 from muster.dist.place import Place
 from muster.dist.rendezvous.meeting import meet
-from muster.dist.world import World, start
+from muster.dist.world import World
 from muster.errors import BadHost, ConfigError, Diverged, MusterError, say
 from muster.faults.preemption import Preemption
 from muster.job.folder import RunFolder
@@ -29,7 +30,6 @@ from muster.train.config.command_line import given
 from muster.train.config.keys import Config, Dist
 from muster.train.config.parts import build
 from muster.train.course import Course, plan_of, steps_asked_for
-from muster.train.data.load import load as load_data
 from muster.train.data.source import origin_of_samples
 from muster.train.evaluation import refuse_unevaluated
 from muster.train.live import Live
@@ -65,7 +65,7 @@ def attempt(
     With `survival`, the death of another rank is followed by the next attempt in this process; `why_no_survival` says why
     not, if the config asks for it.
     """
-    live = Live(survival) if survival else None
+    live = Live(survival)
     while True:
         with lifecycle(config, preemption, survival) as life:
             take_part(config, preemption, life, live, why_no_survival=why_no_survival)
@@ -74,7 +74,7 @@ def attempt(
 
 
 def take_part(
-    config: Config | ConfigError, preemption: Preemption, life: Lifecycle, live: Live | None, *, why_no_survival: str
+    config: Config | ConfigError, preemption: Preemption, life: Lifecycle, live: Live, *, why_no_survival: str
 ) -> None:
     """Take part in one attempt, from the meeting of the ranks to the end. Raises MusterError, and what a user's code raises."""
     world, strategy = join(config, preemption, live)
@@ -114,9 +114,7 @@ def join(config: Config | ConfigError, preemption: Preemption, live: Live | None
         meet(place, alike=None, error=error, timeout_s=timeout_s, stopping=lambda: preemption.signalled)
         raise
     options, stopping = group_options(config), lambda: preemption.signalled
-    if live is None:
-        return start(options, place, stopping=stopping), strategy
-    return live.join(config, options, place, stopping=stopping), strategy
+    return (live or Live(None)).join(config, options, place, stopping=stopping), strategy
 
 
 def find_place(config: Config | ConfigError) -> Place:
@@ -156,30 +154,30 @@ def open_run(
 
     Collective: every rank must call it. Raises MusterError.
     """
+    live = live or Live(None)
     set_numerics(config)
     if not config.compile:
         stay_eager()
-    source = live.furthest(world) if live and world.again else None
-    data = live.load_data(config, world) if live else load_data(config, world)
+    live.furthest(world)
+    data = live.load_data(config, world)
     refuse_unevaluated(config, data)
     plan = plan_of(config, data)
     total_steps = steps_asked_for(config, plan)
     refusal = partial(refuse_changes, config, fingerprint=data.fingerprint, total_steps=total_steps)
     options, keep = run_options(config), config.checkpoint.keep
-    folder = life.claim(options, refusal=refusal, lives=source is not None)
+    folder = life.claim(options, refusal=refusal, lives=live.is_handed_on)
     callbacks = Callbacks.of(config, data)
     measures = build_measures(config.metrics, world=world, sliced=config.virtual_world_size is not None)
     kinds = kinds_of(world) if config.virtual_world_size else []
-    weights = first_weights(config, world) if folder.saved is None and source is None else None
+    weights = first_weights(config, world) if folder.saved is None and not live.is_handed_on else None
     made = recipe(config, data, plan, total_steps, world, measures=measures, weights=weights)
     refuse_divided(made.objective, config, parts=strategy.divides(world.size))
     strategy.build(made, world)
     life.on_end(strategy.close)
     callbacks.on_build(strategy)
     window = Window(world, slices=config.virtual_world_size, measures=config.log.train_metrics)
-    survival = live.survival if live else None
-    training = Training(strategy, callbacks, window, data=data, plan=plan, survival=survival)
-    if live and source is not None:
+    training = Training(strategy, callbacks, window, data=data, plan=plan, survival=live.survival)
+    if live.is_handed_on:
         live.hand_on(training)
     else:
         training.progress = restore(config, folder, training, measures, options.checkpoints)
@@ -191,11 +189,11 @@ def open_run(
     world.on_first(partial(note_model, folder.path, config, data))
     life.restored(progress, report=partial(report, folder.path) if world.is_first and config.log.report else None)
     course = Course(data=data, plan=plan, total_steps=max(total_steps, progress.step), progress=progress)
-    kept = live.records if live and source is not None else None
+    kept = live.records if live.is_handed_on else None
     rates, is_finished = throughput(config, data, world).rates, folder.is_done and course.is_over
     records = open_records(config, world, course, is_finished=is_finished, kept=kept, rates=rates)
     facts = identity(config, data, course.total_steps, kinds) | {"averages": callbacks.averages}
-    newest = live.newest_step if live and source is not None else folder.newest_step(options)
+    newest = live.newest_step if live.is_handed_on else folder.newest_step(options)
     running = Running(
         peers=life.run(),
         progress=progress,
@@ -222,27 +220,20 @@ def open_run(
     )
     training.run = weakref.proxy(run)
     try:
-        if live and source is not None:
+        if live.is_handed_on:
             live.go_on(running, folder.path, save=partial(save, run))
         else:
-            announce(
-                run,
-                folder,
-                kinds=kinds,
-                deaths=live.deaths(world) if live and world.again else (),
-                why_lost=live.why_lost if live else "",
-                in_evaluation=made.in_evaluation,
-            )
-        if live:
-            live.follow(training, folder)
+            lost: Any = {"deaths": live.deaths(world), "why_lost": live.why_lost}
+            announce(run, folder, kinds=kinds, in_evaluation=made.in_evaluation, **lost)
+        live.follow(training, folder)
         if not gc.isenabled():
             freeze()  # imported modules live to the end: the collector need not scan them again
             gc.enable()
         yield run, folder
     except RuntimeError as error:
-        if live and life.survives(error):
+        if life.survives(error):
             live.keep()
-        elif live and is_of_peer(error):
+        elif is_of_peer(error):
             live.save_last_step()
         raise
     finally:

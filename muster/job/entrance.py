@@ -14,7 +14,7 @@ from muster.dist import borrowed
 from muster.dist.device import choose_backend
 from muster.dist.layout import form_alone
 from muster.dist.place import Place
-from muster.dist.world import World, start
+from muster.dist.world import World
 from muster.errors import ConfigError, RankLost
 from muster.faults import agent, output
 from muster.faults.heartbeat import Heartbeat
@@ -40,7 +40,7 @@ class Entrance:
     Args:
         options: the job's settings.
         preemption: whether this process has received a stop request.
-        kept: what this rank keeps if another one dies; None: it does not survive that.
+        kept: what this rank keeps if another one dies.
         seeds_steps: whether the generators are seeded in each step.
         why_no_survival: why the rank does not survive the death of another, although the settings ask for it.
     """
@@ -55,16 +55,14 @@ class Entrance:
         why_no_survival: str = "",
     ):
         self.options, self.preemption = options, preemption or Preemption()
-        self.kept, self.seeds_steps, self.why_no_survival = kept, seeds_steps, why_no_survival
+        self.kept, self.seeds_steps, self.why_no_survival = kept or LiveJob(), seeds_steps, why_no_survival
         self.life = Lifecycle(
             Path(options.folder),
             self.preemption,
             max_idle_attempts=options.max_idle_attempts,
-            survival=kept.survival if kept else None,
+            survival=self.kept.survival,
         )
         self.folder: RunFolder
-        self.handed_on: LiveJob | None = None
-        """What this rank has kept, if the state of a rank that is alive is handed on in place of a checkpoint."""
         self._world: World | None = None
         self._heartbeat: Heartbeat | None = None
         self._before: dict[int, Any] = {}
@@ -98,9 +96,8 @@ class Entrance:
             self._world = self._start()
             self._heartbeat = self.life.meet(self.world, timeout_s=self.options.timeout_s)
             self._group_alone()
-            if self.kept and self._world.again and self.kept.furthest(self._world) is not None:
-                self.handed_on = self.kept
-            lives = self.handed_on is not None
+            self.kept.furthest(self._world)
+            lives = self.kept.is_handed_on
             self.folder = self.life.claim(run_options_of(self.options), refusal=lambda saved: None, lives=lives)
             self._refuse_memory()
         except BaseException as error:
@@ -109,7 +106,7 @@ class Entrance:
 
     def _refuse_memory(self) -> None:
         """Raise RankLost if ranks that have made steps would begin anew: what is not tracked may remember them. Collective."""
-        if not (self.kept and self.world.again) or self.handed_on or self.folder.saved is not None:
+        if not self.world.again or self.kept.is_handed_on or self.folder.saved is not None:
             return
         rank = self.world.lowest(self.kept.has_worked)
         if rank is not None:
@@ -125,15 +122,14 @@ class Entrance:
 
         Returns True if `error` comes from the death of a rank that is born again: this process goes on.
         """
-        if error is not None and self.kept:
+        if error is not None:
             with without_sigchld():
                 if self.life.survives(error):
                     self.kept.keep()
                 elif is_of_peer(error):
                     self.kept.save_last_step()
         self.life.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
-        if self.kept:
-            self.kept.release()
+        self.kept.release()
         if self._heartbeat:
             self._heartbeat.disarm()
         _entered.clear()
@@ -153,9 +149,7 @@ class Entrance:
         options, stopping = group_options_of(self.options), lambda: self.preemption.signalled
         if borrowed.exists():
             return borrowed.borrow(options)
-        if self.kept:
-            return self.kept.meet(options, Place.from_env(), stopping=stopping, prepare=lambda: None)
-        return start(options, Place.from_env(), stopping=stopping)
+        return self.kept.meet(options, Place.from_env(), stopping=stopping, prepare=lambda: None)
 
     def _group_alone(self) -> None:
         """Form a group of one rank, for DistributedDataParallel and fully_shard in a loop that is the same for all."""
@@ -166,7 +160,7 @@ class Entrance:
         self.life.on_end(dist.destroy_process_group, failed=dist.destroy_process_group)
 
     def _install(self) -> None:
-        if self.kept:  # its keeper has done so
+        if self.kept.survival:  # its keeper has done so
             return
         output.endure()
         agent.die_with_it()

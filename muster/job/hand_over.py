@@ -47,11 +47,11 @@ class HandOver:
     """The state of one rank between two attempts.
 
     Args:
-        survival: how the rank survives.
+        survival: how this rank survives the death of another; None: it does not, and nothing is handed on.
     """
 
-    def __init__(self, survival: Survival):
-        self.survival, self.notes = survival, survival.notes
+    def __init__(self, survival: Survival | None):
+        self.survival = survival
         self.newest_step: int | None = None
         self.owes_save = False
         self.source: int | None = None
@@ -70,15 +70,22 @@ class HandOver:
         self._furthest: Mark | None = None
         self._folder: RunFolder
 
+    @property
+    def is_handed_on(self) -> bool:
+        """True if this attempt begins with the state of a rank that is alive, in place of a checkpoint."""
+        return self.source is not None
+
     # In an attempt.
 
     def follow(self, trainee: Trainee, folder: RunFolder) -> None:
         """Take notice that this rank makes steps: what was kept of the attempt before is over. Collective."""
+        if self.survival is None:
+            return
         trainee.follow()
         self.mark, self.state, self.why_lost = None, {}, ""
         self._trainee, self._folder, self.records = trainee, folder, trainee.running.records
-        if trainee.is_followed and not self.notes.modules:
-            self.notes.modules = sorted(sys.modules)
+        if trainee.is_followed and not trainee.notes.modules:
+            trainee.notes.modules = sorted(sys.modules)
 
     # Between two attempts.
 
@@ -135,6 +142,8 @@ class HandOver:
         prepare: is called before, while the others wait, if this rank has met them in this launch.
         """
         survival = self.survival
+        if survival is None:
+            return start(options, place, stopping=stopping)
         if survival.is_again:  # the others wait for it, and then stop together, at a step that is saved
 
             def stopping() -> bool:
@@ -152,6 +161,9 @@ class HandOver:
 
     def furthest(self, world: World) -> int | None:
         """Return the rank whose state is handed on; None if no rank has one. Collective: every rank must call it."""
+        self.source = None
+        if not world.again:
+            return None
         marks, reasons = zip(*world.gather((self.mark, self.why_lost)), strict=True)
         held = [rank for rank, mark in enumerate(marks) if mark]
         self.why_lost = "" if held else next(filter(None, reasons), "")
@@ -199,6 +211,8 @@ class HandOver:
 
     def deaths(self, world: World) -> list[dict[str, Any]]:
         """Return which ranks have died and how often ranks of the same host have, and tell it no more. Collective."""
+        if self.survival is None or not world.again:
+            return []
         life, died = self.survival.life, None
         if life.died_of and not self.survival.told:
             died = [life.died_of, time.monotonic() - life.died_at]

@@ -450,7 +450,7 @@ class Job(JobOptions):
     def _note_weight(self, session: Session) -> None:
         """Say once that the batches of a step are unequal, or several, and that the loop has not asked for their weights."""
         portion = self._portion
-        is_told = self._is_warned or self._entrance.handed_on is not None
+        is_told = self._is_warned or self._entrance.kept.is_handed_on
         if portion.of is not None and portion.of * self.world_size != self._of_step:
             text = f"step {self.steps_done} has {self._of_step:g} {self._counts}, {portion.of:g} of them in a batch of one of "
         elif portion.of is None and portion.count * self.world_size != portion.total:

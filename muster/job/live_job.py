@@ -49,7 +49,7 @@ SAMPLED = 3
 class LiveJob(HandOver):
     """The state of one rank of a job between two attempts."""
 
-    def __init__(self, survival: Survival):
+    def __init__(self, survival: Survival | None = None):
         super().__init__(survival)
         self.has_worked = False
         """True if this process has begun to make steps: what it has outside of the tracked objects may remember them."""
@@ -68,15 +68,15 @@ class JobTrainee(Trainee):
     """What the loop of `session` trains, with the sums of its log.
 
     Args:
-        kept: what this rank keeps between attempts; None: it does not survive the death of another.
+        kept: what this rank keeps between attempts.
     """
 
     key = "survive=True"
 
-    def __init__(self, session: Session, kept: LiveJob | None):
-        super().__init__(session.world, kept.survival if kept else None)
+    def __init__(self, session: Session, kept: LiveJob):
+        super().__init__(session.world, kept.survival)
         self._session: Session = weakref.proxy(session)  # which holds this object, and goes with the group
-        self._tracked, self._habits = session.tracked, kept.habits if kept else {}
+        self._tracked, self._habits = session.tracked, kept.habits
         self._whole = self._left_to_compare = 0
         self._common: list[Place] = []
         """The buffers as they were when the attempt began, if they were equal on all ranks."""

@@ -137,8 +137,8 @@ class Session:
         self.trainee = JobTrainee(self, entrance.kept)
         here, self.loaded_instead = built.options_of(tracked), ""
         self.built = self._built(here)
-        if entrance.handed_on:
-            entrance.handed_on.hand_on(self.trainee)
+        if entrance.kept.is_handed_on:
+            entrance.kept.hand_on(self.trainee)
         elif saved:
             self._refuse("tracked", tracked.names, "track the same names")
             self._refuse_built(saved, here)
@@ -204,10 +204,9 @@ class Session:
         self.running = running = self._run(records, facts)
         self.entrance.life.on_end(running.close, failed=running.close)
         known = {name: value for name, value in known.items() if value}
-        if not self.entrance.handed_on:
-            kept = self.entrance.kept
-            deaths = kept.deaths(self.world) if kept and self.world.again else ()
-            lost = {"deaths": deaths, "why_lost": kept.why_lost if kept else ""}
+        kept = self.entrance.kept
+        if not kept.is_handed_on:
+            lost = {"deaths": kept.deaths(self.world), "why_lost": kept.why_lost}
             known = {"step": self.reached.step, "total_steps": self.total_steps, **lost, **known}
             record_start(records, self.folder, self.world, **known)
             if text := note_of(facts.get("fingerprint", "")):
@@ -224,10 +223,9 @@ class Session:
         if self.world.is_first:  # which writes the records
             self._see_optimizers(records)
         running.start()
-        if self.entrance.handed_on:
-            self.entrance.handed_on.go_on(running, self.folder.path, save=self.save)
-        if self.entrance.kept:
-            self.entrance.kept.follow(self.trainee, self.folder)
+        if kept.is_handed_on:
+            kept.go_on(running, self.folder.path, save=self.save)
+        kept.follow(self.trainee, self.folder)
 
     def _see_optimizers(self, records: Metrics) -> None:
         """Note an optimizer that steps parameters of tracked modules, or its schedule, that is not tracked: a resume begins it anew."""
@@ -273,8 +271,8 @@ class Session:
         )
 
     def _newest_step(self) -> int | None:
-        if self.entrance.handed_on:
-            return self.entrance.handed_on.newest_step
+        if self.entrance.kept.is_handed_on:
+            return self.entrance.kept.newest_step
         return self.folder.newest_step(run_options_of(self.options))
 
     def note(self, values: Mapping[str, Any], *, weight: float) -> None:
@@ -305,8 +303,7 @@ class Session:
             if name := self.tracked.frozen_again():
                 self.running.records.event("note", text=FROZEN.format(name=name))
         self.tracked.between.end_step()
-        if self.entrance.kept:
-            self.trainee.end_step()
+        self.trainee.end_step()
         self.is_within = False
         if self.owes_save:  # after the last step it is done at the end
             self.save()
@@ -489,7 +486,7 @@ class Session:
 
     def _refuse_moved_on(self, feed: Feed) -> None:
         """Raise RankLost if what is read in this process since an earlier attempt keeps a position of its own."""
-        kinds = self.world.gather(moved_on(feed.source) if self.entrance.kept else "")
+        kinds = self.world.gather(moved_on(feed.source) if self.entrance.kept.survival else "")
         rank = next((rank for rank, kind in enumerate(kinds) if kind), None)
         if rank is not None:
             kind = kinds[rank]
@@ -514,7 +511,7 @@ class Session:
         if self._has_seen_batch or self.world.size == 1 or not isinstance(self.feed, LoadedFeed):
             return
         self._has_seen_batch, digests = True, self.world.gather(hash_of(look(batch)))
-        if len({*digests}) == 1 and not self.entrance.handed_on:
+        if len({*digests}) == 1 and not self.entrance.kept.is_handed_on:
             self.running.records.event("note", text=ALIKE.format(ranks=self.world.size))
 
     def _built(self, here: dict[str, Any]) -> dict[str, Any]:
@@ -522,8 +519,6 @@ class Session:
         if self.folder.saved:
             return self.folder.saved.manifest.get("built") or {}
         kept = self.entrance.kept
-        if kept is None:
-            return here
         kept.built = kept.built or here
         return kept.built
 
