@@ -33,6 +33,7 @@ from muster.errors import (
 from muster.faults import agent
 from muster.faults.heartbeat import BEAT_S, Heartbeat
 from muster.job.lease import Lease, newest_claim
+from muster.job.survival import is_of_peer
 from muster.loggers.jsonl import append_event
 from muster.origin import kind_and_message, located, place
 from muster.redact import redacted
@@ -180,8 +181,7 @@ class Exit:
         """Whether torch's error means that another rank is gone; the cause then comes from the other ranks."""
         if self.world is None or self.world.size == 1 or not isinstance(error, RuntimeError):
             return False
-        named = type(error).__module__ == "torch.distributed" or re.search(r"\bgloo\b|NCCL|nccl", str(error))
-        return bool(named) and environment_error(error) is None
+        return is_of_peer(error) and environment_error(error) is None
 
     def _first_cause(self, world: World, error: BaseException) -> dict[str, Any] | RankLost:
         """Return the cause that another rank has posted; if there is none, name the ranks without a heartbeat."""
