@@ -2,70 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from muster.batches.fingerprint import note_of
+from muster.checkpoint.storage import Saved
 from muster.errors import say
-from muster.job.folder import RunFolder
-from muster.job.records import record_start
-from muster.job.rescue import make_up
+from muster.job.survival import WHY_NOT
 from muster.train.course import steps_asked_for
 from muster.train.evaluation import never_evaluated
 from muster.train.loop import Run
+from muster.train.trainee import Training
 
 MOST_NAMES = 8
 
 
-def announce(
-    run: Run,
-    folder: RunFolder,
-    *,
-    kinds: list[str],
-    deaths: Sequence[Mapping[str, Any]],
-    why_lost: str,
-    in_evaluation: Sequence[str] = (),
-) -> None:
-    """Write to metrics.jsonl how this attempt begins, and print the limits of what it guarantees.
+def announced(run: Run, saved: Saved | None, *, kinds: list[str], frozen: Sequence[str], why_not: str) -> Iterator[str]:
+    """Yield what metrics.jsonl tells of this attempt as it begins, and print the limits of what it guarantees.
 
-    kinds: processor kinds of the ranks (see `numerics.kind_of`); empty without `virtual_world_size`. deaths, why_lost: see
-    `record_start`.
-    in_evaluation: names of the frozen modules that stay in evaluation mode.
+    Args:
+        run: the attempt.
+        saved: the checkpoint that it begins with; None if with none.
+        kinds: processor kinds of the ranks (see `numerics.kind_of`); empty without `virtual_world_size`.
+        frozen: names of the frozen modules that stay in evaluation mode.
+        why_not: why a rank that dies ends all ranks, although dist.survive=true; empty if it is born again.
     """
-    world = run.world
-    if run.strategy.caveat and world.is_first:
+    plan, given = run.course.plan, steps_asked_for(run.config, run.course.plan)
+    if run.strategy.caveat and run.world.is_first:
         say(f"muster: {run.strategy.caveat}")
-    if run.course.plan.batch_size < run.config.batch_size:
-        asked, there = run.config.batch_size, run.course.plan.size
-        run.records.event(
-            "note", text=f"batch_size={asked} is more than the {there} training samples: a step takes all of them"
-        )
-    given = steps_asked_for(run.config, run.course.plan)
+    if plan.batch_size < (asked := run.config.batch_size):
+        yield f"batch_size={asked} is more than the {plan.size} training samples: a step takes all of them"
     if given < run.step:
-        run.records.event(
-            "note", text=f"the config asks for {given} steps, but {run.step} are done: there is nothing left to train"
-        )
+        yield f"the config asks for {given} steps, but {run.step} are done: there is nothing left to train"
     if run.course.data.test is None and (why := never_evaluated(run.config, run.course.data)):
-        run.records.event("note", text=f"nothing is evaluated: {why}")
+        yield f"nothing is evaluated: {why}"
     if text := note_of(run.course.data.fingerprint):
-        run.records.event("note", text=text)
+        yield text
     if run.counts.note:
-        run.records.event("note", text=run.counts.note)
-    if in_evaluation:
-        more = [f"{len(in_evaluation) - MOST_NAMES} more"] if len(in_evaluation) > MOST_NAMES else []
-        names = ", ".join([*in_evaluation[:MOST_NAMES], *more])
-        run.records.event(
-            "note", text=f"frozen modules stay in evaluation mode: {names}; frozen_mode=train trains them as the others"
-        )
-    for text in mixed_kinds(kinds, folder.saved.manifest.get("computes_on") if folder.saved else None):
-        run.records.event("note", text=text)
-    known = {"total_steps": run.total_steps, "samples_per_epoch": len(run.course.data.train)}
-    record_start(run.records, folder, world, step=run.step, deaths=deaths, why_lost=why_lost, **known)
-    if folder.saved is None:
-        return
-    make_up(run.running, folder)
-    then, now = folder.saved.manifest.get("config", {}).get("micro_batch_size"), run.config.micro_batch_size
-    if then != now and world.is_first:
+        yield run.counts.note
+    if frozen:
+        more = [f"{len(frozen) - MOST_NAMES} more"] if len(frozen) > MOST_NAMES else []
+        names = ", ".join([*frozen[:MOST_NAMES], *more])
+        yield f"frozen modules stay in evaluation mode: {names}; frozen_mode=train trains them as the others"
+    manifest = saved.manifest if saved else {}
+    yield from mixed_kinds(kinds, manifest.get("computes_on"))
+    if why_not:
+        yield WHY_NOT.format(key=Training.key, why=why_not)
+    then, now = manifest.get("config", {}).get("micro_batch_size"), run.config.micro_batch_size
+    if saved and then != now and run.world.is_first:
         say(
             f"muster: micro_batch_size={now} was {then}: batch norm and dropout see different micro-batches from here on"
         )

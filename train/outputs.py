@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from muster.dist.world import World
 from muster.errors import MusterError, one_line, say
-from muster.job.records import hosts_of, record_times
+from muster.job.records import record_times
 from muster.loggers import trainjob
 from muster.loggers.base import Logger
 from muster.loggers.console import console
@@ -21,19 +22,17 @@ def open_records(
     config: Config,
     world: World,
     course: Course,
+    hosts: Sequence[str],
     *,
     is_finished: bool,
-    kept: Metrics | None = None,
     rates: Rates = lambda speed, counted: {},
 ) -> Metrics:
     """Open the records of a run at its present step; they do nothing on other ranks than 0.
 
-    Collective: every rank must call it. is_finished: the run needs no further step. kept: records of an earlier attempt in
-    this process, to go on with. rates: see Metrics. Raises ConfigError or StorageError if a logger cannot be built.
+    hosts: the host of each rank. is_finished: the run needs no further step. rates: see Metrics. Raises ConfigError or
+    StorageError if a logger cannot be built.
     """
-    progress, hosts = course.progress, hosts_of(world)
-    if kept:
-        return kept
+    progress = course.progress
     evaluated = None if is_finished or not progress.step else progress.evaluated
     loggers = (
         open_loggers(config, step=progress.lines, total_steps=course.total_steps, evaluated=evaluated)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from muster.checkpoint import manager
 from muster.checkpoint.records import direction_before, is_better, read_best
 from muster.checkpoint.storage import Saved, Storage
+from muster.dist.world import World
 from muster.errors import say
-from muster.job.folder import RunFolder
+from muster.job.folder import RunOptions
 from muster.train.config.differences import to_dict
 from muster.train.config.keys import Config
 from muster.train.course import Progress
@@ -22,31 +22,21 @@ from muster.train.data.load import Data
 from muster.train.evaluation import best_mode
 from muster.train.numerics import seed_all
 from muster.train.objectives.measure import Measures
-from muster.train.trainee import Training
 
 
-def restore(
-    config: Config,
-    folder: RunFolder,
-    training: Training,
-    measures: Measures,
-    own: Storage,
-) -> Progress:
-    """Restore what is trained and the random number generators, and return the progress to continue from.
+def reached(config: Config, options: RunOptions, measures: Measures, world: World, saved: Saved | None) -> Progress:
+    """Return the progress at a checkpoint, or before the first step (None), and seed the generators. Collective.
 
-    Without a checkpoint, only seed the generators. Collective: every rank must call it.
-
-    own: the storage of the run's own checkpoints; `folder.saved` may be another run's.
+    options: where the run's own checkpoints are; `saved` may be another run's.
 
     Raises:
         ConfigError: nothing says which value of `checkpoint.best` is the best.
     """
-    saved, world = folder.saved, training.world
+    own = options.checkpoints
     mode = best_mode(config, measures, saved.manifest.get("best") if saved else None)
     seed_all(config.seed, world.rank, step=saved.step if saved else 0)
     if saved is None:
         return Progress()
-    manager.restore(saved, training)
     manifest = saved.manifest
     evaluated = counted = manifest.get("evaluated", saved.step)
     if config.checkpoint.best and saved.storage.root != own.root:
@@ -55,7 +45,7 @@ def restore(
         step=saved.step,
         evaluated=evaluated,
         counted=counted,
-        best=world.on_first(partial(known_best, config, folder.path, saved, own, mode=mode)),
+        best=world.on_first(partial(known_best, config, options.output_dir, saved, own, mode=mode)),
         stopped=manifest.get("stopped") if ends_alike(config, manifest.get("config", {})) else None,
     )
 

@@ -20,10 +20,11 @@ from muster.job.folder import RunFolder
 from muster.job.lifecycle import Lifecycle
 from muster.job.records import report
 from muster.job.running import Running, open_checkpoints
-from muster.job.survival import Survival, is_of_peer, note_why_not
+from muster.job.start import Fresh, begin
+from muster.job.survival import Survival
 from muster.process import freeze
 from muster.timing.clock import Clock
-from muster.train.announce import announce
+from muster.train.announce import announced
 from muster.train.callbacks.all import Callbacks
 from muster.train.changes import refuse_changes
 from muster.train.config.command_line import given
@@ -40,7 +41,7 @@ from muster.train.numerics import kinds_of, set_numerics
 from muster.train.objectives.build import build_measures
 from muster.train.objectives.counted import refuse_divided
 from muster.train.outputs import open_records
-from muster.train.position import identity, restore
+from muster.train.position import identity, reached
 from muster.train.settings import group_options, run_options, visit_of
 from muster.train.strategies.base import Strategy, check_slices
 from muster.train.strategies.honours import check_honoured
@@ -82,9 +83,8 @@ def take_part(
     life.meet(world, timeout_s=config.dist.timeout_s)
     if config.doctor and not world.again:
         consult(config, world)
-    with open_run(config=config, world=world, strategy=strategy, life=life, live=live) as (run, folder):
-        if why_no_survival and not run.step:
-            note_why_not(run.records, why_no_survival)
+    parts: Any = {"config": config, "world": world, "strategy": strategy, "why_no_survival": why_no_survival}
+    with open_run(**parts, life=life, live=live) as (run, folder):
         carry_out(run, life, folder)
 
 
@@ -148,7 +148,13 @@ def consult(config: Config, world: World) -> None:
 
 @contextlib.contextmanager
 def open_run(
-    *, config: Config, world: World, strategy: Strategy, life: Lifecycle, live: Live | None = None
+    *,
+    config: Config,
+    world: World,
+    strategy: Strategy,
+    life: Lifecycle,
+    live: Live | None = None,
+    why_no_survival: str = "",
 ) -> Iterator[tuple[Run, RunFolder]]:
     """Build all parts of a run and restore the newest checkpoint, or the state of the furthest rank that is alive.
 
@@ -158,49 +164,46 @@ def open_run(
     set_numerics(config)
     if not config.compile:
         stay_eager()
-    live.furthest(world)
     data = live.load_data(config, world)
     refuse_unevaluated(config, data)
     plan = plan_of(config, data)
     total_steps = steps_asked_for(config, plan)
     refusal = partial(refuse_changes, config, fingerprint=data.fingerprint, total_steps=total_steps)
     options, keep = run_options(config), config.checkpoint.keep
-    folder = life.claim(options, refusal=refusal, lives=live.is_handed_on)
+    start = begin(life, world, options, live, refusal=refusal)
+    folder = start.folder
     callbacks = Callbacks.of(config, data)
     measures = build_measures(config.metrics, world=world, sliced=config.virtual_world_size is not None)
     kinds = kinds_of(world) if config.virtual_world_size else []
-    weights = first_weights(config, world) if folder.saved is None and not live.is_handed_on else None
+    weights = first_weights(config, world) if isinstance(start, Fresh) else None
     made = recipe(config, data, plan, total_steps, world, measures=measures, weights=weights)
     refuse_divided(made.objective, config, parts=strategy.divides(world.size))
     strategy.build(made, world)
     life.on_end(strategy.close)
     callbacks.on_build(strategy)
     window = Window(world, slices=config.virtual_world_size, measures=config.log.train_metrics)
-    training = Training(strategy, callbacks, window, data=data, plan=plan, survival=live.survival)
-    if live.is_handed_on:
-        live.hand_on(training)
-    else:
-        training.progress = restore(config, folder, training, measures, options.checkpoints)
+    position = partial(reached, config, options, measures, world)
+    training = Training(strategy, callbacks, window, data=data, plan=plan, reached=position, survival=live.survival)
+    start.restore(training)
     progress = training.progress
     if isinstance(strategy, Stepping):
         # a rank that saves alone has no other rank's generators
-        are_restored = folder.saved is not None and folder.saved.manifest.get("drawn", True)
+        are_restored = start.saved is not None and start.saved.manifest.get("drawn", True)
         strategy.draws.begin(config.seed, strategy.draws_as, are_restored=are_restored)
     world.on_first(partial(note_model, folder.path, config, data))
     life.restored(progress, report=partial(report, folder.path) if world.is_first and config.log.report else None)
     course = Course(data=data, plan=plan, total_steps=max(total_steps, progress.step), progress=progress)
-    kept = live.records if live.is_handed_on else None
     rates, is_finished = throughput(config, data, world).rates, folder.is_done and course.is_over
-    records = open_records(config, world, course, is_finished=is_finished, kept=kept, rates=rates)
+    opened = partial(open_records, config, world, course, is_finished=is_finished, rates=rates)
+    records = start.open_records(world, opened)
     facts = identity(config, data, course.total_steps, kinds) | {"averages": callbacks.averages}
-    newest = live.newest_step if live.is_handed_on else folder.newest_step(options)
     running = Running(
         peers=life.run(),
         progress=progress,
         total_steps=course.total_steps,
         records=records,
         checkpoints=open_checkpoints(
-            options, folder=folder, world=world, records=records, keep=keep, facts=facts, newest_step=newest
+            options, folder=folder, world=world, records=records, keep=keep, facts=facts, newest_step=start.newest_step
         ),
         clock=Clock(strategy.waited_s),
     )
@@ -220,21 +223,16 @@ def open_run(
     )
     training.run = weakref.proxy(run)
     try:
-        if live.is_handed_on:
-            live.go_on(running, folder.path, save=partial(save, run))
-        else:
-            lost: Any = {"deaths": live.deaths(world), "why_lost": live.why_lost}
-            announce(run, folder, kinds=kinds, in_evaluation=made.in_evaluation, **lost)
+        notes = announced(run, start.saved, kinds=kinds, frozen=made.in_evaluation, why_not=why_no_survival)
+        known = {"total_steps": run.total_steps, "samples_per_epoch": len(data.train)}
+        start.tell(running, notes, save=partial(save, run), **known)
         live.follow(training, folder)
         if not gc.isenabled():
             freeze()  # imported modules live to the end: the collector need not scan them again
             gc.enable()
         yield run, folder
     except RuntimeError as error:
-        if life.survives(error):
-            live.keep()
-        elif is_of_peer(error):
-            live.save_last_step()
+        live.part(error, life)
         raise
     finally:
         callbacks.close()

@@ -6,7 +6,7 @@ A rank's notes have its own part of those sums and its buffers, before its part 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from muster.batches.stream import Stream
 from muster.checkpoint.changes import Changes, place
+from muster.checkpoint.manager import restore
+from muster.checkpoint.storage import Saved
 from muster.checkpoint.trained import EXTRA, SavedTensor, own_prefix
 from muster.errors import RankLost, StorageError
 from muster.job.rescue import check_finite
@@ -39,6 +41,7 @@ class Training(Trainee):
     Args:
         strategy: built; only one with a replica on each rank can be followed.
         data, plan: what is trained on, and which samples in which step.
+        reached: returns the progress at a checkpoint, or before the first step, and seeds the generators. Collective.
         survival: how this rank survives the death of another; None: it does not.
     """
 
@@ -54,12 +57,14 @@ class Training(Trainee):
         *,
         data: Data,
         plan: Plan,
+        reached: Callable[[Saved | None], Progress],
         survival: Survival | None = None,
     ):
         super().__init__(strategy.world, survival)
         self.strategy, self.callbacks, self.window, self.data, self.plan = strategy, callbacks, window, data, plan
         self.progress = Progress()
         """As it was restored or handed over, before the first step."""
+        self._reached = reached
         self._begun = -1
         """The step whose beginning `changes` has seen."""
 
@@ -77,6 +82,15 @@ class Training(Trainee):
         self.window.load(state)
         others = ("callbacks/", "loop/", f"{own_prefix(self.world.rank)}loop/")
         self.strategy.load({name: value for name, value in state.items() if not name.startswith(others)})
+
+    def begin(self) -> None:
+        """Begin before the first step. Collective: every rank must call it."""
+        self.progress = self._reached(None)
+
+    def resume(self, saved: Saved) -> None:
+        """Load a checkpoint, and go on at its step. Collective. Raises ConfigError, StorageError."""
+        self.progress = self._reached(saved)
+        restore(saved, self)
 
     # In an attempt.
 

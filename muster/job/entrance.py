@@ -19,11 +19,10 @@ from muster.errors import ConfigError, RankLost
 from muster.faults import agent, output
 from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import Preemption
-from muster.job.folder import RunFolder
-from muster.job.lifecycle import Lifecycle, State, without_sigchld
+from muster.job.lifecycle import Lifecycle, State
 from muster.job.live_job import LiveJob
 from muster.job.options import JobOptions, check_options, group_options_of, run_options_of
-from muster.job.survival import is_of_peer
+from muster.job.start import Fresh, Start, begin
 from muster.process import STOP_SIGNALS, ignore
 
 _entered: list[Entrance] = []
@@ -62,7 +61,7 @@ class Entrance:
             max_idle_attempts=options.max_idle_attempts,
             survival=self.kept.survival,
         )
-        self.folder: RunFolder
+        self.start: Start
         self._world: World | None = None
         self._heartbeat: Heartbeat | None = None
         self._before: dict[int, Any] = {}
@@ -96,9 +95,8 @@ class Entrance:
             self._world = self._start()
             self._heartbeat = self.life.meet(self.world, timeout_s=self.options.timeout_s)
             self._group_alone()
-            self.kept.furthest(self._world)
-            lives = self.kept.is_handed_on
-            self.folder = self.life.claim(run_options_of(self.options), refusal=lambda saved: None, lives=lives)
+            options = run_options_of(self.options)
+            self.start = begin(self.life, self.world, options, self.kept, refusal=lambda saved: None)
             self._refuse_memory()
         except BaseException as error:
             if self.leave(error):
@@ -106,7 +104,7 @@ class Entrance:
 
     def _refuse_memory(self) -> None:
         """Raise RankLost if ranks that have made steps would begin anew: what is not tracked may remember them. Collective."""
-        if not self.world.again or self.kept.is_handed_on or self.folder.saved is not None:
+        if not (self.world.again and isinstance(self.start, Fresh)):
             return
         rank = self.world.lowest(self.kept.has_worked)
         if rank is not None:
@@ -123,11 +121,7 @@ class Entrance:
         Returns True if `error` comes from the death of a rank that is born again: this process goes on.
         """
         if error is not None:
-            with without_sigchld():
-                if self.life.survives(error):
-                    self.kept.keep()
-                elif is_of_peer(error):
-                    self.kept.save_last_step()
+            self.kept.part(error, self.life)
         self.life.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
         self.kept.release()
         if self._heartbeat:

@@ -29,9 +29,10 @@ from muster.dist.world import World, start
 from muster.errors import RankLost
 from muster.faults.heartbeat import RESCUE
 from muster.job.folder import RunFolder
+from muster.job.lifecycle import Lifecycle, without_sigchld
 from muster.job.rescue import last_lines, rescue
 from muster.job.running import Running
-from muster.job.survival import Survival
+from muster.job.survival import Survival, is_of_peer
 from muster.job.trainee import Trainee
 from muster.loggers.jsonl import NAME, tail
 from muster.loggers.metrics import Metrics, is_same
@@ -64,16 +65,11 @@ class HandOver:
         self._handed: dict[str, Any] = {}
         """The facts of rank `source`. This rank's own stay with its state: that rank may die while it hands on its own."""
         self.records: Metrics | None = None
-        """The records of the attempt before, which the trainer's next one keeps open."""
+        """The records of the attempt, or of the one before: as long as its state is handed on, they stay open."""
         self._trainee: Trainee | None = None
         """The attempt's, from its first step on."""
         self._furthest: Mark | None = None
         self._folder: RunFolder
-
-    @property
-    def is_handed_on(self) -> bool:
-        """True if this attempt begins with the state of a rank that is alive, in place of a checkpoint."""
-        return self.source is not None
 
     # In an attempt.
 
@@ -83,11 +79,19 @@ class HandOver:
             return
         trainee.follow()
         self.mark, self.state, self.why_lost = None, {}, ""
-        self._trainee, self._folder, self.records = trainee, folder, trainee.running.records
+        self._trainee, self._folder = trainee, folder
         if trainee.is_followed and not trainee.notes.modules:
             trainee.notes.modules = sorted(sys.modules)
 
     # Between two attempts.
+
+    def part(self, error: BaseException, life: Lifecycle) -> None:
+        """Keep the state if `error` comes from the death of a rank that is born again; save it if that rank is lost for good."""
+        with without_sigchld():
+            if life.survives(error):
+                self.keep()
+            elif is_of_peer(error):
+                self.save_last_step()
 
     def keep(self) -> None:
         """Keep the state of the attempt, one of whose other ranks has died; no communication.
@@ -203,7 +207,7 @@ class HandOver:
     def _make_up_records(self, world: World, records: Metrics, folder: Path) -> None:
         """Write the last records that rank 0 has not written."""
         known, recent = [*records.recent], self._handed["recent"]
-        if world.is_first and self.records is not records:
+        if world.is_first and not known:  # this process has just opened them
             _, known = tail(folder / NAME, until=partial(is_same, recent[0]) if recent else bool)
             records.recent.extend(known)
         records.make_up(recent, known=known)

@@ -24,6 +24,7 @@ from muster.job.lives import run
 from muster.job.options import JobOptions
 from muster.job.replicas import settle_buckets
 from muster.job.session import AgreedStop, Session
+from muster.job.start import Rejoin
 from muster.job.totals import check_names, number_of
 from muster.job.tracked import Tracked
 from muster.plan import Share
@@ -450,7 +451,7 @@ class Job(JobOptions):
     def _note_weight(self, session: Session) -> None:
         """Say once that the batches of a step are unequal, or several, and that the loop has not asked for their weights."""
         portion = self._portion
-        is_told = self._is_warned or self._entrance.kept.is_handed_on
+        is_told = self._is_warned or isinstance(self._entrance.start, Rejoin)
         if portion.of is not None and portion.of * self.world_size != self._of_step:
             text = f"step {self.steps_done} has {self._of_step:g} {self._counts}, {portion.of:g} of them in a batch of one of "
         elif portion.of is None and portion.count * self.world_size != portion.total:

@@ -33,7 +33,7 @@ from muster.faults import agent
 from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import Agreement, Preemption
 from muster.job.exit import Exit
-from muster.job.folder import Refusal, RunFolder, RunOptions, claim_folder, keep_folder, note_end, open_folder
+from muster.job.folder import RunFolder, RunOptions, claim_folder, note_end
 from muster.job.lease import Lease
 from muster.job.survival import Survival, is_of_peer
 from muster.process import end, is_kept
@@ -187,16 +187,14 @@ class Lifecycle:
             heartbeat.start()
         return heartbeat
 
-    def claim(self, options: RunOptions, *, refusal: Refusal, lives: bool = False) -> RunFolder:
-        """met -> claimed: claim the run's folder and find where to resume. Collective: every rank must call it.
+    def claim(self, options: RunOptions, *, opens: Callable[[RunOptions, World, Lease | None], RunFolder]) -> RunFolder:
+        """met -> claimed: claim the run's folder, and return what `opens` finds in it. Collective: every rank must call it.
 
         outcome.json then has this attempt as the running one. Undone by giving up the claim, or by leaving it to the
         restart that torchrun's agent is about to make, or to the next attempt of these ranks.
 
-        lives: True if a rank holds the state of the run, so that no checkpoint is looked for.
-
         Raises:
-            MusterError: see `claim_folder` and `open_folder`.
+            MusterError: see `claim_folder` and `opens`.
         """
         assert self._world and self._heartbeat
         heartbeat = self._heartbeat
@@ -210,9 +208,7 @@ class Lifecycle:
         )
         self._enter(State.claimed)
         self.on_end(self._release, failed=self._release, parted=self._hand_on)
-        if lives:
-            return keep_folder(options, self._world, self._lease)
-        return open_folder(options, self._world, self._lease, refusal=refusal)
+        return opens(options, self._world, self._lease)
 
     def restored(self, progress: HasStep, *, report: Callable[[], None] | None) -> None:
         """claimed -> restored: the run is at the step of `progress`, and `report` writes its report.

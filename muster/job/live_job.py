@@ -20,7 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from muster.batches.fingerprint import hash_of, look
 from muster.batches.generators import key_of, seed_generators
 from muster.checkpoint.changes import Changes, Place, place
+from muster.checkpoint.manager import restore
 from muster.checkpoint.state import host_copy
+from muster.checkpoint.storage import Saved
 from muster.checkpoint.trained import SavedTensor
 from muster.dist.pieces import in_pieces
 from muster.dist.world import World
@@ -100,6 +102,15 @@ class JobTrainee(Trainee):
         self._session.totals.load(state)
         self._tracked.load(state)
 
+    def begin(self) -> None:
+        """Begin before the first step. Collective. Raises ConfigError: the ranks' parameters differ."""
+        self._session.refuse_unequal()
+
+    def resume(self, saved: Saved) -> None:
+        """Load a checkpoint. Collective. Raises ConfigError: it is of other tracked objects. StorageError."""
+        self._session.refuse_others(saved)
+        restore(saved, self)
+
     # In an attempt.
 
     @property
@@ -111,7 +122,7 @@ class JobTrainee(Trainee):
         """Note from now on what only this rank knows. Collective: every rank must call it."""
         super().follow()
         self._say_lost()
-        self.running.records.told = self._told
+        self.running.records.repeat_body(self._told)
         self._tracked.between.habits = self._habits
         buffers = self._tracked.buffers()
         told = self.world.gather([_why_not(self._tracked), hash_of(look([*buffers.values()]))])

@@ -26,17 +26,19 @@ from muster.timing.record import Timing
 def open_records(
     folder: Path,
     world: World,
+    hosts: Sequence[str],
     *,
     step: int,
     samples: int,
     total_steps: int,
     makers: Sequence[Callable[..., Logger]],
 ) -> Metrics:
-    """Open the records of a job at `step`; they do nothing on other ranks than 0. Collective: every rank must call it.
+    """Open the records of a job at `step`; they do nothing on other ranks than 0.
 
     Args:
         folder: the run's folder.
         world: the ranks.
+        hosts: the host of each rank.
         step: the steps done.
         samples: the samples of those steps.
         total_steps: the steps of the whole run; 0 if unknown.
@@ -45,7 +47,7 @@ def open_records(
     Raises:
         StorageError: metrics.jsonl cannot be opened.
     """
-    times = record_times(folder, world, hosts=hosts_of(world), step=step)
+    times = record_times(folder, world, hosts=hosts, step=step)
     if not world.is_first:
         return Metrics([], samples=samples)
     offered = {"folder": folder, "name": folder.name, "step": step, "total_steps": total_steps}

@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from muster import attempts
 from muster.batches.fingerprint import fingerprint, hash_of, look, note_of
 from muster.batches.generators import drawn_from, key_of, seed_generators, state_of_generators
-from muster.checkpoint import manager
 from muster.checkpoint.storage import Saved
 from muster.checkpoint.trained import own_prefix, plain
 from muster.checkpoint.weights import write_weights
@@ -30,11 +29,11 @@ from muster.job.feed import Feed, LoadedFeed, moved_on
 from muster.job.lifecycle import Ending
 from muster.job.live_job import JobTrainee, seed_step
 from muster.job.options import JobOptions, as_yaml, run_options_of
-from muster.job.records import loggers_of, open_records, record_start, report
+from muster.job.records import loggers_of, open_records, report
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
-from muster.job.rescue import make_up
 from muster.job.running import Running, open_checkpoints
-from muster.job.survival import note_why_not
+from muster.job.start import Rejoin
+from muster.job.survival import WHY_NOT
 from muster.job.totals import Totals
 from muster.job.tracked import Tracked
 from muster.loggers.metrics import Metrics
@@ -109,11 +108,11 @@ class Session:
 
     def __init__(self, options: JobOptions, entrance: Entrance, tracked: Tracked):
         self.options, self.entrance, self.tracked = options, entrance, tracked
-        self.world, self.folder = entrance.world, entrance.folder
+        self.world, self.start, self.folder = entrance.world, entrance.start, entrance.start.folder
         self.totals, self.clock, self.noted = Totals(self.world), Clock(), dict[str, float]()
         self.feed: Feed | None = None
         self.is_open = self.is_evaluating = False
-        saved = self.folder.saved
+        saved = self.start.saved
         self.reached = Reached(saved.step, int(saved.manifest.get("samples", 0))) if saved else Reached()
         seed_generators(key_of(options.seed, self.world.rank, self.reached.step), on_device=True)
         self.owes_save = self._is_asked_to_save = False
@@ -135,22 +134,24 @@ class Session:
             for parameter in tracked.parameters():
                 parameter.grad = None
         self.trainee = JobTrainee(self, entrance.kept)
-        here, self.loaded_instead = built.options_of(tracked), ""
-        self.built = self._built(here)
-        if entrance.kept.is_handed_on:
-            entrance.kept.hand_on(self.trainee)
-        elif saved:
-            self._refuse("tracked", tracked.names, "track the same names")
-            self._refuse_built(saved, here)
-            self._refuse_of_ranks(saved)
-            manager.restore(saved, self.trainee)
-        else:
-            check_replicas(tracked.named, self.world, tolerance=0.0, what="the parameter", remedy=BUILD_ALIKE)
+        self._here, self.loaded_instead = built.options_of(tracked), ""
+        self.built = self._built()
+        self.start.restore(self.trainee)
         self._seed_step()
         self._generators = state_of_generators()
         writes = partial(report, self.folder.path) if self.world.is_first else None
         entrance.life.restored(self.reached, report=writes)
         self.peers = entrance.life.run()
+
+    def refuse_unequal(self) -> None:
+        """Raise ConfigError if the ranks' parameters differ. Collective: every rank must call it."""
+        check_replicas(self.tracked.named, self.world, tolerance=0.0, what="the parameter", remedy=BUILD_ALIKE)
+
+    def refuse_others(self, saved: Saved) -> None:
+        """Raise ConfigError if a checkpoint is of other tracked objects. Collective: every rank must call it."""
+        self._refuse("tracked", self.tracked.names, "track the same names")
+        self._refuse_built(saved)
+        self._refuse_of_ranks(saved)
 
     @property
     def total_steps(self) -> int:
@@ -165,7 +166,7 @@ class Session:
     @property
     def is_left(self) -> bool:
         """True if the loop has left these batches before their end, in an earlier attempt that is done."""
-        before, saved, here = self.folder.before, self.folder.saved, (self.reached.step, self.total_steps)
+        before, saved, here = self.folder.before, self.start.saved, (self.reached.step, self.total_steps)
         if before.outcome == attempts.DONE and (before.step, before.total_steps) == here:
             return True  # also by the record alone: the step may have been saved before the loop was left
         manifest = saved.manifest if saved else {}  # the record may be of a command that was refused since
@@ -193,7 +194,8 @@ class Session:
             self._refuse_length()
             self._refuse_whole(feed)
         self.world.on_first(partial(self._write_config, facts))
-        records = open_records(
+        opened = partial(
+            open_records,
             self.folder.path,
             self.world,
             step=self.reached.step,
@@ -201,31 +203,29 @@ class Session:
             total_steps=self.total_steps,
             makers=loggers_of(self.options),
         )
+        records = self.start.open_records(self.world, opened)
         self.running = running = self._run(records, facts)
         self.entrance.life.on_end(running.close, failed=running.close)
         known = {name: value for name, value in known.items() if value}
-        kept = self.entrance.kept
-        if not kept.is_handed_on:
-            lost = {"deaths": kept.deaths(self.world), "why_lost": kept.why_lost}
-            known = {"step": self.reached.step, "total_steps": self.total_steps, **lost, **known}
-            record_start(records, self.folder, self.world, **known)
-            if text := note_of(facts.get("fingerprint", "")):
-                records.event("note", text=text)
-            for name, state in hooks_with_state(self.tracked.modules.values()) if self.world.size > 1 else ():
-                if not self.tracked.holds(state):
-                    records.event("note", text=HOOK.format(name=name))
-            if self.loaded_instead:
-                records.event("note", text=self.loaded_instead)
-            make_up(running, self.folder)
-            if why := self.entrance.why_no_survival:
-                note_why_not(records, why, key=self.trainee.key)
+        notes = self._notes(facts.get("fingerprint", ""))
         self.is_open = True
+        self.start.tell(running, notes, save=self.save, total_steps=self.total_steps, **known)
         if self.world.is_first:  # which writes the records
             self._see_optimizers(records)
+        self.entrance.kept.follow(self.trainee, self.folder)
         running.start()
-        if kept.is_handed_on:
-            kept.go_on(running, self.folder.path, save=self.save)
-        kept.follow(self.trainee, self.folder)
+
+    def _notes(self, fingerprint: str) -> Iterator[str]:
+        """Yield what the records tell of a loop that begins, or resumes."""
+        if text := note_of(fingerprint):
+            yield text
+        for name, state in hooks_with_state(self.tracked.modules.values()) if self.world.size > 1 else ():
+            if not self.tracked.holds(state):
+                yield HOOK.format(name=name)
+        if self.loaded_instead:
+            yield self.loaded_instead
+        if why := self.entrance.why_no_survival:
+            yield WHY_NOT.format(key=self.trainee.key, why=why)
 
     def _see_optimizers(self, records: Metrics) -> None:
         """Note an optimizer that steps parameters of tracked modules, or its schedule, that is not tracked: a resume begins it anew."""
@@ -265,15 +265,10 @@ class Session:
                 records=records,
                 keep=keep,
                 facts=saved,
-                newest_step=self._newest_step(),
+                newest_step=self.start.newest_step,
             ),
             clock=self.clock,
         )
-
-    def _newest_step(self) -> int | None:
-        if self.entrance.kept.is_handed_on:
-            return self.entrance.kept.newest_step
-        return self.folder.newest_step(run_options_of(self.options))
 
     def note(self, values: Mapping[str, Any], *, weight: float) -> None:
         """Add means over `weight` samples of this rank to those of the next record."""
@@ -426,7 +421,7 @@ class Session:
 
     def end_done(self) -> None:
         """Save the last step and record that the run is done. Collective: every rank must call it."""
-        step, saved, running = self.reached.step, self.folder.saved, self.running
+        step, saved, running = self.reached.step, self.start.saved, self.running
         self.peers.heartbeat.enter("end", step)
         end_alike(self.world, self.peers.heartbeat, step)
         if saved and step == saved.step and self.folder.before.outcome == attempts.DONE:
@@ -511,20 +506,20 @@ class Session:
         if self._has_seen_batch or self.world.size == 1 or not isinstance(self.feed, LoadedFeed):
             return
         self._has_seen_batch, digests = True, self.world.gather(hash_of(look(batch)))
-        if len({*digests}) == 1 and not self.entrance.kept.is_handed_on:
+        if len({*digests}) == 1 and not isinstance(self.start, Rejoin):
             self.running.records.event("note", text=ALIKE.format(ranks=self.world.size))
 
-    def _built(self, here: dict[str, Any]) -> dict[str, Any]:
-        """Return the options with which the run has begun; empty if they are not known. here: those of this attempt."""
-        if self.folder.saved:
-            return self.folder.saved.manifest.get("built") or {}
+    def _built(self) -> dict[str, Any]:
+        """Return the options with which the run has begun; empty if they are not known."""
+        if self.start.saved:
+            return self.start.saved.manifest.get("built") or {}
         kept = self.entrance.kept
-        kept.built = kept.built or here
+        kept.built = kept.built or self._here
         return kept.built
 
-    def _refuse_built(self, saved: Saved, here: dict[str, Any]) -> None:
+    def _refuse_built(self, saved: Saved) -> None:
         """Raise ConfigError for an optimizer or a schedule built otherwise than before; at another world size, note it."""
-        changed, failure = [*built.differences(self.built, here)], None
+        changed, failure = [*built.differences(self.built, self._here)], None
         if changed and self.world.is_first and not self.world.again:
             text = built.told(saved.path, changed)
             if saved.manifest["world_size"] == self.world.size:
@@ -558,7 +553,7 @@ class Session:
 
     def _refuse_length(self) -> None:
         """Raise ConfigError for a schedule of another length in a run of another length: this follows from no number of ranks."""
-        saved, failure = self.folder.saved, None
+        saved, failure = self.start.saved, None
         if self._is_other_length and saved and saved.manifest.get("total_steps") != self.total_steps:
             lengths = f"total_steps={saved.manifest.get('total_steps')}, and this is total_steps={self.total_steps}"
             failure = ConfigError(f"{self.loaded_instead} ({lengths}): build it as before; or use another folder")
@@ -574,7 +569,7 @@ class Session:
 
     def _refuse(self, name: str, value: Any, remedy: str, *, within: str | None = None) -> None:
         """Raise unless the checkpoint has this value, or none."""
-        saved = self.folder.saved
+        saved = self.start.saved
         manifest = saved.manifest if saved else {}
         before = (manifest.get(within) or {}).get(name) if within else manifest.get(name)
         if before is not None and before != value and saved:

@@ -38,13 +38,14 @@ from muster.process import handle_of
 
 if TYPE_CHECKING:
     from muster.dist.world import World
-    from muster.loggers.metrics import Metrics
 
 BORN_S = 2.5
 """The longest wait for a birth after an error that may come from a death. Without one, all ranks restart."""
 BORN_LONGEST_S = 20.0
 """The same if keepers import what their ranks have imported, in the first seconds of a launch: meanwhile they hear of no
 death. A rank asks its own keeper, and takes the others' to be as far."""
+WHY_NOT = "a rank that dies ends all ranks ({key} does not apply: {why})"
+"""The note of a run that does not survive the death of a rank, although the setting `key` asks for it."""
 POLL_S = 0.005
 REPLACED_S = 2.0
 SILENT_S = 0.5
@@ -184,8 +185,3 @@ def why_no_child() -> str:
     except OSError as error:  # Linux before 5.3, or a container that forbids it
         return f"the system has no pidfd_open ({error.strerror})"
     return "" if port.hold() else "MASTER_PORT is in use by another process"
-
-
-def note_why_not(records: Metrics, why: str, *, key: str = "dist.survive=true") -> None:
-    """Record why a rank that dies ends all ranks, although the setting `key` asks for its survival."""
-    records.event("note", text=f"a rank that dies ends all ranks ({key} does not apply: {why})")

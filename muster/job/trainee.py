@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from muster.checkpoint.changes import Changes, Place, place
+from muster.checkpoint.storage import Saved
 from muster.checkpoint.trained import Trained
 from muster.dist.world import World
 from muster.errors import one_line
 from muster.faults.notes import Notes
 from muster.job.running import Running
-from muster.job.survival import Survival, note_why_not
+from muster.job.survival import WHY_NOT, Survival
 
 
 class Trainee(Trained):
@@ -62,7 +63,7 @@ class Trainee(Trained):
         if self.is_followed and self._survival:
             self.is_followed = False
             self._survival.refuse()
-            note_why_not(self.running.records, why, key=self.key)
+            self.running.records.event("note", text=WHY_NOT.format(key=self.key, why=why))
 
     def note(self, number: int, facts: dict[str, Any], buffers: Mapping[str, Tensor]) -> None:
         """Note facts and buffers that only this rank has, under the number of a step, or a part of it."""
@@ -75,6 +76,14 @@ class Trainee(Trained):
     def release(self) -> None:
         """Note nothing any more, and let go of what `follow` has set up."""
         self.is_followed = False
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin before the first step. Collective. Raises ConfigError: ranks differ in what must be alike."""
+
+    @abstractmethod
+    def resume(self, saved: Saved) -> None:
+        """Load a checkpoint, and go on at its step. Collective. Raises ConfigError: it is of something else. StorageError."""
 
     @property
     def owes_save(self) -> bool:

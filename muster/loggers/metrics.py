@@ -100,10 +100,14 @@ class Metrics:
         else:
             self._log("eval", **record)
 
+    def repeat_body(self, told: list[str]) -> None:
+        """Take notice that a body is repeated, whose evaluations `told` are recorded already."""
+        self.of_body.clear()
+        self.told = told
+
     def end_body(self) -> None:
         """Take notice that the body of a loop of a user's own has ended: it is not repeated."""
-        self.of_body.clear()
-        self.told = []
+        self.repeat_body([])
 
     def event(self, event: str, **details: Any) -> None:
         """Log an `event` record: start, resume, checkpoint, preempted, restart, straggler, done and others."""

@@ -1,6 +1,7 @@
 """The states of an attempt: which follows which, and how each is undone."""
 
 import pickle
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from muster import attempts
 from muster.errors import DataError, RankLost
 from muster.faults.preemption import Preemption
 from muster.job import lifecycle
-from muster.job.folder import RunOptions
+from muster.job.folder import RunOptions, open_folder
 from muster.job.lifecycle import FOLLOWS, Ending, Lifecycle, State
 
 pytestmark = pytest.mark.unit
@@ -49,7 +50,7 @@ def restored(folder, said):
     """An attempt whose run is at step 7."""
     life = Lifecycle(folder, Preemption(), max_idle_attempts=3)
     life.meet(Alone(said), timeout_s=60)
-    life.claim(RunOptions(folder), refusal=lambda saved: None)
+    life.claim(RunOptions(folder), opens=partial(open_folder, refusal=lambda saved: None))
     life.on_end(lambda: said.append("strategy closed"), failed=lambda: said.append("strategy left"))
     life.restored(SimpleNamespace(step=7), report=lambda: said.append("report"))
     return life

@@ -1,5 +1,6 @@
 """`Job.run`: a rank that dies in a loop of a user's own is born again in place, and the weights are the same."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 from kit import warm
 from kit.job import ROOT, environment, finish
+from kit.ports import free_port
 
 from muster.dist.world import alone
 from muster.job.tracked import Tracked
@@ -59,7 +61,9 @@ def test_a_rank_that_dies_after_an_evaluation_keeps_its_own_statistics(tmp_path)
     )
     assert [line["step"] for line in killed.events("survived")] == [3, 5], killed.out
     assert killed.lines("eval") == whole.lines("eval")
-    told = [sorted(line for line in each.out.splitlines() if "statistics of rank" in line) for each in (whole, killed)]
+    told = [
+        sorted(re.findall(r"statistics of rank \d: \[.*?\]", each.out)) for each in (whole, killed)
+    ]  # perhaps in one line
     assert len(told[0]) == 2 and told[0] == told[1]
 
 
@@ -73,6 +77,18 @@ def test_a_loop_that_goes_on_after_torch_s_error_in_a_block_is_no_mistake_of_the
     [restart] = killed.events("restart")
     assert "a rank has died" in restart["cause"] or "rank 1" in restart["cause"], killed.out
     assert killed.sha256 == whole.sha256
+
+
+def test_what_shows_the_progress_goes_on_after_a_death(tmp_path, undisturbed):
+    """The page of metrics keeps its port, and the speed is of all steps since the last line, not of those since the death."""
+    result = trained(tmp_path / "job", 2, "forward@29:1", EVERY="30", PORT=str(free_port()))
+    assert len(result.events("survived")) == 1 and "cannot start" not in result.out, result.out
+    assert (
+        'muster_step{run="run"} 30.0' in result.out
+        and 'muster_events_total{event="survived",run="run"} 1.0' in result.out
+    )
+    speeds = [[line["samples_per_s"] for line in each.lines("train")] for each in (result, undisturbed(2))]
+    assert 0 < speeds[0][0] < 10 * max(speeds[1]), speeds
 
 
 @pytest.mark.nightly(but=["zeros"])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -695,7 +696,7 @@ def handed_on_by_one_that_dies():
 
     from muster.job.hand_over import HandOver
 
-    here = world()
+    here = replace(world(), again=True)
     kept = HandOver(survival.Survival(Life(0, Notes())))
     step = 11 - here.rank
     kept.mark, kept.state, kept.facts = [step], {"model": torch.full((2,), float(step))}, {"newest_step": step}

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from urllib.request import urlopen
 
 import torch
 import torch.distributed as dist
@@ -154,11 +155,14 @@ def main(job):
     at("after-loop", job.steps_done)
     job.evaluate(data, right(model), batch_size=30)
     at("end", job.steps_done)
+    if job.metrics_port and job.is_first:
+        with urlopen(f"http://127.0.0.1:{job.metrics_port}/metrics") as page:
+            print(page.read().decode())
 
 
 if __name__ == "__main__":
     if FORM == "global":
         torch.manual_seed(1)
         BEFORE.append(Net(None))
-    survive = "SURVIVE" not in os.environ
-    muster.Job(sys.argv[1], save_every=10, log_every=EVERY, timeout_s=20, survive=survive).run(main)
+    survive, port = "SURVIVE" not in os.environ, int(os.environ.get("PORT", "0")) or None
+    muster.Job(sys.argv[1], save_every=10, log_every=EVERY, timeout_s=20, survive=survive, metrics_port=port).run(main)
