@@ -517,3 +517,23 @@ def test_submit_takes_a_folder_of_yaml_files(tmp_path):
     for words, said in ((["nowhere"], "it does not exist"), (["my conf", "cluster=bare"], "begin it with `defaults")):
         refused = submit("--config-dir", *words)
         assert refused.returncode == 2 and said in refused.stderr and refused.stderr.count("\n") == 1, refused.stderr
+
+
+@pytest.mark.nightly(but=["report"])
+@pytest.mark.parametrize("tool", ["launch", "report", "evaluate", "doctor", "collectives"])
+def test_in_a_clone_the_tools_have_a_second_name(tool):
+    line = [sys.executable, "-m", f"train.{tool}", "--help"]
+    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and f"muster {tool}" in done.stdout, done.stderr
+
+
+def test_no_module_is_there_twice(tmp_path):
+    """Under the name `train` there are the commands; and a project's own `train` is left alone."""
+    result = run(tmp_path / "run", "model._target_=train.models.mlp.Mlp", ok=False)
+    said = "model._target_=train.models.mlp.Mlp: no models there; valid: muster.train"
+    assert result.code == 2 and said in result.out, result.out
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/__init__.py").write_text("")
+    (tmp_path / "train/models.py").write_text("from kit.parts.models import Stateful as Net")
+    run(tmp_path / "own", "model._target_=train.models.Net", "max_steps=2", *QUIET, module="muster", cold=True)
+    assert "train.models.Net" in (tmp_path / "own/config.yaml").read_text()

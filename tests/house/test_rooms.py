@@ -15,8 +15,8 @@ RUNTIME = (
 )  # fmt: skip
 # The trainer, muster.train: config -> data -> model -> strategy -> loop.
 TRAINER = (
-    "former", "patterns", "config", "numerics", "data", "models", "objectives", "optim", "strategies", "throughput", "window", "evaluation", "course", "timed", "loop",
-    "callbacks", "announce", "trainee", "position", "changes", "settings", "outputs", "live", "accepts", "run", "saved_weights", "evaluate_run", "evaluate", "load", "export", "doctor", "__main__",
+    "patterns", "config", "numerics", "data", "models", "objectives", "optim", "strategies", "throughput", "window", "evaluation", "course", "timed", "loop",
+    "callbacks", "trainee", "announce", "position", "changes", "settings", "outputs", "live", "accepts", "run", "saved_weights", "evaluate_run", "evaluate", "load", "export", "doctor", "__main__", "entry",
 )  # fmt: skip
 FRONT = ("muster/__init__", "muster/__main__")
 """The public names and the command, which may import all."""

@@ -11,7 +11,6 @@ from muster.redact import redacted_all
 from muster.train.config.keys import GROUPS, Config, keys
 from muster.train.config.marks import FREE, LOCAL, Mark
 from muster.train.config.parts import TARGET, Part, marks
-from muster.train.former import present
 
 OURS = "muster.train.strategies."
 """Strategies in this package resume from the state that any other of them saved."""
@@ -29,7 +28,7 @@ def to_dict(node: Any) -> Any:
     if isinstance(node, Enum):
         return node.name
     if isinstance(node, dict):
-        return {str(key): present(value) if key == TARGET else to_dict(value) for key, value in node.items()}
+        return {str(key): to_dict(value) for key, value in node.items()}
     return [to_dict(item) for item in node] if isinstance(node, (list, tuple)) else redacted_all(node)
 
 

@@ -19,7 +19,6 @@ from muster.errors import ConfigError, nearest
 from muster.imported import imported
 from muster.origin import located
 from muster.train.config.marks import FREE, LOCAL, not_finite, out_of_range
-from muster.train.former import present
 
 TARGET = "_target_"
 # torchvision's datasets, and most others, call the folder on the node `root`: it may differ and move.
@@ -47,9 +46,7 @@ class Part:
         target = values.pop(TARGET, None)
         if not isinstance(target, str):
             raise ConfigError(f"{key}.{TARGET}={target} names no part: give {key} by name, or {key}.{TARGET}=your.Own")
-        return cls(
-            key, present(target), values, {name: node[name] for name in aside if node.get(name) not in (None, [], {})}
-        )
+        return cls(key, target, values, {name: node[name] for name in aside if node.get(name) not in (None, [], {})})
 
 
 def build(part: Part, *args: Any, **offered: Any) -> Any:
@@ -104,7 +101,7 @@ def callable_of(key: str, value: Any, *, train: bool = True) -> Any:
     if isinstance(value, dict):
         found = build(Part.of(key, value), train=train)
     else:
-        found = locate(Part(key, present(str(value))))
+        found = locate(Part(key, str(value)))
         found = _told(found, train=train)() if inspect.isclass(found) else found
     return _told(found, train=train)
 
