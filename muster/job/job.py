@@ -102,11 +102,6 @@ class Job(JobOptions):
         except AgreedStop as stop:
             return stop
 
-    def entered_by(self, entrance: Entrance) -> Self:
-        """Use another entrance. For `run`."""
-        self._entrance = entrance
-        return self
-
     def run(self, function: Callable[[Job], object]) -> None:
         """Call `function(job)` in the `with` block of this job: a rank that a signal kills is born again in place.
 
@@ -121,7 +116,13 @@ class Job(JobOptions):
 
         Where ranks cannot be born again, the records say why, and the death of one restarts all.
         """
-        run(self, function)
+
+        def enter(job: Job, entrance: Entrance) -> None:
+            job._entrance = entrance
+            with job:
+                function(job)
+
+        run(self, enter)
 
     # What the loop calls
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,11 +35,9 @@ from muster.job.rescue import check_finite
 from muster.job.running import Running
 from muster.job.survival import Survival
 from muster.job.totals import NAME as TOTALS
+from muster.job.totals import Totals
 from muster.job.tracked import FROZEN, GRADIENTS, ZEROED, Tracked
 from muster.job.trainee import Trainee
-
-if TYPE_CHECKING:
-    from muster.job.session import Session
 
 NOTES = 4
 """The last notes that are needed: at the end of a step, in the middle of it, at its beginning, and one that is being written."""
@@ -46,6 +45,33 @@ FIRST = 2
 """The steps after which parameters are compared in any case: a loop that averages them does not do so after each step."""
 SAMPLED = 3
 """Number of elements of each of three parameters that are compared, between ranks and with the end of the step."""
+
+
+@dataclass
+class Reached:
+    """The steps and samples done, over all attempts."""
+
+    step: int = 0
+    samples: int = 0
+
+
+class Loop(Protocol):
+    """A loop of a user's own, as its session knows it (session.py)."""
+
+    world: World
+    tracked: Tracked
+    totals: Totals
+    running: Running
+    reached: Reached
+    noted: dict[str, float]
+    is_within: bool
+    is_evaluating: bool
+    owes_save: bool
+
+    def is_time_to_log(self) -> bool: ...
+    def position(self) -> dict[str, Any]: ...
+    def refuse_unequal(self) -> None: ...
+    def refuse_others(self, saved: Saved) -> None: ...
 
 
 class LiveJob(HandOver):
@@ -75,9 +101,9 @@ class JobTrainee(Trainee):
 
     key = "survive=True"
 
-    def __init__(self, session: Session, kept: LiveJob):
+    def __init__(self, session: Loop, kept: LiveJob):
         super().__init__(session.world, kept.survival)
-        self._session: Session = weakref.proxy(session)  # which holds this object, and goes with the group
+        self._session: Loop = weakref.proxy(session)  # which holds this object, and goes with the group
         self._tracked, self._habits = session.tracked, kept.habits
         self._whole = self._left_to_compare = 0
         self._common: list[Place] = []

@@ -7,7 +7,7 @@ import gc
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from muster.dist import borrowed
 from muster.dist.place import Place, leave_store
@@ -24,12 +24,13 @@ from muster.job.options import JobOptions
 from muster.job.survival import Survival, why_no_survival
 from muster.process import STOP_SIGNALS, collect_garbage, end, is_kept
 
-if TYPE_CHECKING:
-    from muster.job.job import Job
+J = TypeVar("J", bound=JobOptions)
 
 
-def run(job: Job, function: Callable[[Job], object]) -> None:
-    """Call `function(job)` in the job's block, in a child that is born again if it dies by a signal. See `Job.run`.
+def run(job: J, enter: Callable[[J, Entrance], object]) -> None:
+    """Call `enter(job, entrance)` in a child that is born again if it dies by a signal. See `Job.run`.
+
+    enter: takes part in an attempt by that entrance; it may get a copy of `job`.
 
     The script goes on in the child, and ends there, with all that it has left to its end. This process ends as the child does.
 
@@ -38,8 +39,7 @@ def run(job: Job, function: Callable[[Job], object]) -> None:
     """
     notes = _notes_of(job)
     if not isinstance(notes, Notes):
-        with job.entered_by(Entrance(job, seeds_steps=True, why_no_survival=notes)):
-            function(job)
+        enter(job, Entrance(job, seeds_steps=True, why_no_survival=notes))
         return
     output.endure()
     agent.die_with_it()
@@ -51,7 +51,7 @@ def run(job: Job, function: Callable[[Job], object]) -> None:
     life = keep(notes, preemption=preemption, most_per_hour=most, store=store)
     if isinstance(life, int):
         end(life)
-    code = _live(job, function, LiveJob(Survival(life)), preemption)
+    code = _live(job, enter, LiveJob(Survival(life)), preemption)
     leave_store()  # also for a script that goes on after a failure
     if not was_frozen:
         gc.unfreeze()
@@ -62,14 +62,13 @@ def run(job: Job, function: Callable[[Job], object]) -> None:
         signal.signal(number, handler or signal.SIG_DFL)  # None: set by something else than Python
 
 
-def _live(job: Job, function: Callable[[Job], object], kept: LiveJob, preemption: Preemption) -> int:
+def _live(job: J, enter: Callable[[J, Entrance], object], kept: LiveJob, preemption: Preemption) -> int:
     """Take part in one attempt after another, until the run ends; return the exit code."""
     while True:
         attempt = dataclasses.replace(job)
         entrance = Entrance(attempt, preemption=preemption, kept=kept, seeds_steps=True)
         try:
-            with attempt.entered_by(entrance):
-                function(attempt)
+            enter(attempt, entrance)
         except Parted:
             continue
         except SystemExit as end:

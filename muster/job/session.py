@@ -6,7 +6,6 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -27,7 +26,7 @@ from muster.job.ends import end_alike
 from muster.job.entrance import Entrance
 from muster.job.feed import Feed, LoadedFeed, moved_on
 from muster.job.lifecycle import Ending
-from muster.job.live_job import JobTrainee, seed_step
+from muster.job.live_job import JobTrainee, Reached, seed_step
 from muster.job.options import JobOptions, as_yaml, run_options_of
 from muster.job.records import loggers_of, open_records, report
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
@@ -84,14 +83,6 @@ class AgreedStop(SystemExit):
     def __init__(self, ending: Ending):
         super().__init__(Preempted.exit_code)
         self.ending = ending
-
-
-@dataclass
-class Reached:
-    """The steps and samples done, over all attempts."""
-
-    step: int = 0
-    samples: int = 0
 
 
 class Session:
