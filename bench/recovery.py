@@ -22,8 +22,7 @@ from kit.ledger import RECORDED, assert_exact
 from kit.loopback import Nodes, nodes
 
 TIMEOUT_S = 10.0
-WARM_S = 5.0
-"""After so long a rank's keeper has imported what the rank has: before that, the others wait longer for a birth."""
+EARLY_S = 10.0
 ENDLESS = (
     *RECORDED,
     "batch_size=10",
@@ -62,15 +61,37 @@ def survived(cluster: Nodes, times: int, *, number: int = signal.SIGKILL) -> Ite
     """Send signal `number` to a random rank, which is born again; yield the seconds to the next step."""
     agents = both(cluster)
     for _ in range(times):
-        [rank] = cluster.ranks(random.choice(agents))
-        before, began = len(survivals(cluster)), time.monotonic()
-        os.kill(rank, number)
-        cluster.until(lambda before=before: len(survivals(cluster)) > before, "birth", every_s=0.005)
-        at = survivals(cluster)[-1]["step"]
-        cluster.until(lambda at=at: cluster.step() > at, f"step after {at}", every_s=0.005)
-        yield time.monotonic() - began
+        yield survived_once(cluster, random.choice(agents), number)
         cluster.reach(cluster.step() + random.randint(12, 30))
     print(f"  restarts {len(cluster.attempts()) - 1}, steps repeated {repeated(cluster)}", flush=True)
+
+
+def early(cluster: Nodes, times: int) -> Iterator[float]:
+    """Kill a random rank in the first ten seconds after the first step of a launch; yield the seconds to the next step."""
+    for _ in range(times):
+        cluster.start(), cluster.start()
+        before = len(cluster.attempts())
+        cluster.until(lambda before=before: len(cluster.attempts()) > before, "both nodes")
+        begun = cluster.attempts()[-1]["step"]
+        cluster.until(lambda begun=begun: cluster.step() > begun, "first step", every_s=0.005)
+        time.sleep(random.uniform(0, EARLY_S))
+        yield survived_once(cluster, random.choice(cluster.agents), signal.SIGKILL)
+        for agent in cluster.agents:
+            cluster.kill_node(agent)
+        cluster.agents.clear()
+    told = [line["seconds"] for line in survivals(cluster)]
+    print(f"  restarts {len(cluster.attempts()) - times}, told by the records {told}", flush=True)
+
+
+def survived_once(cluster: Nodes, agent: Any, number: int) -> float:
+    """Send signal `number` to the rank of an agent, which is born again; return the seconds to the next step."""
+    [rank] = cluster.ranks(agent)
+    before, began = len(survivals(cluster)), time.monotonic()
+    os.kill(rank, number)
+    cluster.until(lambda: len(survivals(cluster)) > before, "birth", every_s=0.005)
+    at = survivals(cluster)[-1]["step"]
+    cluster.until(lambda: cluster.step() > at, f"step after {at}", every_s=0.005)
+    return time.monotonic() - began
 
 
 def survivals(cluster: Nodes) -> list[dict[str, Any]]:
@@ -86,7 +107,6 @@ def repeated(cluster: Nodes) -> int:
 def node_loss(cluster: Nodes, times: int) -> Iterator[float]:
     agents = both(cluster)
     for _ in range(times):
-        time.sleep(WARM_S)
         lost, at = agents.pop(random.randrange(2)), cluster.step()
         yield cluster.next_step(lambda lost=lost: cluster.kill_node(lost))
         print(f"  steps repeated {max(0, at - cluster.attempts()[-1]['step'])}", flush=True)
@@ -160,6 +180,7 @@ SCENARIOS: dict[str, tuple[Scenario, str, float, dict[str, Any]]] = {
         0.5,
         {"more": ("dist.max_survivals_per_hour=1000000",)},
     ),
+    "rank killed early": (early, "s to the next step", 1.0, {"more": ("log.tensorboard=true",), "nnodes": "2"}),
     "node lost": (node_loss, "s to the next step", 6.0, {}),
     "node joins": (rejoin, "s of pause", 4.0, {}),
     "rendezvous host lost": (host_loss, "s to the next step", 10.0, {"own_store": False, "nnodes": "2"}),

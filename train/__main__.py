@@ -144,12 +144,17 @@ def notes_of(config: Config) -> Notes | str:
     from muster.errors import ConfigError
     from muster.faults.keeper import why_no_fork
     from muster.faults.notes import Notes
+    from muster.loggers.tensorboard import import_writer
     from muster.train.live import why_not
 
     try:
         if not config.dist.survive or Place.from_env(config.dist.init_method).world_size == 1:
             return ""
-        return why_not(config) or why_no_fork() or Notes()
+        if why := why_not(config):
+            return why
+        if config.log.tensorboard and os.environ["RANK"] == "0":
+            import_writer()
+        return why_no_fork() or Notes()
     except OSError:
         return "the system gives no memory for its notes"
     except ConfigError:  # which the attempt reports

@@ -1,7 +1,8 @@
 """The keeper of a rank: torchrun's worker, whose child is the rank. A rank that dies by a signal is born again in place.
 
 A keeper has the imports behind it and holds nothing else, so a new rank is there in some 40 ms, and torchrun sees no
-failure. It forks, so it has no threads: it may import modules, but run no parallel operation of torch, and touch no GPU.
+failure. It does nothing but wait for the rank's end, so it hears of it at once: what the rank imports later, each new one
+imports again. It forks, so it has no threads: it may run no parallel operation of torch, and touch no GPU.
 The rank dies with its keeper, the keeper with torchrun's agent. Signals are passed on, and so is the exit code.
 
 A rank is not born again if it ends by itself, if it had not met the others, if it dies twice at one step, or if it has
@@ -11,11 +12,8 @@ died `most_per_hour` times within an hour: then its keeper ends as it did, and t
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import threading
@@ -40,7 +38,6 @@ DEADLY = {
     signal.SIGFPE,
 }
 """Signals after which a rank is born again."""
-WARM_S = 0.5
 HOUR_S = 3600.0
 
 
@@ -99,7 +96,7 @@ def keep(
                 return Life(number, notes, died_of, died_at)
             process.become_keeper()
             _pass_on(child, preemption)
-        ended = _awaited(child, notes)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if ended >= 0:
             preemption.install()
             return ended
@@ -160,35 +157,6 @@ def _pass_on(child: int, preemption: Preemption) -> None:
 
     for number in process.STOP_SIGNALS:
         signal.signal(number, on_signal)
-
-
-def _awaited(child: int, notes: Notes) -> int:
-    """Wait until `child` ends; return its exit code, or the negative signal. Imports meanwhile what it has imported."""
-    handle = process.handle_of(child)
-    poll = select.poll()
-    poll.register(handle, select.POLLIN)
-    is_warm = False
-    while not poll.poll(None if is_warm else WARM_S * 1000):
-        if names := notes.modules:
-            _import(names)
-            notes.warm()
-            is_warm = True
-    os.close(handle)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def _import(names: list[str]) -> None:
-    """Import installed modules that the child has imported since the fork; a user's own are left to each child."""
-    installed = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
-    for name in names:
-        if name in sys.modules:
-            continue
-        with contextlib.suppress(Exception):
-            top = name.partition(".")[0]
-            found = importlib.util.find_spec(top)
-            file = (found.origin if found else None) or ""
-            if top == "muster" or any(place in file for place in installed):
-                importlib.import_module(name)
 
 
 def why_no_fork() -> str:

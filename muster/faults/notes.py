@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 SLOT_BYTES = 64 << 20
-MODULES_BYTES = 1 << 20
 HEAD_BYTES = 24  # three words: 1 if what follows is complete, step, bytes of the facts
 ALIGN = 64
 BASE = 4096
-OVER, LAUNCH, WHOLE, WARM = 0, 8, 64, 72  # offsets in the first page
+OVER, LAUNCH, WHOLE = 0, 8, 64  # offsets in the first page
 
 
 class Notes:
@@ -36,7 +35,7 @@ class Notes:
     def __init__(self, *, last: int = 2) -> None:
         self._last = last
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self._memory = mmap.mmap(-1, BASE + MODULES_BYTES + last * SLOT_BYTES, flags=flags)
+        self._memory = mmap.mmap(-1, BASE + last * SLOT_BYTES, flags=flags)
         self._array = np.frombuffer(self._memory, dtype=np.uint8)
         self._words = memoryview(self._memory).cast("q")
 
@@ -59,15 +58,6 @@ class Notes:
         self._memory[OVER] = 1
 
     @property
-    def is_warm(self) -> bool:
-        """True once the keeper has imported `modules`, and so hears of a death at once."""
-        return self._memory[WARM] == 1
-
-    def warm(self) -> None:
-        """Note that the keeper has imported `modules`."""
-        self._memory[WARM] = 1
-
-    @property
     def whole(self) -> int:
         """The steps that are done, as far as this rank has them: by it the keeper knows whether a rank dies at one step again."""
         return self._words[WHOLE // 8]
@@ -75,18 +65,6 @@ class Notes:
     @whole.setter
     def whole(self, steps: int) -> None:
         self._words[WHOLE // 8] = steps
-
-    @property
-    def modules(self) -> list[str]:
-        """Names of the modules that the rank had imported when it began to train; empty before."""
-        length = self._words[BASE // 8]
-        return bytes(self._memory[BASE + 8 : BASE + 8 + length]).decode().split() if length else []
-
-    @modules.setter
-    def modules(self, names: list[str]) -> None:
-        text = " ".join(names).encode()[: MODULES_BYTES - 8]
-        self._memory[BASE + 8 : BASE + 8 + len(text)] = text
-        self._words[BASE // 8] = len(text)
 
     def write(self, step: int, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Note `facts` (JSON values) and `tensors` (on the CPU) of `step`.
@@ -137,7 +115,7 @@ class Notes:
         return not self._words[at] and self._words[at + 1] == step
 
     def _at(self, step: int) -> int:
-        return BASE + MODULES_BYTES + step % self._last * SLOT_BYTES
+        return BASE + step % self._last * SLOT_BYTES
 
 
 def _aligned(at: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -80,8 +79,6 @@ class HandOver:
         trainee.follow()
         self.mark, self.state, self.why_lost = None, {}, ""
         self._trainee, self._folder = trainee, folder
-        if trainee.is_followed and not trainee.notes.modules:
-            trainee.notes.modules = sorted(sys.modules)
 
     # Between two attempts.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ from muster.job.entrance import Entrance, Parted
 from muster.job.live_job import NOTES, LiveJob
 from muster.job.options import JobOptions
 from muster.job.survival import Survival, why_no_survival
+from muster.loggers.tensorboard import import_writer
 from muster.process import STOP_SIGNALS, collect_garbage, end, is_kept
 
 J = TypeVar("J", bound=JobOptions)
@@ -90,7 +93,14 @@ def _notes_of(options: JobOptions) -> Notes | str:
             return "it trains on GPUs"
         if is_kept():
             return "the script has run another job before, whose threads are left"
-        return why_no_survival() or why_no_fork() or Notes(last=NOTES)
+        if why := why_no_survival():
+            return why
+        importlib.import_module(
+            "torch._dynamo"
+        )  # as torch's optimizers and DistributedDataParallel do: here, once for all lives
+        if options.tensorboard and os.environ["RANK"] == "0":
+            import_writer()
+        return why_no_fork() or Notes(last=NOTES)
     except OSError:
         return "the system gives no memory for its notes"
     except ConfigError:  # which the attempt reports

@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 BORN_S = 2.5
 """The longest wait for a birth after an error that may come from a death. Without one, all ranks restart."""
-BORN_LONGEST_S = 20.0
-"""The same if keepers import what their ranks have imported, in the first seconds of a launch: meanwhile they hear of no
-death. A rank asks its own keeper, and takes the others' to be as far."""
 WHY_NOT = "a rank that dies ends all ranks ({key} does not apply: {why})"
 """The note of a run that does not survive the death of a rank, although the setting `key` asks for it."""
 POLL_S = 0.005
@@ -114,18 +111,8 @@ class Survival:
         if self._is_off or board is None or not board.births or not is_of_peer(error):
             return False
         if not self._is_lost_for_good:  # each of the ways out of a loop asks
-            self._is_lost_for_good = not self._is_born(board)
+            self._is_lost_for_good = not _is_one_lost_within(BORN_S, board, or_failed=True)
         return not self._is_lost_for_good
-
-    def _is_born(self, board: Board) -> bool:
-        """Whether a rank has died and is born again. Waits for it."""
-        began = time.monotonic()
-        while True:
-            is_importing = bool(self.notes.modules) and not self.notes.is_warm
-            if _is_one_lost_within(BORN_S, board, or_failed=True):
-                return True
-            if not is_importing or time.monotonic() - began > BORN_LONGEST_S or board.first_failure(0.0):
-                return False
 
     def replaces(self, error: RankLost, world: World) -> bool:
         """Return whether a rank that hangs is born again; if it is this one, end this process by SIGKILL for it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import socket
 import time
@@ -16,6 +18,13 @@ from muster.loggers.base import Logger
 COORDINATES = ("kind", "step", "epoch", "samples")
 VERSION = "brain.Event:2"
 """What each event file begins with."""
+
+
+def import_writer() -> None:
+    """Import what writes event files, which takes a second: once, for a process whose children write some."""
+    with contextlib.suppress(ImportError):  # which `TensorBoard` raises
+        importlib.import_module("tensorboard.compat.proto.event_pb2")
+        importlib.import_module("tensorboard.summary.writer.record_writer")
 
 
 class TensorBoard(Logger):

@@ -497,7 +497,7 @@ def test_after_too_many_deaths_within_an_hour_all_ranks_restart(tmp_path):
 @pytest.mark.unit
 def test_notes_are_read_as_they_were_written_and_a_torn_one_is_not_read():
     notes = Notes()
-    assert notes.read(0) is None and notes.launch == "" and not notes.is_over and notes.modules == []
+    assert notes.read(0) is None and notes.launch == "" and not notes.is_over
     tensors = {
         "a": torch.arange(5.0),
         "empty": torch.empty(0, 3),
@@ -514,9 +514,9 @@ def test_notes_are_read_as_they_were_written_and_a_torn_one_is_not_read():
     assert notes.read(4) is None  # overwritten
     with pytest.raises(ValueError, match="more than 64 MiB"):
         notes.write(7, {}, {"large": torch.empty(SLOT_BYTES, dtype=torch.uint8)})
-    notes.launch, notes.modules = "abc12345", ["torch", "numpy"]
+    notes.launch = "abc12345"
     notes.end()
-    assert notes.launch == "abc12345" and notes.modules == ["torch", "numpy"] and notes.is_over
+    assert notes.launch == "abc12345" and notes.is_over
 
 
 @pytest.mark.unit
@@ -666,28 +666,6 @@ def test_an_attempt_that_has_ended_holds_no_parameters():
     del model, waiting
     gc.collect()
     assert [each() for each in gone] == [None, None, None]
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("imports, waits", [(0, 1), (3, 4)])
-def test_a_birth_is_waited_for_while_keepers_import(monkeypatch, imports, waits):
-    """A keeper hears of its rank's death after an import, and a rank knows of its own keeper how far that is."""
-    notes, waited = Notes(), []
-    notes.modules = ["torch"]
-    if not imports:
-        notes.warm()
-
-    def no_birth(seconds, *_, **__):
-        waited.append(seconds)
-        if len(waited) == imports:
-            notes.warm()
-        return False
-
-    monkeypatch.setattr(survival, "_is_one_lost_within", no_birth)
-    kept = survival.Survival(Life(0, notes))
-    kept._board = SimpleNamespace(births=True, first_failure=lambda _: None)
-    assert not kept.covers(DistBackendError("closed"), None) and not kept.covers(DistBackendError("closed"), None)
-    assert len(waited) == waits
 
 
 def handed_on_by_one_that_dies():
