@@ -18,7 +18,7 @@ from muster.errors import BadHost, ConfigError, Diverged, MusterError, say
 from muster.faults.preemption import Preemption
 from muster.job.folder import RunFolder
 from muster.job.lifecycle import Lifecycle
-from muster.job.records import report
+from muster.job.records import open_records, report
 from muster.job.running import Running, open_checkpoints
 from muster.job.start import Fresh, begin
 from muster.job.survival import Survival
@@ -40,9 +40,8 @@ from muster.train.models.record import note_model
 from muster.train.numerics import kinds_of, set_numerics
 from muster.train.objectives.build import build_measures
 from muster.train.objectives.counted import refuse_divided
-from muster.train.outputs import open_records
 from muster.train.position import identity, reached
-from muster.train.settings import group_options, run_options, visit_of
+from muster.train.settings import group_options, loggers_of, run_options, visit_of
 from muster.train.strategies.base import Strategy, check_slices
 from muster.train.strategies.honours import check_honoured
 from muster.train.strategies.recipe import recipe
@@ -193,8 +192,20 @@ def open_run(
     world.on_first(partial(note_model, folder.path, config, data))
     life.restored(progress, report=partial(report, folder.path) if world.is_first and config.log.report else None)
     course = Course(data=data, plan=plan, total_steps=max(total_steps, progress.step), progress=progress)
-    rates, is_finished = throughput(config, data, world).rates, folder.is_done and course.is_over
-    opened = partial(open_records, config, world, course, is_finished=is_finished, rates=rates)
+    is_finished = folder.is_done and course.is_over
+    opened = partial(
+        open_records,
+        folder.path,
+        world,
+        name=config.name,
+        step=progress.lines,
+        samples=plan.samples_before(progress.step),
+        total_steps=course.total_steps,
+        makers=loggers_of(config),
+        progress=config.log.progress.name,
+        evaluated=None if is_finished or not progress.step else progress.evaluated,
+        rates=throughput(config, data, world).rates,
+    )
     records = start.open_records(world, opened)
     facts = identity(config, data, course.total_steps, kinds) | {"averages": callbacks.averages}
     running = Running(

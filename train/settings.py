@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -9,8 +11,10 @@ from omegaconf import OmegaConf
 from muster.dist.options import GroupOptions
 from muster.doctor.base import Visit
 from muster.job.folder import RunOptions
+from muster.loggers.base import Logger
 from muster.train.config.differences import comparable, to_dict
 from muster.train.config.keys import Config
+from muster.train.config.parts import build
 
 
 def group_options(config: Config) -> GroupOptions:
@@ -43,3 +47,9 @@ def run_options(config: Config) -> RunOptions:
 def visit_of(config: Config, *, expected: int | None = None, quick: bool = False) -> Visit:
     """Return what the doctor examines for the run; see `muster.doctor.base.Visit`."""
     return Visit(config.output_dir, workers=config.loader.num_workers or 0, expected=expected, quick=quick)
+
+
+def loggers_of(config: Config) -> dict[str, Callable[..., Logger]]:
+    """Return what creates the loggers that the config selects, by what they are called there."""
+    chosen = {name: part for name, part in config.loggers.items() if config.log.tensorboard or name != "tensorboard"}
+    return {f"loggers.{name}": partial(build, part) for name, part in chosen.items()}

@@ -18,7 +18,7 @@ from muster.loggers import trainjob
 from muster.loggers.base import Logger
 from muster.loggers.console import console
 from muster.loggers.jsonl import NAME, Jsonl, events
-from muster.loggers.metrics import Metrics
+from muster.loggers.metrics import Metrics, Rates
 from muster.report.page import write_report
 from muster.timing.record import Timing
 
@@ -28,50 +28,63 @@ def open_records(
     world: World,
     hosts: Sequence[str],
     *,
+    name: str,
     step: int,
     samples: int,
     total_steps: int,
-    makers: Sequence[Callable[..., Logger]],
+    makers: Mapping[str, Callable[..., Logger]],
+    progress: str = "auto",
+    evaluated: int | None = None,
+    rates: Rates = lambda speed, counted: {},
 ) -> Metrics:
-    """Open the records of a job at `step`; they do nothing on other ranks than 0.
+    """Open the records of an attempt at `step`; they do nothing on other ranks than 0.
 
     Args:
         folder: the run's folder.
         world: the ranks.
         hosts: the host of each rank.
-        step: the steps done.
-        samples: the samples of those steps.
+        name: the run's name.
+        step: the last step whose line is written, if it was due.
+        samples: the samples of the steps done.
         total_steps: the steps of the whole run; 0 if unknown.
-        makers: create further loggers, from `folder`, `name`, `step` and `total_steps` as keywords.
+        makers: create further loggers, from `folder`, `name`, `step` and `total_steps` as keywords; by what users call them.
+        progress: how the console shows the steps.
+        evaluated: the last step that was evaluated, if a later evaluation is repeated: see `Jsonl`.
+        rates: see `Metrics`.
 
     Raises:
-        StorageError: metrics.jsonl cannot be opened.
+        ConfigError, StorageError: a logger cannot be built, or metrics.jsonl cannot be opened.
     """
-    times = record_times(folder, world, hosts=hosts, step=step)
     if not world.is_first:
-        return Metrics([], samples=samples)
-    offered = {"folder": folder, "name": folder.name, "step": step, "total_steps": total_steps}
-    own = [logger for make in makers if (logger := _made(make, offered))]
-    shown = console("auto", step=step, total_steps=total_steps, earlier=events(folder / NAME))
+        return Metrics([], samples=samples, rates=rates)
+    offered = {"folder": folder, "name": name, "step": step, "total_steps": total_steps}
+    own = [logger for said, make in makers.items() if (logger := _made(said, make, offered))]
+    shown = console(progress, step=step, total_steps=total_steps, earlier=events(folder / NAME))
     status = trainjob.of_environment(step=step, total_steps=total_steps)
-    return Metrics([Jsonl(folder, step), shown, *status, *own], samples=samples, windows=times)
+    times = Timing(folder, hosts=hosts, attempt=world.attempt, step=step)
+    loggers = [Jsonl(folder, step, evaluated=evaluated), shown, *status, *own]
+    return Metrics(loggers, samples=samples, windows=times, rates=rates)
 
 
-def _made(make: Callable[..., Logger], offered: dict[str, Any]) -> Logger | None:
+def _made(said: str, make: Callable[..., Logger], offered: dict[str, Any]) -> Logger | None:
     """Return a logger; None if it cannot start, which is printed and never fails the run."""
     try:
         return make(**offered)
     except MusterError:
         raise
     except Exception as error:
-        say(f"muster: a logger cannot start, the run continues without it: {one_line(error)[:200]}")
+        say(f"muster: {said} cannot start, the run continues without it: {one_line(error)[:200]}")
         return None
 
 
-def loggers_of(options: JobOptions) -> list[Callable[..., Logger]]:
+def loggers_of(options: JobOptions) -> dict[str, Callable[..., Logger]]:
     """Return what creates the loggers that the settings name."""
-    own = [*([_tensorboard] if options.tensorboard else []), *options.loggers]
-    return own if options.metrics_port is None else [partial(_prometheus, options.metrics_port), *own]
+    makers: dict[str, Callable[..., Logger]] = {}
+    if options.metrics_port is not None:
+        makers["metrics_port"] = partial(_prometheus, options.metrics_port)
+    if options.tensorboard:
+        makers["tensorboard"] = _tensorboard
+    return makers | {f"loggers[{number}]": make for number, make in enumerate(options.loggers)}
 
 
 def _tensorboard(*, folder: Path, step: int, **_: Any) -> Logger:
@@ -89,11 +102,6 @@ def _prometheus(port: int, *, name: str, step: int, total_steps: int, **_: Any) 
 def hosts_of(world: World) -> list[str]:
     """Return the host of each rank. Collective: every rank must call it."""
     return world.gather(socket.gethostname())
-
-
-def record_times(folder: Path, world: World, *, hosts: Sequence[str], step: int) -> Timing | None:
-    """Return the writer of timing.jsonl on rank 0, None elsewhere."""
-    return Timing(folder, hosts=hosts, attempt=world.attempt, step=step) if world.is_first else None
 
 
 def report(path: Path) -> None:

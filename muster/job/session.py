@@ -189,6 +189,7 @@ class Session:
             open_records,
             self.folder.path,
             self.world,
+            name=self.folder.path.name,
             step=self.reached.step,
             samples=self.reached.samples,
             total_steps=self.total_steps,

@@ -16,7 +16,7 @@ RUNTIME = (
 # The trainer, muster.train: config -> data -> model -> strategy -> loop.
 TRAINER = (
     "patterns", "config", "numerics", "data", "models", "objectives", "optim", "strategies", "throughput", "window", "evaluation", "course", "timed", "loop",
-    "callbacks", "trainee", "announce", "position", "changes", "settings", "outputs", "live", "accepts", "run", "saved_weights", "evaluate_run", "evaluate", "load", "export", "doctor", "__main__", "entry",
+    "callbacks", "trainee", "announce", "position", "changes", "settings", "live", "accepts", "run", "saved_weights", "evaluate_run", "evaluate", "load", "export", "doctor", "__main__", "entry",
 )  # fmt: skip
 FRONT = ("muster/__init__", "muster/__main__")
 """The public names and the command, which may import all."""
