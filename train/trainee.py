@@ -194,6 +194,7 @@ class Training(Trainee):
             "progress": {name: getattr(progress, name) for name in fields},
             "norm": float(result.grad_norm) if result else None,
             "loss": float(step.loss) if isinstance(step, SlicedStep) else None,
+            "logged": {name: float(value) for name, value in self.window.logged.items()},
             "frozen": [name for name, each in self.strategy.parameters().items() if not each.requires_grad],
         }
 
@@ -243,6 +244,9 @@ class Training(Trainee):
             own = torch.tensor(loss, dtype=torch.float64)
             result = StepResult(own, own, skipped=progress.skipped_in_a_row > 0, metrics=metrics)
             self.window.add(result, samples=self.plan.count(step - 1), seen=facts["seen"])
+        self.window.logged |= of_all[
+            "logged"
+        ]  # of that step's end, which comes after the note; rank 0's own, if it alone logs
         if progress.logged == step:
             self.window.clear()
         return None

@@ -35,6 +35,7 @@ from muster.job.survival import Survival, is_of_peer
 from muster.job.trainee import Trainee
 from muster.loggers.jsonl import NAME, tail
 from muster.loggers.metrics import Metrics, is_same
+from muster.timing.clock import Times
 
 CHUNK_BYTES = 64 << 20
 RECENT = 8
@@ -65,6 +66,8 @@ class HandOver:
         """The facts of rank `source`. This rank's own stay with its state: that rank may die while it hands on its own."""
         self.records: Metrics | None = None
         """The records of the attempt, or of the one before: as long as its state is handed on, they stay open."""
+        self._closing: tuple[int, Times] = 0, Times()
+        """The step of the attempt before, and the times since its last line, with which its records are closed."""
         self._trainee: Trainee | None = None
         """The attempt's, from its first step on."""
         self._furthest: Mark | None = None
@@ -79,6 +82,13 @@ class HandOver:
         trainee.follow()
         self.mark, self.state, self.why_lost = None, {}, ""
         self._trainee, self._folder = trainee, folder
+
+    def open_records(self, opened: Callable[[], Metrics], *, anew: bool) -> Metrics:
+        """Return the records of the attempt before, or if there are none, or `anew` is true, others in their place."""
+        if self.records and anew:
+            self.records.close(*self._closing)
+        self.records = opened() if anew or not self.records else self.records
+        return self.records
 
     # Between two attempts.
 
@@ -107,6 +117,7 @@ class HandOver:
 
     def _keep(self, trainee: Trainee) -> None:
         running = trainee.running
+        self._closing = running.step, running.clock.rest()
         self.owes_save = running.checkpoints.give_up() or trainee.owes_save
         self.why_lost = _changed(trainee)
         if not self.why_lost and trainee.is_whole(is_save_lost=self.owes_save):
@@ -197,6 +208,7 @@ class HandOver:
         self._make_up_records(world, records, folder)
         for facts in self.deaths(world):
             records.event("survived", step=running.step, **facts)
+        self.have_told()
         if world.sum([float(self.owes_save)])[0]:
             save()
             self.owes_save = False
@@ -210,14 +222,18 @@ class HandOver:
         records.make_up(recent, known=known)
         records.go_on(*self._handed["since_last"])
 
+    def have_told(self) -> None:
+        """Take notice that `deaths` are recorded: they are told no more."""
+        if self.survival:
+            self.survival.told = True
+
     def deaths(self, world: World) -> list[dict[str, Any]]:
-        """Return which ranks have died and how often ranks of the same host have, and tell it no more. Collective."""
+        """Return which ranks have died since `have_told`, and how often ranks of the same host have. Collective."""
         if self.survival is None or not world.again:
             return []
         life, died = self.survival.life, None
         if life.died_of and not self.survival.told:
             died = [life.died_of, time.monotonic() - life.died_at]
-        self.survival.told = True
         lives = world.gather([socket.gethostname(), life.number, died])
         on_host = Counter[str]()
         for host, number, _ in lives:

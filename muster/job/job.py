@@ -24,7 +24,6 @@ from muster.job.lives import run
 from muster.job.options import JobOptions
 from muster.job.replicas import settle_buckets
 from muster.job.session import AgreedStop, Session
-from muster.job.start import Rejoin
 from muster.job.totals import check_names, number_of
 from muster.job.tracked import Tracked
 from muster.plan import Share
@@ -57,7 +56,7 @@ class Job(JobOptions):
         self._entrance, self._process = Entrance(self), os.getpid()
         self._session: Session | None = None
         self._portion, self._of_step, self._counts = Portion(None), 0.0, ""
-        self._is_owed = self._is_weighed = self._is_warned = False
+        self._is_owed = self._is_weighed = False
 
     def __enter__(self) -> Self:
         self._entrance.enter()
@@ -451,20 +450,16 @@ class Job(JobOptions):
 
     def _note_weight(self, session: Session) -> None:
         """Say once that the batches of a step are unequal, or several, and that the loop has not asked for their weights."""
-        portion = self._portion
-        is_told = self._is_warned or isinstance(self._entrance.start, Rejoin)
-        if portion.of is not None and portion.of * self.world_size != self._of_step:
-            text = f"step {self.steps_done} has {self._of_step:g} {self._counts}, {portion.of:g} of them in a batch of one of "
-        elif portion.of is None and portion.count * self.world_size != portion.total:
-            text = f"step {self.steps_done} has {portion.total} samples, {portion.count} of them in a batch of one of "
-        else:
+        portion, counted = self._portion, self._portion.of is not None
+        own, all_of_them = (portion.of, self._of_step) if counted else (portion.count, portion.total)
+        if self._is_weighed or own is None or own * self.world_size == all_of_them:
             return
-        if not self._is_weighed and not is_told:
-            self._is_warned = True
-            session.running.records.event(
-                "note",
-                text=f"{text}{self.world_size} ranks: for the exact mean gradient use (loss * job.weight).backward()",
-            )
+        what = self._counts if counted else "samples"
+        session.tell_once(
+            "weight",
+            f"step {self.steps_done} has {all_of_them:g} {what}, not as many in each batch of {self.world_size} ranks: for the exact "
+            "mean gradient use (loss * job.weight).backward()",
+        )
 
 
 def _is_done(error: BaseException) -> bool:

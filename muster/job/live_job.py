@@ -28,7 +28,6 @@ from muster.checkpoint.trained import SavedTensor
 from muster.dist.pieces import in_pieces
 from muster.dist.world import World
 from muster.errors import RankLost
-from muster.job.folder import RunFolder
 from muster.job.hand_over import HandOver
 from muster.job.replicas import first_apart, hooks_with_state
 from muster.job.rescue import check_finite
@@ -83,13 +82,10 @@ class LiveJob(HandOver):
         """True if this process has begun to make steps: what it has outside of the tracked objects may remember them."""
         self.built: dict[str, Any] | None = None
         """The options with which the loop has built what it tracks, when this process called it first."""
+        self.told: set[str] = set()
+        """What the records tell once for all lives."""
         self.habits: dict[str, bool] = {}
         """What earlier attempts have learnt of the loop: see between.py."""
-
-    def follow(self, trainee: Trainee, folder: RunFolder) -> None:
-        """Take notice that this rank makes steps. Collective: every rank must call it."""
-        self.has_worked = True
-        super().follow(trainee, folder)
 
 
 class JobTrainee(Trainee):
@@ -104,7 +100,7 @@ class JobTrainee(Trainee):
     def __init__(self, session: Loop, kept: LiveJob):
         super().__init__(session.world, kept.survival)
         self._session: Loop = weakref.proxy(session)  # which holds this object, and goes with the group
-        self._tracked, self._habits = session.tracked, kept.habits
+        self._tracked, self._kept, self._habits = session.tracked, kept, kept.habits
         self._whole = self._left_to_compare = 0
         self._common: list[Place] = []
         """The buffers as they were when the attempt began, if they were equal on all ranks."""
@@ -130,10 +126,12 @@ class JobTrainee(Trainee):
 
     def begin(self) -> None:
         """Begin before the first step. Collective. Raises ConfigError: the ranks' parameters differ."""
+        self._kept.told = set()
         self._session.refuse_unequal()
 
     def resume(self, saved: Saved) -> None:
         """Load a checkpoint. Collective. Raises ConfigError: it is of other tracked objects. StorageError."""
+        self._kept.told = set()
         self._session.refuse_others(saved)
         restore(saved, self)
 
@@ -253,6 +251,8 @@ class JobTrainee(Trainee):
             "reached": [step, session.reached.samples],
             "is_logged": session.is_time_to_log(),
             "habits": self._habits,
+            "said": sorted(self._kept.told),
+            "noted": session.noted,
             "left_to_compare": self._left_to_compare,
             "evaluations": [*self.running.records.of_body, *self.running.records.told],
             "points": [each[0]["point"] if each else None for each in noted],
@@ -269,6 +269,7 @@ class JobTrainee(Trainee):
         session, reached = self._session, self._session.reached
         reached.step, reached.samples = facts["reached"]
         self._habits.update(facts["habits"])
+        self._kept.told = set(facts["said"])
         self._left_to_compare = facts["left_to_compare"]
         noted = self._own(reached.step, is_logged=facts["is_logged"])
         self._check(reached.step, noted, facts["points"])
@@ -276,7 +277,7 @@ class JobTrainee(Trainee):
         own, buffers = noted
         self._tracked.load({**state, **buffers})
         session.totals.put(own["totals"])
-        session.noted = own["noted"]
+        session.noted = {**own["noted"], **facts["noted"]}  # some after the note, in a loop that has batches of its own
         self._is_handed, self._told = True, facts["evaluations"]
 
     def _own(self, step: int, *, is_logged: bool) -> tuple[dict[str, Any], dict[str, Tensor]] | None:

@@ -31,7 +31,6 @@ from muster.job.options import JobOptions, as_yaml, run_options_of
 from muster.job.records import loggers_of, open_records, report
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
 from muster.job.running import Running, open_checkpoints
-from muster.job.start import Rejoin
 from muster.job.survival import WHY_NOT
 from muster.job.totals import Totals
 from muster.job.tracked import Tracked
@@ -100,10 +99,12 @@ class Session:
     def __init__(self, options: JobOptions, entrance: Entrance, tracked: Tracked):
         self.options, self.entrance, self.tracked = options, entrance, tracked
         self.world, self.start, self.folder = entrance.world, entrance.start, entrance.start.folder
-        self.totals, self.clock, self.noted = Totals(self.world), Clock(), dict[str, float]()
+        self.totals, self.clock = Totals(self.world), Clock()
         self.feed: Feed | None = None
         self.is_open = self.is_evaluating = False
         saved = self.start.saved
+        self.noted: dict[str, float] = dict(saved.manifest.get("noted", {})) if saved else {}
+        """What `job.log` has for the next line."""
         self.reached = Reached(saved.step, int(saved.manifest.get("samples", 0))) if saved else Reached()
         seed_generators(key_of(options.seed, self.world.rank, self.reached.step), on_device=True)
         self.owes_save = self._is_asked_to_save = False
@@ -202,8 +203,7 @@ class Session:
         notes = self._notes(facts.get("fingerprint", ""))
         self.is_open = True
         self.start.tell(running, notes, save=self.save, total_steps=self.total_steps, **known)
-        if self.world.is_first:  # which writes the records
-            self._see_optimizers(records)
+        self._see_optimizers()
         self.entrance.kept.follow(self.trainee, self.folder)
         running.start()
 
@@ -219,8 +219,11 @@ class Session:
         if why := self.entrance.why_no_survival:
             yield WHY_NOT.format(key=self.trainee.key, why=why)
 
-    def _see_optimizers(self, records: Metrics) -> None:
-        """Note an optimizer that steps parameters of tracked modules, or its schedule, that is not tracked: a resume begins it anew."""
+    def _see_optimizers(self) -> None:
+        """Note an optimizer that steps parameters of tracked modules, or its schedule, that is not tracked: a resume begins it anew.
+
+        So does a rank that is born again: an optimizer's state is nobody's else then, so no death is survived.
+        """
         seen, trained = set[int](), {id(each) for each in self.tracked.parameters()}
 
         def look(optimizer: Optimizer, *_: Any) -> None:
@@ -228,11 +231,15 @@ class Session:
                 return
             seen.add(id(optimizer))
             stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
-            if trained & stepped and not self.tracked.saves(optimizer):
-                records.event("note", text=UNTRACKED.format(name=type(optimizer).__name__))
-            for each in self.tracked.untracked_schedules(optimizer) if trained & stepped else ():
-                text = UNSCHEDULED.format(kind=type(each).__name__, name=type(optimizer).__name__)
-                records.event("note", text=text)
+            if not trained & stepped:
+                return
+            name = type(optimizer).__name__
+            if not self.tracked.saves(optimizer):
+                self.tell_once(f"untracked {name}", UNTRACKED.format(name=name))
+                self.trainee.refuse(f"{name} is not tracked")
+            for each in self.tracked.untracked_schedules(optimizer):
+                kind = type(each).__name__
+                self.tell_once(f"untracked {kind}", UNSCHEDULED.format(kind=kind, name=name))
 
         handle = register_optimizer_step_post_hook(look)
         self.entrance.life.on_end(handle.remove, failed=handle.remove, parted=handle.remove)
@@ -303,6 +310,7 @@ class Session:
 
     def begin_step(self) -> None:
         """Begin the next step, unless the ranks have agreed to stop before it. Collective. Raises AgreedStop."""
+        self.entrance.kept.has_worked = True
         if not self.running.begin("step"):
             self.stop()
 
@@ -386,7 +394,8 @@ class Session:
     def position(self) -> dict[str, Any]:
         """Return the entries of a checkpoint's manifest about the progress."""
         left = {"left": True} if self.has_left and not (self.is_told_to_stop or self.is_over) else {}
-        return {"epoch": self.epoch, "samples": self.reached.samples, **left}
+        noted = {"noted": self.noted} if self.noted else {}
+        return {"epoch": self.epoch, "samples": self.reached.samples, **noted, **left}
 
     def goes_on(self, phase: str) -> bool:
         """Enter a phase of the body; return False if the ranks agreed to stop, and it is not to be finished. Collective.
@@ -424,7 +433,7 @@ class Session:
         ending = running.done()
         self.peers.heartbeat.enter("finish", step)
         self.world.together(self._write_model())
-        running.records.event("done", step=step, output_dir=str(self.folder.path))
+        running.records.event_once("done", step=step, output_dir=str(self.folder.path))
         running.close()  # before the report, which has the last window
         self.entrance.life.end(ending)
 
@@ -498,8 +507,14 @@ class Session:
         if self._has_seen_batch or self.world.size == 1 or not isinstance(self.feed, LoadedFeed):
             return
         self._has_seen_batch, digests = True, self.world.gather(hash_of(look(batch)))
-        if len({*digests}) == 1 and not isinstance(self.start, Rejoin):
-            self.running.records.event("note", text=ALIKE.format(ranks=self.world.size))
+        if len({*digests}) == 1:
+            self.tell_once("alike", ALIKE.format(ranks=self.world.size))
+
+    def tell_once(self, what: str, text: str) -> None:
+        """Record a note, unless an attempt before this one, which a rank's death has ended, has recorded it."""
+        if what not in self.entrance.kept.told:
+            self.entrance.kept.told.add(what)
+            self.running.records.event("note", text=text)
 
     def _built(self) -> dict[str, Any]:
         """Return the options with which the run has begun; empty if they are not known."""

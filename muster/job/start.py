@@ -41,15 +41,12 @@ class Start(ABC):
         """Give `trainee` the state that the attempt begins with. Collective. Raises MusterError."""
 
     def open_records(self, world: World, opened: Callable[[list[str]], Metrics]) -> Metrics:
-        """Return the records, in place of those of the attempt before. Collective: every rank must call it.
+        """Return the records: those of the attempt before only if its state is handed on. Collective: every rank must call it.
 
         opened: opens them, and gets the host of each rank.
         """
         hosts = hosts_of(world)
-        if self.kept.records:
-            self.kept.records.close()
-        self.kept.records = opened(hosts)
-        return self.kept.records
+        return self.kept.open_records(lambda: opened(hosts), anew=not isinstance(self, Rejoin))
 
     def tell(self, running: Running, notes: Iterable[str], *, save: Callable[[], object], **facts: Any) -> None:
         """Record how the attempt begins, with `facts` and `notes`. Collective: every rank must call it.
@@ -58,6 +55,7 @@ class Start(ABC):
         """
         lost: Any = {"deaths": self.kept.deaths(running.world), "why_lost": self.kept.why_lost}
         record_start(running.records, self.folder, running.world, step=running.step, **lost, **facts)
+        self.kept.have_told()
         for text in notes:
             running.records.event("note", text=text)
         make_up(running, self.folder)
@@ -84,11 +82,6 @@ class Rejoin(Start):
     def restore(self, trainee: Trainee) -> None:
         self.kept.hand_on(trainee)
         self.newest_step = self.kept.newest_step
-
-    def open_records(self, world: World, opened: Callable[[list[str]], Metrics]) -> Metrics:
-        hosts = hosts_of(world)
-        self.kept.records = self.kept.records or opened(hosts)
-        return self.kept.records
 
     def tell(self, running: Running, notes: Iterable[str], *, save: Callable[[], object], **facts: Any) -> None:
         self.kept.go_on(running, self.folder.path, save=save)

@@ -574,8 +574,9 @@ def test_what_a_resume_would_lose_is_noted_once(place):
         noted = run(other, script="half", to="", ranks=2, FORM=form).events("note")
         assert any("Adam steps the model and is not" in note["text"] for note in noted) == is_lost, (form, noted)
     result = run(folder, script="half", to="", ranks=2, FORM="bare")
-    [untracked] = [event["text"] for event in result.events("note")]
+    untracked, alone = [event["text"] for event in result.events("note")]
     assert untracked.startswith("Adam steps the model and is not tracked") and "optimizer=" in untracked
+    assert "survive=True does not apply: Adam is not tracked" in alone, "nobody else has its state"
 
 
 AND_THEN = """

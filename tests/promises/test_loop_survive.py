@@ -112,6 +112,8 @@ def test_a_rank_that_dies_before_its_sum_costs_nothing(tmp_path, undisturbed, wh
     assert result.sha256 == whole.sha256 and result.numbers == whole.numbers
     history = History.of(result.folder)
     assert history.attempts == len(history.begins) == 1 and not history.spent["restart"]
+    told = [line for line in result.events("note") if "exact mean gradient" in line["text"]]
+    assert len(told) == (10 % ranks > 0), "batches of 10 are unequal on 3 and on 4 ranks: said once"
 
 
 @pytest.mark.nightly

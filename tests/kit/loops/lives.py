@@ -147,6 +147,7 @@ def main(job):
         at("after-update", job.steps_done)
         time.sleep(PAUSE_S if job.steps_done == 15 else 0.0)
         job.step(loss=loss, noise=torch.rand(()))
+        job.log(last=job.steps_done)
         at("after-step", job.steps_done)
         if job.ends_epoch:
             at("before-evaluation", job.steps_done)

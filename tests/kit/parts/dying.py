@@ -38,6 +38,9 @@ class Kill(Callback):
         if folder := os.environ.get("STEPS_IN"):
             with Path(folder, f"rank-{os.environ['RANK']}").open("a") as file:
                 file.write(f"{run.step}\n")
+        run.log(seen=run.step)
+        if run.step % 10 == 0:
+            run.log(tens=run.step)
         die("step_end")
 
     def on_eval_begin(self, run):
