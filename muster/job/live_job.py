@@ -63,6 +63,7 @@ class Loop(Protocol):
     running: Running
     reached: Reached
     noted: dict[str, float]
+    built: dict[str, Any]
     is_within: bool
     is_evaluating: bool
     owes_save: bool
@@ -253,6 +254,7 @@ class JobTrainee(Trainee):
             "habits": self._habits,
             "said": sorted(self._kept.told),
             "noted": session.noted,
+            "built": session.built,
             "left_to_compare": self._left_to_compare,
             "evaluations": [*self.running.records.of_body, *self.running.records.told],
             "points": [each[0]["point"] if each else None for each in noted],
@@ -270,6 +272,7 @@ class JobTrainee(Trainee):
         reached.step, reached.samples = facts["reached"]
         self._habits.update(facts["habits"])
         self._kept.told = set(facts["said"])
+        session.built = self._kept.built = facts["built"]
         self._left_to_compare = facts["left_to_compare"]
         noted = self._own(reached.step, is_logged=facts["is_logged"])
         self._check(reached.step, noted, facts["points"])
