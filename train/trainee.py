@@ -280,7 +280,8 @@ class Training(Trainee):
         facts, buffers = self.notes.read(run.step - 1) or ({}, {})
         self._replicas.optimizer_step.buffers.put(buffers)
         lines = [self._line_without_loss()] if run.progress.stage < LOGGED and is_time_to_log(run) else []
-        return self.replica(), {**position(run), "unlogged": self.window.samples, "drawn": facts["drawn"]}, lines
+        state = {**self.replica(), **self.window.logged_alone()}
+        return state, {**position(run), "unlogged": self.window.samples, "drawn": facts["drawn"]}, lines
 
     def _line_without_loss(self) -> dict[str, Any]:
         run = self.run
@@ -288,8 +289,8 @@ class Training(Trainee):
         assert result
         since, seconds = run.records.since_last()
         known = {"kind": "train", "step": run.step, "epoch": epoch(run), "loss": None, "lr": run.strategy.lr}
-        speed = round((samples - since) / seconds, 1)
-        return {**known, "grad_norm": float(result.grad_norm), "samples": samples, "samples_per_s": speed}
+        known |= {"grad_norm": float(result.grad_norm), "samples": samples}
+        return {**known, "samples_per_s": round((samples - since) / seconds, 1), **self.window.take_logged()}
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

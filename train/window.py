@@ -110,6 +110,10 @@ class Window:
         made = {"samples": self._samples, "measured": self._measured, "made": self._made, "sums": sums}
         return {**made, "logged": logged} if logged else made
 
+    def logged_alone(self) -> dict[str, Any]:
+        """Return the state of a checkpoint that one rank writes alone: what was logged, without sums, which all ranks have."""
+        return {NAME: {"samples": 0, "measured": 0, "made": False, "sums": {}, "logged": self.own().get("logged", {})}}
+
     def load_own(self, found: Mapping[str, Any]) -> None:
         """Restore this rank's sums."""
         self.load({f"{own_prefix(self._world.rank)}{NAME}": found})

@@ -316,7 +316,12 @@ class Session:
 
     def log(self) -> None:
         """Write a `train` record of the steps since the last one. Waits for the device. Collective."""
-        means, self.noted = self.noted | self.totals.close(), {}
+        means = self.totals.close()
+        if both := sorted(means.keys() & self.noted.keys()):
+            raise ConfigError(
+                f"log({both[0]}=...): step({both[0]}=...) gives the record a mean of that name: choose another"
+            )
+        means, self.noted = means | self.noted, {}
         loss = means.pop("loss", None)
         if loss is not None and not math.isfinite(loss):
             raise self._diverged("the loss is")
@@ -433,6 +438,8 @@ class Session:
         ending = running.done()
         self.peers.heartbeat.enter("finish", step)
         self.world.together(self._write_model())
+        if self.noted:
+            running.records.event_once("logged", step=step, **self.noted)
         running.records.event_once("done", step=step, output_dir=str(self.folder.path))
         running.close()  # before the report, which has the last window
         self.entrance.life.end(ending)

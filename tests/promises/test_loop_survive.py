@@ -89,6 +89,7 @@ def test_what_shows_the_progress_goes_on_after_a_death(tmp_path, undisturbed):
     )
     speeds = [[line["samples_per_s"] for line in each.lines("train")] for each in (result, undisturbed(2))]
     assert 0 < speeds[0][0] < 10 * max(speeds[1]), speeds
+    assert [line["last"] for line in result.events("logged")] == [30], "what was logged after the last line"
 
 
 @pytest.mark.nightly(but=["zeros"])
