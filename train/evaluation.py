@@ -13,6 +13,7 @@ from muster.batches.loader import Batch
 from muster.checkpoint.records import direction_before
 from muster.dist.world import World
 from muster.errors import ConfigError
+from muster.loggers.metrics import check_names
 from muster.origin import defined
 from muster.plan import Plan
 from muster.train.config.keys import Config
@@ -71,7 +72,9 @@ def measure(
     if not begin():
         return None
     sums = world.sum_named({key: float(value) for key, value in totals.items()})
-    return means_of_slices(sums, count=plan.samples_before(len(steps))) | measures.compute(world)
+    values = means_of_slices(sums, count=plan.samples_before(len(steps))) | measures.compute(world)
+    check_names(values, "a metric")
+    return values
 
 
 def samples_of(config: Config, test: Any) -> int:

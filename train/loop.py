@@ -20,7 +20,7 @@ from muster.dist.world import World
 from muster.errors import ConfigError, Diverged
 from muster.job.lifecycle import Ending
 from muster.job.running import Running
-from muster.loggers.metrics import TRAIN_FIELDS, Metrics
+from muster.loggers.metrics import Metrics, check_names
 from muster.origin import described
 from muster.plan import Plan
 from muster.train.config.keys import Config, NonFinite, Precision
@@ -31,7 +31,7 @@ from muster.train.objectives.measure import Measures, value_of
 from muster.train.strategies.base import StepResult, Strategy
 from muster.train.strategies.step.counts import Counts
 from muster.train.strategies.step.optimizer_step import Stepping
-from muster.train.throughput.figures import peak_memory
+from muster.train.throughput.figures import OF_LINES, peak_memory
 from muster.train.timed import Timed
 from muster.train.window import Window
 
@@ -131,11 +131,10 @@ class Run:
         last line, as in the last evaluation, make an event `logged`. Does not wait for the device.
 
         Raises:
-            ConfigError: a value is not a number, or has a name of the line's own.
+            ConfigError: a value is not a number, or records use its name themselves.
         """
+        check_names(values, "run.log()", taken=OF_LINES)
         for name, value in values.items():
-            if name in TRAIN_FIELDS:
-                raise ConfigError(f"run.log({name}=...): a train line has {name} of its own: choose another name")
             is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
             if not is_number:
                 raise ConfigError(

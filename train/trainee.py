@@ -244,9 +244,8 @@ class Training(Trainee):
             own = torch.tensor(loss, dtype=torch.float64)
             result = StepResult(own, own, skipped=progress.skipped_in_a_row > 0, metrics=metrics)
             self.window.add(result, samples=self.plan.count(step - 1), seen=facts["seen"])
-        self.window.logged |= of_all[
-            "logged"
-        ]  # of that step's end, which comes after the note; rank 0's own, if it alone logs
+        # of that step's end, which comes after the note; rank 0's own, if it alone logs
+        self.window.logged |= of_all["logged"]
         if progress.logged == step:
             self.window.clear()
         return None

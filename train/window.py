@@ -10,9 +10,11 @@ from torch import Tensor
 
 from muster.checkpoint.trained import SavedTensor, own_prefix
 from muster.dist.world import World
+from muster.loggers.metrics import check_names
 from muster.plan import leaves_of
 from muster.train.objectives.measure import means_of_slices
 from muster.train.strategies.base import StepResult
+from muster.train.throughput.figures import OF_LINES
 
 NAME = "loop/window"
 LOSS, LOSS_OF = "loss", "loss/of"
@@ -57,9 +59,8 @@ class Window:
         self._measured += samples * self._measures
         waits = self._world.device.type == "cuda"
         times, of = seen or (samples, samples * self._world.is_first)
-        loss = (
-            result.loss.detach().double() if waits else result.loss.item()
-        ) * times  # exact in float64: a float32 loss has 24 bits
+        # exact in float64: a float32 loss has 24 bits
+        loss = (result.loss.detach().double() if waits else result.loss.item()) * times
         self._sums[LOSS] = self._sums[LOSS] + loss if LOSS in self._sums else loss
         self._sums[LOSS_OF] = self._sums[LOSS_OF] + of if LOSS_OF in self._sums else of
         for key, value in result.metrics.items():
@@ -90,6 +91,7 @@ class Window:
         self._begin()
         more = means_of_slices(self._world.sum_named(own), count=measured) if self._measures else {}
         more.pop(LOSS, None)
+        check_names(more, "a metric", taken=OF_LINES)
         return loss / of if of else 0.0, more
 
     def take_logged(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.job.feed import at_least_one, is_loader, with_length
 from muster.job.replicas import digest_of, of_rank_0
-from muster.job.totals import check_names
+from muster.loggers.metrics import check_names
 from muster.origin import described
 from muster.plan import Plan
 

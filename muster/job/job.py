@@ -24,8 +24,9 @@ from muster.job.lives import run
 from muster.job.options import JobOptions
 from muster.job.replicas import settle_buckets
 from muster.job.session import AgreedStop, Session
-from muster.job.totals import check_names, number_of
+from muster.job.totals import number_of
 from muster.job.tracked import Tracked
+from muster.loggers.metrics import check_names
 from muster.plan import Share
 
 

@@ -95,9 +95,8 @@ def _notes_of(options: JobOptions) -> Notes | str:
             return "the script has run another job before, whose threads are left"
         if why := why_no_survival():
             return why
-        importlib.import_module(
-            "torch._dynamo"
-        )  # as torch's optimizers and DistributedDataParallel do: here, once for all lives
+        # as torch's optimizers and DistributedDataParallel do: here, once for all lives
+        importlib.import_module("torch._dynamo")
         if options.tensorboard and os.environ["RANK"] == "0":
             import_writer()
         return why_no_fork() or Notes(last=NOTES)

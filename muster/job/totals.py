@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ WEIGHT = "\0weight"
 """Suffix of the sum of the weights of a value, which a name of a value cannot end with."""
 MOST = 1000
 """Number of values of one name that are added up at once."""
-OF_RECORDS = ("kind", "step", "epoch", "samples", "samples_per_s", "time")
-"""Names that records have for other entries."""
 
 
 class Totals:
@@ -90,13 +88,6 @@ def _numbers(values: list[Any]) -> list[float]:
         numbers: list[float] = torch.stack(values).tolist()
         return numbers
     return [float(value) for value in values]
-
-
-def check_names(names: Iterable[str], what: str) -> None:
-    """Raise ConfigError for a name that records use themselves."""
-    for name in names:
-        if name in OF_RECORDS:
-            raise ConfigError(f"{what} has the name {name}, which records use themselves: choose another")
 
 
 def number_of(value: Any, *, what: str, meaning: str) -> Any:

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from muster.errors import one_line, say
+from muster.errors import ConfigError, one_line, say
 from muster.faults import output
 from muster.loggers.base import Logger
 from muster.redact import redacted_all
 from muster.timing.clock import Times
 from muster.timing.record import Timing
 
-TRAIN_FIELDS = ("kind", "step", "epoch", "loss", "lr", "grad_norm", "samples", "samples_per_s")
+OF_RECORDS = ("kind", "event", "step", "epoch", "samples", "samples_per_s", "time")
+"""Names that records have for entries of their own, whatever a loop logs."""
 Rates = Callable[[float, float | None], dict[str, float]]
 """(samples per second, what the loss counts in a sample) -> further entries of a `train` record."""
 RECENT = 64  # rank 0's are more: those of checkpoints, and of stragglers
@@ -164,6 +165,13 @@ class Metrics:
         except Exception as error:
             self._loggers = [other for other in self._loggers if other is not logger]
             say(f"muster: {type(logger).__name__} has failed, the run continues without it: {one_line(error)[:200]}")
+
+
+def check_names(names: Iterable[str], what: str, *, taken: Iterable[str] = ()) -> None:
+    """Raise ConfigError for a name of a value that records use themselves; `taken`: further ones."""
+    for name in names:
+        if name in OF_RECORDS or name in taken:
+            raise ConfigError(f"{what} has the name {name}, which records use themselves: choose another")
 
 
 def is_same(record: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -738,6 +738,7 @@ WEIGHTED = "job.track(model=model); job.batches(data, batch_size=8, epochs=1, we
         ("job.track(model=model); job.sum(torch.ones(2))", "sum(...) is a Tensor [2]"),
         ("job.track(model=model); job.log(text='one')", "log(text=...) is a str"),
         (f"{LOOP}job.step(epoch=1.0)", "has the name epoch"),
+        ("job.track(model=model); job.log(event=1)", "log() has the name event"),
         (f"{LOOP}optimizer.step(); job.save()", "save() came after optimizer.step() and before job.step()"),
         (f"{LOOP}optimizer.step(); job.evaluate(data, dict)", "evaluate() came after optimizer.step()"),
         (f"{LOOP}optimizer.step(); job.should_stop", "should_stop came after optimizer.step()"),

@@ -66,8 +66,14 @@ def test_what_a_callback_logs_is_in_the_next_line_and_is_not_lost_at_a_resume(tm
 
 @pytest.mark.parametrize(
     "given, says",
-    [((), "a train line has loss of its own"), (("+callbacks.a.name=x", "+callbacks.a.value=null"), "is not a number")],
+    [
+        ((), "run.log() has the name loss"),
+        (("+callbacks.a.name=event",), "the name event"),
+        ([f.replace("f1", "step") for f in F1], "a metric has the name step"),
+        (("+callbacks.a.name=x", "+callbacks.a.value=null"), "is not a number"),
+    ],
 )
 def test_what_cannot_be_logged_is_one_line(tmp_path, given, says):
-    result = run(tmp_path / "run", *net(), f"+callbacks.a._target_={OWN}.Refused", *given, ok=False)
+    own = f"+callbacks.a._target_={OWN}.Refused"
+    result = run(tmp_path / "run", *net(), *([] if "+metrics" in str(given) else [own]), *given, ok=False)
     assert result.code == 2 and len(result.said) == 1 and says in result.said[0], result.out

@@ -12,6 +12,8 @@ from muster.train.data.load import Data
 from muster.train.throughput.peaks import peak_flops
 
 GIB = 2**30
+OF_LINES = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_memory_gib")
+"""What a `train` line of the trainer may have beside what every record has."""
 
 
 @dataclass(frozen=True)
