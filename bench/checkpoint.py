@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
+from muster.attempt.lifecycle import Ending, Lifecycle
 from muster.faults.preemption import Preemption
-from muster.job.lifecycle import Ending, Lifecycle
 from muster.train.config.compose import compose
 from muster.train.loop import Run, load, save
 from muster.train.run import join, open_run

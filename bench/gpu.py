@@ -36,10 +36,10 @@ from torch import nn
 from torch.profiler import profile
 
 from bench import gpu_loops
+from muster.attempt.lifecycle import Lifecycle
 from muster.errors import ConfigError
 from muster.faults.preemption import Preemption
 from muster.files import replace_file
-from muster.job.lifecycle import Lifecycle
 from muster.launcher.spec import Dynamic, command, environment, steady_torchrun
 from muster.launcher.substrate import here
 from muster.train import loop

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import datasets, transforms
 from torchvision.io import write_jpeg
 
-from muster.batches.loader import LoaderConfig, batches
+from muster.data.loader import LoaderConfig, batches
 from muster.plan import Plan, Share
 from muster.train.data.imagefolder import ImageFolder
 from muster.train.data.images import Images

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from muster.dist.place import Place
-from muster.dist.waiting import Waiting
-from muster.dist.world import World
 from muster.timing.clock import Clock, gathered, spread
-from muster.timing.record import Timing
+from muster.timing.timing_file import Timing
+from muster.world.environment import Place
+from muster.world.exposed_communication import Waiting
+from muster.world.group import World
 
 STEPS, EVERY, ROUNDS = 5000, 10, 5
 MLP = (

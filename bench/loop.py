@@ -33,8 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from bench.peers import Loop, installed
+from muster.attempt.lifecycle import Lifecycle
 from muster.faults.preemption import Preemption
-from muster.job.lifecycle import Lifecycle
 from muster.plan import Plan
 from muster.train.config.compose import compose
 from muster.train.config.parts import build

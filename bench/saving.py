@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 from bench.steps import WORKLOAD, held, launch, overrides
+from muster.attempt.lifecycle import Ending, Lifecycle
 from muster.checkpoint.weights import write_weights
 from muster.faults.preemption import Preemption
-from muster.job.lifecycle import Ending, Lifecycle
 from muster.train.config.compose import compose
 from muster.train.loop import load, save
 from muster.train.run import join, open_run

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from muster.batches.loader import batches
-from muster.dist.place import Place
-from muster.dist.world import World, start
+from muster.data.loader import batches
 from muster.plan import Plan
 from muster.train.config.compose import compose
 from muster.train.config.parts import build
@@ -27,6 +25,8 @@ from muster.train.numerics import seed_all, set_numerics
 from muster.train.settings import group_options
 from muster.train.strategies.base import StepResult, Strategy
 from muster.train.strategies.recipe import recipe
+from muster.world.environment import Place
+from muster.world.group import World, start
 
 WORKLOAD = (
     "data=synthetic data.image_shape=[1,28,28] model=mlp model.hidden=[1024,1024,1024] batch_size=64 optimizer=adamw"

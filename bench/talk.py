@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from muster.dist.board import Board
-from muster.dist.client import Connections
-from muster.dist.node_memory import NodeMemory
-from muster.dist.place import Place
-from muster.dist.rendezvous.meeting import Met, meet
 from muster.faults import heartbeat
 from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import POLL_S, Agreement, Preemption, poll_s
+from muster.world.environment import Place
+from muster.world.node_memory import NodeMemory
+from muster.world.rendezvous.meeting import Met, meet
+from muster.world.store_client import Connections
+from muster.world.store_keys import Board
 
 STILL_S = 4.0  # for the simulation: a rank without progress for half of it starts to watch
 

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -241,3 +242,23 @@ def start_detached(module: str, *arguments: str) -> None:
     line = [sys.executable, "-m", module, *arguments]
     with contextlib.suppress(OSError):
         subprocess.Popen(line, cwd=Path(__file__).parents[1], stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+@contextlib.contextmanager
+def without_sigchld() -> Iterator[None]:
+    """Suspend torch's SIGCHLD handler: when a loader worker dies, it raises in the middle of any line."""
+    if threading.current_thread() is not threading.main_thread():  # signal handlers run in the main thread alone
+        yield
+        return
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Drop the local variables of the frames that `error` has left: the model, and with it the group's connections."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

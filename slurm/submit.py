@@ -33,8 +33,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from submitit.core.utils import FailedJobError
 
+from muster.attempt.failure_report import tell
 from muster.errors import ConfigError, Preempted, one_line, say
-from muster.job.exit import tell
 from muster.launcher import execute, loopback, slurm, verdict
 from muster.launcher.script import MARK, Script, script_of
 from muster.launcher.spec import MARGIN_S, NUMA_BINDINGS, Spec, command, printed, this_torchrun
@@ -42,11 +42,11 @@ from muster.launcher.variables import one_of, whole
 from muster.loggers.console import describe
 from muster.loggers.jsonl import read
 from muster.redact import redacted
+from muster.train.config.choices import conf_folder
 from muster.train.config.command_line import parsed, readable
 from muster.train.config.compose import compose as compose_run
 from muster.train.config.compose import searched
 from muster.train.config.explain import explain
-from muster.train.config.options import conf_folder
 from muster.train.config.sweep_folder import folder_of
 
 

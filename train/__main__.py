@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from muster.errors import ConfigError
-    from muster.faults.notes import Notes
+    from muster.recovery.journal import Notes
     from muster.train.config.keys import Config
 
 
@@ -25,9 +25,9 @@ def main() -> None:
     preemption = Preemption()
     preemption.install()  # before the slow imports: a signal during startup is handled like any other
     gc.disable()  # until training begins: collections take a sixth of the time to import torch
-    from muster.dist.rendezvous import port
     from muster.errors import Preempted
     from muster.faults import agent
+    from muster.world.rendezvous import port
 
     port.hold()  # likewise: see there
     from muster.train.config.compose import run_each
@@ -65,8 +65,8 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption, *, is_swep
     With other ranks, each run of a sweep is in a child of its own, which ends with it: the next one finds no threads, no
     group and no RPC of a run before.
     """
+    from muster.attempt.failure_report import tell
     from muster.errors import ConfigError
-    from muster.job.exit import tell
 
     if isinstance(config, ConfigError) and "RANK" not in os.environ:
         tell(config)
@@ -76,12 +76,12 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption, *, is_swep
     notes = "" if isinstance(config, ConfigError) else notes_of(config)
     if isinstance(notes, str) and not (is_swept and may_fork(config)):
         return attempt(config, preemption, why_no_survival=notes)
-    from muster.dist.rendezvous.meeting import code_hash
-    from muster.dist.rendezvous.network import store_for_keeper
     from muster.errors import say, traceback_of
-    from muster.faults.keeper import keep
-    from muster.faults.notes import Notes
-    from muster.job.survival import Survival
+    from muster.recovery.journal import Notes
+    from muster.recovery.supervisor import keep
+    from muster.recovery.survival import Survival
+    from muster.world.rendezvous.meeting import code_hash
+    from muster.world.rendezvous.network import store_for_keeper
 
     code_hash()  # once for all lives
     most = 0 if isinstance(config, ConfigError) else config.dist.max_survivals_per_hour
@@ -106,22 +106,22 @@ def ends_sweep(code: int, folder: str | None) -> bool:
     So it is after a request to stop; and after a rank was lost or has failed, which a restart may help: the ranks that are
     left would wait for it in each of the other runs. Without restarts left, a run that fails costs the sweep no other.
     """
-    from muster import attempts
-    from muster.dist.place import restarts_left
+    from muster import outcome
     from muster.errors import Preempted, RankLost, final
+    from muster.world.environment import restarts_left
 
     if code in (0, *final()):
         return False
-    is_lost = bool(folder) and attempts.last(Path(str(folder))).outcome == RankLost.outcome
+    is_lost = bool(folder) and outcome.last(Path(str(folder))).outcome == RankLost.outcome
     return code == Preempted.exit_code or is_lost or restarts_left()
 
 
 def may_fork(config: Config | ConfigError) -> bool:
     """Return whether a run of several ranks works in a child of this process. Not seen on a GPU: there it runs here."""
-    from muster.dist.place import Place
     from muster.errors import ConfigError
-    from muster.faults.keeper import why_no_fork
-    from muster.job.survival import why_no_child
+    from muster.recovery.supervisor import why_no_fork
+    from muster.recovery.survival import why_no_child
+    from muster.world.environment import Place
 
     try:
         place = Place.from_env("env://" if isinstance(config, ConfigError) else config.dist.init_method)
@@ -140,12 +140,12 @@ def meets_by_port(config: Config | ConfigError) -> bool:
 
 def notes_of(config: Config) -> Notes | str:
     """Return memory for the notes of a rank that is born again if it dies; why not, if it is not."""
-    from muster.dist.place import Place
     from muster.errors import ConfigError
-    from muster.faults.keeper import why_no_fork
-    from muster.faults.notes import Notes
     from muster.loggers.tensorboard import import_writer
-    from muster.train.live import why_not
+    from muster.recovery.journal import Notes
+    from muster.recovery.supervisor import why_no_fork
+    from muster.train.in_process_restart import why_not
+    from muster.world.environment import Place
 
     try:
         if not config.dist.survive or Place.from_env(config.dist.init_method).world_size == 1:

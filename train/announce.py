@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from muster.batches.fingerprint import note_of
 from muster.checkpoint.storage import Saved
+from muster.data.fingerprint import note_of
 from muster.errors import say
-from muster.job.survival import WHY_NOT
-from muster.train.course import steps_asked_for
+from muster.recovery.survival import WHY_NOT
 from muster.train.evaluation import never_evaluated
 from muster.train.loop import Run
+from muster.train.progress import steps_asked_for
 from muster.train.trainee import Training
 
 MOST_NAMES = 8

@@ -10,18 +10,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from muster.dist.place import Place
-from muster.dist.world import start
+from muster.attempt.failure_report import tell
 from muster.doctor.lint import lint
 from muster.doctor.show import show, verdict, write
 from muster.doctor.visit import examine
 from muster.errors import MusterError
 from muster.faults import output
-from muster.job.exit import tell
 from muster.process import end
 from muster.train.config.compose import compose
 from muster.train.config.keys import Config
 from muster.train.settings import group_options, visit_of
+from muster.world.environment import Place
+from muster.world.group import start
 
 FAILED = 1
 

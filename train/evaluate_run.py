@@ -10,25 +10,25 @@ from typing import Any
 
 from torch import nn
 
-from muster.dist.world import World
+from muster.attempt.lifecycle import Ending, Lifecycle, Peers
 from muster.errors import ConfigError
 from muster.faults.preemption import Preemption
-from muster.job.lifecycle import Ending, Lifecycle, Peers
 from muster.plan import Plan
+from muster.train.config.choices import values
 from muster.train.config.command_line import readable
 from muster.train.config.compose import of_run
 from muster.train.config.keys import Config
-from muster.train.config.options import values
 from muster.train.config.parts import Part
-from muster.train.course import steps_asked_for
 from muster.train.data.load import load
 from muster.train.evaluation import measure, samples_of
 from muster.train.numerics import set_numerics
 from muster.train.objectives.build import build_measures
+from muster.train.progress import steps_asked_for
 from muster.train.run import join
 from muster.train.saved_weights import Source, chosen_run, config_of, is_of_job
 from muster.train.strategies.base import Recipe, Strategy
 from muster.train.strategies.recipe import recipe
+from muster.world.group import World
 
 
 class Print:

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from muster.batches.generators import kept_generators, key_of, seed_generators
-from muster.batches.loader import Batch
-from muster.checkpoint.records import direction_before
-from muster.dist.world import World
+from muster.checkpoint.schemas import direction_before
+from muster.data.generators import kept_generators, key_of, seed_generators
+from muster.data.loader import Batch
 from muster.errors import ConfigError
 from muster.loggers.metrics import check_names
 from muster.origin import defined
@@ -22,6 +21,7 @@ from muster.train.data.batches import micro_batches
 from muster.train.data.load import Data
 from muster.train.objectives.measure import SEEN, Measures, means_of_slices
 from muster.train.strategies.base import Strategy
+from muster.world.group import World
 
 EVAL_BATCH = 256
 

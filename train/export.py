@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from muster.batches.split import TARGETS
+from muster.attempt.failure_report import tell
+from muster.data.split import TARGETS
 from muster.errors import ConfigError, MusterError, one_line, say
 from muster.faults import output
 from muster.files import replace_file
-from muster.job.exit import tell
 from muster.origin import located
 from muster.train.load import filled, from_data, open_source, parser_of, record_of
 from muster.train.models.inputs import Form, described, example

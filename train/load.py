@@ -12,17 +12,17 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from muster.dist.pieces import in_pieces
-from muster.dist.world import alone
+from muster.attempt.failure_report import tell
 from muster.errors import ConfigError, MusterError
 from muster.faults import output
-from muster.job.exit import tell
-from muster.job.tracked import unwrapped
+from muster.job.tracked_state import unwrapped
 from muster.loggers import jsonl
 from muster.train.data.load import load as load_data
 from muster.train.models.inputs import described
 from muster.train.models.record import ModelRecord
 from muster.train.saved_weights import Source, chosen_run, config_of, is_of_job
+from muster.world.dtensor import in_pieces
+from muster.world.group import alone
 
 CPU = torch.device("cpu")
 T = TypeVar("T", bound=nn.Module | Mapping[str, nn.Module])

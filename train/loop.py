@@ -12,28 +12,28 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from muster.batches.generators import kept_generators
-from muster.batches.loader import Batch
-from muster.checkpoint.records import is_better
+from muster.attempt.attempt import Running
+from muster.attempt.lifecycle import Ending
+from muster.checkpoint.schemas import is_better
 from muster.checkpoint.trained import Trained
-from muster.dist.world import World
+from muster.data.generators import kept_generators
+from muster.data.loader import Batch
 from muster.errors import ConfigError, Diverged
-from muster.job.lifecycle import Ending
-from muster.job.running import Running
 from muster.loggers.metrics import Metrics, check_names
 from muster.origin import described
 from muster.plan import Plan
 from muster.train.config.keys import Config, NonFinite, Precision
-from muster.train.course import ENDED, EVALUATED, LOGGED, SAVED, Course, Progress
 from muster.train.data.batches import micro_batches
 from muster.train.evaluation import best_mode, measure
+from muster.train.intervals import Timed
 from muster.train.objectives.measure import Measures, value_of
+from muster.train.progress import ENDED, EVALUATED, LOGGED, SAVED, Course, Progress
+from muster.train.running_means import Window
 from muster.train.strategies.base import StepResult, Strategy
 from muster.train.strategies.step.counts import Counts
 from muster.train.strategies.step.optimizer_step import Stepping
 from muster.train.throughput.figures import OF_LINES, peak_memory
-from muster.train.timed import Timed
-from muster.train.window import Window
+from muster.world.group import World
 
 
 class Hooks(Protocol):

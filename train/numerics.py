@@ -9,9 +9,9 @@ import random
 import numpy as np
 import torch
 
-from muster.dist.world import World
-from muster.timing.record import environment
+from muster.timing.timing_file import environment
 from muster.train.config.keys import Config
+from muster.world.group import World
 
 
 def set_numerics(config: Config) -> None:

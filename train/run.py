@@ -10,47 +10,46 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from muster.attempt.attempt import Running, open_checkpoints
+from muster.attempt.lifecycle import Lifecycle
+from muster.attempt.records import open_records, report
+from muster.attempt.start import Fresh, begin
 from muster.checkpoint.weights import write_weights
-from muster.dist.place import Place
-from muster.dist.rendezvous.meeting import meet
-from muster.dist.world import World
 from muster.errors import BadHost, ConfigError, Diverged, MusterError, say
 from muster.faults.preemption import Preemption
-from muster.job.folder import RunFolder
-from muster.job.lifecycle import Lifecycle
-from muster.job.records import open_records, report
-from muster.job.running import Running, open_checkpoints
-from muster.job.start import Fresh, begin
-from muster.job.survival import Survival
+from muster.lease.run_folder import RunFolder
 from muster.process import freeze
+from muster.recovery.survival import Survival
 from muster.timing.clock import Clock
 from muster.train.announce import announced
 from muster.train.callbacks.all import Callbacks
-from muster.train.changes import refuse_changes
 from muster.train.config.command_line import given
 from muster.train.config.keys import Config, Dist
 from muster.train.config.parts import build
-from muster.train.course import Course, plan_of, steps_asked_for
 from muster.train.data.source import origin_of_samples
 from muster.train.evaluation import refuse_unevaluated
-from muster.train.live import Live
+from muster.train.in_process_restart import Live
+from muster.train.intervals import Timed
 from muster.train.loop import Run, save, train
 from muster.train.models.initial import first_weights
 from muster.train.models.record import note_model
 from muster.train.numerics import kinds_of, set_numerics
 from muster.train.objectives.build import build_measures
 from muster.train.objectives.counted import refuse_divided
-from muster.train.position import identity, reached
+from muster.train.progress import Course, plan_of, steps_asked_for
+from muster.train.resume import identity, reached, refuse_changes
+from muster.train.running_means import Window
 from muster.train.settings import group_options, loggers_of, run_options, visit_of
 from muster.train.strategies.base import Strategy, check_slices
-from muster.train.strategies.honours import check_honoured
 from muster.train.strategies.recipe import recipe
-from muster.train.strategies.step.eager import stay_eager
 from muster.train.strategies.step.optimizer_step import Stepping
+from muster.train.strategies.step.skip_dynamo import stay_eager
+from muster.train.strategies.supported_keys import check_honoured
 from muster.train.throughput.figures import throughput
-from muster.train.timed import Timed
 from muster.train.trainee import Training
-from muster.train.window import Window
+from muster.world.environment import Place
+from muster.world.group import World
+from muster.world.rendezvous.meeting import meet
 
 
 def attempt(
@@ -243,7 +242,7 @@ def open_run(
             gc.enable()
         yield run, folder
     except RuntimeError as error:
-        live.part(error, life)
+        live.part(error, life.survives)
         raise
     finally:
         callbacks.close()

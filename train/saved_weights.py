@@ -12,17 +12,17 @@ from typing import Any
 import yaml
 from torch import nn
 
-from muster import attempts
+from muster import outcome
 from muster.checkpoint.backends.base import STEP, name
-from muster.checkpoint.records import read_best
+from muster.checkpoint.schemas import read_best
 from muster.checkpoint.storage import Saved, Storage
 from muster.checkpoint.weights import Evaluated, lists_beside, modules_of, read_evaluated, read_weights
-from muster.dist.world import World
 from muster.errors import ConfigError, MusterError, say
 from muster.redact import redacted
 from muster.report.results import best_in
 from muster.train.models.prepare import take
 from muster.train.strategies.replicas.buffers import Buffers
+from muster.world.group import World
 
 CONFIG = "config.yaml"
 
@@ -64,12 +64,12 @@ class Source:
     @property
     def step(self) -> int | None:
         """The step of the weights; None if nothing says it."""
-        return self.saved.step if self.saved else attempts.last(self.run).step
+        return self.saved.step if self.saved else outcome.last(self.run).step
 
     @property
     def world_size(self) -> int:
         """The number of ranks that trained to these weights; 1 if nothing says it."""
-        return int(self.saved.manifest["world_size"]) if self.saved else attempts.last(self.run).world_size or 1
+        return int(self.saved.manifest["world_size"]) if self.saved else outcome.last(self.run).world_size or 1
 
     def __str__(self) -> str:
         return self.saved.path if self.saved else str(self.run)
@@ -103,7 +103,7 @@ class Source:
         """Return True if model.pt has the newest weights: a finished run that trains on keeps its old one meanwhile."""
         if not (self.run / "model.pt").exists():
             return False
-        return attempts.last(self.run).outcome in ("none", attempts.DONE) or not self.storage.steps()
+        return outcome.last(self.run).outcome in ("none", outcome.DONE) or not self.storage.steps()
 
     def _read(self, buffers: Buffers, *, says: bool) -> Evaluated:
         """Read the weights and buffers that the run evaluated with.

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from muster.dist.options import GroupOptions
 from muster.doctor.base import Visit
-from muster.job.folder import RunOptions
+from muster.lease.run_folder import RunOptions
 from muster.loggers.base import Logger
 from muster.train.config.differences import comparable, to_dict
 from muster.train.config.keys import Config
 from muster.train.config.parts import build
+from muster.world.group_options import GroupOptions
 
 
 def group_options(config: Config) -> GroupOptions:

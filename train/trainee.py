@@ -12,27 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.batches.stream import Stream
+from muster.attempt.attempt import Running
 from muster.checkpoint.changes import Changes, place
 from muster.checkpoint.manager import restore
 from muster.checkpoint.storage import Saved
 from muster.checkpoint.trained import EXTRA, SavedTensor, own_prefix
+from muster.data.stream import Stream
 from muster.errors import RankLost, StorageError
-from muster.job.rescue import check_finite
-from muster.job.running import Running
-from muster.job.survival import Survival
-from muster.job.trainee import Trainee
 from muster.plan import Plan
+from muster.recovery.emergency_checkpoint import check_finite
+from muster.recovery.survival import Survival
+from muster.recovery.trainee import Trainee
 from muster.train.callbacks.all import Callbacks
-from muster.train.course import ENDED, LOGGED, Progress
 from muster.train.data.load import Data
 from muster.train.loop import Run, epoch, is_time_to_evaluate, is_time_to_log, position
+from muster.train.progress import ENDED, LOGGED, Progress
+from muster.train.running_means import Window
 from muster.train.strategies.base import StepResult, Strategy
 from muster.train.strategies.replicas.buffers import OBJECTIVE, differs
 from muster.train.strategies.replicas.replicated import Replicas
 from muster.train.strategies.state import GROUPS
-from muster.train.strategies.step.slices import SlicedStep
-from muster.train.window import Window
+from muster.train.strategies.step.virtual_ranks import SlicedStep
 
 
 class Training(Trainee):

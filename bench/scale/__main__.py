@@ -11,10 +11,10 @@ from bench.scale.job import ScaledJob
 from bench.scale.options import WORLD_SIZES, parse
 from bench.scale.show import Prediction, draw, show
 from bench.scale.strategies import STRATEGIES
-from muster.collectives.record import write_json
+from muster.attempt.failure_report import tell
+from muster.collectives.figures_file import write_json
 from muster.errors import MusterError, say
 from muster.faults import output
-from muster.job.exit import tell
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -23,17 +23,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.scale.job import Machine, ScaledJob, Workload
 from bench.scale.strategies import CostedStep, ddp
+from muster.attempt.failure_report import tell
+from muster.collectives.command_line import Parser
+from muster.collectives.figures_file import write_json
 from muster.collectives.link import Link
 from muster.collectives.measure import Bench
 from muster.collectives.model import Network, fit
-from muster.collectives.options import Parser
-from muster.collectives.record import write_json
 from muster.collectives.start import become_torchrun
 from muster.collectives.table import WIDTH
 from muster.collectives.wire import written_bytes
 from muster.errors import ConfigError, MusterError, say
 from muster.faults import agent
-from muster.job.exit import tell
 from muster.train.models.gpt import Gpt
 
 WORLD_SIZES = (1, 2, 4)

@@ -20,18 +20,18 @@ import numpy as np
 import torch
 from torch.distributed import DistError, DistNetworkError
 
-from muster import attempts
+from muster import outcome
 from muster.checkpoint.backends.base import name
-from muster.checkpoint.records import BEST, INDEX, read_best
+from muster.checkpoint.schemas import BEST, INDEX, read_best
 from muster.checkpoint.state import RankShare, Shares, file_of, read, saved_tensors
 from muster.checkpoint.storage import Files, Lost, Saved, Storage, Unclear, place_of
 from muster.checkpoint.trained import Trained, own_prefix
 from muster.checkpoint.weights import unreadable
-from muster.dist.world import World, alone
 from muster.errors import Damaged, Diverged, MusterError, NoValidCheckpoint, StorageError, say, traceback_of
 from muster.faults.phase import LONG_S
 from muster.files import replace_file
 from muster.redact import without
+from muster.world.group import World, alone
 
 FAILURES_ALLOWED = 3
 OTHERS_S = 30.0
@@ -203,7 +203,7 @@ class Checkpoints:
         facts = {"world_size": self.world.size, "attempt": draft, "torch": torch.__version__}
         if not self.storage.commit(step, draft, {**position, **self.facts, **facts}, files):
             return  # an earlier attempt, then cut off, committed this step; a step is never written twice
-        attempts.note_commit(self.folder, self.world.attempt, step=step, path=self.storage.path(step))
+        outcome.note_commit(self.folder, self.world.attempt, step=step, path=self.storage.path(step))
         best = position.get("best")
         if best and best["step"] in self._failed - {step}:  # its weights are gone
             best = None

@@ -10,8 +10,8 @@ from typing import Any
 from muster.checkpoint.backends.base import STEP
 from muster.checkpoint.manager import newest, verify
 from muster.checkpoint.storage import Saved, Storage
-from muster.dist.world import World
 from muster.errors import ConfigError, NoValidCheckpoint
+from muster.world.group import World
 
 
 def find_checkpoint(

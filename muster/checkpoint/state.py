@@ -20,9 +20,9 @@ from torch import Tensor
 
 from muster.checkpoint.index import Index, OwnPiece, Read, WritePlan, dtype_of
 from muster.checkpoint.trained import SavedTensor
-from muster.dist.pieces import in_pieces, own_piece
-from muster.dist.world import World
 from muster.errors import Diverged, StorageError
+from muster.world.dtensor import in_pieces, own_piece
+from muster.world.group import World
 
 ALIGNMENT = 64
 """Bytes; a multiple of the size of every dtype."""

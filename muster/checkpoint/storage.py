@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from muster.checkpoint.backends import at
 from muster.checkpoint.backends.base import MANIFEST, Backend, Unsure, name
-from muster.checkpoint.records import INDEX, read_index, read_manifest, sealed
+from muster.checkpoint.schemas import INDEX, read_index, read_manifest, sealed
 from muster.clock import SYSTEM, SystemClock
 from muster.errors import Damaged, MusterError, StorageError
 from muster.redact import know, redacted, without

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from muster.dist.world import World
+from muster.world.group import World
 
 EXTRA = "_extra_state"
 """Suffix of the state-dict entry for a module's `get_extra_state`."""

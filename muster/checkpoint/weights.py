@@ -18,14 +18,14 @@ from torch import Tensor
 
 from muster.checkpoint.backends.base import STEP
 from muster.checkpoint.download import local_copy
-from muster.checkpoint.records import INDEX, Manifest
+from muster.checkpoint.schemas import INDEX, Manifest
 from muster.checkpoint.state import as_bytes, host_copy, read, saved_tensors
 from muster.checkpoint.storage import Saved, Storage
 from muster.checkpoint.trained import EXTRA
-from muster.dist.pieces import in_pieces
 from muster.errors import ConfigError, MusterError, StorageError, one_line, storage_error
 from muster.files import replace_file
 from muster.redact import without
+from muster.world.dtensor import in_pieces
 
 ALONE = "save the weights alone, torch.save(model.state_dict(), path)"
 MODEL, BESIDE = "model/", "buffers/"

@@ -20,7 +20,7 @@ from muster.collectives.model import Network, fit
 from muster.collectives.wire import written_bytes
 from muster.errors import MusterError
 from muster.process import usable_processors
-from muster.timing.record import processor
+from muster.timing.timing_file import processor
 
 ENOUGH_BYTES = 256 * 1024  # minimum per turn: ranks leave a barrier up to a message's time apart
 MOST_CALLS = 50

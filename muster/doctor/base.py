@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from muster.dist.world import World
+from muster.world.group import World
 
 Facts = Mapping[str, Any]
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch.distributed import DistError
 
-from muster.dist.world import World
 from muster.doctor import checks
 from muster.doctor.base import Check, Facts, Finding, Visit, whereabouts
 from muster.errors import MusterError
 from muster.origin import located
 from muster.redact import redacted_all
+from muster.world.group import World
 
 CANNOT = "cannot"
 """Name of the fact that says why a rank could not look."""

@@ -30,16 +30,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from muster.clock import SYSTEM, SystemClock
-from muster.dist.place import Place, store_is_agents
 from muster.errors import RankLost, say, traceback_of
 from muster.faults.blame import fault, silence
 from muster.faults.phase import Phase, Phases, code_position, cuda_is_busy
 from muster.faults.stillness import Stillness
 from muster.faults.survey import Echo, Eye, Survey
 from muster.faults.watchdog import Watchdog
+from muster.world.environment import Place, store_is_agents
 
 if TYPE_CHECKING:
-    from muster.dist.world import World
+    from muster.world.group import World
 
 BEAT_S = 0.1
 BEATS_PER_S = 275.0  # total of all nodes: each is posted once and read once

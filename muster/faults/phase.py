@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LONG_S = 1800.0  # a save to slow storage
 FIRST_S = 600.0  # the first phases of each kind compile and tune
 FIRST = 2
-WAITING = ("/torch/distributed/", "/torch/autograd/graph.py", "/muster/dist/reduce/shared_memory.py")
+WAITING = ("/torch/distributed/", "/torch/autograd/graph.py", "/muster/world/reduce/shared_memory.py")
 """Files in which code waits for other ranks: in a collective, or in a backward pass, which is full of them."""
 USUAL = 3  # a phase may take this many times the longest one of its kind
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from muster.process import STOP_SIGNALS
 
 if TYPE_CHECKING:
-    from muster.dist.world import World
+    from muster.world.group import World
 
 POLL_S = 0.2
 LONGEST_POLL_S = 5.0  # a sixth of a scheduler's usual grace period

@@ -11,7 +11,7 @@ from muster.faults.blame import Outlook, outlook
 from muster.faults.phase import Phase
 
 if TYPE_CHECKING:
-    from muster.dist.world import World
+    from muster.world.group import World
 
 BLIND = 4  # after this many missed polls, discard old beats
 

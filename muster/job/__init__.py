@@ -1,1 +1,1 @@
-"""The life of a job's attempt: its claims, its records and its end."""
+"""`Job`: the door for a training loop of a user's own."""

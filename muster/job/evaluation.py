@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muster.batches.generators import kept_generators, key_of, seed_generators
-from muster.batches.loader import LoaderConfig, batches
-from muster.dist.count import OF, means, unpaired
-from muster.dist.pieces import in_pieces
-from muster.dist.world import World
+from muster.data.generators import kept_generators, key_of, seed_generators
+from muster.data.loader import LoaderConfig, batches
 from muster.errors import ConfigError
-from muster.job.feed import at_least_one, is_loader, with_length
+from muster.job.batch_source import at_least_one, is_loader, with_length
 from muster.job.replicas import digest_of, of_rank_0
 from muster.loggers.metrics import check_names
 from muster.origin import described
 from muster.plan import Plan
+from muster.world.counts import OF, means, unpaired
+from muster.world.dtensor import in_pieces
+from muster.world.group import World
 
 Measure = Callable[[Any], Mapping[str, Tensor | tuple[Tensor, Tensor]]]
 """A batch -> name -> one value per sample, [B], or a pair of them: the sums of each sample, and what their mean is over."""

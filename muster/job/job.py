@@ -12,20 +12,20 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from muster.batches.fetch import unsplit
-from muster.batches.generators import key_of, seed_generators
-from muster.batches.loader import LoaderConfig
+from muster.attempt.lifecycle import State
+from muster.data.fetch import unsplit
+from muster.data.generators import key_of, seed_generators
+from muster.data.loader import LoaderConfig
 from muster.errors import ConfigError, Diverged, MusterError
-from muster.job.entrance import Entrance
+from muster.job.batch_source import Feed, PlannedFeed, Portion, counted, feed
+from muster.job.bootstrap import Entrance
 from muster.job.evaluation import Measure, evaluate
-from muster.job.feed import Feed, PlannedFeed, Portion, counted, feed
-from muster.job.lifecycle import State
-from muster.job.lives import run
+from muster.job.in_process_restart import run
+from muster.job.loop_services import AgreedStop, Session
 from muster.job.options import JobOptions
 from muster.job.replicas import settle_buckets
-from muster.job.session import AgreedStop, Session
-from muster.job.totals import number_of
-from muster.job.tracked import Tracked
+from muster.job.running_means import number_of
+from muster.job.tracked_state import Tracked
 from muster.loggers.metrics import check_names
 from muster.plan import Share
 

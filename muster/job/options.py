@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from muster.dist.options import GroupOptions
 from muster.errors import ConfigError
-from muster.job.folder import RunOptions
+from muster.lease.run_folder import RunOptions
 from muster.loggers.base import Logger
+from muster.world.group_options import GroupOptions
 
 COUNTS = ("save_every", "keep", "log_every", "seed", "max_idle_attempts", "max_survivals_per_hour")
 SECONDS = ("timeout_s", "start_timeout_s")
@@ -120,3 +121,25 @@ def _plain(options: JobOptions) -> dict[str, Any]:
 
 def _readable(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def loggers_of(options: JobOptions) -> dict[str, Callable[..., Logger]]:
+    """Return what creates the loggers that the settings name."""
+    makers: dict[str, Callable[..., Logger]] = {}
+    if options.metrics_port is not None:
+        makers["metrics_port"] = partial(_prometheus, options.metrics_port)
+    if options.tensorboard:
+        makers["tensorboard"] = _tensorboard
+    return makers | {f"loggers[{number}]": make for number, make in enumerate(options.loggers)}
+
+
+def _tensorboard(*, folder: Path, step: int, **_: Any) -> Logger:
+    from muster.loggers.tensorboard import TensorBoard  # imported here: it takes seconds
+
+    return TensorBoard(folder, step)
+
+
+def _prometheus(port: int, *, name: str, step: int, total_steps: int, **_: Any) -> Logger:
+    from muster.loggers.prometheus import Prometheus
+
+    return Prometheus(name, step, total_steps, port=port)

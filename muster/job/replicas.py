@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muster.checkpoint.state import as_bytes, host_copy
 from muster.checkpoint.trained import own_prefix, plain
-from muster.dist.pieces import in_pieces
-from muster.dist.world import World
 from muster.errors import ConfigError
+from muster.world.dtensor import in_pieces
+from muster.world.group import World
 
 LOOKED_AT = 8
 """Number of elements of a tensor that are compared beside the sum of its bits."""

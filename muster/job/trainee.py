@@ -1,129 +1,365 @@
-"""What one rank trains in one attempt, as checkpoints and survival see it: the one seam between a loop and its attempt.
+"""What a job whose loop is a user's own keeps from one attempt to the next when a rank dies: see hand_over.py.
 
-There are two: a strategy with its callbacks (train/trainee.py), and what a Job tracks (live_job.py). Each has a state by
-name, for checkpoints; a replica, which is what all ranks share between two steps; and what only this rank has, which is in
-its notes (faults/notes.py).
+Between two steps the state of a rank is whole: the optimizer's step is counted, and the loop's body has ended. A survivor
+keeps its state if it has changed no parameter since then, as in a backward pass, which waits for the sum of the gradients. A
+rank's notes have its own sums of the log, between two steps, and its own buffers, also after each forward pass: so before
+its part of the step's sum leaves it.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.hooks import RemovableHandle
 
+from muster.attempt.attempt import Running
 from muster.checkpoint.changes import Changes, Place, place
+from muster.checkpoint.manager import restore
+from muster.checkpoint.state import host_copy
 from muster.checkpoint.storage import Saved
-from muster.checkpoint.trained import Trained
-from muster.dist.world import World
-from muster.errors import one_line
-from muster.faults.notes import Notes
-from muster.job.running import Running
-from muster.job.survival import WHY_NOT, Survival
+from muster.checkpoint.trained import SavedTensor
+from muster.data.fingerprint import hash_of, look
+from muster.data.generators import key_of, seed_generators
+from muster.errors import RankLost
+from muster.job.replicas import first_apart, hooks_with_state
+from muster.job.running_means import NAME as TOTALS
+from muster.job.running_means import Totals
+from muster.job.tracked_state import FROZEN, GRADIENTS, ZEROED, Tracked
+from muster.recovery.emergency_checkpoint import check_finite
+from muster.recovery.hand_over import HandOver
+from muster.recovery.survival import Survival
+from muster.recovery.trainee import Trainee
+from muster.world.dtensor import in_pieces
+from muster.world.group import World
+
+NOTES = 4
+"""The last notes that are needed: at the end of a step, in the middle of it, at its beginning, and one that is being written."""
+FIRST = 2
+"""The steps after which parameters are compared in any case: a loop that averages them does not do so after each step."""
+SAMPLED = 3
+"""Number of elements of each of three parameters that are compared, between ranks and with the end of the step."""
 
 
-class Trainee(Trained):
-    """What one rank trains in one attempt.
+@dataclass
+class Reached:
+    """The steps and samples done, over all attempts."""
+
+    step: int = 0
+    samples: int = 0
+
+
+class Loop(Protocol):
+    """A loop of a user's own, as its session knows it (session.py)."""
+
+    world: World
+    tracked: Tracked
+    totals: Totals
+    running: Running
+    reached: Reached
+    noted: dict[str, float]
+    built: dict[str, Any]
+    is_within: bool
+    is_evaluating: bool
+    owes_save: bool
+
+    def is_time_to_log(self) -> bool: ...
+    def position(self) -> dict[str, Any]: ...
+    def refuse_unequal(self) -> None: ...
+    def refuse_others(self, saved: Saved) -> None: ...
+
+
+class LiveJob(HandOver):
+    """The state of one rank of a job between two attempts."""
+
+    def __init__(self, survival: Survival | None = None):
+        super().__init__(survival)
+        self.has_worked = False
+        """True if this process has begun to make steps: what it has outside of the tracked objects may remember them."""
+        self.built: dict[str, Any] | None = None
+        """The options with which the loop has built what it tracks, when this process called it first."""
+        self.told: set[str] = set()
+        """What the records tell once for all lives."""
+        self.habits: dict[str, bool] = {}
+        """What earlier attempts have learnt of the loop: see between.py."""
+
+
+class JobTrainee(Trainee):
+    """What the loop of `session` trains, with the sums of its log.
 
     Args:
-        world: the ranks.
-        survival: how this rank survives the death of another; None: it does not.
+        kept: what this rank keeps between attempts.
     """
 
-    key: ClassVar[str]
-    """The setting that asks for survival."""
+    key = "survive=True"
 
-    def __init__(self, world: World, survival: Survival | None = None):
-        self.world, self._survival = world, survival
-        self.is_followed = False
-        """True while this rank notes what only it has, so that another may go on in its place."""
-        self.changes = Changes([])
-        """Tells what has changed since the step began, or the one before it ended."""
-        self.noted: list[Place] = []
-        """The buffers as they were when they were noted."""
+    def __init__(self, session: Loop, kept: LiveJob):
+        super().__init__(session.world, kept.survival)
+        self._session: Loop = weakref.proxy(session)  # which holds this object, and goes with the group
+        self._tracked, self._kept, self._habits = session.tracked, kept, kept.habits
+        self._whole = self._left_to_compare = 0
+        self._common: list[Place] = []
+        """The buffers as they were when the attempt began, if they were equal on all ranks."""
+        self._point: list[float] = []
+        self._hooks: list[RemovableHandle] = []
+        self._plain: dict[str, Any] = {}
+        self._with_gradients: list[str] = []
+        self._has_buffers = self._is_handed = self._is_lost = False
+        self._told: list[str] = []
+
+    def state(self) -> dict[str, Any]:
+        """Return the flat state for a checkpoint. Collective: every rank must call it."""
+        return {**self._tracked.state(), **self._session.totals.state()}
+
+    def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Return the tensors to read the `saved` ones into. Raises ConfigError."""
+        return self._tracked.targets(saved)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load a saved state. Raises ConfigError."""
+        self._session.totals.load(state)
+        self._tracked.load(state)
+
+    def begin(self) -> None:
+        """Begin before the first step. Collective. Raises ConfigError: the ranks' parameters differ."""
+        self._kept.told = set()
+        self._session.refuse_unequal()
+
+    def resume(self, saved: Saved) -> None:
+        """Load a checkpoint. Collective. Raises ConfigError: it is of other tracked objects. StorageError."""
+        self._kept.told = set()
+        self._session.refuse_others(saved)
+        restore(saved, self)
+
+    # In an attempt.
 
     @property
-    @abstractmethod
     def running(self) -> Running:
         """The attempt, once it makes steps."""
-
-    @property
-    def notes(self) -> Notes:
-        """What outlives this process."""
-        assert self._survival
-        return self._survival.notes
+        return self._session.running
 
     def follow(self) -> None:
-        """Note from now on what only this rank has. Collective: every rank must call it."""
-        self.is_followed = True
+        """Note from now on what only this rank knows. Collective: every rank must call it."""
+        super().follow()
+        self._say_lost()
+        self.running.records.repeat_body(self._told)
+        self._tracked.between.habits = self._habits
+        buffers = self._tracked.buffers()
+        told = self.world.gather([_why_not(self._tracked), hash_of(look([*buffers.values()]))])
+        if why := next((why for why, _ in told if why), ""):
+            self.refuse(why)
+            return
+        self._has_buffers = self._tracked.has_buffers
+        self._left_to_compare = self._left_to_compare if self._is_handed else FIRST
+        self._common = [*map(place, buffers.values())] if len({digest for _, digest in told}) == 1 else []
+        self.changes = Changes(self._tracked.named.items(), self._tracked.optimizers.values())
+        if self._has_buffers:
+            self._hooks = [each.register_forward_hook(self.note_buffers) for each in self._tracked.modules.values()]
+        self._note()
 
-    def refuse(self, why: str) -> None:
-        """Do not survive any more, and record why: the death of a rank restarts all."""
-        if self.is_followed and self._survival:
-            self.is_followed = False
-            self._survival.refuse()
-            self.running.records.event("note", text=WHY_NOT.format(key=self.key, why=why))
-
-    def note(self, number: int, facts: dict[str, Any], buffers: Mapping[str, Tensor]) -> None:
-        """Note facts and buffers that only this rank has, under the number of a step, or a part of it."""
-        try:
-            self.notes.write(number, facts, buffers)
-            self.noted = [*map(place, buffers.values())]
-        except (ValueError, RuntimeError) as error:
-            self.refuse(f"a rank's own buffers cannot be noted: {one_line(error)}")
+    def _say_lost(self) -> None:
+        """Record whose loss of the last step is lost, if the state was handed over. Collective: every rank must call it."""
+        step = self._session.reached.step
+        if self._is_handed and (rank := self.world.lowest(self._is_lost)) is not None:
+            text = f"rank {rank} has died before it could report its loss of step {step}: the next train line is without it"
+            self.running.records.event("note", step=step, text=text)
 
     def release(self) -> None:
-        """Note nothing any more, and let go of what `follow` has set up."""
-        self.is_followed = False
+        """Remove the hooks of the modules, which may outlive the attempt."""
+        super().release()
+        for hook in self._hooks:
+            hook.remove()
 
-    @abstractmethod
-    def begin(self) -> None:
-        """Begin before the first step. Collective. Raises ConfigError: ranks differ in what must be alike."""
+    def end_step(self) -> None:
+        """Note that a step and the loop's body have ended: the state is whole, until a parameter changes.
 
-    @abstractmethod
-    def resume(self, saved: Saved) -> None:
-        """Load a checkpoint, and go on at its step. Collective. Raises ConfigError: it is of something else. StorageError."""
+        Collective: every rank must call it.
+        """
+        if self._left_to_compare:  # also on a rank that has refused by itself: the others wait for it
+            self._left_to_compare -= 1
+            for what, named in (
+                ("parameters", self._tracked.named),
+                ("optimizers' states", self._tracked.of_optimizers()),
+            ):
+                if self.world.lowest(bool(first_apart(named, self.world))) is not None:
+                    self.refuse(f"{what} differ between ranks, so no rank has those of another")
+        if not self.is_followed:
+            return
+        is_seen = bool(self.changes.changed())
+        self.running.records.end_body()
+        self._note()
+        if not self._tracked.optimizers and not is_seen:
+            self.refuse("a step has changed no parameter that torch could see: change them in place, and not by .data")
+
+    def _note(self) -> None:
+        session, step = self._session, self._session.reached.step
+        self._whole, self.notes.whole = 2 * step, step
+        self.changes.look()
+        self._plain, self._point = self._tracked.plain(), _point(self._tracked.parameters())
+        self._with_gradients = self._tracked.between.with_gradients()
+        self._write(self._whole, {"totals": session.totals.own(), "noted": session.noted, "point": self._point})
+
+    def note_buffers(self, *_: Any) -> None:
+        """Note this rank's own buffers if they have changed, unless an evaluation uses rank 0's."""
+        if (
+            self.is_followed
+            and not self._session.is_evaluating
+            and [*map(place, self._tracked.buffers().values())] != self.noted
+        ):
+            self._write(self._whole + 1, {})
+
+    def _write(self, number: int, facts: dict[str, Any]) -> None:
+        self.note(number, facts, self._tracked.buffers() if self._has_buffers else {})
+
+    # Between two attempts.
 
     @property
     def owes_save(self) -> bool:
         """True if a checkpoint of this step is due and not begun."""
-        return False
+        return self._session.owes_save
 
-    @abstractmethod
     def changed(self) -> str:
-        """Return what the step that is not done has changed; empty if nothing, or if no step has begun."""
+        """Return what this rank has changed since the step ended; empty if nothing, or if the step's body has not ended."""
+        if self._session.is_within:
+            return ""
+        return self.changes.changed() or ("a parameter" if self._point != _point(self._tracked.parameters()) else "")
 
-    @abstractmethod
     def is_whole(self, *, is_save_lost: bool) -> bool:
-        """Return True if the state is that of the end of a step. is_save_lost: no rank can write the newest checkpoint."""
+        """Return True if the state is that of the end of a step."""
+        between = self._tracked.between
+        has_gradients = any(map(between.needs, self._with_gradients))
+        return not (self._session.is_within or between.is_within() or has_gradients)
 
-    @abstractmethod
     def mark(self) -> list[int]:
-        """Return how far this rank has come: its step, and what it has done of it. Marks are compared in this order."""
+        """Return the step."""
+        return [self._session.reached.step]
 
-    @abstractmethod
     def replica(self) -> dict[str, Any]:
-        """Return the flat state that all ranks share, without communication."""
+        """Return copies: modules may outlive the function, and be built upon again. A body may have changed rates before its sum."""
+        of_gradients = {GRADIENTS: {}, ZEROED: self._tracked.between.zeroed(), FROZEN: self._tracked.frozen()}
+        return {**host_copy(self._tracked.replica()), **self._plain, **of_gradients}
 
-    @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return what the others need beside the replica, as JSON values."""
+        """Return the progress, and some of the parameters after this step and the one before."""
+        session, step = self._session, self._session.reached.step
+        noted = [self.notes.read(number) for number in (2 * step, 2 * step - 2)]
+        return {
+            "reached": [step, session.reached.samples],
+            "is_logged": session.is_time_to_log(),
+            "habits": self._habits,
+            "said": sorted(self._kept.told),
+            "noted": session.noted,
+            "built": session.built,
+            "left_to_compare": self._left_to_compare,
+            "evaluations": [*self.running.records.of_body, *self.running.records.told],
+            "points": [each[0]["point"] if each else None for each in noted],
+        }
 
-    @abstractmethod
+    # In the next attempt.
+
     def take_over(self, state: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Load the replica and the facts of another rank, and from the notes what only this rank has. Collective.
+        """Load the state of the furthest rank, and this rank's own from its notes. Collective: every rank must call it.
 
         Raises:
-            RankLost: a rank has no notes of the last step.
+            RankLost: a rank has not noted what only it knew, or has parameters of its own.
         """
+        session, reached = self._session, self._session.reached
+        reached.step, reached.samples = facts["reached"]
+        self._habits.update(facts["habits"])
+        self._kept.told = set(facts["said"])
+        session.built = self._kept.built = facts["built"]
+        self._left_to_compare = facts["left_to_compare"]
+        noted = self._own(reached.step, is_logged=facts["is_logged"])
+        self._check(reached.step, noted, facts["points"])
+        assert noted
+        own, buffers = noted
+        self._tracked.load({**state, **buffers})
+        session.totals.put(own["totals"])
+        session.noted = {**own["noted"], **facts["noted"]}  # some after the note, in a loop that has batches of its own
+        self._is_handed, self._told = True, facts["evaluations"]
 
-    # The emergency checkpoint, when a rank is lost for good: see rescue.py.
+    def _own(self, step: int, *, is_logged: bool) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """Return this rank's own sums and buffers after `step`; None if it has not noted them."""
+        if whole := self.notes.read(2 * step):
+            return whole
+        before, late = self.notes.read(2 * step - 2), self.notes.read(2 * step - 1)
+        if before is None or (late is None and self.notes.is_torn(2 * step - 1)):
+            return None
+        self._is_lost = not is_logged
+        own = before[0] if self._is_lost else {"totals": {}, "noted": {}}
+        return own, late[1] if late else before[1]  # there is no later note if no buffer has changed
 
-    @abstractmethod
+    def _check(self, step: int, own: Any, points: list[Any]) -> None:
+        """Raise RankLost on all ranks if the state of one cannot be put together."""
+        whole, before = self.notes.read(2 * step), self.notes.read(2 * step - 2)
+        late = self.notes.read(2 * step - 1) or before
+        own_points = [noted[0]["point"] if noted else None for noted in (whole, before)]
+        both = [pair for pair in zip(own_points, points, strict=True) if None not in pair]
+        is_apart = any(one != other for one, other in both)
+        is_changed_late = bool(whole and late and any(_differ(whole[1][name], late[1].get(name)) for name in whole[1]))
+        told = self.world.gather([own is None, is_apart, is_changed_late, whole is None])
+        missing, apart, changed, unfinished = ([rank for rank, each in enumerate(told) if each[n]] for n in range(4))
+        if missing:
+            raise RankLost(f"rank {missing[0]} left no notes of step {step}: all ranks restart", rank=missing[0])
+        if apart:
+            raise RankLost(
+                f"rank {apart[0]} had parameters of its own, which nobody else has: all ranks restart", rank=apart[0]
+            )
+        if changed and unfinished:
+            raise RankLost(
+                f"rank {unfinished[0]} died in step {step}, whose buffers change after the forward pass: all ranks restart",
+                rank=unfinished[0],
+            )
+
+    # When another rank is lost for good.
+
     def has_common_buffers(self) -> bool:
-        """Return True if training may go on from this rank's buffers alone."""
+        """Return True if this rank's buffers are those of all ranks: they have not changed in this attempt."""
+        return self._common == [*map(place, self._tracked.buffers().values())]
 
-    @abstractmethod
     def alone(self) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
-        """Return the state, the position and the last records of a checkpoint that this rank writes alone. Raises StorageError."""
+        """Return the state, the position and the last records of a checkpoint that this rank writes alone."""
+        check_finite(self._tracked.parameters(), self.running.step)
+        unlogged = self._session.reached.samples - self.running.records.since_last()[0]
+        return {**self.replica(), TOTALS: {}}, {**self._session.position(), "unlogged": unlogged}, []
+
+
+def _why_not(tracked: Tracked) -> str:
+    """Return why a rank that dies ends all ranks; empty if its state is that of the others."""
+    replicated = LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler
+    for name, other in tracked.others.items():
+        if not isinstance(other, replicated):
+            return f"the state of {name}, a {type(other).__name__}, may differ between ranks"
+    for name, optimizer in tracked.optimizers.items():
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            return f"{name} is a {type(optimizer).__name__}, whose steps cannot be followed"
+    if name := next((name for name, each in tracked.tensors().items() if in_pieces(each)), ""):
+        return f"{name} is in pieces, of which each rank holds its own"
+    if tracked.extra:
+        return f"each rank has its own extra state of a module: {tracked.extra}"
+    if hooks := hooks_with_state(tracked.modules.values()):
+        return f"the communication hook {hooks[0][0]} has a state of each rank"
+    return "a module is compiled" if tracked.are_compiled else ""
+
+
+def _point(parameters: Sequence[Tensor]) -> list[float]:
+    """Return some elements, which differ between ranks of which each trains by itself, and after any change."""
+    some = list[Tensor]()
+    for is_trained in (True, False):
+        kind = [each for each in parameters if each.requires_grad == is_trained and each.numel()]
+        some += [kind[at].detach().flatten()[:SAMPLED].double() for at in {0, len(kind) // 2, len(kind) - 1} if kind]
+    return torch.cat(some).tolist() if some else []
+
+
+def _differ(one: Tensor, other: Tensor | None) -> bool:
+    return other is None or one.shape != other.shape or not torch.equal(one, other)
+
+
+def seed_step(seed: int, world: World, step: int) -> None:
+    """Seed the generators for this rank's part of a step: so a rank that is born again draws alike."""
+    seed_generators(key_of(seed, world.rank, step, "step"), on_device=True)

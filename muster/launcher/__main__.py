@@ -24,11 +24,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from muster import attempts
+from muster import outcome
 from muster.errors import ConfigError, Held, nearest, one_line, say
 from muster.faults import output
 from muster.files import replace_file
-from muster.launcher import blame, execute, slurm
+from muster.launcher import bad_nodes, execute, slurm
 from muster.launcher.check import check, check_apart
 from muster.launcher.script import Script, script_of
 from muster.launcher.spec import (
@@ -93,7 +93,7 @@ def note_end(path: Path, script: Script, code: int) -> None:
 
 def was_held(spec: Spec, overrides: Sequence[str], *, since: float) -> bool:
     """Whether ranks of this job gave up because another part of the job held their run."""
-    records = [attempts.newest(folder, launcher=spec.job_name) for folder in check_apart(overrides)[1]]
+    records = [outcome.newest(folder, launcher=spec.job_name) for folder in check_apart(overrides)[1]]
     return any(
         record.get("exit_code") == Held.exit_code and float(record.get("time", 0.0)) > since for record in records
     )
@@ -165,7 +165,7 @@ def plan(given: Sequence[str]) -> int:
 
 def records_in(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the last record of this Slurm job in each folder."""
-    return [attempts.newest(folder, launcher=slurm.job_id(os.environ)) for folder in folders]
+    return [outcome.newest(folder, launcher=slurm.job_id(os.environ)) for folder in folders]
 
 
 def common(folders: Sequence[Path]) -> Path:
@@ -192,7 +192,7 @@ def verdict(given: Sequence[str]) -> int:
     if before and identity(known) != identity(after):
         refused = str(after.get("bad_host") or "")
     if before and (end.requeue or refused) and nodes:
-        bad = blame.to_exclude(
+        bad = bad_nodes.to_exclude(
             [event for folder in folders for event in jsonl.events(folder / jsonl.NAME)],
             nodes=nodes.split(), excluded=excluded.split(), most=slurm.most_excluded(os.environ), now=time.time(),
             usable={name: kind for name, _, kind in (line.partition(" ") for line in usable.splitlines())},

@@ -14,13 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from muster import attempts, process
-from muster.dist.place import JOB
+from muster import outcome, process
 from muster.faults import output
 from muster.launcher.check import answer
 from muster.launcher.spec import Dynamic, Spec
 from muster.launcher.torchrun import take_signals_between_looks
 from muster.launcher.verdict import identity
+from muster.world.environment import JOB
 
 
 def main(given: list[str]) -> int:
@@ -45,7 +45,7 @@ def plan_of(overrides: list[str]) -> dict[str, Any]:
     if "refused" in found:
         return found
     folder, own = Path(found["folder"]), os.environ[JOB]
-    return {"folder": str(folder), "launcher": own, "before": identity(attempts.newest(folder, launcher=own))}
+    return {"folder": str(folder), "launcher": own, "before": identity(outcome.newest(folder, launcher=own))}
 
 
 def run(spec: Spec, line: list[str], folder: Path) -> int:

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from muster import attempts, process
-from muster.dist.place import JOB, NODES
+from muster import outcome, process
 from muster.errors import ConfigError, Preempted, say
 from muster.launcher.script import Script
 from muster.launcher.spec import MARGIN_S, Dynamic, Spec, command, environment, printed, steady_torchrun, this_torchrun
 from muster.launcher.verdict import Policy, Requeues, Verdict, before_and_after, decide, decide_script
+from muster.world.environment import JOB, NODES
 
 LAST_WORDS_S = MARGIN_S - 2
 POLL_S = 0.2
@@ -89,8 +89,8 @@ def run_script(spec: Spec, script: Script, *, policy: Policy, requeues: Requeues
     signals = _handled(policy)
     code = _run_agent(spec, script.given, signals, {SCRIPT: "1"})
     verdict = decide_script(code, told=bool(signals.came), policy=policy, requeues=requeues)
-    outcome = {0: attempts.DONE, Preempted.exit_code: attempts.PREEMPTED}.get(code, "failed")
-    return AgentEnd(verdict, tuple(signals.came), {"outcome": outcome, "exit_code": code})
+    said = {0: outcome.DONE, Preempted.exit_code: outcome.PREEMPTED}.get(code, "failed")
+    return AgentEnd(verdict, tuple(signals.came), {"outcome": said, "exit_code": code})
 
 
 def _handled(policy: Policy) -> Signals:
@@ -170,7 +170,7 @@ def _as_child() -> None:
 
 
 def _records(folders: Sequence[Path], launcher: str) -> list[dict[str, Any]]:
-    return [attempts.newest(folder, launcher=launcher) for folder in folders]
+    return [outcome.newest(folder, launcher=launcher) for folder in folders]
 
 
 def _settled(
@@ -178,7 +178,7 @@ def _settled(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the record before, and the last one. After a stop request, wait for another node that still has to write it."""
     deadline = time.monotonic() + (LAST_WORDS_S if told else 0)
-    while (both := before_and_after(known, _records(folders, launcher)))[1].get("outcome") == attempts.RUNNING:
+    while (both := before_and_after(known, _records(folders, launcher)))[1].get("outcome") == outcome.RUNNING:
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)

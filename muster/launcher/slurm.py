@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from muster.errors import ConfigError
-from muster.launcher import blame
+from muster.launcher import bad_nodes
 from muster.launcher.spec import Dynamic, Spec
 from muster.launcher.variables import text, whole
 from muster.launcher.verdict import Requeues
@@ -71,7 +71,7 @@ def requeues(env: Mapping[str, str]) -> Requeues:
 
 def most_excluded(env: Mapping[str, str]) -> int:
     """Return how many nodes a job may exclude for the deaths of their ranks. Raises ConfigError."""
-    return whole(env, "MAX_EXCLUDED", default=blame.MOST)
+    return whole(env, "MAX_EXCLUDED", default=bad_nodes.MOST)
 
 
 def srun_flags(env: Mapping[str, str]) -> list[str]:

@@ -23,14 +23,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, overload
 
-from muster import attempts
-from muster.dist.place import JOB
+from muster import outcome
 from muster.errors import ConfigError, Held, MusterError, Preempted, final, of_code, one_line
 from muster.launcher import loopback
 from muster.launcher.spec import Spec, environment
 from muster.launcher.variables import whole
 from muster.launcher.verdict import Policy, decide
 from muster.process import usable_processors
+from muster.world.environment import JOB
 
 T = TypeVar("T")
 
@@ -241,7 +241,7 @@ class SpawnEnd:
             self._raise_if_stopped("nothing was started: launch it again")
             self._raise_if_failed()
         folder = Path(plan["folder"])
-        after = attempts.newest(folder, launcher=plan["launcher"])
+        after = outcome.newest(folder, launcher=plan["launcher"])
         verdict = decide(plan["before"], after, self.code, told=bool(self.came), policy=Policy())
         self._raise_if_stopped(f"{folder}: {verdict.line or 'done'}: launch it again to resume")
         if verdict.code == 0:

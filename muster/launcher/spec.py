@@ -15,7 +15,7 @@ from muster.faults.agent import STUCK_S
 from muster.launcher.script import script_of
 from muster.launcher.variables import whole
 
-ACCEPTS = "muster.train.accepts"
+ACCEPTS = "muster.train.validate"
 """The module that checks whether the trainer accepts overrides."""
 UNSHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without this a surviving agent does not give the address of the group to a node that joins late or again."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from muster import attempts as outcome
+from muster import outcome
 from muster.errors import final
 from muster.launcher.compose import STORE_PORT
 

@@ -60,7 +60,7 @@ def compare_no_clocks() -> None:
 
     holder._sanitize = sanitize
     vars(rendezvous)["datetime"] = steady
-    os.environ["MUSTER_STEADY_AGENT"] = "1"  # for the ranks: muster/dist/place.py
+    os.environ["MUSTER_STEADY_AGENT"] = "1"  # for the ranks: muster/world/environment.py
 
 
 def take_signals_between_looks() -> None:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muster.attempts import DONE, RUNNING
 from muster.errors import CrashLoop, Held, Preempted, final
+from muster.outcome import DONE, RUNNING
 
 COME_BACK = Preempted.exit_code
 UNMET = 69

@@ -15,7 +15,7 @@ from muster.faults import output
 from muster.loggers.base import Logger
 from muster.redact import redacted_all
 from muster.timing.clock import Times
-from muster.timing.record import Timing
+from muster.timing.timing_file import Timing
 
 OF_RECORDS = ("kind", "event", "step", "epoch", "samples", "samples_per_s", "time")
 """Names that records have for entries of their own, whatever a loop logs."""

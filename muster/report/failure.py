@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
-from muster import attempts
+from muster import outcome
 from muster.report.history import History
 
-FINE = {attempts.DONE, attempts.PREEMPTED, attempts.RUNNING, "none"}
+FINE = {outcome.DONE, outcome.PREEMPTED, outcome.RUNNING, "none"}
 
 
 def has_failed(history: History) -> bool:
@@ -17,8 +17,7 @@ def has_failed(history: History) -> bool:
 
 def where(history: History) -> str:
     """Return on which rank and host, and after which step, the last attempt failed."""
-    outcome, step = history.outcome, history.outcome.get("step")
-    rank, host = outcome.get("rank"), outcome.get("failed_host")
+    rank, host, step = (history.outcome.get(name) for name in ("rank", "failed_host", "step"))
     said = [f"rank {rank}" if rank is not None else "", f"on {host}" if host else ""]
     return " ".join(part for part in (*said, "before the first step" if step is None else f"after step {step}") if part)
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import yaml
 
-from muster import attempts
+from muster import outcome
 from muster.flat import flatten
 from muster.loggers import jsonl
 from muster.plan import Plan
 from muster.redact import redacted_all
 from muster.report import results
 from muster.report.results import Result
-from muster.timing import record as timing
+from muster.timing import timing_file as timing
 
 Line = dict[str, Any]
 LOSSES = ("down", "restart", "survived deaths", "start", "repeated steps", "data wait", "checkpoint", "evaluation")
@@ -66,7 +66,7 @@ class History:
             folder=folder,
             lines=jsonl.read(folder / jsonl.NAME),
             timings=jsonl.read(folder / timing.NAME, timing.KINDS),
-            outcome=attempts.read(folder),
+            outcome=outcome.read(folder),
             config=redacted_all(_config(folder / "config.yaml")),
         )
 

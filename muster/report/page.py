@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import yaml
 
-from muster.checkpoint.records import read_best
+from muster.checkpoint.schemas import read_best
 from muster.files import replace_file
 from muster.loggers.console import several
 from muster.report import failure, figures

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muster import attempts
-from muster.attempts import Attempt
-from muster.checkpoint.records import direction, read_best
+from muster import outcome
+from muster.checkpoint.schemas import direction, read_best
 from muster.errors import ConfigError
 from muster.loggers.jsonl import NAME, read
+from muster.outcome import Attempt
 
 COORDINATES = ("kind", "step", "epoch")
 OF_A_RUN = (NAME, "config.yaml", "model.pt", "checkpoints")
 """Files of which a run's folder has at least one."""
-RECORDS = (NAME, attempts.OUTCOME)
+RECORDS = (NAME, outcome.OUTCOME)
 """Files of a run that was claimed, of which one that failed before it began has the second alone."""
 DEFAULT_METRICS = ("loss", "train loss")
 """Metrics that runs without `checkpoint.best` are compared by: the first that one of them has."""
@@ -50,7 +50,7 @@ class Result:
         lines: those of its metrics.jsonl, if they were read already.
         """
         lines, best = read(folder / NAME) if lines is None else lines, read_best(folder)
-        standing = _standing(attempts.last(folder).outcome)
+        standing = _standing(outcome.last(folder).outcome)
         evaluations = [line for line in lines if line["kind"] == "eval"]
         if best:
             at_best = [line for line in evaluations if line["step"] == best.step]
@@ -129,10 +129,10 @@ def best_in(folder: Path) -> tuple[Result, str] | None:
     return best, f"muster: {folder} holds {len(runs)} runs: taking {best.folder}, {by}"
 
 
-def _standing(outcome: str) -> int:
-    if outcome in (attempts.RUNNING, attempts.PREEMPTED):
+def _standing(of: str) -> int:
+    if of in (outcome.RUNNING, outcome.PREEMPTED):
         return UNENDED
-    return 0 if outcome in (attempts.DONE, Attempt().outcome) else FAILED
+    return 0 if of in (outcome.DONE, Attempt().outcome) else FAILED
 
 
 def _by_numbers(folder: Path) -> list[tuple[int, str]]:

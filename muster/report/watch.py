@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from muster import attempts
+from muster import outcome
 from muster.faults import output
 from muster.loggers.console import OF_A_STEP, describe, several, speeds
 from muster.loggers.jsonl import NAME
@@ -21,7 +21,7 @@ from muster.origin import located
 from muster.report.failure import command, has_failed, resumes, where
 from muster.report.figures import duration
 from muster.report.history import History
-from muster.timing import record as timing
+from muster.timing import timing_file as timing
 
 EVERY_S = 1.0
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -50,7 +50,7 @@ def watch(folders: Sequence[Path], *, once: bool = False) -> int:
 
 
 def _is_done(folder: Path) -> bool:
-    return attempts.read(folder).get("outcome") == attempts.DONE
+    return outcome.read(folder).get("outcome") == outcome.DONE
 
 
 def _surely_shown(folder: Path, width: int) -> Group:
@@ -63,7 +63,7 @@ def _surely_shown(folder: Path, width: int) -> Group:
 def shown(folder: Path, width: int, *, now: float | None = None) -> Group:
     """Return lines about one run: progress, loss and speed, and the last event, or the error and what resumes the run."""
     if not (folder / NAME).exists():
-        last = attempts.last(folder)
+        last = outcome.last(folder)
         state = f"{last.outcome.replace('_', ' ')}: {last.error}" if last.error else f"no {NAME} yet"
         return Group(Text.assemble((str(folder), "bold"), f"  has not started: {state}"))
     history = History.of(folder)

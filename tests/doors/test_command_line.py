@@ -22,8 +22,8 @@ from kit.until import until
 from kit.warm import run as start
 
 from muster.launcher.spec import UNSHARED
+from muster.train.config import choices, mode
 from muster.train.config import compose as composition
-from muster.train.config import mode, options
 from muster.train.config.compose import compose, run_each
 from muster.train.config.differences import to_dict
 from muster.train.config.sweep_folder import folder_name
@@ -103,12 +103,12 @@ SWEEP = "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {optimiz
 @pytest.mark.unit
 @pytest.mark.parametrize("place", ["command line", "folder of one's own", "the kit's own folder"])
 def test_a_sweep_that_is_asked_for_without_m(place, tmp_path, monkeypatch):
-    kit = shutil.copytree(options.conf_folder(), tmp_path / "conf")
+    kit = shutil.copytree(choices.conf_folder(), tmp_path / "conf")
     folder = kit if "kit" in place else tmp_path / "own"
     (folder / "experiment").mkdir(parents=True, exist_ok=True)
     (folder / "experiment/rates.yaml").write_text(SWEEP)
     line = ["hydra.mode=MULTIRUN", "optimizer.lr=0.1,0.2"] if place == "command line" else ["+experiment=rates"]
-    for module in (composition, mode, options) if folder == kit else ():
+    for module in (composition, mode, choices) if folder == kit else ():
         monkeypatch.setattr(module, "conf_folder", lambda: kit)
     monkeypatch.setattr(sys, "argv", ["muster", *line, *(["--config-dir", str(folder)] if folder != kit else [])])
     jobs = []

@@ -10,11 +10,11 @@ from kit import warm
 from kit.job import ROOT, environment, run
 
 from muster.errors import DataError
+from muster.train.config.choices import options
 from muster.train.config.compose import compose
 from muster.train.config.differences import differences, to_dict
 from muster.train.config.help import markdown
 from muster.train.config.keys import GROUPS, Config
-from muster.train.config.options import options
 from muster.train.objectives.language_modeling import LanguageModeling
 
 TINY = {

@@ -15,7 +15,7 @@ from kit.faults import fail_at
 from kit.job import ROOT, Result, environment, finish, free_port, reached, wait_for
 from kit.ledger import assert_exact
 
-from muster.job.feed import LoadedFeed
+from muster.job.batch_source import LoadedFeed
 from muster.launcher.spec import UNSHARED
 from muster.report.figures import marks
 from muster.report.history import History

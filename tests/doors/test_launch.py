@@ -19,7 +19,7 @@ from kit.until import until
 
 from muster.errors import ConfigError, Held, final
 from muster.faults.agent import STUCK_S
-from muster.launcher import blame, compose, execute, kubernetes, loopback, script_agent, slurm, torchrun, verdict
+from muster.launcher import bad_nodes, compose, execute, kubernetes, loopback, script_agent, slurm, torchrun, verdict
 from muster.launcher.__main__ import main
 from muster.launcher.spec import MARGIN_S, Timings, command, for_script, printed
 from muster.launcher.spec import environment as variables
@@ -701,8 +701,8 @@ def deaths(host, count, *, ago_s=60.0):
     ],
 )
 def test_a_node_whose_ranks_die_often_is_blamed(events, expected):
-    assert blame.blamed(events, ["n1", "n2"], now=10_000.0) == expected
-    assert blame.blamed(events, ["n2"], now=10_000.0) == "", "there is no other one to compare it with"
+    assert bad_nodes.blamed(events, ["n1", "n2"], now=10_000.0) == expected
+    assert bad_nodes.blamed(events, ["n2"], now=10_000.0) == "", "there is no other one to compare it with"
 
 
 ALIKE = dict.fromkeys(("n1", "n2", "n3", "n4", "n5"), "(null) gpu:8 96 1000000") | {"cpu": "(null) (null) 8 4000"}
@@ -728,7 +728,7 @@ def test_a_job_can_do_without_the_node_that_it_excludes(nodes, usable, excluded,
         "usable": {name: ALIKE[name] for name in usable.split()},
         "excluded": excluded.split(),
     }
-    assert blame.to_exclude(events, **given, most=2, now=10_000.0) == expected
+    assert bad_nodes.to_exclude(events, **given, most=2, now=10_000.0) == expected
 
 
 def test_the_node_to_exclude_is_part_of_the_verdict(tmp_path, capsys, monkeypatch):

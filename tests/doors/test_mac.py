@@ -9,8 +9,8 @@ import sys
 import pytest
 from kit.job import ROOT, environment, run
 
-from muster.dist.reduce.shared_memory import why_none
 from muster.process import usable_processors
+from muster.world.reduce.shared_memory import why_none
 
 MAC = {"PYTHONPATH": ":".join(str(ROOT / each) for each in ("tests/kit/mac", "", "tests"))}
 

@@ -19,10 +19,10 @@ from torch.distributed import FileStore
 
 import muster
 from muster import launch
-from muster.dist.place import Place
-from muster.dist.rendezvous.meeting import meet
 from muster.errors import ConfigError, Diverged, MusterError, Preempted
 from muster.train.config.compose import compose
+from muster.world.environment import Place
+from muster.world.rendezvous.meeting import meet
 
 LONG = ("model=convnet", "batch_size=32", "max_steps=100000", "checkpoint.every_steps=100000")
 

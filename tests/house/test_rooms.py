@@ -10,13 +10,13 @@ pytestmark = pytest.mark.unit
 
 # The runtime, muster/, which knows no Hydra, no strategy and no model.
 RUNTIME = (
-    "redact", "errors", "origin", "imported", "flat", "files", "process", "clock", "plan", "batches", "dist", "attempts", "faults",
-    "timing", "checkpoint", "loggers", "launcher", "report", "job", "doctor", "collectives", "init",
+    "redact", "errors", "origin", "imported", "flat", "files", "process", "clock", "plan", "data", "world", "outcome", "faults",
+    "timing", "checkpoint", "loggers", "launcher", "report", "lease", "recovery", "attempt", "job", "doctor", "collectives", "init",
 )  # fmt: skip
 # The trainer, muster.train: config -> data -> model -> strategy -> loop.
 TRAINER = (
-    "patterns", "config", "numerics", "data", "models", "objectives", "optim", "strategies", "throughput", "window", "evaluation", "course", "timed", "loop",
-    "callbacks", "trainee", "announce", "position", "changes", "settings", "live", "accepts", "run", "saved_weights", "evaluate_run", "evaluate", "load", "export", "doctor", "__main__", "entry",
+    "patterns", "config", "numerics", "data", "models", "objectives", "optim", "strategies", "throughput", "running_means", "evaluation", "progress", "intervals", "loop",
+    "callbacks", "trainee", "announce", "resume", "settings", "in_process_restart", "validate", "run", "saved_weights", "evaluate_run", "evaluate", "load", "export", "doctor", "__main__", "entry",
 )  # fmt: skip
 FRONT = ("muster/__init__", "muster/__main__")
 """The public names and the command, which may import all."""
@@ -49,9 +49,9 @@ def imported(source: str) -> set[str]:
 
 
 def test_every_arrow_is_seen():
-    source = "import os, muster.train.run\nfrom muster import plan, job as j\ndef f():\n    from muster.dist.world import World as W"
-    assert imported(source) == {"muster.train.run", "muster.plan", "muster.job", "muster.dist.world.World"}
-    assert room_of("muster.train.run") == "train/run" and room_of("muster.dist.world.World") == "muster/dist"
+    source = "import os, muster.train.run\nfrom muster import plan, job as j\ndef f():\n    from muster.world.group import World as W"
+    assert imported(source) == {"muster.train.run", "muster.plan", "muster.job", "muster.world.group.World"}
+    assert room_of("muster.train.run") == "train/run" and room_of("muster.world.group.World") == "muster/world"
 
 
 SOURCES = [
@@ -131,12 +131,12 @@ MODULES = {
 def test_a_cycle_is_seen():
     assert cycle({"a": {"b"}, "b": {"c", "b"}, "c": {"b"}}) == ["b", "c", "b"]
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-    assert "muster.dist.world" in edges(MODULES["muster.checkpoint.manager"])
+    assert "muster.world.group" in edges(MODULES["muster.checkpoint.manager"])
 
 
 def test_no_two_modules_import_each_other():
     """Neither at the top, nor within a function, nor for a type: a cycle that is hidden so is one, too."""
     graph = {name: edges(path) for name, path in MODULES.items()}
     for maker in ("hosts", "shared_memory"):  # a world has what they make of it
-        graph[f"muster.dist.reduce.{maker}"].remove("muster.dist.world")
+        graph[f"muster.world.reduce.{maker}"].remove("muster.world.group")
     assert cycle(graph) == []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from muster import process
-from muster.job import survival
+from muster.recovery import survival
 
 
 def fail_at(rank: int, step: int, point: str = "step", *, keeper: bool = False) -> str:

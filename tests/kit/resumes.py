@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from muster.faults.preemption import Preemption
-from muster.job import lease
+from muster.lease import folder_lease
 from muster.train.config.compose import compose
 from muster.train.run import attempt
 
 if __name__ == "__main__":
-    lease.HELD_S = 0.5  # a holder without a record is waited for
+    folder_lease.HELD_S = 0.5  # a holder without a record is waited for
     path, *overrides = sys.argv[1:]
     ended, config = [], compose(overrides)
     for folder in json.loads(Path(path).read_text()):

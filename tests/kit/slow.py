@@ -12,10 +12,10 @@ import re
 import time
 
 from kit.front import run
-from muster import attempts
+from muster import outcome
 from muster.checkpoint.backends.folder import Directory
 
-put, write = Directory.put, attempts.write
+put, write = Directory.put, outcome.write
 
 
 def slowly(self, name):
@@ -49,7 +49,7 @@ def nap(share):
 
 
 CHANCE = random.SystemRandom()  # Python's global generator is part of the run's state
-Directory.put, attempts.write = slowly, write_slowly
+Directory.put, outcome.write = slowly, write_slowly
 OF_A_RUN = re.compile(r"outcome|refused|claim|alive|draft|step-|manifest|config\.yaml|metrics")
 if share := float(os.environ.get("SLOW_FILES", 0)):
     for name in ("replace", "link", "rename", "unlink", "mkdir", "scandir", "listdir"):

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-from muster.batches.loader import batches
-from muster.dist.place import Place
-from muster.dist.world import World
-from muster.dist.world import start as start_world
+from muster.data.loader import batches
 from muster.plan import Plan
 from muster.train.config.compose import compose
 from muster.train.config.parts import build
@@ -20,6 +17,9 @@ from muster.train.numerics import set_numerics
 from muster.train.settings import group_options
 from muster.train.strategies.base import SavedTensor, StepResult, Strategy
 from muster.train.strategies.recipe import recipe
+from muster.world.environment import Place
+from muster.world.group import World
+from muster.world.group import start as start_world
 
 STEPS = 100
 

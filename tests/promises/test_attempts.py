@@ -13,11 +13,11 @@ from kit.clock import ManualClock
 from kit.job import Job, environment, finish, hold, reached, run, saved, start, wait_for
 from kit.until import until
 
-from muster import attempts
-from muster.attempts import Attempt
+from muster import outcome
 from muster.errors import ConfigError, Held
-from muster.job import lease
-from muster.job.lease import Claimant, Lease
+from muster.lease import folder_lease
+from muster.lease.folder_lease import Claimant, Lease
+from muster.outcome import Attempt
 
 ME = Claimant("me", agents=("me",))
 ENDLESS = ("model._target_=kit.parts.models.Slow", "data._target_=kit.parts.data.Numbered", "max_steps=100000")
@@ -25,7 +25,7 @@ ENDLESS = ("model._target_=kit.parts.models.Slow", "data._target_=kit.parts.data
 
 def claim(folder, attempt, **kwargs):
     own = Claimant(attempt, agents=kwargs.pop("agents", (attempt,)), launcher=attempt)
-    after = max(lease.newest_claim(folder)[0], attempts.last(folder).token)
+    after = max(folder_lease.newest_claim(folder)[0], outcome.last(folder).token)
     return Lease(folder, own, after=after, **{"on_loss": print} | kwargs)
 
 
@@ -33,7 +33,7 @@ def claim(folder, attempt, **kwargs):
 def test_of_many_launches_at_once_exactly_one_trains(tmp_path):
     """Eight processes that claim one folder at the same moment, five times over."""
     code = (
-        "import sys, time, pathlib\nfrom muster.job.lease import Claimant, Lease, look\nfrom muster.errors import ConfigError\n"
+        "import sys, time, pathlib\nfrom muster.lease.folder_lease import Claimant, Lease, look\nfrom muster.errors import ConfigError\n"
         "folder, me = pathlib.Path(sys.argv[1]), sys.argv[2]\nsys.stdin.read(1)\n"
         "try:\n    own = Claimant(me, agents=(me,), launcher=me)\n    Lease(folder, own, after=look(folder, own), on_loss=print)\n"
         "    print('won', flush=True)\n    time.sleep(60)\nexcept ConfigError as error:\n    print('refused', flush=True)\n"
@@ -78,11 +78,11 @@ def test_a_superseded_holder_cannot_commit_and_learns_of_it(tmp_path):
     lost = []
     old = claim(tmp_path, "old", on_loss=lost.append, clock=ManualClock())
     until(lambda: (tmp_path / ".alive").exists(), "sign of life", timeout_s=60)
-    attempts.write(tmp_path, Attempt(outcome="running", attempt="old", token=old.token))
+    outcome.write(tmp_path, Attempt(outcome="running", attempt="old", token=old.token))
     assert old.is_held() and old.renew()
     new = claim(tmp_path, "new")
     assert new.token > old.token and not old.is_held()
-    attempts.write(tmp_path, Attempt(outcome="running", attempt="new", token=new.token))
+    outcome.write(tmp_path, Attempt(outcome="running", attempt="new", token=new.token))
     assert new.is_held()
     old._renew()  # what its thread does once a second
     assert "another launch has taken over" in str(lost[0])
@@ -101,13 +101,13 @@ def test_what_cannot_be_told_is_no(tmp_path, spoil):
     if spoil == "torn":
         (tmp_path / "outcome.json").write_text('{"token": 1, "att')
     if spoil == "stale":
-        attempts.write(tmp_path, Attempt(outcome="running", attempt="b", token=held.token + 3))
+        outcome.write(tmp_path, Attempt(outcome="running", attempt="b", token=held.token + 3))
     assert not held.is_held()
     held.let_go()
 
 
 def test_a_holder_of_which_no_process_is_left_is_not_waited_for(tmp_path):
-    from muster.dist.place import has_ended, launcher
+    from muster.world.environment import has_ended, launcher
 
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     gone = launcher().split(":")
@@ -118,8 +118,8 @@ def test_a_holder_of_which_no_process_is_left_is_not_waited_for(tmp_path):
     held = claim(tmp_path, "dead", agents=(":".join(gone),))
     held._ended.set()
     began = time.monotonic()
-    lease.look(tmp_path, ME)
-    assert time.monotonic() - began < lease.HELD_S
+    folder_lease.look(tmp_path, ME)
+    assert time.monotonic() - began < folder_lease.HELD_S
 
 
 @pytest.mark.unit
@@ -131,7 +131,7 @@ def test_a_full_disk_gathers_no_drafts(tmp_path, monkeypatch):
 
     held = claim(tmp_path, "a")
     until(lambda: (tmp_path / ".alive").exists(), "sign of life", timeout_s=60)
-    monkeypatch.setattr(lease.os, "replace", full)
+    monkeypatch.setattr(folder_lease.os, "replace", full)
     for _ in range(3):
         held._show("cut short")
     assert not list(tmp_path.glob(".draft-*"))
@@ -143,14 +143,14 @@ def test_a_sign_of_life_that_is_late_does_not_stay(tmp_path, monkeypatch):
     """It is renewed while the claim is given up, for which nobody waits longer than five seconds."""
     held = claim(tmp_path, "a")
     until(lambda: (tmp_path / ".alive").exists(), "sign of life", timeout_s=60)
-    begun, go, show = threading.Event(), threading.Event(), lease.show
+    begun, go, show = threading.Event(), threading.Event(), folder_lease.show
 
     def slowly(*args):
         begun.set()
         go.wait()
         show(*args)
 
-    monkeypatch.setattr(lease, "show", slowly)
+    monkeypatch.setattr(folder_lease, "show", slowly)
     assert begun.wait(60)
     held.let_go()
     assert not (tmp_path / ".alive").exists()
@@ -160,17 +160,17 @@ def test_a_sign_of_life_that_is_late_does_not_stay(tmp_path, monkeypatch):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("stalled_s", [lease.HELD_S - 1, lease.HELD_S + 1])
+@pytest.mark.parametrize("stalled_s", [folder_lease.HELD_S - 1, folder_lease.HELD_S + 1])
 def test_a_stall_shorter_than_the_lease_keeps_it(tmp_path, stalled_s):
     clock = ManualClock()
     held = claim(tmp_path, "slow", clock=clock)
     until(lambda: (tmp_path / ".alive").exists(), "sign of life", timeout_s=60)
     clock.at(stalled_s, held.renew)
-    if stalled_s < lease.HELD_S:
+    if stalled_s < folder_lease.HELD_S:
         with pytest.raises(ConfigError, match="in use by another job"):
-            lease.look(tmp_path, ME, clock=clock)
+            folder_lease.look(tmp_path, ME, clock=clock)
     else:
-        assert lease.look(tmp_path, ME, clock=clock) == held.token
+        assert folder_lease.look(tmp_path, ME, clock=clock) == held.token
     held.let_go()
 
 
@@ -187,11 +187,11 @@ def test_another_part_of_the_job_is_waited_for_and_superseded_once_it_stands(tmp
     other = Claimant("second", agents=("agent-2",), job="job", meets_at="here")
     began = clock.now
     if stands:
-        assert lease.look(tmp_path, other, wait_s=waited_s, clock=clock) == held.token
+        assert folder_lease.look(tmp_path, other, wait_s=waited_s, clock=clock) == held.token
         assert clock.now - began < 5
     else:
         with pytest.raises(Held, match="has not released it for 31 s"):
-            lease.look(tmp_path, other, wait_s=waited_s, clock=clock)
+            folder_lease.look(tmp_path, other, wait_s=waited_s, clock=clock)
     assert len(asked) == 1 and not (tmp_path / ".wanted").exists()
     held.let_go()
 
@@ -206,7 +206,7 @@ def test_a_holder_whose_clock_differs_is_reported(tmp_path, clock_is):
     other.time = lambda: clock.now + (11 if clock_is == "ahead of" else -11)
     other.at(1, held.renew)
     with pytest.raises(ConfigError, match=f"is 11 s {clock_is} that of"):
-        lease.look(tmp_path, Claimant("second", job="job"), wait_s=30, clock=other)
+        folder_lease.look(tmp_path, Claimant("second", job="job"), wait_s=30, clock=other)
     held.let_go()
 
 
@@ -256,7 +256,7 @@ def test_a_refused_command_leaves_a_finished_run_alone(tmp_path):
         record = json.loads(after.pop("refused.json"))
         assert after == before and record["exit_code"] == code and "another run" in record["error"]
         assert not list((tmp_path / "run").glob(".*"))
-    assert attempts.newest(tmp_path / "run")["outcome"] == "config_error"
+    assert outcome.newest(tmp_path / "run")["outcome"] == "config_error"
     assert done.outcome["outcome"] == "done"
 
 
@@ -269,10 +269,10 @@ def test_a_refused_command_leaves_a_run_alone_that_has_only_just_claimed_the_fol
     assert refused.code == 2 and "in use by another job" in refused.said[0], refused.out
     assert not (folder / "outcome.json").exists()
     assert json.loads((folder / "refused.json").read_text())["outcome"] == "config_error"
-    attempts.write(folder, Attempt(outcome="running", attempt="first", token=held.token))
+    outcome.write(folder, Attempt(outcome="running", attempt="first", token=held.token))
     late = Attempt(outcome="data_error", attempt="late")
-    attempts.refuse(folder, late, beside=False)  # as one that looked before the claim was made
-    assert held.is_held() and attempts.newest(folder)["attempt"] == "late"
+    outcome.refuse(folder, late, beside=False)  # as one that looked before the claim was made
+    assert held.is_held() and outcome.newest(folder)["attempt"] == "late"
     held.let_go()
 
 

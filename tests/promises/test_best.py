@@ -9,7 +9,7 @@ import pytest
 from kit.job import evaluated as measured_again
 from kit.job import run
 
-from muster.checkpoint.records import direction, is_better
+from muster.checkpoint.schemas import direction, is_better
 from muster.errors import ConfigError
 from muster.report.history import History, ranked
 from muster.report.results import Result, best_in

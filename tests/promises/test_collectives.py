@@ -15,9 +15,9 @@ from bench.scale.check import job, measure, stepper
 from bench.scale.strategies import ddp
 from muster.collectives.__main__ import main
 from muster.collectives.collective import ALGORITHMS, Collective, collectives, sum_of
+from muster.collectives.command_line import parse, world_sizes
 from muster.collectives.measure import Bench
 from muster.collectives.model import Network, fit
-from muster.collectives.options import parse, world_sizes
 from muster.errors import ConfigError, MusterError
 
 COUNTS = (1, 3, 7, 64, 1001)

@@ -12,11 +12,11 @@ from kit.job import run
 from kit.ranks import on_ranks
 from PIL import Image
 
-from muster.batches.drawn import Watch
-from muster.batches.fetch import Fetch
-from muster.batches.fingerprint import fingerprint, note_of
-from muster.batches.generators import kept_generators, seed_generators, state_of_generators
-from muster.batches.loader import LoaderConfig, batches
+from muster.data.drawn import Watch
+from muster.data.fetch import Fetch
+from muster.data.fingerprint import fingerprint, note_of
+from muster.data.generators import kept_generators, seed_generators, state_of_generators
+from muster.data.loader import LoaderConfig, batches
 from muster.errors import DataError
 from muster.plan import MicroBatch, Plan, Share, sample_keys
 from muster.train.data.cifar10 import Cifar10, read_cifar_batch
@@ -448,7 +448,7 @@ def test_the_generators_of_a_sample_draw_independently():
 
 @pytest.mark.unit
 def test_samples_are_read_together_and_not_seeded_while_nothing_draws(monkeypatch):
-    monkeypatch.setattr("muster.batches.fetch.seed_generators", lambda *_: pytest.fail("seeded"))
+    monkeypatch.setattr("muster.data.fetch.seed_generators", lambda *_: pytest.fail("seeded"))
     dataset = Read()
     fetch = Fetch(dataset, seed=1)
     for indices in ([3, 4, 5], [6, 7], [8]):
@@ -584,9 +584,9 @@ def order_of_preparing(folder):
     import time
     from pathlib import Path
 
-    from muster.dist.options import GroupOptions
-    from muster.dist.place import Place
-    from muster.dist.world import start
+    from muster.world.environment import Place
+    from muster.world.group import start
+    from muster.world.group_options import GroupOptions
 
     world = start(GroupOptions(), Place.from_env())
     with world.local_first():

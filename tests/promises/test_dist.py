@@ -18,14 +18,14 @@ from kit.ranks import on_ranks
 from kit.until import until
 from torch.distributed import TCPStore
 
-from muster.dist.board import Board
-from muster.dist.place import Place
-from muster.dist.rendezvous.listener import listener
-from muster.dist.rendezvous.lobby import Lobby
-from muster.dist.rendezvous.meeting import meet
-from muster.dist.rendezvous.network import Stopped, check_descriptors
 from muster.errors import ConfigError, CrashLoop, DataError, MusterError, Preempted, RankLost, final, of_code
 from muster.faults.preemption import Agreement, Preemption
+from muster.world.environment import Place
+from muster.world.rendezvous.listener import listener
+from muster.world.rendezvous.lobby import Lobby
+from muster.world.rendezvous.meeting import meet
+from muster.world.rendezvous.network import Stopped, check_descriptors
+from muster.world.store_keys import Board
 
 
 @pytest.fixture
@@ -213,8 +213,8 @@ def test_all_ranks_go_on_to_the_furthest_and_stop_there(store):
 
 
 def collectives(sizes):
-    from muster.dist.options import GroupOptions
-    from muster.dist.world import start as start_world
+    from muster.world.group import start as start_world
+    from muster.world.group_options import GroupOptions
 
     world = start_world(GroupOptions(), Place.from_env())
     rank, told = world.rank, {}
@@ -255,8 +255,8 @@ def formed_again():
     import torch
     from torch.distributed import destroy_process_group
 
-    from muster.dist.options import GroupOptions
-    from muster.dist.world import form_group
+    from muster.world.group import form_group
+    from muster.world.group_options import GroupOptions
 
     for _ in range(3):
         board = SimpleNamespace(group_store=TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
@@ -272,8 +272,8 @@ def test_the_trace_of_a_rank_has_its_number_once_however_often_ranks_were_born_a
 
 
 def prepared(folders):
-    from muster.dist.options import GroupOptions
-    from muster.dist.world import start as start_world
+    from muster.world.group import start as start_world
+    from muster.world.group_options import GroupOptions
 
     rank = int(os.environ["RANK"])
     place = Place(rank, 4, local_rank=rank % 2, local_world_size=2, node_rank=rank // 2)  # two nodes of two

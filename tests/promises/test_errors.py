@@ -304,7 +304,7 @@ def test_lines_of_several_processes_stay_whole():
 @pytest.mark.unit
 def test_a_node_whose_gpus_do_not_answer_is_named():
     """device=auto is the CPU there, and ranks of both kinds would wait for each other. (No front door without a GPU.)"""
-    from muster.dist.rendezvous.meeting import difference, judge
+    from muster.world.rendezvous.meeting import difference, judge
 
     facts = {"torch": "2", "code": "c"}
     first, other = {**facts, "host": "n1", "device": "cuda"}, {**facts, "host": "n2", "device": "cpu"}
@@ -320,9 +320,9 @@ def test_a_node_whose_gpus_do_not_answer_is_named():
 def test_a_folder_of_another_run_is_refused_with_the_word_to_add(tmp_path):
     from types import SimpleNamespace
 
-    from muster.train.changes import refuse_changes
     from muster.train.config.compose import compose
     from muster.train.config.differences import to_dict
+    from muster.train.resume import refuse_changes
 
     saved = SimpleNamespace(manifest={"config": to_dict(compose([])), "fingerprint": "x"}, path="")
     for given, word in (

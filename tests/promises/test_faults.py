@@ -18,10 +18,10 @@ from kit.ledger import RECORDED, assert_exact, recorded
 from kit.loopback import children, nodes
 from kit.until import until
 
-from muster.batches.loader import _plainly
-from muster.job.lifecycle import without_sigchld
+from muster.data.loader import _plainly
 from muster.launcher.spec import UNSHARED
 from muster.plan import Plan
+from muster.process import without_sigchld
 
 LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10")
 

@@ -9,7 +9,7 @@ from kit.parts import built
 from kit.ranks import on_ranks
 
 from bench.steps import Steps
-from muster.train.strategies.partition.first_builds import FirstBuilds
+from muster.train.strategies.partition.deferred_init import FirstBuilds
 
 KINDS = dict.fromkeys(["Busy", "Drawing", "Hiding", "Sized", "Caching"], False) | dict.fromkeys(
     ["Reading", "Holding", "Trying", "Scaling", "Recurrent", "Counting"], True

@@ -15,10 +15,10 @@ from kit.job import run
 from PIL import Image
 from torchvision.transforms import v2
 
-from muster.batches import loader, workers
-from muster.batches.loader import LoaderConfig, batches
-from muster.batches.onto_device import one_ahead, onto
-from muster.batches.stream import Stream
+from muster.data import loader, workers
+from muster.data.loader import LoaderConfig, batches
+from muster.data.onto_device import one_ahead, onto
+from muster.data.stream import Stream
 from muster.errors import ConfigError, DataError
 from muster.plan import Plan, Share
 from muster.train.data.digits import Digits

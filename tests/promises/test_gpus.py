@@ -13,14 +13,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from muster.checkpoint.optimizer_state import empty_state
 from muster.checkpoint.state import _in_one_piece
 from muster.checkpoint.trained import SavedTensor
-from muster.dist import timeouts, world
-from muster.dist.layout import Layout, form_alone
-from muster.dist.options import GroupOptions
-from muster.dist.pieces import own_piece
-from muster.dist.place import Place
-from muster.dist.recorder import VARIABLES, variable
-from muster.dist.rendezvous import network
-from muster.dist.rendezvous.network import choose_interface
 from muster.errors import ConfigError
 from muster.train import evaluate_run, evaluation
 from muster.train.config.compose import compose
@@ -31,6 +23,14 @@ from muster.train.optim.meshes import step_by_mesh
 from muster.train.strategies.base import check_slices
 from muster.train.strategies.model_parallel import ModelParallel
 from muster.train.strategies.step.optimizer_step import _prefers_channels_last
+from muster.world import group, timeouts
+from muster.world.dtensor import own_piece
+from muster.world.environment import Place
+from muster.world.flight_recorder import VARIABLES, variable
+from muster.world.group_options import GroupOptions
+from muster.world.layout import Layout, form_alone
+from muster.world.rendezvous import network
+from muster.world.rendezvous.network import choose_interface
 
 pytestmark = pytest.mark.unit
 
@@ -61,10 +61,10 @@ def test_the_flight_recorder_is_on_before_a_group_is_made_on_gpus(variables, bac
     seen, name = [], variable(torch.__version__)
     if own:
         variables.setenv(name, own)
-    variables.setattr(world.dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(name)))
+    variables.setattr(group.dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(name)))
     variables.setattr(timeouts, "extend", lambda _: None)
     place, board = Place(rank=0, world_size=2, local_rank=0, local_world_size=2), SimpleNamespace(group_store=None)
-    world.form_group(GroupOptions(), place, board, backend=backend, device=torch.device("cuda", 0))
+    group.form_group(GroupOptions(), place, board, backend=backend, device=torch.device("cuda", 0))
     assert seen == [entries]
     others = [each for each in VARIABLES if each != name and each in os.environ]
     assert not others, "torch warns of a name that it knows no longer"

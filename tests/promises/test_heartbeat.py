@@ -14,8 +14,6 @@ from kit.until import until
 from torch.distributed import TCPStore
 
 from muster.clock import SYSTEM
-from muster.dist.place import Place
-from muster.dist.waiting import Waiting
 from muster.faults.blame import NAMED, Outlook, fault, last, outlook, silence
 from muster.faults.heartbeat import DESERTED_S, HEARD_S, RESCUE, Heartbeat, period_s
 from muster.faults.phase import FIRST_S, LONG_S, Phase, Phases, cuda_is_busy
@@ -23,6 +21,8 @@ from muster.faults.preemption import Preemption
 from muster.faults.stillness import Stillness, main_thread
 from muster.faults.survey import Echo, Survey
 from muster.process import STOP_SIGNALS
+from muster.world.environment import Place
+from muster.world.exposed_communication import Waiting
 
 pytestmark = pytest.mark.unit
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.dist.layout import Layout
 from muster.errors import ConfigError
+from muster.world.layout import Layout
 
 pytestmark = pytest.mark.unit
 

@@ -11,7 +11,7 @@ from kit.job import evaluated, run
 from kit.parts.holes import Holes, Line, Squares, filled, left_out
 from kit.ranks import on_ranks
 
-from muster.batches.fetch import Fetch, unsplit
+from muster.data.fetch import Fetch, unsplit
 from muster.plan import MicroBatch
 from muster.train.objectives.classification import Classification
 from muster.train.objectives.measure import Measures

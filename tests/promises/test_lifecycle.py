@@ -8,12 +8,12 @@ import pytest
 import torch
 from kit.until import until
 
-from muster import attempts
+from muster import outcome
+from muster.attempt import lifecycle
+from muster.attempt.lifecycle import FOLLOWS, Ending, Lifecycle, State
 from muster.errors import DataError, RankLost
 from muster.faults.preemption import Preemption
-from muster.job import lifecycle
-from muster.job.folder import RunOptions, open_folder
-from muster.job.lifecycle import FOLLOWS, Ending, Lifecycle, State
+from muster.lease.run_folder import RunOptions, open_folder
 
 pytestmark = pytest.mark.unit
 
@@ -67,12 +67,12 @@ def test_a_run_that_is_done_is_recorded_reported_and_undone_in_order(tmp_path):
     said = []
     with restored(tmp_path, said) as life:
         assert life.run().begin("step", 7)
-        assert attempts.last(tmp_path).outcome == "running"
+        assert outcome.last(tmp_path).outcome == "running"
         life.end(Ending(7, 7))
         assert said == ["report"]
     assert said == ["report", "strategy closed", "group closed"]
     assert life.exit_code == 0 and life.state is State.ended
-    assert attempts.last(tmp_path).outcome == "done" and not list(tmp_path.glob(".*"))
+    assert outcome.last(tmp_path).outcome == "done" and not list(tmp_path.glob(".*"))
 
 
 def test_a_preempted_run_ends_like_one_that_is_done(tmp_path, capfd):
@@ -84,7 +84,7 @@ def test_a_preempted_run_ends_like_one_that_is_done(tmp_path, capfd):
         life.end(Ending(7, 9, preempted="stopped at step 7"))
     assert said == ["report", "strategy closed", "group closed"]
     assert capfd.readouterr().err == "muster: preempted: stopped at step 7\n"
-    record = attempts.last(tmp_path)
+    record = outcome.last(tmp_path)
     assert (life.exit_code, record.exit_code, record.outcome, record.step) == (75, 75, "preempted", 7)
     assert record.error == "stopped at step 7" and not list(tmp_path.glob(".*"))
 
@@ -95,7 +95,7 @@ def test_after_an_error_nothing_is_waited_for(tmp_path, capfd):
         life.run()
         raise DataError("no such sample")
     assert said == ["report", "strategy left", "group left"]
-    assert (life.exit_code, attempts.last(tmp_path).outcome) == (3, "data_error")
+    assert (life.exit_code, outcome.last(tmp_path).outcome) == (3, "data_error")
     assert capfd.readouterr().err == "muster: data error: no such sample\n"
 
 
@@ -110,7 +110,7 @@ def test_an_undoing_that_fails_turns_the_end_into_a_failure(tmp_path):
         life.run()
         life.end(Ending(7, 7))
     assert said == ["report", "strategy left", "group left"]
-    assert life.exit_code == 1 and "connection reset" in attempts.last(tmp_path).error
+    assert life.exit_code == 1 and "connection reset" in outcome.last(tmp_path).error
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -129,7 +129,7 @@ def test_a_lost_peer_ends_the_process_from_another_thread(tmp_path, monkeypatch,
     with pytest.raises(SystemExit):
         life.lose(RankLost("rank 1 sends no heartbeat", rank=1, host="n2"))
     until(lambda: ended, "end of the process", timeout_s=60)
-    record = attempts.last(tmp_path)
+    record = outcome.last(tmp_path)
     assert (ended, record.outcome, record.rank, record.failed_host) == ([1], "rank_lost", 1, "n2")
     assert said == ["report", "strategy left", "group left"]
     assert record.flight_recorder == ("flight-recorder-attempt" if device == "cuda" else None)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from kit.job import finish, hold, pace, reached, run, start, wait_for
 
-from muster.dist.world import alone
 from muster.report.history import History
-from muster.train.course import Progress
-from muster.train.timed import Timed
+from muster.train.intervals import Timed
+from muster.train.progress import Progress
+from muster.world.group import alone
 
 # 1437 samples in batches of 64 leave 29 for the last step of an epoch; lines and checkpoints do not coincide.
 LINE = (

@@ -12,9 +12,9 @@ from kit import warm
 from kit.job import ROOT, environment, finish
 from kit.ports import free_port
 
-from muster.dist.world import alone
-from muster.job.tracked import Tracked
+from muster.job.tracked_state import Tracked
 from muster.report.history import History
+from muster.world.group import alone
 
 
 def trained(folder, ranks, kill="", *, code=0, restarts=3, script="lives", cold=False, **env):

@@ -13,7 +13,7 @@ from kit.job import finish as end
 from kit.job import pace, reached, run, start, wait_for
 from torch import nn
 
-from muster.batches.loader import Batch
+from muster.data.loader import Batch
 from muster.errors import ConfigError
 from muster.train.config.compose import compose
 from muster.train.config.parts import build

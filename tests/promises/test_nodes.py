@@ -14,9 +14,9 @@ from kit.ranks import on_ranks
 from kit.until import until
 from torch.distributed import TCPStore
 
-from muster.dist.board import Board
-from muster.dist.client import Connections
-from muster.dist.node_memory import HEAD, NodeMemory
+from muster.world.node_memory import HEAD, NodeMemory
+from muster.world.store_client import Connections
+from muster.world.store_keys import Board
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks of a node share memory on Linux alone")
 SHARED = Path("/dev/shm")
@@ -146,7 +146,7 @@ def test_the_file_goes_when_all_have_mapped_it_and_is_of_this_user_alone():
 def maps_and_writes(name):
     import os
 
-    from muster.dist.node_memory import NodeMemory
+    from muster.world.node_memory import NodeMemory
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     memory = NodeMemory.open(name, rank, size)

@@ -12,10 +12,10 @@ from kit.job import environment, run
 from kit.one_gpu import ON_ONE
 
 from muster.checkpoint.state import Shares
-from muster.dist.waiting import Waiting
 from muster.doctor.checks import compiler
 from muster.train.config.compose import compose
 from muster.train.numerics import set_numerics
+from muster.world.exposed_communication import Waiting
 
 own = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 PLACES = ["fake", pytest.param("own", marks=[pytest.mark.gpu, own])]
@@ -35,7 +35,7 @@ from types import SimpleNamespace
 
 import torch
 
-from muster.dist.waiting import Waiting
+from muster.world.exposed_communication import Waiting
 from muster.faults.phase import cuda_is_busy
 
 device = torch.device("cuda", 0)

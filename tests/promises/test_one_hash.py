@@ -13,13 +13,13 @@ from kit.job import by_hand, finish, hold, pace, reached, run, start, wait_for
 from kit.loopback import nodes
 from kit.ranks import on_ranks
 
-from muster.dist.reduce.tree import subtrees, tree_sum
 from muster.errors import ConfigError
 from muster.plan import Share, leaves_of
+from muster.train.config.choices import options
 from muster.train.config.compose import compose
-from muster.train.config.options import options
 from muster.train.config.parts import build
 from muster.train.strategies.base import check_slices
+from muster.world.reduce.tree import subtrees, tree_sum
 
 # Seven slices of 31 samples or fewer: none divides another. Dropout, batch norm, a layer that not all slices use,
 # augmentation, bf16, accumulation, Adam, clipping.
@@ -91,11 +91,11 @@ def exchanged(per_host):
 
     import torch.distributed as dist
 
-    from muster.dist.options import GroupOptions
-    from muster.dist.place import Place
-    from muster.dist.reduce.hosts import find_hosts
-    from muster.dist.reduce.tree import TreeSum
-    from muster.dist.world import start
+    from muster.world.environment import Place
+    from muster.world.group import start
+    from muster.world.group_options import GroupOptions
+    from muster.world.reduce.hosts import find_hosts
+    from muster.world.reduce.tree import TreeSum
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = Place(rank, size, rank % per_host, per_host, rank // per_host)
@@ -161,10 +161,10 @@ def test_nor_do_hosts_whose_ranks_add_up_first(tmp_path, alone):
 def decided(network_s):
     import os
 
-    from muster.dist.options import GroupOptions
-    from muster.dist.place import Place
-    from muster.dist.reduce import hosts
-    from muster.dist.world import start
+    from muster.world.environment import Place
+    from muster.world.group import start
+    from muster.world.group_options import GroupOptions
+    from muster.world.reduce import hosts
 
     rank = int(os.environ["RANK"])
     world = start(GroupOptions(shared_memory=False), Place(rank, 4, rank % 2, 2, rank // 2))

@@ -126,14 +126,14 @@ def serve_on(steps):
     from torch import nn
     from torch.distributed import rpc
 
-    from muster.batches.loader import Batch
-    from muster.dist.options import GroupOptions
-    from muster.dist.place import Place
-    from muster.dist.world import start
+    from muster.data.loader import Batch
     from muster.train.config.parts import Part
     from muster.train.optim.build import build_optimizer
     from muster.train.strategies.base import Recipe
     from muster.train.strategies.rpc.parameter_server import ParameterServer
+    from muster.world.environment import Place
+    from muster.world.group import start
+    from muster.world.group_options import GroupOptions
 
     world = start(GroupOptions(), Place.from_env())
     optimizer = Part.of("optimizer", {"_target_": "torch.optim.SGD", "lr": 0.5})

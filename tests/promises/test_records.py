@@ -158,7 +158,7 @@ def test_a_record_of_a_checkpoint_with_other_types_is_noticed_or_refused_in_one_
 
 def resealed(change):
     """A change of a manifest that its digest knows of."""
-    from muster.checkpoint.records import sealed
+    from muster.checkpoint.schemas import sealed
 
     def spoil(folder):
         (path,) = folder.glob("**/step-00000008/manifest.json")

@@ -562,9 +562,9 @@ WRONG = (InCounter, InArray, InList, FromNone, Late, ByUpdates, MeanOfCounts, Ma
 
 def measured(slices):
     """What each metric gives for the same 360 samples on these ranks, or its refusal."""
-    from muster.dist.options import GroupOptions
-    from muster.dist.place import Place
-    from muster.dist.world import start
+    from muster.world.environment import Place
+    from muster.world.group import start
+    from muster.world.group_options import GroupOptions
 
     world = start(GroupOptions(device="cpu"), Place.from_env())
     dice, found = torch.Generator().manual_seed(0), {}

@@ -10,12 +10,12 @@ from kit.ledger import RECORDED, assert_exact
 from kit.loopback import nodes
 from kit.until import until
 
-from muster import attempts
+from muster import outcome
 from muster.errors import ConfigError
-from muster.job import lease
-from muster.job.lease import Claimant
 from muster.launcher import loopback
 from muster.launcher.spec import Timings
+from muster.lease import folder_lease
+from muster.lease.folder_lease import Claimant
 
 LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10")
 ONCE = """
@@ -137,9 +137,11 @@ def test_a_launch_while_torchrun_restarts_another_one_is_refused(tmp_path, monke
     for _ in range(2):
         second = run(tmp_path / "run", "max_steps=30", ok=False)
         assert second.code == 2 and "in use by another job" in second.said[0], second.out
-    monkeypatch.setattr(lease, "is_at_work", lambda _: False)  # as on another host, which sees no process of this one
+    monkeypatch.setattr(
+        folder_lease, "is_at_work", lambda _: False
+    )  # as on another host, which sees no process of this one
     with pytest.raises(ConfigError, match="in use by another job"):
-        lease.look(tmp_path / "run", Claimant("elsewhere", agents=("elsewhere",)))
+        folder_lease.look(tmp_path / "run", Claimant("elsewhere", agents=("elsewhere",)))
     (tmp_path / "go").touch()
     ended = finish(first, tmp_path / "run")
     assert ended.code == 0 and ended.outcome["outcome"] == "done", ended.out
@@ -166,7 +168,7 @@ def test_a_data_set_whose_constructor_raises_ends_as_a_crash_loop(tmp_path, rank
     line = ("data._target_=broken.Data", "max_steps=3")
     result = run(tmp_path / "run", *line, ranks=ranks, torchrun=("--max-restarts=100",), ok=False)
     assert result.code != 0 and "no such server" in result.out
-    record = attempts.newest(tmp_path / "run")
+    record = outcome.newest(tmp_path / "run")
     assert record["exit_code"] == 7 and record["outcome"] == "crash_loop" and "no such server" in record["error"], (
         record
     )

@@ -17,7 +17,7 @@ SIZES = (1, 3, 1000, 524_288, 524_289, 1_300_000)  # a slot holds 524,288 number
 def opened():
     from kit.stepping import world
 
-    from muster.dist.reduce.shared_memory import share_memory
+    from muster.world.reduce.shared_memory import share_memory
 
     here = world()
     return here, share_memory(here)
@@ -115,7 +115,7 @@ def test_who_waits_does_not_burn_its_core():
 
 
 def alone(what):
-    from muster.dist.reduce import shared_memory
+    from muster.world.reduce import shared_memory
 
     rank = os.environ["RANK"]
     if what == "host":

@@ -19,17 +19,17 @@ from kit.clock import ManualClock
 from kit.job import QUIET, command, environment, finish, free_port, on_nodes, reached, run, saved, start, wait_for
 from kit.until import until
 
-from muster.attempts import Attempt
 from muster.checkpoint import manager
 from muster.checkpoint import storage as protocol
 from muster.checkpoint.backends.folder import Directory
 from muster.checkpoint.state import read
 from muster.checkpoint.storage import Lost, Storage, Unclear
-from muster.dist.board import Board
-from muster.dist.place import Place
-from muster.dist.world import World
 from muster.errors import StorageError
-from muster.job.owner import Owner
+from muster.lease.storage_lease import Owner
+from muster.outcome import Attempt
+from muster.world.environment import Place
+from muster.world.group import World
+from muster.world.store_keys import Board
 
 SAVING = ("model.hidden=[16]", "checkpoint.every_steps=5", "max_steps=20", "checkpoint.keep=2")
 

@@ -24,19 +24,19 @@ from kit.ranks import on_ranks
 from kit.until import until
 from torch.distributed import DistBackendError
 
-from muster.attempts import Attempt
-from muster.batches.generators import Draws
 from muster.checkpoint.storage import Saved, Storage
-from muster.dist.waiting import Waiting
-from muster.dist.world import alone
-from muster.faults.keeper import Life
-from muster.faults.notes import SLOT_BYTES, Notes
-from muster.job import survival
-from muster.job.folder import RunFolder, RunOptions, _newest
-from muster.job.rescue import rescue
+from muster.data.generators import Draws
 from muster.launcher.spec import UNSHARED
+from muster.lease.run_folder import RunFolder, RunOptions, _newest
+from muster.outcome import Attempt
+from muster.recovery import survival
+from muster.recovery.emergency_checkpoint import rescue
+from muster.recovery.journal import SLOT_BYTES, Notes
+from muster.recovery.supervisor import Life
 from muster.report.history import History
 from muster.report.page import write_report
+from muster.world.exposed_communication import Waiting
+from muster.world.group import alone
 
 LINE = (
     "model._target_=kit.parts.dying.Net",
@@ -563,10 +563,10 @@ def test_a_newborn_s_checkpoint_says_that_pythons_generator_was_used():
 
 KEPT = """
 import os, signal, subprocess, sys, time
-from muster.faults.keeper import keep
-from muster.dist.waiting import Waiting
-from muster.dist.world import alone
-from muster.faults.notes import Notes
+from muster.recovery.supervisor import keep
+from muster.world.exposed_communication import Waiting
+from muster.world.group import alone
+from muster.recovery.journal import Notes
 from muster.faults.preemption import Preemption
 
 preemption = Preemption()
@@ -672,7 +672,7 @@ def handed_on_by_one_that_dies():
     """Rank 0 is a step ahead and dies while it hands its state on; then rank 1 does. Return what rank 1 has handed on."""
     from kit.stepping import world
 
-    from muster.job.hand_over import HandOver
+    from muster.recovery.hand_over import HandOver
 
     here = replace(world(), again=True)
     kept = HandOver(survival.Survival(Life(0, Notes())))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from muster.batches.stream import Stream
 from muster.checkpoint.trained import SavedTensor
+from muster.data.stream import Stream
 from muster.errors import ConfigError
 from muster.train.callbacks.base import Callback
 from muster.train.callbacks.stream import Position

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from muster.checkpoint.trained import SavedTensor
-from muster.dist.pieces import own_piece
 from muster.errors import ConfigError
 from muster.train.callbacks.base import Callback
-from muster.train.config.marks import Ge
+from muster.train.config.constraints import Ge
 from muster.train.strategies.base import Strategy
+from muster.world.dtensor import own_piece
 
 if TYPE_CHECKING:
     from muster.train.loop import Run

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 
 from muster.train.callbacks.base import Callback
-from muster.train.config.marks import Ge
+from muster.train.config.constraints import Ge
 
 if TYPE_CHECKING:
     from muster.train.loop import Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from muster.batches.stream import Stream
+from muster.data.stream import Stream
 from muster.train.callbacks.base import Callback
 
 

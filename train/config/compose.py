@@ -22,12 +22,12 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from muster.errors import ConfigError
 from muster.redact import redacted
 from muster.train.config.check import check
+from muster.train.config.choices import conf_folder
 from muster.train.config.command_line import arranged, parsed, swept_keys
 from muster.train.config.explain import explain, no_folder
 from muster.train.config.help import help_template
 from muster.train.config.keys import GROUPS, Config
 from muster.train.config.mode import quick_mode
-from muster.train.config.options import conf_folder
 from muster.train.config.parts import TARGET
 from muster.train.config.sweep_folder import folder_of
 from muster.train.config.sweeper import quiet_sweeper

@@ -8,8 +8,8 @@ from typing import Any
 
 from muster.flat import flatten
 from muster.redact import redacted_all
+from muster.train.config.constraints import FREE, LOCAL, Mark
 from muster.train.config.keys import GROUPS, Config, keys
-from muster.train.config.marks import FREE, LOCAL, Mark
 from muster.train.config.parts import TARGET, Part, marks
 
 OURS = "muster.train.strategies."

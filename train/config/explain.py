@@ -15,11 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from muster.errors import ConfigError, nearest, one_line
 from muster.origin import located
+from muster.train.config.choices import hydra_groups, options, values
 from muster.train.config.command_line import divided, readable
 from muster.train.config.differences import to_dict
 from muster.train.config.foreign import said_elsewhere
 from muster.train.config.keys import GROUPS, SEVERAL, Config, keys
-from muster.train.config.options import hydra_groups, options, values
 from muster.train.config.parts import TARGET
 from muster.train.config.sweeper import elsewhere
 

@@ -10,8 +10,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from muster.errors import MusterError, Preempted
+from muster.train.config.choices import conf_folder, options
 from muster.train.config.keys import GROUPS, keys
-from muster.train.config.options import conf_folder, options
 
 WIDTH = 120
 """Columns of the keys' meanings in `--help`."""

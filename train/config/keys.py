@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from muster.train.config.marks import FREE, LOCAL, Ge, Gt, Le
+from muster.train.config.constraints import FREE, LOCAL, Ge, Gt, Le
 
 # Users type the names of enum members, so the names are the terms of the field.
 Precision = Enum("Precision", ["fp32", "bf16", "fp16"])

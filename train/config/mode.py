@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra._internal.hydra import Hydra
 
-from muster.train.config.options import conf_folder
+from muster.train.config.choices import conf_folder
 
 SET_NOTHING = {"pkg://hydra.conf", "structured://"}
 """Places of Hydra's search path in which `hydra.mode` is null."""

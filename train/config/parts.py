@@ -18,7 +18,7 @@ from pydantic.errors import PydanticUserError
 from muster.errors import ConfigError, nearest
 from muster.imported import imported
 from muster.origin import located
-from muster.train.config.marks import FREE, LOCAL, not_finite, out_of_range
+from muster.train.config.constraints import FREE, LOCAL, not_finite, out_of_range
 
 TARGET = "_target_"
 # torchvision's datasets, and most others, call the folder on the node `root`: it may differ and move.

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from muster.batches.fetch import Fetch
-from muster.batches.generators import kept_generators
-from muster.batches.loader import Batch, LoaderConfig, batches
-from muster.batches.stream import Stream
+from muster.data.fetch import Fetch
+from muster.data.generators import kept_generators
+from muster.data.loader import Batch, LoaderConfig, batches
+from muster.data.stream import Stream
 from muster.plan import MicroBatch, Plan, Share
 from muster.train.config.keys import BadSample, Config
 from muster.train.config.parts import callable_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from muster.batches.fingerprint import hash_of
+from muster.data.fingerprint import hash_of
 from muster.errors import DataError
 
 

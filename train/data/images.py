@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muster.batches.fingerprint import hash_of
+from muster.data.fingerprint import hash_of
 from muster.plan import Keys, mix
 
 

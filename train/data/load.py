@@ -12,16 +12,16 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
-from muster.batches.fetch import Fetch, remedy
-from muster.batches.fingerprint import fingerprint
-from muster.batches.stream import Stream
-from muster.batches.weights import weights_of
-from muster.dist.world import World
+from muster.data.fetch import Fetch, remedy
+from muster.data.fingerprint import fingerprint
+from muster.data.stream import Stream
+from muster.data.weights import weights_of
 from muster.errors import ConfigError, DataError
 from muster.origin import defined, described, is_own, place
 from muster.plan import Weights
 from muster.train.config.keys import Config
 from muster.train.config.parts import Part, build, checked_values, locate, signature
+from muster.world.group import World
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from muster.batches.fingerprint import hash_of
+from muster.data.fingerprint import hash_of
 from muster.errors import DataError
 from muster.files import replace_file
 from muster.train.data.pictures import rgb

@@ -12,7 +12,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from muster.batches.fingerprint import hash_of
+from muster.data.fingerprint import hash_of
 from muster.errors import DataError
 from muster.plan import Keys
 

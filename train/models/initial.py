@@ -9,12 +9,12 @@ import torch
 
 from muster.checkpoint.backends.base import name
 from muster.checkpoint.download import local_copy
-from muster.checkpoint.records import read_best
+from muster.checkpoint.schemas import read_best
 from muster.checkpoint.weights import read_weights
-from muster.dist.world import World
 from muster.errors import ConfigError, MusterError, StorageError, say
 from muster.report.results import best_in
 from muster.train.config.keys import Config
+from muster.world.group import World
 
 
 def first_weights(config: Config, world: World) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from muster.batches.stream import Stream
+from muster.data.stream import Stream
 from muster.errors import ConfigError, MusterError
 from muster.files import replace_file
 from muster.origin import defined

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.origin import defined, name_of
 from muster.train.config.parts import Part, bound, build
 from muster.train.objectives.measure import Measures
+from muster.world.group import World
 
 
 def build_objective(part: Part, *, device: torch.device) -> Any:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from muster.dist.count import counted as checked
 from muster.errors import ConfigError
 from muster.origin import defined, name_of
 from muster.train.config.keys import Config
+from muster.world.counts import counted as checked
 
 Count = Callable[[Any, Any], Any]
 """(inputs, targets) -> what the mean over this micro-batch is over, a number or a tensor []; None: its samples."""

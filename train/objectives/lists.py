@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from muster.dist.world import World
 from muster.errors import ConfigError
+from muster.world.group import World
 
 
 def fill_lists(metrics: Mapping[str, Any], world: World) -> None:

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from muster.checkpoint.records import direction
-from muster.dist.count import OF, means, unpaired
-from muster.dist.world import World
+from muster.checkpoint.schemas import direction
 from muster.errors import ConfigError, MusterError, say
 from muster.origin import defined, described, is_raised_by_own, kind_and_message, name_of
 from muster.train.objectives.by_slice import BySlice, by_slice
@@ -26,6 +24,8 @@ from muster.train.objectives.loss import loss_of, measured
 from muster.train.objectives.reduced import FEW, Collectives, adds_up, depends, update_watched
 from muster.train.objectives.samples import few
 from muster.train.objectives.trial import Trial, copied, is_own, tried
+from muster.world.counts import OF, means, unpaired
+from muster.world.group import World
 
 USUAL = ("loss", "accuracy", "perplexity")
 """What the kit's own objectives measure."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muster.dist.pieces import in_pieces
 from muster.errors import ConfigError
 from muster.train.config.keys import Precision
 from muster.train.config.parts import Part
+from muster.world.dtensor import in_pieces
 
 SGD = "torch.optim.SGD"
 ADAM = ("torch.optim.Adam", "torch.optim.AdamW")

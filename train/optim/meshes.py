@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from muster.dist.pieces import in_pieces
+from muster.world.dtensor import in_pieces
 
 
 def step_by_mesh(optimizer: torch.optim.Optimizer) -> None:

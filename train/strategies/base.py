@@ -21,15 +21,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from muster.batches.loader import Batch
 from muster.checkpoint.trained import SavedTensor
-from muster.dist.layout import DATA, Layout
-from muster.dist.world import World
+from muster.data.loader import Batch
 from muster.errors import ConfigError
 from muster.train.config.keys import Config, Device, Hierarchical, NonFinite, Precision
 from muster.train.objectives.measure import Measures
-from muster.train.strategies.honours import honoured
 from muster.train.strategies.step.counts import Counts
+from muster.train.strategies.supported_keys import honoured
+from muster.world.group import World
+from muster.world.layout import DATA, Layout
 
 BuildOptimizer = Callable[..., torch.optim.Optimizer]
 """(pairs of name and parameter, elsewhere=names of parameters that only other ranks hold) -> optimizer"""

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from muster.dist.world import World
 from muster.errors import ConfigError
+from muster.train.config.constraints import FREE, LOCAL, Ge
 from muster.train.config.keys import Config, Device
-from muster.train.config.marks import FREE, LOCAL, Ge
 from muster.train.strategies.base import Recipe
 from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping, build_model
+from muster.world.group import World
 
 LOGICAL_DEVICES = 2
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from muster.batches.loader import Batch
 from muster.checkpoint.trained import SavedTensor
+from muster.data.loader import Batch
 from muster.errors import ConfigError
+from muster.train.config.constraints import Ge
 from muster.train.config.keys import Config, NonFinite, Precision
-from muster.train.config.marks import Ge
 from muster.train.strategies.base import StepResult
 from muster.train.strategies.replicas.powersgd import PowerSgd
 from muster.train.strategies.replicas.replicated import ConfiguredReplicas

@@ -20,17 +20,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from muster.batches.loader import Batch
-from muster.dist.world import World
+from muster.data.loader import Batch
 from muster.errors import ConfigError
+from muster.train.config.constraints import FREE, Ge
 from muster.train.config.keys import Config, Device, Precision
-from muster.train.config.marks import FREE, Ge
 from muster.train.optim.meshes import step_by_mesh
 from muster.train.strategies.base import Recipe
-from muster.train.strategies.partition.first_builds import FirstBuilds
-from muster.train.strategies.partition.lockstep import END, Lockstep
+from muster.train.strategies.partition.collective_order import END, Lockstep
+from muster.train.strategies.partition.deferred_init import FirstBuilds
 from muster.train.strategies.step.gradient import refuse_hooks, refuse_sparse
 from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping
+from muster.world.group import World
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

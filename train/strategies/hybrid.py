@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from muster.dist.layout import Layout
-from muster.train.config.marks import FREE, Ge
+from muster.train.config.constraints import FREE, Ge
 from muster.train.strategies.fsdp import Fsdp
+from muster.world.layout import Layout
 
 
 @dataclass(kw_only=True, eq=False)

@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
-from muster.batches.loader import Batch
 from muster.checkpoint.trained import SavedTensor, own_prefix
-from muster.dist.world import World
+from muster.data.loader import Batch
 from muster.errors import ConfigError
+from muster.train.config.constraints import Ge, Gt
 from muster.train.config.keys import Config, Precision
-from muster.train.config.marks import Ge, Gt
 from muster.train.strategies import state as flat
 from muster.train.strategies.base import Recipe, StepResult, Strategy
 from muster.train.strategies.replicas.replicated import Replicas
 from muster.train.strategies.step.optimizer_step import OptimizerStep
+from muster.world.group import World
 
 
 class LocalStep(OptimizerStep):

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from muster.batches.generators import key_of
-from muster.dist.place import Place
-from muster.dist.world import World
+from muster.data.generators import key_of
 from muster.errors import ConfigError, nearest
+from muster.train.config.constraints import FREE, LOCAL
 from muster.train.config.keys import Backend, Config, Device
-from muster.train.config.marks import FREE, LOCAL
 from muster.train.strategies.base import Recipe
 from muster.train.strategies.replicas.replicated import Replicas
 from muster.train.strategies.step.optimizer_step import build_model
+from muster.world.environment import Place
+from muster.world.group import World
 
 
 class ModelParallel(Replicas):

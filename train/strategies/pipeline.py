@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils import _pytree as pytree
 
-from muster.batches.generators import kept_generators
-from muster.batches.loader import Batch, ratio
 from muster.checkpoint.trained import SavedTensor
-from muster.dist.layout import DATA, Layout
-from muster.dist.world import World
+from muster.data.generators import kept_generators
+from muster.data.loader import Batch, ratio
 from muster.errors import ConfigError
+from muster.train.config.constraints import FREE, Ge
 from muster.train.config.keys import Config
-from muster.train.config.marks import FREE, Ge
 from muster.train.objectives.counted import counted, weighed
 from muster.train.objectives.loss import loss_of
 from muster.train.objectives.measure import sums
@@ -36,6 +34,8 @@ from muster.train.strategies.replicas.broadcast import begin_alike
 from muster.train.strategies.state import refuse_extra_state
 from muster.train.strategies.step.gradient import average, complete, total_norm
 from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping
+from muster.world.group import World
+from muster.world.layout import DATA, Layout
 
 STAGES = "stages"
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}

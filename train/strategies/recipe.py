@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from muster.dist.world import World
 from muster.plan import Plan
 from muster.train.config.keys import Config, FrozenMode
 from muster.train.config.parts import build
@@ -22,6 +21,7 @@ from muster.train.optim.build import Named, build_optimizer, grouped_options
 from muster.train.optim.schedule import adapt, build_schedule
 from muster.train.strategies.base import Recipe
 from muster.train.strategies.replicas.broadcast import begin_alike
+from muster.world.group import World
 
 
 def recipe(

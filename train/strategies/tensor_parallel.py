@@ -16,19 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from muster.batches.loader import Batch
-from muster.dist.layout import DATA, Layout
-from muster.dist.world import World
+from muster.data.loader import Batch
 from muster.errors import ConfigError, nearest
+from muster.train.config.constraints import FREE, Ge
 from muster.train.config.keys import Config
-from muster.train.config.marks import FREE, Ge
 from muster.train.strategies.base import Recipe
 from muster.train.strategies.fsdp import ShardedStep, units_of
+from muster.train.strategies.partition.collective_order import Lockstep
 from muster.train.strategies.partition.combinations import refuse
-from muster.train.strategies.partition.lockstep import Lockstep
 from muster.train.strategies.replicas.broadcast import begin_alike
 from muster.train.strategies.step.gradient import average, complete, refuse_hooks
 from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping
+from muster.world.group import World
+from muster.world.layout import DATA, Layout
 
 TENSOR = "tensor"
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}

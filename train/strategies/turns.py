@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.batches.loader import Batch
-from muster.dist.world import World
+from muster.data.loader import Batch
 from muster.errors import ConfigError, nearest
 from muster.origin import defined, described, name_of
 from muster.train.config.keys import Config
@@ -23,6 +22,7 @@ from muster.train.objectives.counted import weighed
 from muster.train.strategies.base import Recipe, StepResult
 from muster.train.strategies.replicas.broadcast import begin_alike
 from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping, build_model
+from muster.world.group import World
 
 
 @dataclass(kw_only=True, eq=False)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from muster.checkpoint.trained import SavedTensor
-from muster.dist.world import World
 from muster.train.strategies.base import BuildOptimizer, Recipe
 from muster.train.strategies.replicas.replicated import ConfiguredReplicas
+from muster.world.group import World
 
 
 class Zero(ConfiguredReplicas):

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from muster.dist.world import World
 from muster.train.config.keys import Config, Precision
 from muster.train.data.load import Data
 from muster.train.throughput.peaks import peak_flops
+from muster.world.group import World
 
 GIB = 2**30
 OF_LINES = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_memory_gib")

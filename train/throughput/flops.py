@@ -6,7 +6,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from muster.batches.generators import kept_generators
+from muster.data.generators import kept_generators
 from muster.train.config.keys import Config
 from muster.train.config.parts import build
 from muster.train.data.batches import first_inputs

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from muster.dist.world import World
 from muster.doctor.base import Check, Facts, Finding, Visit, by_value, one_a_host
+from muster.world.group import World
 
 
 class Addresses(Check):

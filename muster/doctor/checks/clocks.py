@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from muster.dist.world import World
 from muster.doctor.base import Check, Facts, Finding, Visit, one_a_host
+from muster.world.group import World
 
 MOST_S = 2.0
 

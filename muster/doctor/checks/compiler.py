@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from muster.dist.world import World
 from muster.doctor.base import Check, Facts, Finding, Visit, one_a_host
 from muster.errors import one_line
+from muster.world.group import World
 
 
 class Compiler(Check):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from muster.dist.world import World
 from muster.doctor.base import Check, Facts, Finding, Visit, by_value
+from muster.world.group import World
 
 MEGABYTES = 64
 LEAST_FREE_GB, LEAST_SPEED = 1.0, 20.0

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from muster.dist.world import World
 from muster.doctor.base import Check, Facts, Finding, Visit
+from muster.world.group import World
 
 FREE = 0.8
 """Minimum free share of a device's memory."""

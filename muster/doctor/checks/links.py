@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster.dist.world import World
 from muster.doctor.base import Check, Facts, Finding, Visit, outliers
+from muster.world.group import World
 
 SIZE = 1 << 20
 ROUNDS = 5

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from muster.dist.world import World
 from muster.doctor.base import Check, Facts, Finding, Visit, one_a_host
+from muster.world.group import World
 
 GIB = 2**30
 LEAST, LEAST_SHARED = 1.0, 0.25

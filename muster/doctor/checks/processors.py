@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from muster.dist.world import World
 from muster.doctor.base import Check, Facts, Finding, Visit
 from muster.process import usable_processors
+from muster.world.group import World
 
 
 class Processors(Check):

@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from muster.dist.place import asked_for
-from muster.dist.world import World
 from muster.doctor.base import Check, Facts, Finding, Visit, by_value
+from muster.world.environment import asked_for
+from muster.world.group import World
 
 
 class Ranks(Check):

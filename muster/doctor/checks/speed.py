@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster.dist.world import World
 from muster.doctor.base import Check, Facts, Finding, Visit, outliers
+from muster.world.group import World
 
 SIDE = {"cpu": 512, "cuda": 4096}
 ROUNDS = 10

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from muster.dist.world import World
 from muster.doctor.base import Check, Facts, Finding, Visit, by_value
+from muster.world.group import World
 
 MUST = ("torch", "nccl", "kit")
 """Software whose versions must be equal on all ranks for training to work."""

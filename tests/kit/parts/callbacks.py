@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from muster.dist.pieces import own_piece
 from muster.errors import StorageError
 from muster.faults import output
 from muster.train.callbacks.base import Callback
 from muster.train.callbacks.ema import UPDATES, Ema
+from muster.world.dtensor import own_piece
 
 
 class Pace(Callback):

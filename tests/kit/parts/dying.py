@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from kit.faults import fault, made
-from muster import attempts
+from muster import outcome
 from muster.checkpoint.backends.folder import Directory
 from muster.train.callbacks.base import Callback
 from muster.train.data.digits import Digits
@@ -184,13 +184,13 @@ class RaisesSlowly(Callback):
 
     def on_step_end(self, run):
         if run.step == 5 and run.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            write = attempts.write
+            write = outcome.write
 
             def slowly(*args, **kwargs):
                 time.sleep(8)
                 return write(*args, **kwargs)
 
-            attempts.write = slowly
+            outcome.write = slowly
             raise ValueError("the user's own mistake")
 
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.checkpoint.trained import SavedTensor
-from muster.dist.world import World
 from muster.errors import ConfigError
 from muster.train.strategies.replicas.broadcast import broadcast
+from muster.world.group import World
 
 OBJECTIVE = "objective/"
 Place = dict[str, Any]

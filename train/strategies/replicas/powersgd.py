@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from muster.checkpoint.trained import SavedTensor, own_prefix
-from muster.dist.world import World
+from muster.world.group import World
 
 NEVER_BY_ZERO = 1e-8  # torch's default of 0 gives NaN for a layer whose gradient is zero
 

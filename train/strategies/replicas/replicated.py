@@ -14,18 +14,18 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from muster.batches.loader import Batch
-from muster.dist.reduce.overlap import Overlap
-from muster.dist.world import World
+from muster.data.loader import Batch
 from muster.errors import ConfigError
+from muster.train.config.constraints import FREE, Gt
 from muster.train.config.keys import Config
-from muster.train.config.marks import FREE, Gt
 from muster.train.models.frozen import mark, marked
 from muster.train.strategies.base import Recipe, StepResult
-from muster.train.strategies.step.eager import answered_for_dynamo
 from muster.train.strategies.step.gradient import refuse_sparse, sparse_in
 from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping, build_model
-from muster.train.strategies.step.slices import SlicedStep
+from muster.train.strategies.step.skip_dynamo import answered_for_dynamo
+from muster.train.strategies.step.virtual_ranks import SlicedStep
+from muster.world.group import World
+from muster.world.reduce.overlap import Overlap
 
 
 class Replicas(Stepping):

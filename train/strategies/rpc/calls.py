@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed import rpc
 from torch.futures import Future
 
-from muster.dist.place import Place
-from muster.dist.timeouts import LAST_RESORT_S
-from muster.dist.world import World
 from muster.errors import RankLost
+from muster.world.environment import Place
+from muster.world.group import World
+from muster.world.timeouts import LAST_RESORT_S
 
 CLOSE_S = 60.0
 _left: Future[None] = Future()

@@ -21,10 +21,8 @@ from torch.distributed import rpc
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from muster.batches.loader import Batch, to
 from muster.checkpoint.trained import SavedTensor
-from muster.dist.layout import DATA, Layout
-from muster.dist.world import World
+from muster.data.loader import Batch, to
 from muster.errors import ConfigError, nearest
 from muster.train.config.keys import Config, NonFinite
 from muster.train.models.frozen import set_mode
@@ -34,6 +32,8 @@ from muster.train.strategies.rpc.server import SERVER, Answer, Gradient, Served,
 from muster.train.strategies.state import refuse_extra_state
 from muster.train.strategies.step.gradient import total_norm
 from muster.train.strategies.step.optimizer_step import OptimizerStep, build_model
+from muster.world.group import World
+from muster.world.layout import DATA, Layout
 
 
 class Table(Server):

@@ -18,19 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import rpc
 
-from muster.batches.loader import Batch
 from muster.checkpoint.trained import SavedTensor, own_prefix
-from muster.dist.layout import DATA, Layout
-from muster.dist.world import World
+from muster.data.loader import Batch
 from muster.errors import ConfigError
+from muster.train.config.constraints import Ge
 from muster.train.config.keys import Config, NonFinite
-from muster.train.config.marks import Ge
 from muster.train.strategies.base import Recipe, StepResult
 from muster.train.strategies.replicas.broadcast import begin_alike
 from muster.train.strategies.rpc import calls as calls
 from muster.train.strategies.rpc.server import SERVER, Answer, Served, Server, serve, served
 from muster.train.strategies.state import refuse_extra_state
 from muster.train.strategies.step.optimizer_step import OptimizerStep, build_model
+from muster.world.group import World
+from muster.world.layout import DATA, Layout
 
 
 class ParameterServer(Served):

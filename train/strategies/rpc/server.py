@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.futures import Future
 
-from muster.dist.layout import DATA, Layout
 from muster.errors import ConfigError
 from muster.train.config.keys import Config, Precision
 from muster.train.strategies.base import Strategy
 from muster.train.strategies.rpc import calls as calls
 from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping
+from muster.world.layout import DATA, Layout
 
 SERVER = 0
 _serving: list[Server] = []

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from muster.batches.split import TARGETS
+from muster.data.split import TARGETS
 from muster.errors import ConfigError, MusterError
 from muster.origin import defined
-from muster.train.strategies.step.refused import why_refused
+from muster.train.strategies.step.batch_errors import why_refused
 
 
 class Call:

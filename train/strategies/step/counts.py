@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster.batches.loader import Batch
-from muster.dist.world import World
+from muster.data.loader import Batch
 from muster.errors import ConfigError
 from muster.origin import name_of
 from muster.train.objectives.counted import Labels, count_of, counted, is_known
+from muster.world.group import World
 
 OVER_SAMPLES = (
     "the loss of {name} is taken for a mean over samples; if it is one over something else, such as tokens or pixels, give it "

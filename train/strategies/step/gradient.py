@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.dist.pieces import in_pieces, own_piece
-from muster.dist.world import World
 from muster.errors import ConfigError
+from muster.world.dtensor import in_pieces, own_piece
+from muster.world.group import World
 
 
 def complete(parameters: Mapping[str, Tensor], world: World, *, names: Sequence[str]) -> set[str]:

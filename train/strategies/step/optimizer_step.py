@@ -12,13 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from muster.batches.generators import Draws, kept_generators
-from muster.batches.loader import Batch
 from muster.checkpoint.trained import SavedTensor, own_prefix
-from muster.dist.layout import Layout
-from muster.dist.pieces import in_pieces
-from muster.dist.waiting import Waiting
-from muster.dist.world import World
+from muster.data.generators import Draws, kept_generators
+from muster.data.loader import Batch
 from muster.errors import ConfigError
 from muster.train.config.keys import NonFinite, Precision
 from muster.train.models.frozen import needs_mode, set_mode
@@ -31,6 +27,10 @@ from muster.train.strategies.base import Recipe, StepResult, Strategy
 from muster.train.strategies.replicas.buffers import Buffers
 from muster.train.strategies.step.call import Call
 from muster.train.strategies.step.gradient import clip, total_norm
+from muster.world.dtensor import in_pieces
+from muster.world.exposed_communication import Waiting
+from muster.world.group import World
+from muster.world.layout import Layout
 
 BUFFERS = "buffers/"
 """Prefix of the names of buffers that are in no state dict of the model."""

@@ -1,0 +1,99 @@
+"""Where an attempt begins: before the first step, at a checkpoint, or at the step of a rank that is alive."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from muster.attempt.attempt import Running
+from muster.attempt.lifecycle import Lifecycle
+from muster.attempt.records import hosts_of, record_start
+from muster.checkpoint.storage import Saved
+from muster.lease.run_folder import Refusal, RunFolder, RunOptions, keep_folder, open_folder
+from muster.loggers.metrics import Metrics
+from muster.recovery.emergency_checkpoint import make_up
+from muster.recovery.hand_over import HandOver
+from muster.recovery.trainee import Trainee
+from muster.world.group import World
+
+
+class Start(ABC):
+    """Where an attempt begins.
+
+    Args:
+        folder: the run's folder, which the attempt has claimed.
+        newest_step: step of the run's own newest checkpoint; None if there is none.
+        kept: what this rank has from the attempt before.
+    """
+
+    def __init__(self, folder: RunFolder, newest_step: int | None, kept: HandOver):
+        self.folder, self.newest_step, self.kept = folder, newest_step, kept
+
+    @property
+    def saved(self) -> Saved | None:
+        """The checkpoint that the attempt begins with; None if with none."""
+        return self.folder.saved
+
+    @abstractmethod
+    def restore(self, trainee: Trainee) -> None:
+        """Give `trainee` the state that the attempt begins with. Collective. Raises MusterError."""
+
+    def open_records(self, world: World, opened: Callable[[list[str]], Metrics]) -> Metrics:
+        """Return the records: those of the attempt before only if its state is handed on. Collective: every rank must call it.
+
+        opened: opens them, and gets the host of each rank.
+        """
+        hosts = hosts_of(world)
+        return self.kept.open_records(lambda: opened(hosts), anew=not isinstance(self, Rejoin))
+
+    def tell(self, running: Running, notes: Iterable[str], *, save: Callable[[], object], **facts: Any) -> None:
+        """Record how the attempt begins, with `facts` and `notes`. Collective: every rank must call it.
+
+        save: saves the step, if a rank's death has cut its save short.
+        """
+        lost: Any = {"deaths": self.kept.deaths(running.world), "why_lost": self.kept.why_lost}
+        record_start(running.records, self.folder, running.world, step=running.step, **lost, **facts)
+        self.kept.have_told()
+        for text in notes:
+            running.records.event("note", text=text)
+        make_up(running, self.folder)
+
+
+class Fresh(Start):
+    """The run has no checkpoint: the attempt begins before the first step."""
+
+    def restore(self, trainee: Trainee) -> None:
+        trainee.begin()
+
+
+class Resume(Start):
+    """The attempt begins at a checkpoint."""
+
+    def restore(self, trainee: Trainee) -> None:
+        assert self.saved
+        trainee.resume(self.saved)
+
+
+class Rejoin(Start):
+    """The attempt begins with the state of a rank that is alive, and goes on with the records."""
+
+    def restore(self, trainee: Trainee) -> None:
+        self.kept.hand_on(trainee)
+        self.newest_step = self.kept.newest_step
+
+    def tell(self, running: Running, notes: Iterable[str], *, save: Callable[[], object], **facts: Any) -> None:
+        self.kept.go_on(running, self.folder.path, save=save)
+
+
+def begin(life: Lifecycle, world: World, options: RunOptions, kept: HandOver, *, refusal: Refusal) -> Start:
+    """Claim the run's folder, and return where the attempt begins. Collective: every rank must call it.
+
+    Raises:
+        MusterError: see `claim_folder` and `open_folder`.
+    """
+    if kept.furthest(world) is not None:
+        return Rejoin(life.claim(options, opens=keep_folder), None, kept)
+    folder = life.claim(options, opens=partial(open_folder, refusal=refusal))
+    return (Resume if folder.saved else Fresh)(folder, folder.newest_step(options), kept)

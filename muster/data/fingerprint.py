@@ -1,0 +1,81 @@
+"""Fingerprint of a dataset: a string that changes when the data does."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from muster.data.drawn import Looks, Watch
+from muster.data.generators import kept_generators, seed_generators
+from muster.data.own_generators import OwnGenerators
+
+LOOKED_AT = 8
+DRAWN = "drawn"
+"""In place of a hash if a sample differs from itself, because it draws from a generator that is not seen."""
+OWN_DRAWS = (
+    "the data set draws from a generator that is not seen, or takes a state of the global ones unseen: a resumed run, or a rank that is born "
+    "again, draws other numbers, as does each rank; draw from an attribute of the data set (self.rng = np.random.default_rng()) or from "
+    "the global generators of torch, NumPy or Python, which are seeded for each sample"
+)
+
+
+def note_of(fingerprint: str) -> str:
+    """Return what is to be said of data with this fingerprint; empty if nothing is."""
+    return OWN_DRAWS if fingerprint.endswith(DRAWN) else ""
+
+
+def fingerprint(dataset: Any) -> str:
+    """Return the dataset's own `fingerprint()`, or its length and a hash of a few of its samples.
+
+    The global generators are unchanged.
+    """
+    if hasattr(dataset, "fingerprint"):
+        return str(dataset.fingerprint())
+    count = len(dataset)
+    chosen = [*dict.fromkeys(position * (count - 1) // (LOOKED_AT - 1) for position in range(LOOKED_AT))]
+    own = OwnGenerators(dataset)
+    before = own.states()
+    with kept_generators():
+        first, have_drawn = zip(*(_look(dataset, index, own) for index in chosen), strict=True)
+        key = 0 if any(have_drawn) else 1  # what does not draw, as far as can be seen, must not depend on a state
+        second, _ = zip(*(_look(dataset, index, own, key=key) for index in chosen), strict=True)
+        if first != second and not key:  # the first sample may have created the generator
+            first, _ = zip(*(_look(dataset, index, own) for index in chosen), strict=True)
+    own.restore(before)
+    return f"{count}:{hash_of(first) if first == second else DRAWN}"
+
+
+def _look(dataset: Any, index: int, own: OwnGenerators, *, key: int = 0) -> tuple[Any, bool]:
+    """Return what is seen of a sample, and whether it has drawn from a generator that is known."""
+    seed_generators(key)  # makes random transforms reproducible
+    own.seed(key)
+    watch, before = Watch(), own.states()
+    try:
+        with Looks() as looks:
+            sample = dataset[index]
+        return look(sample), looks.seen or bool(watch.drawn()) or own.have_drawn(before)
+    except Exception:  # the loader handles samples that cannot be read
+        return "unreadable", True
+
+
+def look(sample: Any) -> list[Any]:
+    """Return the parts of a sample that are the same in every process."""
+    return [_value(leaf) for leaf in pytree.tree_leaves(sample)]
+
+
+def _value(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return leaf if isinstance(leaf, (bool, int, float, str, bytes)) else type(leaf).__name__  # no addresses
+
+
+def hash_of(items: Iterable[Any]) -> str:
+    """Return the first 16 hex digits of the SHA-256 of all `items`, in order."""
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(repr(item).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,182 @@
+"""What optimizers are in the middle of when a loop of a user's own saves: a step not yet counted, gradients not yet used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from muster.errors import ConfigError
+from muster.world.dtensor import in_pieces
+
+
+class Between:
+    """Follows the steps of `optimizers` between two calls of `Job.step`, and whether a loop needs the gradients that are left.
+
+    Those of an optimizer that made no step are needed. Those that are left after a step may be: another optimizer's loss has added to
+    them, they belong to the next step, or the loop adds to them for ever. Most loops throw them away. What a loop does shows at
+    its next backward pass, or at the optimizer's next step. Before that, what it ever needed it is taken to need again.
+
+    Args:
+        optimizers: name -> optimizer.
+        names: parameter -> its name in checkpoints.
+    """
+
+    def __init__(self, optimizers: Mapping[str, Optimizer], names: Mapping[Tensor, str]):
+        self._optimizers, self._names = optimizers, names
+        self._stepped, self._begun = set[str](), set[str]()
+        self._idle = set[str]()  # a fresh or restored optimizer has no gradients
+        self.habits: dict[str, bool] = {}
+        """By optimizer, whether the loop has ever needed the gradients that were left; not there until it is seen."""
+        self._left: dict[str, list[tuple[Any, Any]]] = {}
+        """By optimizer, the parameters with gradients after the last step, and these."""
+        self._is_needed: dict[str, bool] = {}
+        """What has been seen since then."""
+        self._first: dict[str, Any] = {}
+        """By optimizer, the parameter that gets its gradient first in a backward pass."""
+        self._hooks: dict[str, list[Any]] = {}
+        for name, optimizer in optimizers.items():
+            if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of other libraries have none
+                optimizer.register_step_pre_hook(partial(self._begin, name))
+                optimizer.register_step_post_hook(partial(self._end, name))
+
+    def count(self) -> None:
+        """Count a step of the job."""
+        self._idle, self._stepped = self._optimizers.keys() - self._stepped, set()
+
+    def end_step(self) -> None:
+        """Take notice of the gradients that are left at the end of a step of the job, and of the loop's body."""
+        self._is_needed = {}
+        for name, parameters in self._parameters().items():
+            left = [(each, ref(each.grad)) for each in parameters if each.grad is not None]
+            self._left[name] = left
+            if name not in self._hooks:
+                found = [each for each, _ in left if each.requires_grad and not in_pieces(each)]
+                first = self._first.get(name)
+                watched: list[Any] = [each for each in found if each is first] or found
+                self._hooks[name] = [each.register_hook(partial(self._see, name, ref(each))) for each in watched]
+
+    def _see(self, name: str, first: Callable[[], Any], _: Tensor) -> None:
+        """Notice, before a backward pass adds to the first gradient, whether the loop has thrown away what was left."""
+        self._unhook(name)
+        self._first[name] = there = first()
+        same = [each.grad for each, grad in self._left[name] if each.grad is grad()]  # others may be of this pass
+        self._note(name, is_needed=_some([there.grad, *same]))
+
+    def _note(self, name: str, *, is_needed: bool) -> None:
+        if name not in self._is_needed and self._left.get(name):
+            self._is_needed[name] = is_needed
+            self.habits[name] = is_needed or self.habits.get(name, False)
+
+    def _unhook(self, name: str) -> None:
+        for hook in self._hooks.pop(name, ()):
+            hook.remove()
+
+    def _begin(self, name: str, _: object, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        if any(map(callable, (*given[1:], *named.values()))):
+            return  # a closure, which makes the pass of the step, before any change
+        is_unused = bool(self._hooks.get(name)) and name not in self._first  # no pass has come to any of them
+        if self._hooks.get(name):
+            self._first.pop(name, None)
+        self._unhook(name)
+        same = (each.grad is not None and each.grad is grad() for each, grad in self._left.get(name, ()))
+        self._note(name, is_needed=is_unused or any(same))  # hooks on parameters in pieces are never called
+        self._begun.add(name)
+
+    def _end(self, name: str, *_: object) -> None:
+        self._begun.discard(name)
+        self._stepped.add(name)
+
+    def is_within(self) -> bool:
+        """Return True in an optimizer's step, which may have collectives of its own, or after one that the job has not counted."""
+        return bool(self._stepped or self._begun)
+
+    def refuse(self, what: str) -> None:
+        """Raise ConfigError after an optimizer's step that the job has not counted: weights and position do not fit."""
+        if self._stepped:
+            raise ConfigError(
+                f"{what} came after {min(self._stepped)}.step() and before job.step(): call it after job.step(), which "
+                "counts the optimizer's step"
+            )
+
+    def with_gradients(self) -> list[str]:
+        """Return the optimizers that have gradients other than zero."""
+        return [name for name, found in self._parameters().items() if _some([each.grad for each in found])]
+
+    def needs(self, name: str) -> bool:
+        """Return whether the loop needs, in this step, the gradients that an optimizer had before, as far as can be told."""
+        return name in self._idle or self._is_needed.get(name, self.habits.get(name, True))
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that the next step may need, by parameter. A zero one is left out, but for one in pieces."""
+        return {
+            self._names[each]: each.grad
+            for name, parameters in self._parameters().items()
+            if name in self._idle or self.habits.get(name, True)
+            for each in parameters
+            if each.grad is not None and (in_pieces(each.grad) or _some([each.grad]))
+        }
+
+    def zeroed(self, kept: Collection[str] = ()) -> list[str]:
+        """Return the parameters whose gradients are there, and of no more use: they are not `kept`.
+
+        An optimizer skips a parameter without a gradient, but not one whose gradient a loop has set to zero.
+        """
+        there = {name for each, name in self._names.items() if each.grad is not None and not each.grad.is_sparse}
+        return sorted(there.difference(kept))
+
+    def restore(self, gradients: Mapping[str, Any], zeroed: Collection[str] = ()) -> None:
+        """Restore the values of `gradients` and `zeroed`."""
+        for parameter, name in self._names.items():
+            if name in gradients:
+                parameter.grad = _like(parameter, gradients[name])
+            elif name in zeroed:
+                parameter.grad = torch.zeros_like(parameter)
+        found = self._parameters()
+        self._idle = {name for name, each in found.items() if any(self._names[one] in gradients for one in each)}
+
+    def _parameters(self) -> dict[str, list[Any]]:
+        """Return the parameters by optimizer; those of no optimizer that is tracked, and is torch's, by ""."""
+        found: dict[str, list[Any]] = {
+            name: [each for group in optimizer.param_groups for each in group["params"]]
+            for name, optimizer in self._optimizers.items()
+        }
+        known = {each for parameters in found.values() for each in parameters}
+        if len(known) < len(self._names):
+            found[""] = [each for each in self._names if each not in known]
+        return found
+
+
+def _some(gradients: list[Any]) -> bool:
+    """Return whether a gradient is there that is not zero, as far as this rank's pieces show."""
+    found = (each.to_local() if in_pieces(each) else each for each in gradients if each is not None)
+    return any(bool((each._values() if each.is_sparse else each).any()) for each in found)
+
+
+def _like(parameter: Tensor, saved: Any) -> Tensor:
+    """Return a gradient in the layout of its parameter."""
+    if in_pieces(saved):
+        return saved
+    if isinstance(saved, Mapping):  # see `packed`
+        return torch.sparse_coo_tensor(saved["indices"], saved["values"], parameter.shape, device=parameter.device)
+    local: Tensor = saved.to(parameter.device)
+    if not in_pieces(parameter):
+        return local
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    like: Any = parameter
+    if local.shape == like.shape:  # it was in one piece when it was saved
+        return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
+    return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+def packed(gradient: Tensor) -> Any:
+    """Return a gradient as a checkpoint holds it: a sparse one in two tensors."""
+    if gradient.is_sparse:
+        return {"indices": gradient._indices(), "values": gradient._values()}
+    return gradient

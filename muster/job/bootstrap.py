@@ -1,0 +1,168 @@
+"""The start and the end of a job in a process that goes on to be its user's: signals, group, claim, exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from muster.attempt.lifecycle import Lifecycle, State
+from muster.attempt.start import Fresh, Start, begin
+from muster.errors import ConfigError, RankLost
+from muster.faults import agent, output
+from muster.faults.heartbeat import Heartbeat
+from muster.faults.preemption import Preemption
+from muster.job.options import JobOptions, check_options, group_options_of, run_options_of
+from muster.job.trainee import LiveJob
+from muster.process import STOP_SIGNALS, forget_frames, ignore
+from muster.world import external_group
+from muster.world.device import choose_backend
+from muster.world.environment import Place
+from muster.world.group import World
+from muster.world.layout import form_alone
+
+_entered: list[Entrance] = []
+"""The entrance of the job that is open in this process."""
+
+
+class Parted(Exception):
+    """A rank has died and is born again: this process goes on in the next attempt."""
+
+
+class Entrance:
+    """A job's group, its claimed folder and its lifecycle, from `enter` to `leave`.
+
+    Args:
+        options: the job's settings.
+        preemption: whether this process has received a stop request.
+        kept: what this rank keeps if another one dies.
+        seeds_steps: whether the generators are seeded in each step.
+        why_no_survival: why the rank does not survive the death of another, although the settings ask for it.
+    """
+
+    def __init__(
+        self,
+        options: JobOptions,
+        *,
+        preemption: Preemption | None = None,
+        kept: LiveJob | None = None,
+        seeds_steps: bool = False,
+        why_no_survival: str = "",
+    ):
+        self.options, self.preemption = options, preemption or Preemption()
+        self.kept, self.seeds_steps, self.why_no_survival = kept or LiveJob(), seeds_steps, why_no_survival
+        self.life = Lifecycle(
+            Path(options.folder),
+            self.preemption,
+            max_idle_attempts=options.max_idle_attempts,
+            survival=self.kept.survival,
+        )
+        self.start: Start
+        self._world: World | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def world(self) -> World:
+        """The ranks. Raises ConfigError before `enter`."""
+        if self._world is None:
+            raise ConfigError(f"Job({str(self.options.folder)!r}) is not entered: use it in a `with` block")
+        return self._world
+
+    def enter(self) -> None:
+        """Form the group and claim the folder. Collective: every rank must call it.
+
+        Raises:
+            ConfigError: a job is open in this process.
+            SystemExit: the attempt has ended already; its error is reported.
+            Parted: a rank has died meanwhile, and is born again.
+        """
+        if self.life.state != State.started:
+            raise ConfigError(f"this Job({str(self.options.folder)!r}) has been used: create one for each `with` block")
+        if _entered:
+            raise ConfigError(
+                f"Job({str(self.options.folder)!r}): {_entered[0].options.folder} is open in this process: leave its "
+                "`with` block first"
+            )
+        _entered.append(self)
+        self._install()
+        try:
+            check_options(self.options)
+            self._world = self._start()
+            self._heartbeat = self.life.meet(self.world, timeout_s=self.options.timeout_s)
+            self._group_alone()
+            options = run_options_of(self.options)
+            self.start = begin(self.life, self.world, options, self.kept, refusal=lambda saved: None)
+            self._refuse_memory()
+        except BaseException as error:
+            if self.leave(error):
+                raise Parted from None
+
+    def _refuse_memory(self) -> None:
+        """Raise RankLost if ranks that have made steps would begin anew: what is not tracked may remember them. Collective."""
+        if not (self.world.again and isinstance(self.start, Fresh)):
+            return
+        rank = self.world.lowest(self.kept.has_worked)
+        if rank is not None:
+            raise RankLost("no rank has the state of the run, and there is no checkpoint: all ranks restart", rank=rank)
+
+    @property
+    def has_parted(self) -> bool:
+        """True if this process goes on in the next attempt."""
+        return self.life.has_parted
+
+    def leave(self, error: BaseException | None) -> bool:
+        """End the attempt: with other ranks an error ends this process. Raises SystemExit unless the run is done.
+
+        Returns True if `error` comes from the death of a rank that is born again: this process goes on.
+        """
+        if error is not None:
+            self.kept.part(error, self.life.survives)
+        self.life.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        self.kept.release()
+        if self._heartbeat:
+            self._heartbeat.disarm()
+        _entered.clear()
+        if self.life.has_parted:
+            return True
+        if self.life.exit_code:
+            self._ignore_signals()
+            forget_frames(error)  # they may hold a DataLoader, for whose workers Python would wait at its exit for ever
+            raise SystemExit(self.life.exit_code) from error
+        if self._before:
+            self.preemption.uninstall()
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: set by something else than Python
+        return False
+
+    def _start(self) -> World:
+        options, stopping = group_options_of(self.options), lambda: self.preemption.signalled
+        if external_group.exists():
+            return external_group.borrow(options)
+        return self.kept.meet(options, Place.from_env(), stopping=stopping, prepare=lambda: None)
+
+    def _group_alone(self) -> None:
+        """Form a group of one rank, for DistributedDataParallel and fully_shard in a loop that is the same for all."""
+        if self.world.size > 1 or external_group.exists():
+            return
+        backend = choose_backend(group_options_of(self.options), self.world.device)
+        form_alone(backend, device_type=self.world.device.type)
+        self.life.on_end(dist.destroy_process_group, failed=dist.destroy_process_group)
+
+    def _install(self) -> None:
+        if self.kept.survival:  # its keeper has done so
+            return
+        output.endure()
+        agent.die_with_it()
+        with contextlib.suppress(ValueError):  # not in the main thread: a stop comes from another rank then
+            before: dict[int, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+            self.preemption.install()
+            self._before = before
+
+    def _ignore_signals(self) -> None:
+        """A launcher's signal during interpreter teardown would hide the exit code."""
+        with contextlib.suppress(ValueError):
+            ignore(*STOP_SIGNALS)

@@ -1,0 +1,152 @@
+"""The options with which a loop has built its optimizers and schedules, in place of which a resume loads a checkpoint's."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from muster.job.tracked_state import Tracked
+
+MOST_TOLD = 6
+"""The most options that a message names."""
+NO_OPTIONS = (
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "self",
+    "optimizer",
+    "schedulers",
+    "last_epoch",
+    "lr_lambdas",
+    "verbose",
+)
+"""What says how a step is computed, and what is no number."""
+OF_TORCH = ("_schedule_phases", "_anneal_func_type")
+"""What OneCycleLR keeps its options in."""
+
+_tracked_before = WeakSet[Any]()
+
+
+def options_of(tracked: Tracked) -> dict[str, Any]:
+    """Return name -> option of each optimizer and schedule, as JSON has it: `{"optimizer.lr": 0.1, "schedule.T_max": 32}`.
+
+    They are the options that the constructors name and the objects keep, and of a schedule of torch's what is in its state.
+    A group beyond the first is `optimizer.1.lr`, and so are parts of a schedule. Empty if one of the objects was tracked
+    before in this process: it is not as it was built.
+    """
+    optimizers, schedules = tracked.optimizers, {name: _schedule(each) for name, each in tracked.others.items()}
+    objects = [*optimizers.values(), *filter(None, schedules.values())]
+    try:
+        if any(each in _tracked_before for each in objects):
+            return {}
+        _tracked_before.update(objects)
+    except TypeError:  # one that has no hash
+        return {}
+    found = dict[str, Any]()
+    for name, optimizer in optimizers.items():
+        found |= _of_groups(name, optimizer)
+    for name, schedule in schedules.items():
+        if schedule is not None:
+            found |= _of_schedule(name, schedule)
+    return found
+
+
+def is_scheduled(tracked: Tracked) -> bool:
+    """Return True if a schedule is tracked, which sets options itself."""
+    return any(map(_schedule, tracked.others.values()))
+
+
+def differences(before: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, option before, option here) where they differ; an option that only one of them has is not compared."""
+    for name, value in here.items():
+        if name in before and not _is_same(before[name], value):
+            yield name, before[name], value
+
+
+def told(path: str, changed: Sequence[tuple[str, Any, Any]]) -> str:
+    """Return in one line which options of the checkpoint at `path`, from `differences`, are loaded in place of which."""
+    public = [each for each in changed if not each[0].endswith(OF_TORCH)] or changed  # from which torch's own follow
+    pairs = [f"{name}={before}, and this is {name}={now}" for name, before, now in public]
+    left = [f"{len(pairs) - MOST_TOLD} more"] if len(pairs) > MOST_TOLD else []
+    verb = "is" if len(pairs) == 1 else "are"
+    return f"{path} was written with {'; '.join([*pairs[:MOST_TOLD], *left])}, in place of which the checkpoint's {verb} loaded"
+
+
+def is_length(tracked: Tracked, changed: tuple[str, Any, Any]) -> bool:
+    """Return True for an option of a schedule that is a number of steps, as T_max, or a list of them."""
+    (name, before, _), own = changed, {*tracked.others}
+    numbers = before if isinstance(before, list) else [before]
+    return name.partition(".")[0] in own and all(type(each) is int for each in numbers)
+
+
+def _schedule(thing: Any) -> LRScheduler | None:
+    """Return a schedule, also that in Accelerate's wrapper."""
+    inner = getattr(thing, "__dict__", {}).get("scheduler")
+    return next((each for each in (thing, inner) if isinstance(each, LRScheduler)), None)
+
+
+def _of_groups(name: str, optimizer: Optimizer) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for number, group in enumerate(optimizer.param_groups):
+        place = f"{name}.{number}" if number else name
+        options = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+        options["lr"] = group.get("initial_lr", group.get("lr"))  # `lr` itself is set by a schedule already
+        found |= _plain(place, options)
+    return found
+
+
+def _of_schedule(name: str, schedule: LRScheduler) -> dict[str, Any]:
+    options = dict[str, Any]()
+    if type(schedule).__module__.startswith("torch."):
+        state = schedule.state_dict()
+        options |= {key: value for key, value in state.items() if not key.startswith("_") or key in OF_TORCH}
+    for key in inspect.signature(type(schedule)).parameters:
+        with contextlib.suppress(Exception):  # a class of the user's own
+            options[key] = getattr(schedule, key) if hasattr(schedule, key) else getattr(schedule, f"_{key}")
+    found = _plain(name, options)
+    for number, part in enumerate(getattr(schedule, "_schedulers", ())):
+        found |= _of_schedule(f"{name}.{number}", part)
+    return found
+
+
+def _plain(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `options` that are numbers, texts, None or short lists of them."""
+    found = dict[str, Any]()
+    for key, value in options.items():
+        several = sorted(value.elements()) if isinstance(value, Counter) else value
+        is_list = isinstance(several, list | tuple)
+        parts = [each for part in (several if is_list else [several]) for each in _within(part)]
+        if key not in NO_OPTIONS and type(value) is not dict and len(parts) <= 100 and all(map(_is_plain, parts)):
+            found[f"{name}.{key}"] = parts if is_list else parts[0]
+    return found
+
+
+def _within(part: Any) -> list[Any]:
+    """Return the values of a dict in a list, the number in a tensor, or `part` itself."""
+    if isinstance(part, dict) and part:
+        return [*part.values()]
+    return [part.item() if isinstance(part, Tensor) and part.numel() == 1 else part]
+
+
+def _is_plain(part: Any) -> bool:
+    return math.isfinite(part) if isinstance(part, float) else part is None or isinstance(part, bool | int | str)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, float) or isinstance(other, float):  # a tensor's has fewer digits
+        return (
+            isinstance(one, int | float) and isinstance(other, int | float) and math.isclose(one, other, rel_tol=1e-6)
+        )
+    return bool(one == other)

@@ -1,0 +1,53 @@
+"""Whether the loops of all ranks have ended after the same step.
+
+It is found out over the store. In a collective a rank that has left the loop would meet the collectives of those that
+still train, and gloo ends a process whose peer sends another number of bytes.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from torch.distributed import DistBackendError
+
+from muster.errors import ConfigError
+from muster.faults.heartbeat import Heartbeat
+from muster.world.group import World
+
+LEAVE_ALIKE = "all ranks must leave the loop after the same step"
+POLL_S = 0.02
+POLLS_PER_S = 2000.0  # of all ranks together
+
+
+def end_alike(world: World, heartbeat: Heartbeat, step: int) -> None:
+    """Wait until the loops of all ranks have ended. Collective: every rank must call it.
+
+    Args:
+        world: the ranks.
+        heartbeat: this rank's, which tells whether others wait for it.
+        step: the step after which this rank's loop has ended.
+
+    Raises:
+        ConfigError: a loop has ended after another step, or waits in a collective for this rank.
+        DistBackendError: another rank has failed, or has died.
+    """
+    if world.size == 1:
+        return
+    board, pause_s = world.board, max(POLL_S, world.size / POLLS_PER_S)
+    board.post_end(step)
+    heartbeat.watch()
+    while (ends := board.ends()) is None:
+        if board.has_failure() or board.is_one_lost():
+            raise DistBackendError("another rank has failed while this one waited for the end of its loop")
+        if heartbeat.is_waited_for():
+            raise ConfigError(
+                f"the loop has ended after step {step} on rank {world.rank} ({socket.gethostname()}), for which other ranks "
+                f"wait in a later one: {LEAVE_ALIKE}"
+            )
+        time.sleep(pause_s)
+    for rank, end in enumerate(ends):
+        if end != ends[0]:
+            raise ConfigError(
+                f"the loop has ended after step {end} on rank {rank}, and after step {ends[0]} on rank 0: {LEAVE_ALIKE}"
+            )

@@ -1,0 +1,106 @@
+"""The lives of a rank whose loop is a user's own: a keeper, and a child that calls the loop, again after each death."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from muster.errors import ConfigError
+from muster.faults import agent, output
+from muster.faults.preemption import Preemption
+from muster.job.bootstrap import Entrance, Parted
+from muster.job.options import JobOptions
+from muster.job.trainee import NOTES, LiveJob
+from muster.loggers.tensorboard import import_writer
+from muster.process import STOP_SIGNALS, collect_garbage, end, is_kept
+from muster.recovery.journal import Notes
+from muster.recovery.supervisor import keep, why_no_fork
+from muster.recovery.survival import Survival, why_no_survival
+from muster.world import external_group
+from muster.world.environment import Place, leave_store
+from muster.world.rendezvous.meeting import code_hash
+from muster.world.rendezvous.network import store_for_keeper
+
+J = TypeVar("J", bound=JobOptions)
+
+
+def run(job: J, enter: Callable[[J, Entrance], object]) -> None:
+    """Call `enter(job, entrance)` in a child that is born again if it dies by a signal. See `Job.run`.
+
+    enter: takes part in an attempt by that entrance; it may get a copy of `job`.
+
+    The script goes on in the child, and ends there, with all that it has left to its end. This process ends as the child does.
+
+    Raises:
+        SystemExit: the run is not done.
+    """
+    notes = _notes_of(job)
+    if not isinstance(notes, Notes):
+        enter(job, Entrance(job, seeds_steps=True, why_no_survival=notes))
+        return
+    output.endure()
+    agent.die_with_it()
+    preemption, before = Preemption(), {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    preemption.install()
+    code_hash()  # once for all lives
+    was_frozen = gc.get_freeze_count()
+    most, store = job.max_survivals_per_hour, store_for_keeper()
+    life = keep(notes, preemption=preemption, most_per_hour=most, store=store)
+    if isinstance(life, int):
+        end(life)
+    code = _live(job, enter, LiveJob(Survival(life)), preemption)
+    leave_store()  # also for a script that goes on after a failure
+    if not was_frozen:
+        gc.unfreeze()
+    if code:
+        raise SystemExit(code)
+    preemption.uninstall()
+    for number, handler in before.items():
+        signal.signal(number, handler or signal.SIG_DFL)  # None: set by something else than Python
+
+
+def _live(job: J, enter: Callable[[J, Entrance], object], kept: LiveJob, preemption: Preemption) -> int:
+    """Take part in one attempt after another, until the run ends; return the exit code."""
+    while True:
+        attempt = dataclasses.replace(job)
+        entrance = Entrance(attempt, preemption=preemption, kept=kept, seeds_steps=True)
+        try:
+            enter(attempt, entrance)
+        except Parted:
+            continue
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else bool(end.code)
+        if not entrance.has_parted:
+            return 0
+        del attempt, entrance
+        collect_garbage()  # until the block has ended, the frames of the error held their functions, which may close over the model
+
+
+def _notes_of(options: JobOptions) -> Notes | str:
+    """Return memory for the notes of a rank that is born again if it dies; why not, if it is not."""
+    try:
+        if not options.survive or Place.from_env().world_size == 1:
+            return ""
+        if external_group.exists():
+            return "the process group is not the job's own"
+        if options.device_type != "cpu" and (options.device_type == "cuda" or Path("/dev/nvidiactl").exists()):
+            return "it trains on GPUs"
+        if is_kept():
+            return "the script has run another job before, whose threads are left"
+        if why := why_no_survival():
+            return why
+        # as torch's optimizers and DistributedDataParallel do: here, once for all lives
+        importlib.import_module("torch._dynamo")
+        if options.tensorboard and os.environ["RANK"] == "0":
+            import_writer()
+        return why_no_fork() or Notes(last=NOTES)
+    except OSError:
+        return "the system gives no memory for its notes"
+    except ConfigError:  # which the attempt reports
+        return ""

@@ -1,0 +1,600 @@
+"""What happens between two steps of a loop of a user's own: log, save and stop; and at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from muster import outcome
+from muster.attempt.attempt import Running, open_checkpoints
+from muster.attempt.lifecycle import Ending
+from muster.attempt.records import open_records, report
+from muster.checkpoint.storage import Saved
+from muster.checkpoint.trained import own_prefix, plain
+from muster.checkpoint.weights import write_weights
+from muster.data.fingerprint import fingerprint, hash_of, look, note_of
+from muster.data.generators import drawn_from, key_of, seed_generators, state_of_generators
+from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted, RankLost, final
+from muster.files import replace_file
+from muster.job import built_options
+from muster.job.batch_source import Feed, LoadedFeed, moved_on
+from muster.job.bootstrap import Entrance
+from muster.job.end_barrier import end_alike
+from muster.job.options import JobOptions, as_yaml, loggers_of, run_options_of
+from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
+from muster.job.running_means import Totals
+from muster.job.tracked_state import Tracked
+from muster.job.trainee import JobTrainee, Reached, seed_step
+from muster.loggers.metrics import Metrics
+from muster.recovery.survival import WHY_NOT
+from muster.timing.clock import Clock
+
+BUILD_ALIKE = (
+    "build modules in the `with` block, where all ranks have the same seed, or wrap them in DistributedDataParallel "
+    "before track()"
+)
+STEP_ALIKE = "a checkpoint has the state of one rank: keep it alike on all ranks, or shard the model by fully_shard, and its optimizer with it"
+UNTRACKED = "{name} steps the model and is not tracked: a resume, or the death of a rank, would begin its state anew; name it: track(model=..., optimizer=...)"
+UNSCHEDULED = (
+    "{kind}, the schedule of {name}, is not tracked: a resume, or the death of a rank, would begin it anew, unless your code sets it from job.steps_done; "
+    "name it: track(schedule=...)"
+)
+BODY_S = 10.0
+"""How long an evaluation in a loop's body goes on after the ranks agreed to stop; launchers kill after 30 s."""
+GONE_S = 2.0
+"""How long ranks that got no step() for a batch look for the death of another."""
+SILENT_S = 1.0
+POLL_S = 0.05
+FROZEN = (
+    "{name} was thawed before the state was saved that this attempt goes on from, and is frozen here, so it is trained no further: "
+    "thaw it after track() where job.steps_done says that it was"
+)
+HOOK = (
+    "the communication hook {name} has a state that no checkpoint holds: a resume begins it anew, and ends with other weights; track an object "
+    "whose state_dict() and load_state_dict() are that state's, or register the hook without one"
+)
+WHOLE = (
+    "the loader's {sampler} does not divide the samples: each of {ranks} ranks would train on the same ones; write {line}, or give the loader "
+    "sampler=DistributedSampler(dataset) (with num_replicas=1, rank=0 if the ranks share a model that needs the same samples)"
+)
+ALIKE = (
+    "the first batch of the loader is the same on all {ranks} ranks: unless this is meant, let each rank's sampler or stream have its own share "
+    "of the samples, by job.rank and job.world_size, or give batches() the data set itself"
+)
+RATES = (
+    "{name} is {first} on rank 0 and {own} on rank {rank}, so the ranks train by other rules: step a schedule such as ReduceLROnPlateau with "
+    "what all ranks have, as job.sum(loss) / job.world_size or a value of job.evaluate"
+)
+TRAIN_ALIKE = "wrap the model in DistributedDataParallel, or average gradients over the ranks before optimizer.step()"
+
+
+class AgreedStop(SystemExit):
+    """Leaves a loop whose ranks have stopped after the same step and saved it."""
+
+    def __init__(self, ending: Ending):
+        super().__init__(Preempted.exit_code)
+        self.ending = ending
+
+
+class Session:
+    """An attempt at a run, from the restored state to its end. Collective: every rank must create it.
+
+    Args:
+        options: the job's settings.
+        entrance: the group, and the claimed folder.
+        tracked: what the loop trains.
+
+    Raises:
+        ConfigError: the checkpoint is of other tracked objects. StorageError: it cannot be read.
+    """
+
+    def __init__(self, options: JobOptions, entrance: Entrance, tracked: Tracked):
+        self.options, self.entrance, self.tracked = options, entrance, tracked
+        self.world, self.start, self.folder = entrance.world, entrance.start, entrance.start.folder
+        self.totals, self.clock = Totals(self.world), Clock()
+        self.feed: Feed | None = None
+        self.is_open = self.is_evaluating = False
+        saved = self.start.saved
+        self.noted: dict[str, float] = dict(saved.manifest.get("noted", {})) if saved else {}
+        """What `job.log` has for the next line."""
+        self.reached = Reached(saved.step, int(saved.manifest.get("samples", 0))) if saved else Reached()
+        seed_generators(key_of(options.seed, self.world.rank, self.reached.step), on_device=True)
+        self.owes_save = self._is_asked_to_save = False
+        """True between the end of a step after which a checkpoint is due, and its beginning."""
+        self.is_within = False
+        """True between the count of a step and the end of the loop's body, as the iterator of the batches sees it."""
+        self.is_closed = self.has_left = False
+        """True once that iterator is closed before its end, by `break` or by an error; and once it was by `break`."""
+        self.is_told_to_stop = False
+        """True once the loop has read that it should stop, so that leaving it is not its end."""
+        self._is_other_length = False
+        """True on rank 0 if a checkpoint of another number of ranks has a schedule for another number of steps."""
+        self._has_seen_batch = False
+        self._latest = 0.0
+        self._has_looked = False
+        if (
+            self.world.again
+        ):  # of a pass that a death has cut short, if the modules outlive the function that trains them
+            for parameter in tracked.parameters():
+                parameter.grad = None
+        self.trainee = JobTrainee(self, entrance.kept)
+        self._here, self.loaded_instead = built_options.options_of(tracked), ""
+        self.built = self._built()
+        self.start.restore(self.trainee)
+        self._seed_step()
+        self._generators = state_of_generators()
+        writes = partial(report, self.folder.path) if self.world.is_first else None
+        entrance.life.restored(self.reached, report=writes)
+        self.peers = entrance.life.run()
+
+    def refuse_unequal(self) -> None:
+        """Raise ConfigError if the ranks' parameters differ. Collective: every rank must call it."""
+        check_replicas(self.tracked.named, self.world, tolerance=0.0, what="the parameter", remedy=BUILD_ALIKE)
+
+    def refuse_others(self, saved: Saved) -> None:
+        """Raise ConfigError if a checkpoint is of other tracked objects. Collective: every rank must call it."""
+        self._refuse("tracked", self.tracked.names, "track the same names")
+        self._refuse_built(saved)
+        self._refuse_of_ranks(saved)
+
+    @property
+    def total_steps(self) -> int:
+        """The number of steps of the whole run; 0 if unknown."""
+        return self.feed.total_steps if self.feed else 0
+
+    @property
+    def is_over(self) -> bool:
+        """True if all steps are done; False if their number is unknown."""
+        return self.feed is not None and self.reached.step >= self.feed.total_steps
+
+    @property
+    def is_left(self) -> bool:
+        """True if the loop has left these batches before their end, in an earlier attempt that is done."""
+        before, saved, here = self.folder.before, self.start.saved, (self.reached.step, self.total_steps)
+        if before.outcome == outcome.DONE and (before.step, before.total_steps) == here:
+            return True  # also by the record alone: the step may have been saved before the loop was left
+        manifest = saved.manifest if saved else {}  # the record may be of a command that was refused since
+        return bool(manifest.get("left")) and (manifest["step"], manifest.get("total_steps")) == here
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last step done, from 0; 0 if unknown."""
+        return max(0, self.reached.step - 1) // self.feed.steps_per_epoch if self.feed else 0
+
+    def open(self, feed: Feed | None) -> None:
+        """Open records and checkpoints. Collective: every rank must call it.
+
+        feed: the batches of the loop; None if it has batches of its own.
+
+        Raises:
+            ConfigError, DataError: the batches differ between ranks, or from those of the checkpoint.
+        """
+        self.feed, facts, known = feed, dict[str, Any](), dict[str, Any]()
+        if feed:
+            self._refuse_draws()
+            self._refuse_moved_on(feed)
+            facts, known = feed.facts, {"samples_per_epoch": feed.samples_per_epoch or None}
+            self._refuse_data(facts)
+            self._refuse_length()
+            self._refuse_whole(feed)
+        self.world.on_first(partial(self._write_config, facts))
+        opened = partial(
+            open_records,
+            self.folder.path,
+            self.world,
+            name=self.folder.path.name,
+            step=self.reached.step,
+            samples=self.reached.samples,
+            total_steps=self.total_steps,
+            makers=loggers_of(self.options),
+        )
+        records = self.start.open_records(self.world, opened)
+        self.running = running = self._run(records, facts)
+        self.entrance.life.on_end(running.close, failed=running.close)
+        known = {name: value for name, value in known.items() if value}
+        notes = self._notes(facts.get("fingerprint", ""))
+        self.is_open = True
+        self.start.tell(running, notes, save=self.save, total_steps=self.total_steps, **known)
+        self._see_optimizers()
+        self.entrance.kept.follow(self.trainee, self.folder)
+        running.start()
+
+    def _notes(self, fingerprint: str) -> Iterator[str]:
+        """Yield what the records tell of a loop that begins, or resumes."""
+        if text := note_of(fingerprint):
+            yield text
+        for name, state in hooks_with_state(self.tracked.modules.values()) if self.world.size > 1 else ():
+            if not self.tracked.holds(state):
+                yield HOOK.format(name=name)
+        if self.loaded_instead:
+            yield self.loaded_instead
+        if why := self.entrance.why_no_survival:
+            yield WHY_NOT.format(key=self.trainee.key, why=why)
+
+    def _see_optimizers(self) -> None:
+        """Note an optimizer that steps parameters of tracked modules, or its schedule, that is not tracked: a resume begins it anew.
+
+        So does a rank that is born again: an optimizer's state is nobody's else then, so no death is survived.
+        """
+        seen, trained = set[int](), {id(each) for each in self.tracked.parameters()}
+
+        def look(optimizer: Optimizer, *_: Any) -> None:
+            if id(optimizer) in seen:
+                return
+            seen.add(id(optimizer))
+            stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            if not trained & stepped:
+                return
+            name = type(optimizer).__name__
+            if not self.tracked.saves(optimizer):
+                self.tell_once(f"untracked {name}", UNTRACKED.format(name=name))
+                self.trainee.refuse(f"{name} is not tracked")
+            for each in self.tracked.untracked_schedules(optimizer):
+                kind = type(each).__name__
+                self.tell_once(f"untracked {kind}", UNSCHEDULED.format(kind=kind, name=name))
+
+        handle = register_optimizer_step_post_hook(look)
+        self.entrance.life.on_end(handle.remove, failed=handle.remove, parted=handle.remove)
+
+    def _run(self, records: Metrics, facts: dict[str, Any]) -> Running:
+        saved = {
+            "tracked": self.tracked.names,
+            "built": self.built,
+            "batches": facts,
+            "total_steps": self.total_steps,
+        }
+        options, keep = run_options_of(self.options), self.options.keep
+        return Running(
+            peers=self.peers,
+            progress=self.reached,
+            total_steps=self.total_steps,
+            records=records,
+            checkpoints=open_checkpoints(
+                options,
+                folder=self.folder,
+                world=self.world,
+                records=records,
+                keep=keep,
+                facts=saved,
+                newest_step=self.start.newest_step,
+            ),
+            clock=self.clock,
+        )
+
+    def note(self, values: Mapping[str, Any], *, weight: float) -> None:
+        """Add means over `weight` samples of this rank to those of the next record."""
+        if weight:
+            self.totals.add(values, weight=weight)
+
+    def advance(self, *, samples: int) -> None:
+        """Count a step of `samples` samples of all ranks, and log if it is time to. Collective: every rank must call it."""
+        self.tracked.between.count()
+        self.is_within = True
+        self.reached.step += 1
+        self.reached.samples += samples
+        self.running.records.advance(self.reached.step)
+        if self.is_time_to_log():
+            self.log()
+
+    def is_time_to_log(self) -> bool:
+        """Return True if a `train` record is due after this step."""
+        return self.reached.step % self.options.log_every == 0 or self.is_over
+
+    def end_step(self) -> None:
+        """Save at the interval, after the body of the loop has ended. Collective: every rank must call it."""
+        is_due = self.reached.step % self.options.save_every == 0 and not self.is_over
+        self.owes_save, self._is_asked_to_save = is_due or self._is_asked_to_save, False
+        if not self._has_looked and self.world.is_first:
+            self._has_looked = True
+            if name := self.tracked.frozen_again():
+                self.running.records.event("note", text=FROZEN.format(name=name))
+        self.tracked.between.end_step()
+        self.trainee.end_step()
+        self.is_within = False
+        if self.owes_save:  # after the last step it is done at the end
+            self.save()
+            self.owes_save = False
+        self._seed_step()
+
+    def _seed_step(self) -> None:
+        if self.entrance.seeds_steps:
+            seed_step(self.options.seed, self.world, self.reached.step)
+
+    def begin_step(self) -> None:
+        """Begin the next step, unless the ranks have agreed to stop before it. Collective. Raises AgreedStop."""
+        self.entrance.kept.has_worked = True
+        if not self.running.begin("step"):
+            self.stop()
+
+    def log(self) -> None:
+        """Write a `train` record of the steps since the last one. Waits for the device. Collective."""
+        means = self.totals.close()
+        if both := sorted(means.keys() & self.noted.keys()):
+            raise ConfigError(
+                f"log({both[0]}=...): step({both[0]}=...) gives the record a mean of that name: choose another"
+            )
+        means, self.noted = means | self.noted, {}
+        loss = means.pop("loss", None)
+        if loss is not None and not math.isfinite(loss):
+            raise self._diverged("the loss is")
+        known = {"epoch": self.epoch, "loss": loss, "lr": means.pop("lr", self.tracked.lr)}
+        known |= {"grad_norm": means.pop("grad_norm", None), "samples": self.reached.samples}
+        self.running.log([], lambda _: {**known, "more": means})
+
+    def refuse_no_step(self) -> NoReturn:
+        """Raise ConfigError, as no step() came for a batch; RankLost if a rank has died: then the loop has caught torch's error.
+
+        A death is told by a birth, or where none follows by another rank, by its heartbeat, or by the launcher's signal.
+        """
+        lost = RankLost("a rank has died, and the loop has caught the error of torch.distributed that tells of it")
+        if self.world.size > 1 and (self.entrance.life.survives(lost) or self._is_one_gone()):
+            raise lost
+        raise ConfigError(
+            f"no step() came for batch {self.reached.step}: call it once for each batch of batches(), and let errors of "
+            "torch.distributed pass, by which a rank learns that another is gone"
+        )
+
+    def _is_one_gone(self) -> bool:
+        """Whether a rank is silent, or leaves for another reason than a mistake, or the launcher ends this one."""
+        heartbeat, deadline = self.peers.heartbeat, time.monotonic() + GONE_S
+        heartbeat.watch()
+
+        def is_told() -> bool:
+            return self.entrance.preemption.signalled or heartbeat.silence(SILENT_S) is not None
+
+        failure = self.world.board.first_failure(GONE_S, enough=is_told)
+        while (
+            failure is None and not is_told() and time.monotonic() < deadline
+        ):  # the store is gone: heartbeats will tell
+            time.sleep(POLL_S)
+        return is_told() if failure is None else failure["exit_code"] not in final()
+
+    @property
+    def _owes_body(self) -> bool:
+        """Whether the rest of the loop's body is still to come, and belongs to the last step."""
+        return self.is_within and not self.has_left
+
+    def ask_to_save(self) -> None:
+        """Save this step: now, or once the loop's body has ended. Collective: every rank must call it."""
+        if self._owes_body:  # a resume would go on with the next batch, and never do the rest of the body
+            self._is_asked_to_save = True
+        else:
+            self.save()
+
+    def see_left(self) -> None:
+        """Take notice that the loop was left by `break`, and so its last body has ended. Collective.
+
+        An error closes the iterator, too; but then nothing more is asked of the job.
+        """
+        if not self.is_closed:
+            return
+        self.has_left = True
+        self.save_as_asked()
+
+    def save_as_asked(self) -> bool:
+        """Make the save that the loop has asked for in a body that it then left; return False if there is none. Collective."""
+        is_asked, self._is_asked_to_save = self._is_asked_to_save, False
+        if is_asked:
+            self.save()
+        return is_asked
+
+    def save(self) -> None:
+        """Start to write a checkpoint of this step. Collective: every rank must call it. Raises Diverged, StorageError."""
+        if not self.tracked.is_finite():
+            raise self._diverged("a weight is")
+        check_replicas(self.tracked.named, self.world, tolerance=TOLERANCE, what="the parameter", remedy=TRAIN_ALIKE)
+        state = self.tracked.of_optimizers()  # whose parts come with a layer that is thawed
+        check_replicas(state, self.world, tolerance=TOLERANCE, what="the optimizer's", remedy=STEP_ALIKE)
+        self._refuse_rates()
+        self.running.save(self.trainee.state, self.position())
+
+    def position(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint's manifest about the progress."""
+        left = {"left": True} if self.has_left and not (self.is_told_to_stop or self.is_over) else {}
+        noted = {"noted": self.noted} if self.noted else {}
+        return {"epoch": self.epoch, "samples": self.reached.samples, **noted, **left}
+
+    def goes_on(self, phase: str) -> bool:
+        """Enter a phase of the body; return False if the ranks agreed to stop, and it is not to be finished. Collective.
+
+        The body of a step that is counted has a few seconds to end, after which the step can be saved.
+        """
+        if self.peers.begin(phase, self.reached.step):
+            return True
+        self._latest = self._latest or time.monotonic() + BODY_S
+        return self._owes_body and self.world.lowest(time.monotonic() > self._latest) is None
+
+    def stop(self) -> NoReturn:
+        """Save the step at which all ranks have stopped. Collective: every rank must call it. Raises AgreedStop.
+
+        A step whose body has not ended is not saved: the resumed run repeats it from the checkpoint before.
+        """
+        if not self._owes_body:
+            self.save()
+        raise AgreedStop(self.running.stopped(is_saved=not self._owes_body))
+
+    def end_stopped(self, stop: AgreedStop) -> None:
+        """Record the end of an attempt that has stopped. Collective: every rank must call it."""
+        self.entrance.life.end(stop.ending)
+
+    def end_done(self) -> None:
+        """Save the last step and record that the run is done. Collective: every rank must call it."""
+        step, saved, running = self.reached.step, self.start.saved, self.running
+        self.peers.heartbeat.enter("end", step)
+        end_alike(self.world, self.peers.heartbeat, step)
+        if saved and step == saved.step and self.folder.before.outcome == outcome.DONE:
+            running.records.event("done", step=step, note="finished already")
+            return self.entrance.life.end(running.ending(), report=False)
+        self.has_left = True
+        self.save()
+        ending = running.done()
+        self.peers.heartbeat.enter("finish", step)
+        self.world.together(self._write_model())
+        if self.noted:
+            running.records.event_once("logged", step=step, **self.noted)
+        running.records.event_once("done", step=step, output_dir=str(self.folder.path))
+        running.close()  # before the report, which has the last window
+        self.entrance.life.end(ending)
+
+    def settle(self) -> None:
+        """Wait a while for the checkpoint that is being written, before the run ends for another reason."""
+        if self.is_open:
+            self.running.settle()
+
+    def _write_model(self) -> MusterError | None:
+        """Write model.pt, if one of the modules is the model: it has this name, or there is only one."""
+        modules = self.tracked.modules
+        model = modules.get("model") or (next(iter(modules.values())) if len(modules) == 1 else None)
+        if model is None:
+            return None
+        weights: dict[str, Tensor] = {plain(name): value for name, value in model.state_dict().items()}
+        return write_weights(self.folder.path / "model.pt", weights, writes=self.world.is_first)
+
+    def _diverged(self, what: str) -> Diverged:
+        return Diverged(
+            f"{what} not finite at step {self.reached.step}: lower the learning rate, or clip the gradients"
+        )
+
+    def _write_config(self, facts: Mapping[str, Any]) -> None:
+        known = {"loader": {"drop_last": facts["drop_last"]}} if "drop_last" in facts else {}
+        text = as_yaml(self.options, **facts, **known)
+        replace_file(self.folder.path / "config.yaml", lambda draft: draft.write_text(text))
+
+    def _refuse_data(self, facts: Mapping[str, Any]) -> None:
+        """Raise if the batches differ between ranks, or from those of the checkpoint."""
+        fixed = ", ".join(f"{name}={value}" for name, value in facts.items())
+        self.world.same("batches()", fixed, remedy="give every rank the same arguments and data", error=ConfigError)
+        for name, value in facts.items():
+            remedy = "restore the data" if name == "fingerprint" else f"give batches() the {name} of before"
+            self._refuse(name, value, remedy, within="batches")
+
+    def _refuse_whole(self, feed: Feed) -> None:
+        """Raise ConfigError for a loader that gives all ranks the same samples. A data set of each rank's own is divided already."""
+        if self.world.size == 1 or not isinstance(feed, LoadedFeed):
+            return
+        found = self.world.gather([feed.is_whole, fingerprint(feed.loader.dataset) if feed.is_whole else ""])
+        is_alike = feed.is_whole and all(each == found[0] for each in found)
+        told = (
+            {"sampler": feed.sampler, "ranks": self.world.size, "line": feed.line(self.world.size)} if is_alike else {}
+        )
+        self.world.together(ConfigError(WHOLE.format(**told)) if told else None)
+
+    def _refuse_moved_on(self, feed: Feed) -> None:
+        """Raise RankLost if what is read in this process since an earlier attempt keeps a position of its own."""
+        kinds = self.world.gather(moved_on(feed.source) if self.entrance.kept.survival else "")
+        rank = next((rank for rank, kind in enumerate(kinds) if kind), None)
+        if rank is not None:
+            kind = kinds[rank]
+            raise RankLost(
+                f"{kind} was built before run() and has moved on on rank {rank}, which a rank that is born again has not: all ranks "
+                f"restart; build it in the function that run() calls",
+                rank=rank,
+            )
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let nobody take the modules' buffers for this rank's own in this context: an evaluation is by rank 0's."""
+        self.is_evaluating = True
+        try:
+            yield
+        finally:
+            self.is_evaluating = False
+            self.trainee.note_buffers()
+
+    def see_batch(self, batch: Any) -> None:
+        """Note the first batch of a loader of the loop's own if all ranks have the same. Collective: every rank must call it."""
+        if self._has_seen_batch or self.world.size == 1 or not isinstance(self.feed, LoadedFeed):
+            return
+        self._has_seen_batch, digests = True, self.world.gather(hash_of(look(batch)))
+        if len({*digests}) == 1:
+            self.tell_once("alike", ALIKE.format(ranks=self.world.size))
+
+    def tell_once(self, what: str, text: str) -> None:
+        """Record a note, unless an attempt before this one, which a rank's death has ended, has recorded it."""
+        if what not in self.entrance.kept.told:
+            self.entrance.kept.told.add(what)
+            self.running.records.event("note", text=text)
+
+    def _built(self) -> dict[str, Any]:
+        """Return the options with which the run has begun; empty if they are not known."""
+        if self.start.saved:
+            return self.start.saved.manifest.get("built") or {}
+        kept = self.entrance.kept
+        kept.built = kept.built or self._here
+        return kept.built
+
+    def _refuse_built(self, saved: Saved) -> None:
+        """Raise ConfigError for an optimizer or a schedule built otherwise than before; at another world size, note it."""
+        changed, failure = [*built_options.differences(self.built, self._here)], None
+        if changed and self.world.is_first and not self.world.again:
+            text = built_options.told(saved.path, changed)
+            if saved.manifest["world_size"] == self.world.size:
+                later = (
+                    ""
+                    if built_options.is_scheduled(self.tracked)
+                    else ", and set another one after track(), in every attempt"
+                )
+                failure = ConfigError(f"{text}: build it as before{later}; or use another folder")
+            else:  # perhaps it follows from the number of ranks
+                self.loaded_instead = text
+            self._is_other_length = any(built_options.is_length(self.tracked, each) for each in changed)
+        self.world.together(failure)
+
+    def _refuse_of_ranks(self, saved: Saved) -> None:
+        """Raise ConfigError for a state beside parameters and buffers that each rank has of its own, if there were other ranks."""
+        others = {name for name in saved.index()["tensors"] if name.startswith(own_prefix(1))}
+        extra = next((name for name in self.tracked.beside if f"{own_prefix(1)}{name}" in others), "")
+        if extra and saved.manifest["world_size"] != self.world.size:
+            raise ConfigError(
+                f"{saved.path} has a state {extra} of each of its {saved.manifest['world_size']} ranks, such as a metric's sums, and here are "
+                f"{self.world.size}: resume with as many, or reset it and leave it out of track()"
+            )
+
+    def _refuse_rates(self) -> None:
+        """Raise ConfigError if the ranks' optimizers have other options, as after a schedule that follows a rank's own loss."""
+        own, failure = self.tracked.rates(), None
+        first: dict[str, float] = self.world.broadcast(own)
+        if apart := [name for name in own.keys() & first.keys() if repr(own[name]) != repr(first[name])]:
+            name, rank = min(apart), self.world.rank
+            failure = ConfigError(RATES.format(name=name, first=f"{first[name]:g}", own=f"{own[name]:g}", rank=rank))
+        self.world.together(failure)
+
+    def _refuse_length(self) -> None:
+        """Raise ConfigError for a schedule of another length in a run of another length: this follows from no number of ranks."""
+        saved, failure = self.start.saved, None
+        if self._is_other_length and saved and saved.manifest.get("total_steps") != self.total_steps:
+            lengths = f"total_steps={saved.manifest.get('total_steps')}, and this is total_steps={self.total_steps}"
+            failure = ConfigError(f"{self.loaded_instead} ({lengths}): build it as before; or use another folder")
+        self.world.together(failure)
+
+    def _refuse_draws(self) -> None:
+        """Raise if the script has drawn random numbers since `track`, which a resumed attempt would draw otherwise."""
+        failure = ConfigError(
+            "random numbers were drawn between track() and batches(), where a resume draws others: draw them before "
+            "track(), or from a generator of their own"
+        )
+        self.world.together(failure if drawn_from(self._generators) else None)
+
+    def _refuse(self, name: str, value: Any, remedy: str, *, within: str | None = None) -> None:
+        """Raise unless the checkpoint has this value, or none."""
+        saved = self.start.saved
+        manifest = saved.manifest if saved else {}
+        before = (manifest.get(within) or {}).get(name) if within else manifest.get(name)
+        if before is not None and before != value and saved:
+            kind = DataError if name == "fingerprint" else ConfigError
+            raise kind(
+                f"{saved.path} was written with {name}={_listed(before)}, and this is {name}={_listed(value)}: {remedy}, or "
+                "use another folder"
+            )
+
+
+def _listed(value: Any) -> Any:
+    return ", ".join(value) if isinstance(value, list) else value

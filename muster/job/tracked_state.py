@@ -1,0 +1,559 @@
+"""The state of what a loop trains, by the names that it tracks: modules, optimizers, and other objects with a state.
+
+Every tensor of a module or an optimizer has a name that is the same on every rank and at every world size, so the
+checkpoint protocol stores it once if it is replicated (DDP), and in the pieces that it has if it is a DTensor
+(fully_shard). Buffers may differ by rank, as batch-norm statistics do: then each rank's own are stored, too. The state of
+any other object is one value: stored once if it is equal on all ranks, else by each rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
+from torch.utils import _pytree as pytree
+
+from muster.checkpoint.optimizer_state import empty_state, keep_types
+from muster.checkpoint.state import host_copy, is_finite
+from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
+from muster.data.fingerprint import hash_of, look
+from muster.errors import ConfigError
+from muster.job.accumulation import Between, packed
+from muster.job.replicas import digest_of, kept_buffers, names_of_buffers
+from muster.world.dtensor import in_pieces, own_piece
+from muster.world.group import World
+
+GROUPS = "groups"
+GRADIENTS = "gradients"
+ZEROED = "zeroed"
+FROZEN = "untrained"
+"""The parameters that the loop did not train when it saved."""
+UNSAVED = "buffers"
+"""Below it are the buffers that training has changed and that no module saves (`persistent=False`)."""
+RESERVED = ("loop", "callbacks", GRADIENTS, ZEROED, FROZEN, UNSAVED)
+"""Names that checkpoints have for other entries."""
+ELSEWHERE = (Tensor, nn.Module, LRScheduler, str, bytes, type, FunctionType, ModuleType)
+"""Kinds of objects in which no optimizer is looked for. A scheduler's state dict leaves its optimizer out."""
+MOST_SEEN = 10_000
+"""Objects that are looked at in search of an optimizer."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A buffer as the script has built it: its address, its version and a digest of its values."""
+
+    address: int
+    version: int
+    digest: str
+
+
+class Tracked:
+    """The tracked objects of a job, whose state is in its checkpoints.
+
+    Args:
+        things: name -> object with `state_dict()` and `load_state_dict()`.
+        world: the ranks.
+
+    Raises:
+        ConfigError: an object has no state, or one that no checkpoint can hold.
+    """
+
+    def __init__(self, things: Mapping[str, Any], world: World):
+        self.world = world
+        for name, thing in things.items():
+            _refuse(name, thing)
+        self.modules = {name: unwrapped(thing) for name, thing in things.items() if isinstance(thing, nn.Module)}
+        self.are_compiled = any(map(_is_compiled, things.values()))
+        self.optimizers = {name: thing for name, thing in things.items() if isinstance(thing, Optimizer)}
+        self.others = {name: things[name] for name in things.keys() - self.modules.keys() - self.optimizers.keys()}
+        self._names = dict(self._named_parameters())
+        for name, optimizer in self.optimizers.items():
+            self._refuse_unnamed(name, optimizer)
+        self.between = Between(self.optimizers, self._names)
+        for name, value in self._of_modules().items():
+            if not isinstance(value, Tensor):
+                _check_plain(name, value)
+        for name, other in self.others.items():
+            _check_plain(name, other.state_dict())
+        self._saved_buffers = {*self._buffers()}
+        self._built_buffers = {name: _built(buffer) for name, buffer in self._unsaved_buffers()}
+        self._changed_buffers: set[str] = set()
+        self._frozen_again: list[str] = []
+
+    @property
+    def names(self) -> list[str]:
+        """The tracked names, sorted."""
+        return sorted([*self.modules, *self.optimizers, *self.others])
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate of the first group of the first optimizer; None without one."""
+        groups = next((optimizer.param_groups for optimizer in self.optimizers.values()), [])
+        return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+
+    def rates(self) -> dict[str, float]:
+        """Return the present numbers of all optimizers' groups, and of schedules: `{"optimizer.1.lr": 0.1, "schedule.best": 2.0}`."""
+        groups = {
+            f"{name}.{number}" if number else name: group
+            for name, optimizer in self.optimizers.items()
+            for number, group in enumerate(optimizer.param_groups)
+        }
+        groups |= {name: each.state_dict() for name, each in self.others.items() if isinstance(each, LRScheduler)}
+        return {
+            f"{place}.{key}": float(value)
+            for place, group in groups.items()
+            for key, value in group.items()
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
+
+    def shapes(self) -> str:
+        """Return a digest of the names and global shapes of the modules' entries."""
+        return hash_of((name, _shape(value)) for name, value in sorted(self._of_modules().items()))
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """The parameters of all modules by name."""
+        return {name: parameter for parameter, name in self._names.items()}
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters of all modules."""
+        return [parameter for module in self.modules.values() for parameter in module.parameters()]
+
+    def saves(self, optimizer: Optimizer) -> bool:
+        """Return whether the state of `optimizer`, which has made a step, is saved: by itself or by an object that holds it.
+
+        A wrapper's `state_dict()` has the tensors of what it wraps; that of an object which only reads it, as a schedule
+        does, has not. If there is no tensor in the state, as for plain SGD, holding it is enough.
+        """
+        if any(each is optimizer for each in self.optimizers.values()):
+            return True
+        own = {id(leaf) for leaf in pytree.tree_leaves([*optimizer.state.values()]) if isinstance(leaf, Tensor)}
+        if not own:
+            return any(
+                _holds(each, lambda part: part is optimizer)
+                for each in (*self.optimizers.values(), *self.others.values())
+            )
+        extra = [value for value in self._of_modules().values() if not isinstance(value, Tensor)]
+        states = [[*each.state.values()] for each in self.optimizers.values()]
+        saved = pytree.tree_leaves([*extra, *states, *(each.state_dict() for each in self.others.values())])
+        return own <= {id(leaf) for leaf in saved}
+
+    def holds(self, thing: object) -> bool:
+        """Return whether an object that is neither a module nor an optimizer holds `thing`, and so may save it."""
+        return any(_holds(each, lambda part: part is thing) for each in self.others.values())
+
+    def untracked_schedules(self, optimizer: Optimizer) -> list[LRScheduler]:
+        """Return the learning rate schedulers of `optimizer` that are not tracked, by themselves or in an object that is.
+
+        They are found among all objects of the process, which takes a tenth of a second.
+        """
+
+        saved: list[LRScheduler] = []
+
+        def note(part: object) -> bool:
+            if isinstance(part, LRScheduler):
+                saved.append(part)
+            return False
+
+        for each in self.others.values():
+            _holds(each, note)
+        for schedule in saved:  # which grows
+            saved += getattr(schedule, "_schedulers", [])  # of ChainedScheduler and SequentialLR
+        kept = {*map(id, saved)}
+        found = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler) and id(each) not in kept]
+        chained = (each for each in found if isinstance(each, ChainedScheduler))  # has no state but that of its parts
+        kept |= {id(each) for each in chained if kept.issuperset(map(id, each._schedulers))}
+        return [each for each in found if getattr(each, "optimizer", None) is optimizer and id(each) not in kept]
+
+    def is_finite(self) -> bool:
+        """Return True if all parameters are finite on all ranks. Collective: every rank must call it."""
+        own = all(is_finite(own_piece(each.detach())) for each in self.parameters())
+        return self.world.lowest(not own) is None
+
+    def state(self) -> dict[str, Any]:
+        """Return the flat state for a checkpoint. Collective: every rank must call it."""
+        found = self._of_modules()
+        for names in self.world.gather(sorted(self._changed())):
+            self._changed_buffers.update(names)  # of any rank, so that all ranks save the same
+        buffers = {name: found.pop(name) for name in self._buffers()} | self._changed()
+        gradients = self.between.gradients()
+        pieces = {f"{GRADIENTS}/{name}": each for name, each in gradients.items() if in_pieces(each)}
+        others = self._of_others(gradients)
+        return found | self._of_optimizers() | pieces | kept_buffers(buffers, self.world) | others
+
+    def replica(self) -> dict[str, Any]:
+        """Return this rank's state of modules and optimizers, without communication; buffers are its own."""
+        return self._of_modules() | self._of_optimizers()
+
+    def plain(self) -> dict[str, Any]:
+        """Return copies of the options of all optimizers' groups, and of the state of the objects that are no modules."""
+        groups = {
+            f"{name}/{GROUPS}": [
+                {key: names if key == "params" else host_copy(value) for key, value in group.items()}
+                for group, names in self._groups(optimizer)
+            ]
+            for name, optimizer in self.optimizers.items()
+        }
+        return groups | {name: host_copy(other.state_dict()) for name, other in self.others.items()}
+
+    def of_optimizers(self) -> dict[str, Tensor]:
+        """Return the tensors of the optimizers' state by name."""
+        return {name: value for name, value in self._of_optimizers().items() if isinstance(value, Tensor)}
+
+    @property
+    def extra(self) -> str:
+        """The first entry of a module's state that is neither a parameter nor a buffer (`get_extra_state`); empty if there is none."""
+        found, beside = self._of_modules().items(), self.beside
+        return next((name for name, each in found if not isinstance(each, Tensor) or name in beside), "")
+
+    @property
+    def beside(self) -> list[str]:
+        """The tensors that a module's own `state_dict` adds to its parameters and buffers, as a metric of torchmetrics does."""
+        known = names_of_buffers(self.modules)
+        return [name for name in self._buffers() if name not in known]
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the replicated buffers that checkpoints hold, as they are now: a module may have assigned others."""
+        saved = {
+            full: buffer
+            for name, module in self.modules.items()
+            for inner, buffer in module.named_buffers(remove_duplicate=False)
+            if (full := f"{name}/{plain(inner)}") in self._saved_buffers
+        }
+        return saved | self._changed()
+
+    @property
+    def has_buffers(self) -> bool:
+        """True if a module has a buffer that is not in pieces, saved or not."""
+        return bool(self._saved_buffers or self._places())
+
+    def _changed(self) -> dict[str, Tensor]:
+        """Return the buffers that no module saves and that are not as they were built; others follow from the script alone."""
+        unsaved = dict(self._unsaved_buffers())
+        for name in unsaved.keys() - self._changed_buffers:
+            before, buffer = self._built_buffers.get(name), unsaved[name]
+            is_same = before and (before.address, before.version) == (buffer.data_ptr(), buffer._version)
+            if before is None or (not is_same and digest_of([buffer]) != before.digest):
+                self._changed_buffers.add(name)
+        return {name: buffer for name, buffer in unsaved.items() if name in self._changed_buffers}
+
+    def _unsaved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for name, (buffers, key) in self._places().items():
+            if (buffer := buffers[key]) is not None:
+                yield name, buffer.detach()
+
+    def _places(self) -> dict[str, tuple[dict[str, Tensor | None], str]]:
+        """Return where modules hold the buffers that they do not save, by name below `UNSAVED`."""
+        return {
+            f"{UNSAVED}/{name}/{plain(f'{path}.{key}' if path else key)}": (module._buffers, key)
+            for name, root in self.modules.items()
+            for path, module in root.named_modules()
+            for key in module._non_persistent_buffers_set
+            if not in_pieces(module._buffers[key])
+        }
+
+    def frozen_again(self) -> str:
+        """Return the first parameter that was trained when the state was saved, and is frozen since; empty if there is none."""
+        return next((name for name in self._frozen_again if not self.named[name].requires_grad), "")
+
+    def frozen(self) -> list[str]:
+        """Return the names of the parameters that are not trained."""
+        return [name for name, parameter in self.named.items() if not parameter.requires_grad]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the modules' parameters and buffers by name."""
+        return {name: value for name, value in self._of_modules().items() if isinstance(value, Tensor)}
+
+    def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Return the tensors to read the `saved` ones into, in this rank's layout.
+
+        Raises:
+            ConfigError: a tracked module has other names or shapes than the saved one.
+        """
+        here = {name: value for name, value in self._of_modules().items() if isinstance(value, Tensor)}
+        there = {name: facts for name, facts in saved.items() if name.partition("/")[0] in self.modules}
+        for name in sorted(here.keys() ^ there.keys()):
+            where = "has no" if name in here else "has a"
+            raise ConfigError(f"the checkpoint {where} {name}, unlike this model: track the same model")
+        for name, tensor in here.items():
+            if tensor.shape != there[name].size:
+                both = f"{list(there[name].size)} in the checkpoint and {list(tensor.shape)} here"
+                raise ConfigError(f"the checkpoint does not fit: {name} is {both}; track the same model")
+        return here | self._buffer_targets(saved) | dict(self._optimizer_targets(saved))
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state: the filled `targets` and plain values.
+
+        Raises:
+            ConfigError: the state does not fit, or is of each rank and was saved at another world size.
+        """
+        own = below(state, own_prefix(self.world.rank).removesuffix("/"))
+        try:
+            for name, module in self.modules.items():
+                real = {plain(inner): inner for inner in module.state_dict()}
+                found = {**below(state, name), **below(own, name)}
+                module.load_state_dict({real.get(inner, inner): value for inner, value in found.items()})
+            for name, optimizer in self.optimizers.items():
+                self._load_optimizer(name, optimizer, below(state, name))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ConfigError(f"the checkpoint does not fit what is tracked: {error}") from error
+        for name, other in self.others.items():
+            other.load_state_dict(self._of_this_rank(name, state))
+        self._put_unsaved({**below(state, UNSAVED), **below(own, UNSAVED)})
+        before = state.get(FROZEN)
+        self._frozen_again = [] if before is None else [name for name in self.frozen() if name not in before]
+        gradients = {**self._of_this_rank(GRADIENTS, state), **below(state, GRADIENTS)}
+        self.between.restore(gradients, own.get(ZEROED, state.get(ZEROED, ())))
+
+    def _put_unsaved(self, values: Mapping[str, Any]) -> None:
+        """Set buffers that no module saves, in place where the shape is the same; those that are not here are ignored."""
+        for name, (buffers, key) in self._places().items():
+            if (value := values.get(name.removeprefix(f"{UNSAVED}/"))) is None:
+                continue
+            self._changed_buffers.add(name)
+            if (own := buffers[key]) is not None and (own.shape, own.dtype) == (value.shape, value.dtype):
+                with torch.no_grad():
+                    own.copy_(value)
+            else:  # a forward pass had made it
+                buffers[key] = value.clone().to(self.world.device)
+
+    def _of_this_rank(self, name: str, state: Mapping[str, Any]) -> Any:
+        own = f"{own_prefix(self.world.rank)}{name}"
+        if own not in state and name not in state:
+            raise ConfigError(
+                f"{name} had another state on each rank, and the checkpoint was saved at another world size: "
+                "resume with as many ranks as before, or take samples from job.batches(dataset, ...)"
+            )
+        return state[own] if own in state else state[name]
+
+    def _named_parameters(self) -> Iterator[tuple[Tensor, str]]:
+        for name, module in self.modules.items():
+            for inner, parameter in module.named_parameters():
+                yield parameter, f"{name}/{plain(inner)}"
+
+    def _refuse_unnamed(self, name: str, optimizer: Optimizer) -> None:
+        """Raise ConfigError for a parameter or a state that no tracked module names."""
+        unknown = [each for group in optimizer.param_groups for each in group["params"] if each not in self._names]
+        if unknown:
+            raise ConfigError(
+                f"{name} has a parameter {list(unknown[0].shape)} of no tracked module: track the module, too, as in "
+                f"track(model=model, {name}={name})"
+            )
+
+    def _of_modules(self) -> dict[str, Any]:
+        return {
+            f"{name}/{plain(inner)}": value
+            for name, module in self.modules.items()
+            for inner, value in module.state_dict().items()
+        }
+
+    def _buffers(self) -> list[str]:
+        """Return the names of the replicated tensors that the modules save beside their parameters, in order.
+
+        They are buffers, and what a module's own `state_dict` adds, as a metric of torchmetrics does: each rank has its own.
+        """
+        known = self._names_of_parameters()
+        found = {name: value for name, value in self._of_modules().items() if isinstance(value, Tensor)}
+        return [name for name, value in found.items() if name not in known and not in_pieces(value)]
+
+    def _names_of_parameters(self) -> set[str]:
+        return {
+            f"{name}/{plain(inner)}"
+            for name, module in self.modules.items()
+            for inner, _ in module.named_parameters(remove_duplicate=False)
+        }
+
+    def _buffer_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
+        """Return tensors for buffers that no module saves, and for this rank's own; none of its own at another world size."""
+        own, last, beyond = (own_prefix(rank) for rank in (self.world.rank, self.world.size - 1, self.world.size))
+        unsaved = [name for name in saved if name.startswith(f"{UNSAVED}/")]
+        owned = [
+            f"{own}{name}"
+            for name in [*self._buffers(), *unsaved]
+            if f"{own}{name}" in saved and f"{last}{name}" in saved and f"{beyond}{name}" not in saved
+        ]
+        return {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in [*unsaved, *owned]}
+
+    def _of_optimizers(self) -> dict[str, Any]:
+        found = dict[str, Any]()
+        for name, optimizer in self.optimizers.items():
+            found |= self._of_optimizer(name, optimizer)
+        return found
+
+    def _of_optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
+        """Return `name/PARAMETER/KEY` for the optimizer's state, and its groups' options with parameter names."""
+        if strange := next((key for key in optimizer.state if key not in self._names), None):
+            raise ConfigError(
+                f"{name} keeps state by {type(strange).__name__}, which no checkpoint can name: keep it by parameter"
+            )
+        flat = {
+            f"{name}/{self._names[parameter]}/{key}": value
+            for parameter, values in optimizer.state.items()
+            for key, value in values.items()
+        }
+        return {**flat, f"{name}/{GROUPS}": [{**group, "params": names} for group, names in self._groups(optimizer)]}
+
+    def _groups(self, optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        for group in optimizer.param_groups:
+            yield group, [self._names[parameter] for parameter in group["params"]]
+
+    def _of_others(self, gradients: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the state of the other objects, and what is no tensor of a module or an optimizer; by rank where it differs.
+
+        Collective: every rank must call it.
+        """
+        values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
+        values[GRADIENTS] = {name: host_copy(packed(each)) for name, each in gradients.items() if not in_pieces(each)}
+        values[ZEROED], values[FROZEN] = self.between.zeroed(gradients), self.frozen()
+        digests = self.world.gather([_digest(value) for value in values.values()])
+        kept = {}
+        for number, (name, value) in enumerate(values.items()):
+            is_shared = len({theirs[number] for theirs in digests}) == 1
+            if name == FROZEN and not is_shared:
+                continue
+            kept[name if is_shared else f"{own_prefix(self.world.rank)}{name}"] = value
+        return kept
+
+    def _optimizer_targets(self, saved: Mapping[str, SavedTensor]) -> Iterator[tuple[str, Tensor]]:
+        parameters = self.named
+        for name, facts in saved.items():
+            kind, _, rest = name.partition("/")
+            parameter = parameters.get(rest.rpartition("/")[0])
+            if kind in self.optimizers and parameter is not None:
+                yield name, empty_state(rest.rpartition("/")[2], facts, parameter)
+            if kind == GRADIENTS and rest in parameters:
+                yield name, empty_state("", facts, parameters[rest])
+
+    def _load_optimizer(self, name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        saved = state[GROUPS]
+        self._add_groups(optimizer, saved)
+        groups = [names for _, names in self._groups(optimizer)]
+        if [group["params"] for group in saved] != groups:
+            raise ValueError(f"{name} had other parameters, or in other groups")
+        number = {each: index for index, each in enumerate(each for names in groups for each in names)}
+        values: dict[int, dict[str, Any]] = {}
+        for key, value in state.items():
+            if key != GROUPS:
+                parameter, _, what = key.rpartition("/")
+                values.setdefault(number[parameter], {})[what] = value
+        numbered = [{**group, "params": [number[each] for each in group["params"]]} for group in saved]
+        optimizer.load_state_dict({"state": values, "param_groups": numbered})
+        keep_types(optimizer, values)
+
+    def _add_groups(self, optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
+        """Add the last groups that the saved state has beyond those of a loop that adds some in its course."""
+        for group in saved[len(optimizer.param_groups) :]:
+            optimizer.add_param_group({**group, "params": [self.named[name] for name in group["params"]]})
+
+
+def _built(buffer: Tensor) -> Built:
+    return Built(buffer.data_ptr(), buffer._version, digest_of([buffer]))
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel, DataParallel and torch.compile, in any order."""
+    while (inner := _inner(module)) is not None:
+        module = inner
+    return module
+
+
+def _is_compiled(thing: Any) -> bool:
+    """Return True for a module that torch.compile has made, perhaps within DistributedDataParallel."""
+    return isinstance(thing, nn.Module) and any(type(each).__name__ == COMPILED for each in thing.modules())
+
+
+def _inner(module: nn.Module) -> Any:
+    if type(module).__name__ == COMPILED:
+        return module._orig_mod
+    return module.module if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) else None
+
+
+def below(state: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the entries of `state` below `name/`, without this prefix."""
+    prefix = f"{name}/"
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
+def _refuse(name: str, thing: Any) -> None:
+    """Raise ConfigError for a name or an object that cannot be tracked."""
+    if name in RESERVED:
+        raise ConfigError(f"track({name}=...): checkpoints use the name {name} themselves: choose another")
+    if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+        raise ConfigError(
+            f"track({name}=...) is of type {type(thing).__name__}, which has no state_dict() and load_state_dict(): "
+            "give a module, an optimizer, or another object with both"
+        )
+    if isinstance(thing, Optimizer) and (more := sorted(thing.state_dict().keys() - {"state", "param_groups"})):
+        raise ConfigError(
+            f"track({name}=...) is of type {type(thing).__name__}, an optimizer whose state_dict() also has {more[0]}, and here "
+            "an optimizer's state is stored by parameter: track the optimizer that it wraps, or an object of yours whose "
+            "state_dict() and load_state_dict() call its own"
+        )
+    if isinstance(thing, nn.Module) and any(map(is_lazy, [*thing.parameters(), *thing.buffers()])):
+        raise ConfigError(
+            f"track({name}=...) has parameters without a shape yet: put one batch through it before track()"
+        )
+    is_metric = all(callable(getattr(thing, each, None)) for each in ("update", "compute", "reset"))
+    if isinstance(thing, nn.Module) and is_metric and not thing.state_dict():
+        raise ConfigError(
+            f"track({name}=...) is of type {type(thing).__name__}, whose state_dict() is empty, so nothing of it would be saved: leave "
+            "it out; or have it save its state, as a metric of torchmetrics does after metric.persistent(True)"
+        )
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is not None and isinstance(thing, zero.ZeroRedundancyOptimizer):
+        raise ConfigError(
+            f"track({name}=...) is a ZeroRedundancyOptimizer, whose state has no names: shard it with fully_shard"
+        )
+
+
+def _check_plain(name: str, state: Any) -> None:
+    """Raise ConfigError for a state that torch.load does not read with `weights_only=True`."""
+    if any(in_pieces(leaf) for leaf in pytree.tree_leaves(state)):
+        raise ConfigError(f"{name} holds DTensors outside of a module and an optimizer: track those")
+    blob = io.BytesIO()
+    try:
+        torch.save(state, blob)
+        torch.load(io.BytesIO(blob.getvalue()), weights_only=True)
+    except Exception:
+        raise ConfigError(
+            f"the state of {name} has what torch.load reads with weights_only=False alone: give tensors, "
+            "numbers and texts, in lists and dicts"
+        ) from None
+
+
+def _shape(value: Any) -> list[int] | None:
+    return list(value.shape) if isinstance(value, Tensor) else None
+
+
+def _digest(state: Any) -> str:
+    return hash_of([pytree.tree_structure(state), *look(state)])
+
+
+def _holds(whole: object, is_it: Callable[[object], bool]) -> bool:
+    """Return whether `is_it` is true of `whole`, or of something in its attributes, or in containers there."""
+    seen, left = set[int](), [whole]
+    while left and len(seen) < MOST_SEEN:
+        each = left.pop()
+        if is_it(each):
+            return True
+        if id(each) in seen or isinstance(each, ELSEWHERE):
+            continue
+        seen.add(id(each))
+        if isinstance(each, Mapping):
+            left += each.values()
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            left += each
+        else:
+            slots = (name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ()))
+            left += [*getattr(each, "__dict__", {}).values(), *(getattr(each, name, None) for name in slots)]
+    return False

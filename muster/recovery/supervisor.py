@@ -1,0 +1,201 @@
+"""The keeper of a rank: torchrun's worker, whose child is the rank. A rank that dies by a signal is born again in place.
+
+A keeper has the imports behind it and holds nothing else, so a new rank is there in some 40 ms, and torchrun sees no
+failure. It does nothing but wait for the rank's end, so it hears of it at once: what the rank imports later, each new one
+imports again. It forks, so it has no threads: it may run no parallel operation of torch, and touch no GPU.
+The rank dies with its keeper, the keeper with torchrun's agent. Signals are passed on, and so is the exit code.
+
+A rank is not born again if it ends by itself, if it had not met the others, if it dies twice at one step, or if it has
+died `most_per_hour` times within an hour: then its keeper ends as it did, and torchrun restarts all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from muster import process
+from muster.errors import say
+from muster.faults.preemption import Preemption
+from muster.recovery.journal import Notes
+from muster.world.rendezvous import port
+
+DEADLY = {
+    signal.SIGKILL,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGABRT,
+    signal.SIGILL,
+    signal.SIGFPE,
+}
+"""Signals after which a rank is born again."""
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Life:
+    """One life of a rank: its number, from 0, the rank's notes, and how and when (monotonic clock) the last one ended."""
+
+    number: int
+    notes: Notes
+    died_of: str = ""
+    died_at: float = 0.0
+
+    @property
+    def is_first(self) -> bool:
+        """True in the process that the launcher's start has made."""
+        return self.number == 0
+
+
+def keep(
+    notes: Notes,
+    *,
+    preemption: Preemption,
+    most_per_hour: int,
+    store: Callable[[], None] | None = None,
+) -> Life | int:
+    """Go on as a rank in a child, and again in a new child if that dies by a signal.
+
+    Returns the life in a child, and the exit code of the last child in this process. If that has died by a signal, this
+    process dies by the same one.
+
+    Args:
+        notes: the rank's notes.
+        preemption: whether this process has received a stop request; a child begins with the same answer.
+        most_per_hour: the most times that the rank is born again within an hour.
+        store: hosts the rendezvous store, in a child of its own, if it has to outlive the rank.
+    """
+    births, died_of, died_at, died_in = deque[float](maxlen=max(1, most_per_hour)), "", 0.0, -2
+    launcher, keeper, number, ended = os.getppid(), os.getpid(), 0, 0
+    if store:
+        _start(store, keeper)
+        port.give_away()
+    process.freeze()
+    while True:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with _held_back():
+            try:
+                child = os.fork()
+            except OSError as error:
+                if number:
+                    say(f"muster: rank {os.environ.get('RANK')} cannot be born again: {error}: all ranks restart")
+                    _die(-ended)
+                raise
+            if not child:
+                _become(keeper, launcher, preemption, is_first=not number)
+                return Life(number, notes, died_of, died_at)
+            process.become_keeper()
+            _pass_on(child, preemption)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if ended >= 0:
+            preemption.install()
+            return ended
+        with contextlib.suppress(OSError):
+            os.killpg(child, signal.SIGKILL)  # what the rank has started and is not gone, as loader workers
+        died_of, died_at, step = signal.Signals(-ended).name, time.monotonic(), notes.whole
+        is_again = died_in == step and not notes.is_over  # a lower one: all ranks went back to a checkpoint
+        if is_again:
+            say(f"muster: rank {os.environ.get('RANK')} has died twice at one step, {step + 1}: all ranks restart")
+        if -ended not in DEADLY or is_again or notes.is_over or not notes.launch or why_no_fork():
+            _die(-ended)
+        if not most_per_hour or (len(births) == most_per_hour and died_at - births[0] < HOUR_S):
+            say(
+                f"muster: rank {os.environ.get('RANK')} has died {len(births) + 1} times within an hour "
+                f"(dist.max_survivals_per_hour={most_per_hour}): all ranks restart; see what kills it on this host"
+            )
+            _die(-ended)
+        births.append(died_at)
+        died_in, number = step, number + 1
+
+
+def _start(store: Callable[[], None], keeper: int) -> None:
+    with _held_back():
+        if os.fork():
+            return
+        os.setpgid(0, 0)
+        process.ignore(*process.STOP_SIGNALS)
+        process.die_with_parent(parent=keeper)
+    with contextlib.suppress(BaseException):
+        store()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """Hold back stop requests until both sides of a fork have their handlers."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, process.STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _become(keeper: int, launcher: int, preemption: Preemption, *, is_first: bool) -> None:
+    """Make this process, just forked, a rank: in a group of its own, so that it gets each signal once, from its keeper."""
+    os.setpgid(0, 0)
+    process.call_it(f"muster-rank{os.environ.get('RANK', '')}")
+    process.become_kept(launcher, is_first=is_first)
+    process.die_with_parent(parent=keeper)
+    preemption.install()
+
+
+def _pass_on(child: int, preemption: Preemption) -> None:
+    def on_signal(number: int, _: FrameType | None) -> None:
+        preemption.request()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in process.STOP_SIGNALS:
+        signal.signal(number, on_signal)
+
+
+def why_no_fork() -> str:
+    """Return why a child of this process would not work: what it has is not there, or it is shared, in a child; else "".
+
+    The threads of OpenBLAS, which `import numpy` starts if OMP_NUM_THREADS allows it, are stopped before each fork: they
+    are told from others by a fork.
+    """
+    if threading.active_count() > 1:
+        return f"an imported module has started the thread {threading.enumerate()[-1].name}"
+    if _threads() > 1:
+        if not (child := os.fork()):
+            os._exit(0)
+        os.waitpid(child, 0)
+        if _threads() > 1:
+            return "an imported module has started a thread"
+    if multiprocessing.active_children():
+        return "a process has been started"  # which only its parent can wait for
+    return "an imported module has opened a connection" if _has_connection() else ""
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _has_connection() -> bool:
+    """Return whether this process has a socket beside stdin, stdout, stderr and the store's port."""
+    known = {0, 1, 2, *port.held()}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if int(name) not in known and os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                return True
+    return False
+
+
+def _die(number: int) -> None:
+    """End this process by a signal, as its child has ended."""
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    time.sleep(1)
+    os._exit(1)

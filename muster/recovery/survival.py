@@ -1,0 +1,174 @@
+"""How a rank survives the death of another one, which is born again (faults/keeper.py).
+
+    A. Parameters, optimizer state, buffers and averages change only after a complete sum over the ranks.
+    B. So survivors differ by at most one step. The state of the furthest rank is handed on; nothing is voted on per step.
+    C. At a step, what a rank draws is a function of the seed, the step and the rank, and what only it knows of a step is
+       in its notes (faults/notes.py) before its part of the step's sum leaves it: a newborn needs nobody's generators.
+    D. No rank of an attempt writes a file after the next attempt has begun: a process is born when the one before it is
+       gone, and rank 0 commits under a claim that the next attempt takes.
+    E. What a log line, an evaluation or a save of a step needs is part of the state that is handed on, and so are the last
+       records: each step is in metrics.jsonl once, also if rank 0 dies between a step and its line.
+
+The death of a rank ends the attempt of all. Survivors learn of it from the collective in which they stand, or from the
+count of births in the store, and meet the newborn in the next attempt, in their processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from muster.errors import RankLost
+from muster.process import handle_of
+from muster.recovery.supervisor import Life
+from muster.world.environment import Place
+from muster.world.incarnations import Births
+from muster.world.rendezvous import port
+from muster.world.rendezvous.meeting import Birth
+from muster.world.rendezvous.network import connect
+from muster.world.store_client import Connections
+from muster.world.store_keys import Board
+
+if TYPE_CHECKING:
+    from muster.world.group import World
+
+BORN_S = 2.5
+"""The longest wait for a birth after an error that may come from a death. Without one, all ranks restart."""
+WHY_NOT = "a rank that dies ends all ranks ({key} does not apply: {why})"
+"""The note of a run that does not survive the death of a rank, although the setting `key` asks for it."""
+POLL_S = 0.005
+REPLACED_S = 2.0
+SILENT_S = 0.5
+
+
+class Survival:
+    """The survival of one rank, in one process of it.
+
+    Args:
+        life: the process's place among the lives of its rank.
+    """
+
+    def __init__(self, life: Life):
+        self.life, self.notes = life, life.notes
+        self.told = False
+        """True once the death before this life is recorded."""
+        self._is_off = False
+        self._is_lost_for_good = False
+        self._board: Board | None = None
+        self._connections: Connections | None = None
+
+    @property
+    def birth(self) -> Birth:
+        """How this process was born, for the meeting with the other ranks."""
+        return Birth(self.life.number, self.notes.launch, self._connections)
+
+    @property
+    def is_again(self) -> bool:
+        """True if the rank has met the others before, in this process or in an earlier life."""
+        return bool(self.notes.launch)
+
+    def announce(self, place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> None:
+        """Tell the other ranks that this one has died and is born again, for which they wait.
+
+        Raises:
+            MusterError: the rendezvous store does not answer, or `stopping` became true.
+        """
+        if self.life.number and self._connections is None:
+            self._connections = Connections(connect(place, timeout_s=timeout_s, stopping=stopping))
+            Births(self._connections.first, self.notes.launch).announce()
+
+    def meet(self, board: Board) -> None:
+        """Take notice that the ranks have met in the attempt of `board`, and form their group."""
+        self._board, self._is_lost_for_good = board, False
+
+    def met(self, world: World) -> None:
+        """Take notice that the ranks have met: from now on this rank is born again if it dies."""
+        if births := world.board.births:
+            self.notes.launch, self._connections = births.launch, world.board.connections
+
+    def end(self) -> None:
+        """Take notice that the ranks are about to end together: from now on this rank is not born again."""
+        self.notes.end()
+
+    def refuse(self) -> None:
+        """Do not survive: the death of a rank restarts all. Every rank must call it."""
+        self._is_off = True
+        self.notes.end()
+
+    def covers(self, error: BaseException, world: World | None) -> bool:
+        """Return whether `error` comes from the death of a rank that is born again. Waits for the birth, up to `BORN_S`.
+
+        Also after a stop request: only together can the ranks save the step at which they stop.
+        """
+        board = world.board if world else self._board
+        if self._is_off or board is None or not board.births or not is_of_peer(error):
+            return False
+        if not self._is_lost_for_good:  # each of the ways out of a loop asks
+            self._is_lost_for_good = not _is_one_lost_within(BORN_S, board, or_failed=True)
+        return not self._is_lost_for_good
+
+    def replaces(self, error: RankLost, world: World) -> bool:
+        """Return whether a rank that hangs is born again; if it is this one, end this process by SIGKILL for it."""
+        if self._is_off or not world.board.births or error.rank is None:
+            return False
+        if error.rank == world.rank:
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return _is_one_lost_within(REPLACED_S, world.board)
+
+
+def _is_one_lost_within(seconds: float, board: Board, *, or_failed: bool = False) -> bool:
+    """Return whether a rank has died and is born again within `seconds`; the store may be silent, or gone.
+
+    or_failed: do not wait if a rank has posted why it leaves.
+    """
+    found: list[bool] = []
+
+    def look() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            for number in range(int(seconds / POLL_S)):
+                if board.is_one_lost():
+                    found.append(True)
+                    return
+                if or_failed and number % 10 == 9 and board.first_failure(0.0):
+                    return
+                time.sleep(POLL_S)
+
+    looking = threading.Thread(target=look, name="births", daemon=True)
+    looking.start()
+    looking.join(seconds + SILENT_S)
+    return bool(found)
+
+
+def is_of_peer(error: BaseException) -> bool:
+    """Return whether torch's `error` may mean that another rank is gone."""
+    if isinstance(error, RankLost):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    return type(error).__module__ == "torch.distributed" or bool(re.search(r"\bgloo\b|NCCL|nccl", str(error)))
+
+
+def why_no_survival() -> str:
+    """Return why a rank of this process's launch cannot be born again; empty if it can."""
+    if sys.platform != "linux":
+        return "it needs Linux"
+    return why_no_child() if "TORCHELASTIC_RUN_ID" in os.environ else "ranks are not started by torchrun"
+
+
+def why_no_child() -> str:
+    """Return why no child of this process can be a rank; empty if one can."""
+    if sys.platform != "linux":
+        return "it needs Linux"
+    try:
+        os.close(handle_of(os.getpid()))
+    except OSError as error:  # Linux before 5.3, or a container that forbids it
+        return f"the system has no pidfd_open ({error.strerror})"
+    return "" if port.hold() else "MASTER_PORT is in use by another process"

@@ -1,0 +1,218 @@
+"""Connect this process to the others: rendezvous store, gloo's network interface, and the file descriptor limit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import Store, TCPStore
+
+from muster.errors import ConfigError, Preempted, RankLost, one_line, say
+from muster.process import is_kept
+from muster.world.environment import Place
+from muster.world.rendezvous import port as port_of_store
+from muster.world.rendezvous.listener import listener
+from muster.world.rendezvous.reach import address_of, own_address
+from muster.world.store_keys import CLIENTS
+
+SPARE_DESCRIPTORS = 128  # files, pipes of loader workers, libraries
+WATCH_S = 0.05
+HOSTED_S = 300.0
+"""How long a host of the store waits for its own answer: on a starved machine it takes seconds, and the ranks have timeouts."""
+STOP_S = 10.0
+"""How long a rank that was told to stop waits for the others to learn of it; launchers kill after 30 s."""
+_hosted: list[TCPStore] = []
+"""The store that this process hosts, as long as it lives: another run in the same processes meets there, too."""
+
+
+class Unheard(ConfigError):
+    """This rank never reached the others, so it must report its error itself."""
+
+
+class Abandoned(RankLost):
+    """The process that holds the store was lost during the meeting, so this rank must report the error itself."""
+
+    def __init__(self, place: Place):
+        who = f"rank {place.rank} on {socket.gethostname()}"
+        at = f"the rendezvous store at {place.store_at}"
+        super().__init__(f"{who} lost {at} while the ranks met: see the log of the node that held it")
+
+
+class Stopped(Preempted):
+    """A rank was told to stop before the ranks had met. Nothing was begun, so nothing had to be saved."""
+
+    def __init__(self) -> None:
+        super().__init__("told to stop while the ranks were still meeting: run the same command again to resume")
+
+
+def connect(place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> Store:
+    """Return a client of the rendezvous store, which rank 0 hosts unless torchrun's agent does.
+
+    Raises:
+        Unheard: no store answers at the address.
+        Stopped: this process was told to stop meanwhile.
+    """
+    host = _resolved(os.environ["MASTER_ADDR"], place)
+    address = f"{host}:{os.environ['MASTER_PORT']}"
+    hosts = place.hosts_store and not is_kept() and not port_of_store.is_used()
+    found: list[Store] = []
+    reasons = [f"what listens there has not answered within dist.start_timeout_s={timeout_s:g} and may be no store"]
+
+    def open_at_address() -> None:
+        try:
+            found.append(open_store_at(host, place, timeout_s=timeout_s, hosts=hosts))
+        except (RuntimeError, ValueError, OSError) as error:
+            reasons.append(str(error).splitlines()[0][:200])
+
+    thread = threading.Thread(
+        target=open_at_address, daemon=True
+    )  # TCPStore's timeout fails if a silent non-store listens
+    thread.start()
+    attend(thread, timeout_s=timeout_s + 2, stopping=stopping)
+    if found:
+        return found[0]
+    if stopping():
+        raise Stopped
+    if os.strerror(errno.EADDRINUSE) in reasons[-1]:
+        raise _in_use(os.environ["MASTER_PORT"])
+    raise Unheard(
+        f"rank {place.rank} cannot reach the rendezvous store at {address}: {reasons[-1]}; is rank 0 up, and the port free and open?"
+    )
+
+
+def open_store_at(host: str, place: Place, *, timeout_s: float, hosts: bool) -> Store:
+    """Open the store at `host` and MASTER_PORT, as a client or, if this process `hosts` it, as its server.
+
+    Raises RuntimeError, ValueError, OSError.
+    """
+    port = int(os.environ["MASTER_PORT"])
+    at = (port_of_store.use() or listener(host, port, is_one_node=place.is_one_node)) if hosts else None
+    # As env:// does, but without its wait for all clients: the meeting names the missing ranks.
+    store = TCPStore(
+        host,
+        port,
+        world_size=place.world_size,
+        is_master=hosts,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=at is None,
+        master_listen_fd=at.detach() if at else None,
+    )
+    if hosts:
+        _hosted.append(store)
+        port_of_store.set_used()
+    return store
+
+
+def _in_use(port: str) -> Unheard | RankLost:
+    """Return the error for a taken port. torchrun finds another one when it restarts the ranks."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return RankLost(
+            f"MASTER_PORT={port} was free when torchrun chose it, and is in use by another process now: start again, as "
+            "torchrun does if --max-restarts allows it"
+        )
+    return Unheard(f"MASTER_PORT={port} is in use by another process here: give another port to all ranks")
+
+
+def store_for_keeper() -> Callable[[], None] | None:
+    """Return what hosts the store in a child of this process, a keeper; None if another process hosts it."""
+    return host_store if Place.from_env().hosts_store and not port_of_store.is_used() else None
+
+
+def host_store() -> None:
+    """Host the store of rank 0 in this process, for its keeper: it outlives the rank. Returns after an error, which it prints."""
+    place = Place.from_env()
+    try:
+        store = open_store_at(_resolved(os.environ["MASTER_ADDR"], place), place, timeout_s=HOSTED_S, hosts=True)
+    except (RuntimeError, ValueError, OSError, ConfigError) as error:
+        say(f"muster: no rendezvous store at {place.store_at}: {one_line(error)}")
+        return
+    while store:
+        signal.pause()
+
+
+def attend(
+    thread: threading.Thread,
+    *,
+    timeout_s: float,
+    stopping: Callable[[], bool],
+    on_stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Wait until `thread`, which blocks on the store, ends; after a stop request wait at most `STOP_S` more.
+
+    Calls `on_stop` at every poll after a stop request. Short waits on the store itself would notice signals too, but
+    torch logs a warning for each wait that times out.
+    """
+    deadline, told = time.monotonic() + timeout_s, False
+    while thread.is_alive() and time.monotonic() < deadline:
+        if stopping():
+            if not told:
+                told, deadline = True, min(deadline, time.monotonic() + STOP_S)
+            on_stop()
+        thread.join(WATCH_S)
+
+
+def check_descriptors(place: Place) -> None:
+    """Ensure that this process may open a socket to each other rank and, if it hosts the store, to each store client.
+
+    gloo connects every rank with every other. Raises the soft limit where the hard limit allows it.
+
+    Raises:
+        ConfigError: the hard limit is too low.
+    """
+    if place.world_size == 1:
+        return
+    needed = place.world_size * (1 + CLIENTS * place.hosts_store) + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return
+    raise ConfigError(
+        f"ulimit -n is {hard} on {socket.gethostname()}, and {place.world_size} ranks need {needed} file descriptors in rank "
+        f"{place.rank}, a socket to each other rank among them: raise it to at least ulimit -n {needed}"
+    )
+
+
+def choose_interface(place: Place) -> None:
+    """Set GLOO_SOCKET_IFNAME to the interface that leads to the master, if the job spans nodes and it is not set.
+
+    gloo uses the address that the host's own name resolves to, which on many systems is 127.0.1.1. NCCL, which takes the
+    first interface that is up, gets the same one unless NCCL_SOCKET_IFNAME is set.
+    """
+    if place.is_one_node or place.shared_file:
+        return
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        _find_interface()
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")  # "=": this name, not all that begin with it
+
+
+def _find_interface() -> None:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        address = own_address()
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                if address_of(name, probe) == address:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _resolved(host: str, place: Place) -> str:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        if not place.is_one_node:
+            raise Unheard(
+                f"MASTER_ADDR={host} does not resolve ({error}): give an address that every node knows"
+            ) from None
+        return "127.0.0.1"  # the host cannot resolve its own name; all ranks are on it
+    return host
