@@ -33,7 +33,7 @@ from muster.world.environment import Place
 from muster.world.node_memory import NodeMemory
 from muster.world.rendezvous.meeting import Met, meet
 from muster.world.store_client import Connections
-from muster.world.store_keys import Board
+from muster.world.store_keys import StoreKeys
 
 STILL_S = 4.0  # for the simulation: a rank without progress for half of it starts to watch
 
@@ -70,17 +70,20 @@ class Ranks:
 
         began = time.monotonic()
         met = at_once(arrive, size)
-        self.boards = [self._board(place, one) for place, one in zip(places, met, strict=True)]
-        for board in self.boards:
-            board.post_beat("")
+        self.boards = [self._store_keys(place, one) for place, one in zip(places, met, strict=True)]
+        for store_keys in self.boards:
+            store_keys.post_beat("")
         self.seconds = time.monotonic() - began
         self.met = [
-            one.operations.total() + board.operations.total() for one, board in zip(met, self.boards, strict=True)
+            one.operations.total() + store_keys.operations.total()
+            for one, store_keys in zip(met, self.boards, strict=True)
         ]
         alike = {"size": size, "device": torch.device("cpu")}
         worlds = [
-            SimpleNamespace(rank=board.rank, is_first=board.rank == 0, board=board, place=place, **alike)
-            for board, place in zip(self.boards, places, strict=True)
+            SimpleNamespace(
+                rank=store_keys.rank, is_first=store_keys.rank == 0, store_keys=store_keys, place=place, **alike
+            )
+            for store_keys, place in zip(self.boards, places, strict=True)
         ]
         self.beats = [Heartbeat(world, timeout_s=timeout_s, start_s=9e9, on_hang=print) for world in worlds]
         self.preemptions = [Preemption() for _ in worlds]
@@ -89,14 +92,14 @@ class Ranks:
         self.watchers = [Agreement(*each) for each in zip(worlds, self.preemptions, strict=True)]
 
     @staticmethod
-    def _board(place: Place, met: Met) -> Board:
+    def _store_keys(place: Place, met: Met) -> StoreKeys:
         size, node = place.local_world_size, None
         if size > 1:  # for threads of one process, the nodes are told apart by name
             node = NodeMemory.open(f"muster-talk-{met.attempt}-{place.node_rank}", place.local_rank, size)
-        return Board(met.store, attempt=met.attempt, rank=place.rank, size=place.world_size, node=node)
+        return StoreKeys(met.store, attempt=met.attempt, rank=place.rank, size=place.world_size, node=node)
 
     def asked(self) -> list[int]:
-        return [board.operations.total() for board in self.boards]
+        return [store_keys.operations.total() for store_keys in self.boards]
 
     def during(self, work: Callable[[], Any]) -> list[int]:
         before = self.asked()
@@ -116,13 +119,13 @@ def save(ranks: Ranks, number: int) -> None:
     """Post one rank's part of a save; rank 0 collects all and announces the commit."""
 
     def work(rank: int) -> None:
-        board = ranks.boards[rank]
-        board.post_part(number, {"files": {f"rank-{rank:05d}": {"size": 1, "sha256": "0" * 64}}})
+        store_keys = ranks.boards[rank]
+        store_keys.post_part(number, {"files": {f"rank-{rank:05d}": {"size": 1, "sha256": "0" * 64}}})
         if rank:
-            board.save_end(number, 60.0)
+            store_keys.save_end(number, 60.0)
         else:
-            board.parts(number, 60.0)
-            board.end_save(number, None)
+            store_keys.parts(number, 60.0)
+            store_keys.end_save(number, None)
 
     at_once(work, len(ranks.boards))
 
@@ -166,11 +169,11 @@ def idle(size: int, per_node: int, store: TCPStore) -> tuple[float, float, float
         node = f"muster-talk-{os.getpid()}-{size}-{place.rank // per_node}"
         memory = NodeMemory.open(node, place.local_rank, per_node) if per_node > 1 else None
         alike: dict[str, Any] = {"attempt": attempt, "connections": connections, "node": memory}
-        boards.append(Board(store, rank=place.rank, size=size, **alike))
+        boards.append(StoreKeys(store, rank=place.rank, size=size, **alike))
         boards[-1].post_beat("")
     beats = []
-    for place, board in zip(places, boards, strict=True):
-        world = SimpleNamespace(rank=place.rank, is_first=not place.rank, size=size, board=board, place=place)
+    for place, store_keys in zip(places, boards, strict=True):
+        world = SimpleNamespace(rank=place.rank, is_first=not place.rank, size=size, store_keys=store_keys, place=place)
         world.device = torch.device("cpu")
         beats.append(Heartbeat(world, timeout_s=300.0, start_s=9e9, on_hang=print))
     period, polls = beats[0].period_s, poll_s(places[0].nodes)
@@ -182,7 +185,7 @@ def idle(size: int, per_node: int, store: TCPStore) -> tuple[float, float, float
     began, before = time.monotonic(), None
     while (now := time.monotonic() - began) < period + seconds:
         if before is None and now > period:
-            before = [board.operations.total() for board in boards]
+            before = [store_keys.operations.total() for store_keys in boards]
         at, number, is_poll = due[0]
         if at > now:
             time.sleep(at - now)
@@ -192,7 +195,7 @@ def idle(size: int, per_node: int, store: TCPStore) -> tuple[float, float, float
         else:
             beats[number].beat()
         heapq.heapreplace(due, (max(at + (POLL_S if is_poll else period), now - 1.0), number, is_poll))
-    done = [board.operations.total() - earlier for board, earlier in zip(boards, before or [], strict=True)]
+    done = [store_keys.operations.total() - earlier for store_keys, earlier in zip(boards, before or [], strict=True)]
     return period, done[0] / seconds, sum(done) / seconds
 
 

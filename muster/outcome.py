@@ -40,7 +40,7 @@ class Commit(TypedDict):
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Outcome:
     """The state or the end of an attempt at a run.
 
     Args:
@@ -94,7 +94,7 @@ class Attempt:
     restarts: bool | None = None
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Attempt:
+    def of(cls, record: Mapping[str, Any]) -> Outcome:
         """Build an attempt from the entries of outcome.json; unknown entries and wrong types are left out."""
         return cls(**_known(record))
 
@@ -117,19 +117,19 @@ class Attempt:
         return self.idle_attempts + (not stopped), self.idle_preemptions + stopped
 
 
-def last(folder: Path) -> Attempt:
+def last(folder: Path) -> Outcome:
     """Return the last attempt in `folder`; an attempt with outcome "none" if there is no readable record."""
-    return Attempt.of(read(folder))
+    return Outcome.of(read(folder))
 
 
-def write(folder: Path, attempt: Attempt) -> None:
+def write(folder: Path, attempt: Outcome) -> None:
     """Replace outcome.json in one step; keeps the entry of the newest checkpoint. Raises StorageError."""
     with _WRITING:
         newest = attempt.checkpoint or read(folder).get("checkpoint")
         _replace(folder / OUTCOME, replace(attempt, checkpoint=newest))
 
 
-def refuse(folder: Path, attempt: Attempt, *, beside: bool) -> Path:
+def refuse(folder: Path, attempt: Outcome, *, beside: bool) -> Path:
     """Record a refused command and return the record's path.
 
     Writes refused.json if `beside`, or if the run has a record; else outcome.json. A run's outcome.json must not be
@@ -169,17 +169,17 @@ def newest(folder: Path, *, launcher: str = "") -> dict[str, Any]:
     return max(own, key=lambda record: float(record.get("time", 0.0)), default={})
 
 
-def start_before(folder: Path, attempt: str) -> Attempt:
+def start_before(folder: Path, attempt: str) -> Outcome:
     """Return the last start before `attempt` that never had the run, unless an attempt has had the run since."""
-    run, refused = last(folder), Attempt.of(read_record(folder / REFUSED))
-    for start in (refused, run if not run.token else Attempt()):
+    run, refused = last(folder), Outcome.of(read_record(folder / REFUSED))
+    for start in (refused, run if not run.token else Outcome()):
         if start.attempt not in ("", attempt) and start.token == run.token:
             return start
-    return Attempt(token=run.token)
+    return Outcome(token=run.token)
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return a record file's entries that `Attempt` has with their types; `{}` if the file cannot be read."""
+    """Return a record file's entries that `Outcome` has with their types; `{}` if the file cannot be read."""
     try:
         record = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -187,12 +187,12 @@ def read_record(path: Path) -> dict[str, Any]:
     return _known(record) if isinstance(record, dict) else {}
 
 
-def _replace(path: Path, attempt: Attempt) -> None:
+def _replace(path: Path, attempt: Outcome) -> None:
     text = _text(attempt)
     replace_file(path, lambda draft: draft.write_text(text))
 
 
-def _text(attempt: Attempt) -> str:
+def _text(attempt: Outcome) -> str:
     own = {"host": socket.gethostname(), "time": round(time.time(), 3), "launcher": record_name()}
     record = {key: value for key, value in asdict(replace(attempt, **own)).items() if value is not None}  # type: ignore[arg-type]
     return (
@@ -201,13 +201,13 @@ def _text(attempt: Attempt) -> str:
 
 
 _TYPES: dict[str, TypeAdapter[Any]] = {
-    name: TypeAdapter(kind) for name, kind in get_type_hints(Attempt, include_extras=True).items()
+    name: TypeAdapter(kind) for name, kind in get_type_hints(Outcome, include_extras=True).items()
 }
 
 
 def _known(record: Mapping[str, Any]) -> dict[str, Any]:
     known = {}
-    for each in fields(Attempt):
+    for each in fields(Outcome):
         value = record.get(each.name)
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
         with contextlib.suppress(ValidationError):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from muster.errors import ConfigError
-    from muster.recovery.journal import Notes
+    from muster.recovery.journal import StepJournal
     from muster.train.config.keys import Config
 
 
@@ -77,7 +77,7 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption, *, is_swep
     if isinstance(notes, str) and not (is_swept and may_fork(config)):
         return attempt(config, preemption, why_no_survival=notes)
     from muster.errors import say, traceback_of
-    from muster.recovery.journal import Notes
+    from muster.recovery.journal import StepJournal
     from muster.recovery.supervisor import keep
     from muster.recovery.survival import Survival
     from muster.world.rendezvous.meeting import code_hash
@@ -86,7 +86,7 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption, *, is_swep
     code_hash()  # once for all lives
     most = 0 if isinstance(config, ConfigError) else config.dist.max_survivals_per_hour
 
-    kept = Notes(last=0) if isinstance(notes, str) else notes  # without notes a rank is not born again
+    kept = StepJournal(last=0) if isinstance(notes, str) else notes  # without notes a rank is not born again
     store = store_for_keeper() if meets_by_port(config) else None
     life = keep(kept, preemption=preemption, most_per_hour=most, store=store)
     if isinstance(life, int):
@@ -138,11 +138,11 @@ def meets_by_port(config: Config | ConfigError) -> bool:
     return isinstance(config, ConfigError) or config.dist.init_method == "env://"
 
 
-def notes_of(config: Config) -> Notes | str:
+def notes_of(config: Config) -> StepJournal | str:
     """Return memory for the notes of a rank that is born again if it dies; why not, if it is not."""
     from muster.errors import ConfigError
     from muster.loggers.tensorboard import import_writer
-    from muster.recovery.journal import Notes
+    from muster.recovery.journal import StepJournal
     from muster.recovery.supervisor import why_no_fork
     from muster.train.in_process_restart import why_not
     from muster.world.environment import Place
@@ -154,7 +154,7 @@ def notes_of(config: Config) -> Notes | str:
             return why
         if config.log.tensorboard and os.environ["RANK"] == "0":
             import_writer()
-        return why_no_fork() or Notes()
+        return why_no_fork() or StepJournal()
     except OSError:
         return "the system gives no memory for its notes"
     except ConfigError:  # which the attempt reports

@@ -32,7 +32,7 @@ KEPT = ("build", "state", "targets", "load", "sync_parameters")
 SLOW_S = 2.0
 
 
-class Live(HandOver):
+class RunHandOver(HandOver):
     """The state of one rank between two attempts.
 
     Args:

@@ -13,7 +13,7 @@ GROWTH = 10
 """The most times as many steps as an attempt has made until the next look: its first steps are slow."""
 
 
-class Timed:
+class Intervals:
     """Decides what is due by the clock.
 
     After some steps the ranks look at rank 0's clock: what is due after this step, and after which step they look again,

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from muster.attempt.attempt import Running
+from muster.attempt.attempt import Attempt
 from muster.attempt.lifecycle import Ending
 from muster.checkpoint.schemas import is_better
 from muster.checkpoint.trained import Trained
@@ -25,7 +25,7 @@ from muster.plan import Plan
 from muster.train.config.keys import Config, NonFinite, Precision
 from muster.train.data.batches import micro_batches
 from muster.train.evaluation import best_mode, measure
-from muster.train.intervals import Timed
+from muster.train.intervals import Intervals
 from muster.train.objectives.measure import Measures, value_of
 from muster.train.progress import ENDED, EVALUATED, LOGGED, SAVED, Course, Progress
 from muster.train.running_means import Window
@@ -60,7 +60,7 @@ class Run:
     """
 
     config: Config
-    running: Running
+    running: Attempt
     course: Course
     trained: Trained
     strategy: Strategy
@@ -68,7 +68,7 @@ class Run:
     callbacks: Hooks
     measures: Measures
     window: Window
-    timed: Timed
+    timed: Intervals
 
     @property
     def world(self) -> World:

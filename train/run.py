@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from muster.attempt.attempt import Running, open_checkpoints
+from muster.attempt.attempt import Attempt, open_checkpoints
 from muster.attempt.lifecycle import Lifecycle
 from muster.attempt.records import open_records, report
 from muster.attempt.start import Fresh, begin
@@ -28,8 +28,8 @@ from muster.train.config.keys import Config, Dist
 from muster.train.config.parts import build
 from muster.train.data.source import origin_of_samples
 from muster.train.evaluation import refuse_unevaluated
-from muster.train.in_process_restart import Live
-from muster.train.intervals import Timed
+from muster.train.in_process_restart import RunHandOver
+from muster.train.intervals import Intervals
 from muster.train.loop import Run, save, train
 from muster.train.models.initial import first_weights
 from muster.train.models.record import note_model
@@ -64,25 +64,25 @@ def attempt(
     With `survival`, the death of another rank is followed by the next attempt in this process; `why_no_survival` says why
     not, if the config asks for it.
     """
-    live = Live(survival)
+    kept = RunHandOver(survival)
     while True:
         with lifecycle(config, preemption, survival) as life:
-            take_part(config, preemption, life, live, why_no_survival=why_no_survival)
+            take_part(config, preemption, life, kept, why_no_survival=why_no_survival)
         if not life.has_parted:
             return life.exit_code
 
 
 def take_part(
-    config: Config | ConfigError, preemption: Preemption, life: Lifecycle, live: Live, *, why_no_survival: str
+    config: Config | ConfigError, preemption: Preemption, life: Lifecycle, kept: RunHandOver, *, why_no_survival: str
 ) -> None:
     """Take part in one attempt, from the meeting of the ranks to the end. Raises MusterError, and what a user's code raises."""
-    world, strategy = join(config, preemption, live)
+    world, strategy = join(config, preemption, kept)
     assert isinstance(config, Config)
     life.meet(world, timeout_s=config.dist.timeout_s)
     if config.doctor and not world.again:
         consult(config, world)
     parts: Any = {"config": config, "world": world, "strategy": strategy, "why_no_survival": why_no_survival}
-    with open_run(**parts, life=life, live=live) as (run, folder):
+    with open_run(**parts, life=life, kept=kept) as (run, folder):
         carry_out(run, life, folder)
 
 
@@ -94,7 +94,9 @@ def lifecycle(config: Config | ConfigError, preemption: Preemption, survival: Su
     return Lifecycle(folder, preemption, max_idle_attempts=config.max_idle_attempts, survival=survival)
 
 
-def join(config: Config | ConfigError, preemption: Preemption, live: Live | None = None) -> tuple[World, Strategy]:
+def join(
+    config: Config | ConfigError, preemption: Preemption, kept: RunHandOver | None = None
+) -> tuple[World, Strategy]:
     """Build the strategy and form the process group. Collective: every rank must call it.
 
     Raises ConfigError on all ranks if one rank's config is wrong.
@@ -112,7 +114,7 @@ def join(config: Config | ConfigError, preemption: Preemption, live: Live | None
         meet(place, alike=None, error=error, timeout_s=timeout_s, stopping=lambda: preemption.signalled)
         raise
     options, stopping = group_options(config), lambda: preemption.signalled
-    return (live or Live(None)).join(config, options, place, stopping=stopping), strategy
+    return (kept or RunHandOver(None)).join(config, options, place, stopping=stopping), strategy
 
 
 def find_place(config: Config | ConfigError) -> Place:
@@ -151,24 +153,24 @@ def open_run(
     world: World,
     strategy: Strategy,
     life: Lifecycle,
-    live: Live | None = None,
+    kept: RunHandOver | None = None,
     why_no_survival: str = "",
 ) -> Iterator[tuple[Run, RunFolder]]:
     """Build all parts of a run and restore the newest checkpoint, or the state of the furthest rank that is alive.
 
     Collective: every rank must call it. Raises MusterError.
     """
-    live = live or Live(None)
+    kept = kept or RunHandOver(None)
     set_numerics(config)
     if not config.compile:
         stay_eager()
-    data = live.load_data(config, world)
+    data = kept.load_data(config, world)
     refuse_unevaluated(config, data)
     plan = plan_of(config, data)
     total_steps = steps_asked_for(config, plan)
     refusal = partial(refuse_changes, config, fingerprint=data.fingerprint, total_steps=total_steps)
     options, keep = run_options(config), config.checkpoint.keep
-    start = begin(life, world, options, live, refusal=refusal)
+    start = begin(life, world, options, kept, refusal=refusal)
     folder = start.folder
     callbacks = Callbacks.of(config, data)
     measures = build_measures(config.metrics, world=world, sliced=config.virtual_world_size is not None)
@@ -181,7 +183,7 @@ def open_run(
     callbacks.on_build(strategy)
     window = Window(world, slices=config.virtual_world_size, measures=config.log.train_metrics)
     position = partial(reached, config, options, measures, world)
-    training = Training(strategy, callbacks, window, data=data, plan=plan, reached=position, survival=live.survival)
+    training = Training(strategy, callbacks, window, data=data, plan=plan, reached=position, survival=kept.survival)
     start.restore(training)
     progress = training.progress
     if isinstance(strategy, Stepping):
@@ -207,7 +209,7 @@ def open_run(
     )
     records = start.open_records(world, opened)
     facts = identity(config, data, course.total_steps, kinds) | {"averages": callbacks.averages}
-    running = Running(
+    running = Attempt(
         peers=life.run(),
         progress=progress,
         total_steps=course.total_steps,
@@ -229,20 +231,20 @@ def open_run(
         callbacks=callbacks,
         measures=measures,
         window=window,
-        timed=Timed(line=config.log.every_s, save=config.checkpoint.every_s),
+        timed=Intervals(line=config.log.every_s, save=config.checkpoint.every_s),
     )
     training.run = weakref.proxy(run)
     try:
         notes = announced(run, start.saved, kinds=kinds, frozen=made.in_evaluation, why_not=why_no_survival)
         known = {"total_steps": run.total_steps, "samples_per_epoch": len(data.train)}
         start.tell(running, notes, save=partial(save, run), **known)
-        live.follow(training, folder)
+        kept.follow(training, folder)
         if not gc.isenabled():
             freeze()  # imported modules live to the end: the collector need not scan them again
             gc.enable()
         yield run, folder
     except RuntimeError as error:
-        live.part(error, life.survives)
+        kept.part(error, life.survives)
         raise
     finally:
         callbacks.close()

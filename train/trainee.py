@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.attempt.attempt import Running
+from muster.attempt.attempt import Attempt
 from muster.checkpoint.changes import Changes, place
 from muster.checkpoint.manager import restore
 from muster.checkpoint.storage import Saved
@@ -95,7 +95,7 @@ class Training(Trainee):
     # In an attempt.
 
     @property
-    def running(self) -> Running:
+    def running(self) -> Attempt:
         """The attempt, once it makes steps."""
         return self.run.running
 

@@ -17,7 +17,7 @@ SETTLE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
+class Attempt:
     """An attempt that makes steps: it begins them, logs, saves, and ends when the run is done or the ranks agree to stop.
 
     Args:

@@ -34,7 +34,7 @@ from muster.faults.heartbeat import BEAT_S, Heartbeat
 from muster.lease.folder_lease import Lease, newest_claim
 from muster.loggers.jsonl import append_event
 from muster.origin import kind_and_message, located, place
-from muster.outcome import Attempt
+from muster.outcome import Outcome
 from muster.recovery.survival import is_of_peer
 from muster.redact import redacted
 
@@ -49,7 +49,7 @@ OF_A_START = ("token", "idle_attempts", "times_held")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exit:
+class FailureReport:
     """Reports why an attempt ends: once for all ranks, in one line and in outcome.json.
 
     folder: the run's folder. preemption: whether this rank has received a stop request.
@@ -125,7 +125,7 @@ class Exit:
             return last.exit_code or 1  # the first cause, recorded by a rank that is gone
         record = self._record(error, code, lost=lost)
         error, code = self._counted(error, code, record, world.attempt)
-        won, first_said = world.board.claim_failure(record)
+        won, first_said = world.store_keys.claim_failure(record)
         if won and isinstance(error, MusterError):
             tell(error)  # print before a write that may hang
         kept = self._write_soon(first_said, first=won)
@@ -168,7 +168,7 @@ class Exit:
         record |= {"outcome": loop.outcome, "exit_code": loop.exit_code, "error": one_line(loop)}
         return loop, loop.exit_code
 
-    def _is_no_further(self, last: Attempt) -> bool:
+    def _is_no_further(self, last: Outcome) -> bool:
         """Whether this attempt got at most a step further than the one before, whose last step other ranks may have saved."""
         return not last.token or self.step is None or 0 <= self.step - last.furthest <= 1
 
@@ -191,7 +191,7 @@ class Exit:
 
         if self.heartbeat:
             self.heartbeat.watch()
-        if first := world.board.first_failure(FIRST_CAUSE_WAIT_S, enough=silent):
+        if first := world.store_keys.first_failure(FIRST_CAUSE_WAIT_S, enough=silent):
             return first
         time.sleep(2 * BEAT_S)  # the store may be gone so recently that no check has failed yet
         return silent() or RankLost(
@@ -261,7 +261,7 @@ class Exit:
         """Record the end of a start that never had the run, and return the record's path."""
         self.folder.mkdir(parents=True, exist_ok=True)
         is_held = newest_claim(self.folder)[1].get("attempt", attempt) != attempt
-        return outcome.refuse(self.folder, Attempt.of({**record, "attempt": attempt}), beside=is_held)
+        return outcome.refuse(self.folder, Outcome.of({**record, "attempt": attempt}), beside=is_held)
 
 
 def _own_code(error: BaseException) -> int:

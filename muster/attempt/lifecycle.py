@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from muster.attempt.failure_report import Exit
+from muster.attempt.failure_report import FailureReport
 from muster.errors import MusterError, Preempted, RankLost, final, say
 from muster.faults import agent
 from muster.faults.heartbeat import Heartbeat
@@ -236,7 +236,7 @@ class Lifecycle:
         if self._survival:
             self._survival.end()
         if ending.preempted:
-            self.exit_code = self._exit().because(Preempted(ending.preempted))
+            self.exit_code = self._failure_report().because(Preempted(ending.preempted))
         else:
             failure = self._record(ending)
             if report and self._report and not failure:
@@ -291,7 +291,7 @@ class Lifecycle:
                 parted()
                 return
             if error is not None and self._together:  # an undoing has failed: the others may not get through theirs
-                self._together, self.exit_code = False, self._exit().because(error)
+                self._together, self.exit_code = False, self._failure_report().because(error)
             (together if self._together else failed)()
 
         self._undo.push(undo)
@@ -302,8 +302,8 @@ class Lifecycle:
         assert self.state in FOLLOWS[state], f"{self.state.name} -> {state.name}"
         self.state = state
 
-    def _exit(self) -> Exit:
-        return Exit(
+    def _failure_report(self) -> FailureReport:
+        return FailureReport(
             folder=self.folder,
             preemption=self.preemption,
             max_idle_attempts=self.max_idle_attempts,
@@ -321,7 +321,7 @@ class Lifecycle:
         The main thread or another one calls it, whichever is first; the other one waits until the process ends.
         """
         self._failing.acquire()
-        self.exit_code = self._exit().because(error)
+        self.exit_code = self._failure_report().because(error)
         self._together = isinstance(error, Preempted) and self._world is not None
         self._enter(State.ended)
         self._undo.close()

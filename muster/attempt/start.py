@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from muster.attempt.attempt import Running
+from muster.attempt.attempt import Attempt
 from muster.attempt.lifecycle import Lifecycle
 from muster.attempt.records import hosts_of, record_start
 from muster.checkpoint.storage import Saved
@@ -48,7 +48,7 @@ class Start(ABC):
         hosts = hosts_of(world)
         return self.kept.open_records(lambda: opened(hosts), anew=not isinstance(self, Rejoin))
 
-    def tell(self, running: Running, notes: Iterable[str], *, save: Callable[[], object], **facts: Any) -> None:
+    def tell(self, running: Attempt, notes: Iterable[str], *, save: Callable[[], object], **facts: Any) -> None:
         """Record how the attempt begins, with `facts` and `notes`. Collective: every rank must call it.
 
         save: saves the step, if a rank's death has cut its save short.
@@ -83,7 +83,7 @@ class Rejoin(Start):
         self.kept.hand_on(trainee)
         self.newest_step = self.kept.newest_step
 
-    def tell(self, running: Running, notes: Iterable[str], *, save: Callable[[], object], **facts: Any) -> None:
+    def tell(self, running: Attempt, notes: Iterable[str], *, save: Callable[[], object], **facts: Any) -> None:
         self.kept.go_on(running, self.folder.path, save=save)
 
 

@@ -150,10 +150,10 @@ class Checkpoints:
     def _write(self, share: RankShare, position: dict[str, Any]) -> None:
         step, number, started = int(position["step"]), self._saves, time.perf_counter()
         try:
-            self.world.board.post_part(number, {"files": self._write_share(step, share)})
+            self.world.store_keys.post_part(number, {"files": self._write_share(step, share)})
             if self.world.is_first:
                 self._commit(self._gather(number), position, started, draft=self.world.attempt)
-                self.world.board.end_save(number, {})
+                self.world.store_keys.end_save(number, {})
             else:
                 self._await_end(number)
             self._failures.clear()
@@ -238,20 +238,20 @@ class Checkpoints:
 
     def _gather(self, number: int) -> Files:
         files: Files = {}
-        for said in self.world.board.parts(number, LONG_S):
+        for said in self.world.store_keys.parts(number, LONG_S):
             if said.get("failed"):
                 raise _failure(said)
             files |= said["files"]
         return files
 
     def _await_end(self, number: int) -> None:
-        said = self.world.board.save_end(number, LONG_S)
+        said = self.world.store_keys.save_end(number, LONG_S)
         if said.get("failed"):
             raise _failure(said)
 
     def _is_one_lost(self) -> bool:
         with contextlib.suppress(RuntimeError):
-            return self.world.board.is_one_lost()
+            return self.world.store_keys.is_one_lost()
         return False
 
     def _give_up(self, number: int, step: int, error: StorageError | Diverged, *, alone: bool = False) -> None:
@@ -261,18 +261,18 @@ class Checkpoints:
             error = lost
         self._failures.append(error)
         self._failed.add(step)
-        board = self.world.board
+        store_keys = self.world.store_keys
         with contextlib.suppress(RuntimeError):
             if not alone:
-                board.post_part(number, _said(error))
+                store_keys.post_part(number, _said(error))
                 if self.world.is_first:  # wait for the others: a rank still writing would recreate the draft
-                    board.parts(number, OTHERS_S)
+                    store_keys.parts(number, OTHERS_S)
         if self.world.is_first:
             if not isinstance(error, Unclear):
                 self.storage.abandon(step, self.world.attempt)
             with contextlib.suppress(RuntimeError):
                 if not alone:
-                    board.end_save(number, _said(error))
+                    store_keys.end_save(number, _said(error))
             self.on_commit({"failed": str(error), "failures_in_a_row": len(self._failures)})
 
 

@@ -64,7 +64,7 @@ STILL_S = 2.0  # longer than a main thread that can leave by itself stands still
 
 def period_s(place: Place, timeout_s: float) -> float:
     """Return the heartbeat period: as short as the store's load allows, and several periods within the timeout."""
-    most_s = timeout_s / (8 if place.local_world_size == 1 else 16)  # a node's post comes on top: `Board.beat_lag`
+    most_s = timeout_s / (8 if place.local_world_size == 1 else 16)  # a node's post comes on top: `StoreKeys.beat_lag`
     return max(BEAT_S, min(place.nodes / BEATS_PER_S, most_s))
 
 
@@ -166,7 +166,7 @@ class Heartbeat:
 
         This rank must have watched the others for at least that long.
         """
-        seconds = max(seconds, self.world.board.beat_lag * self.period_s)
+        seconds = max(seconds, self.world.store_keys.beat_lag * self.period_s)
         cause = f"{waited}: killed, stopped or disconnected"
         if self._store_is_gone or self.eye.unanswered_s > seconds:
             return self._store_lost(cause)
@@ -218,8 +218,8 @@ class Heartbeat:
         is_wanted = self._watching.is_set() or mine.age_s > self.timeout_s / 4
         if self.world.is_first or is_wanted:
             self.eye.look(mine, is_wanted=is_wanted)
-        self._one_has_failed = self._is_still and self.world.board.has_failure()
-        self.world.board.post_beat(self.eye.post(mine), every_s=self.period_s)
+        self._one_has_failed = self._is_still and self.world.store_keys.has_failure()
+        self.world.store_keys.post_beat(self.eye.post(mine), every_s=self.period_s)
 
     def _judge(self) -> None:
         """Re-arm the watchdog; when this rank stands still for too long, find the rank at fault."""

@@ -179,7 +179,7 @@ class Agreement:
             with self._change:
                 self._holding = True
                 mine = self._begun
-            self._world.board.post_begun(mine)
+            self._world.store_keys.post_begun(mine)
             if not self._await_target():
                 with self._change:
                     self._is_one_silent = True
@@ -187,12 +187,12 @@ class Agreement:
 
     def _await_request(self) -> bool:
         """Wait until any rank requests a stop; False if the run ends before."""
-        board, every_s = self._world.board, poll_s(self._world.place.nodes)
+        store_keys, every_s = self._world.store_keys, poll_s(self._world.place.nodes)
         while not self._ended.wait(POLL_S):
             if self._preemption.has_arrived():
-                board.ask_to_stop()
+                store_keys.ask_to_stop()
                 return True
-            if board.asked_to_stop(every_s=every_s):
+            if store_keys.asked_to_stop(every_s=every_s):
                 return True
             if self._see_loss(every_s=every_s):
                 return False
@@ -200,7 +200,7 @@ class Agreement:
 
     def _see_loss(self, *, every_s: float = 0.0) -> bool:
         """Whether a rank has died and is born again: `proceed` then raises."""
-        if not self._world.board.is_one_lost(every_s=every_s):
+        if not self._world.store_keys.is_one_lost(every_s=every_s):
             return False
         with self._change:
             self._is_one_lost = True
@@ -209,13 +209,13 @@ class Agreement:
 
     def _await_target(self) -> bool:
         """Wait for the target; False if a rank has not answered for `ANSWERED_S` and the time in which it may look."""
-        board, pause_s = self._world.board, POLL_S / 10
+        store_keys, pause_s = self._world.store_keys, POLL_S / 10
         deadline = time.monotonic() + ANSWERED_S + min(self._world.size / ANSWERS_PER_S, LONGEST_POLL_S)
         while not self._ended.wait(pause_s):
             if time.monotonic() > deadline:
                 return False
             pause_s = min(2 * pause_s, max(POLL_S, self._world.size / ANSWERS_PER_S))
-            if (target := board.stop_target()) is not None:
+            if (target := store_keys.stop_target()) is not None:
                 with self._change:
                     self._target = target
                     self._change.notify_all()

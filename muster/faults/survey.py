@@ -64,14 +64,14 @@ class Survey(Eye):
 
     def look(self, mine: Phase, *, is_wanted: bool) -> None:
         """Read every rank's beat; update `gone` and, if needed, `outlook`."""
-        beats = list(self.world.board.beats()) if self.world.size > 1 else [b""]
+        beats = list(self.world.store_keys.beats()) if self.world.size > 1 else [b""]
         blind, now = self._was_blind(), self.clock.monotonic()
         for rank, beat in enumerate(beats):
             if blind or rank == 0 or beat != self._beats[rank]:
                 self._changed[rank] = now
         self._beats = beats
         silent_s = {rank: now - changed for rank, changed in enumerate(self._changed)}
-        quiet_s = self.world.board.beat_lag * self.period_s
+        quiet_s = self.world.store_keys.beat_lag * self.period_s
         self.gone = sum(seconds > quiet_s for seconds in silent_s.values())
         if is_wanted or self.gone:
             phases = {rank: phase_of(beat) for rank, beat in enumerate(beats)}
@@ -104,7 +104,7 @@ class Echo(Eye):
 
     def look(self, mine: Phase, *, is_wanted: bool) -> None:
         """Read rank 0's beat and its outlook."""
-        beat = self.world.board.first_beat()
+        beat = self.world.store_keys.first_beat()
         if self._was_blind() or beat != self._beat:
             self._changed = self.clock.monotonic()
         self._beat = beat

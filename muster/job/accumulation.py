@@ -15,7 +15,7 @@ from muster.errors import ConfigError
 from muster.world.dtensor import in_pieces
 
 
-class Between:
+class Accumulation:
     """Follows the steps of `optimizers` between two calls of `Job.step`, and whether a loop needs the gradients that are left.
 
     Those of an optimizer that made no step are needed. Those that are left after a step may be: another optimizer's loss has added to

@@ -69,7 +69,7 @@ def counted(portions: Iterator[Portion], count: Callable[[Any], Any] | None) -> 
             step = []
 
 
-class Feed(Protocol):
+class BatchSource(Protocol):
     """Batches by the number of steps done.
 
     total_steps: the steps of the whole run. samples_per_epoch: 0 if unknown.
@@ -90,7 +90,7 @@ class Feed(Protocol):
         """Yield this rank's batches from `step` to the end."""
 
 
-class PlannedFeed:
+class PlannedSource:
     """Batches of a data set: each step takes the plan's next `plan.batch_size` samples, and a rank its share of them.
 
     weights: a digest of the plan's.
@@ -121,7 +121,7 @@ class PlannedFeed:
                 yield Portion(each.inputs, each.count, each.total, begins=number == 0, ends=number == last)
 
 
-class LoadedFeed:
+class LoaderSource:
     """Batches of a DataLoader, exact after a resume with as many ranks as before.
 
     The generators that it draws from are seeded: the global ones for each batch, and those that the loader, its samplers
@@ -263,7 +263,7 @@ def _seed_own(part: Any, key: int) -> None:
             seed_one(own, key)
 
 
-def feed(
+def batch_source(
     source: Any,
     *,
     batch_size: int | None,
@@ -273,7 +273,7 @@ def feed(
     drop_last: bool,
     loader: LoaderConfig,
     weights: Any = None,
-) -> Feed:
+) -> BatchSource:
     """Return the batches of `source`, a data set or a DataLoader. See `Job.batches`.
 
     loader: how the samples of a data set are fetched, and the share of them that this rank gets.
@@ -297,7 +297,7 @@ def feed(
             )
         in_epoch = _number_of_batches(source)
         total = max_steps or (epochs or 0) * in_epoch
-        return LoadedFeed(source, total_steps=total, device=loader.device, seed=loader.seed, rank=loader.share.rank)
+        return LoaderSource(source, total_steps=total, device=loader.device, seed=loader.seed, rank=loader.share.rank)
     if batch_size is None:
         raise ConfigError("batches(dataset) needs batch_size=..., the samples per optimizer step over all ranks")
     dataset = with_length(source, "batches")
@@ -313,7 +313,7 @@ def feed(
         weights=drawn,
     )
     total = max_steps or (epochs or 0) * plan.steps_per_epoch
-    return PlannedFeed(dataset, plan, total_steps=total, loader=loader, weights=digest)
+    return PlannedSource(dataset, plan, total_steps=total, loader=loader, weights=digest)
 
 
 def is_loader(source: Any) -> bool:

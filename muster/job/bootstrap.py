@@ -16,7 +16,7 @@ from muster.faults import agent, output
 from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import Preemption
 from muster.job.options import JobOptions, check_options, group_options_of, run_options_of
-from muster.job.trainee import LiveJob
+from muster.job.trainee import JobHandOver
 from muster.process import STOP_SIGNALS, forget_frames, ignore
 from muster.world import external_group
 from muster.world.device import choose_backend
@@ -24,7 +24,7 @@ from muster.world.environment import Place
 from muster.world.group import World
 from muster.world.layout import form_alone
 
-_entered: list[Entrance] = []
+_entered: list[Bootstrap] = []
 """The entrance of the job that is open in this process."""
 
 
@@ -32,7 +32,7 @@ class Parted(Exception):
     """A rank has died and is born again: this process goes on in the next attempt."""
 
 
-class Entrance:
+class Bootstrap:
     """A job's group, its claimed folder and its lifecycle, from `enter` to `leave`.
 
     Args:
@@ -48,12 +48,12 @@ class Entrance:
         options: JobOptions,
         *,
         preemption: Preemption | None = None,
-        kept: LiveJob | None = None,
+        kept: JobHandOver | None = None,
         seeds_steps: bool = False,
         why_no_survival: str = "",
     ):
         self.options, self.preemption = options, preemption or Preemption()
-        self.kept, self.seeds_steps, self.why_no_survival = kept or LiveJob(), seeds_steps, why_no_survival
+        self.kept, self.seeds_steps, self.why_no_survival = kept or JobHandOver(), seeds_steps, why_no_survival
         self.life = Lifecycle(
             Path(options.folder),
             self.preemption,

@@ -34,11 +34,11 @@ def end_alike(world: World, heartbeat: Heartbeat, step: int) -> None:
     """
     if world.size == 1:
         return
-    board, pause_s = world.board, max(POLL_S, world.size / POLLS_PER_S)
-    board.post_end(step)
+    store_keys, pause_s = world.store_keys, max(POLL_S, world.size / POLLS_PER_S)
+    store_keys.post_end(step)
     heartbeat.watch()
-    while (ends := board.ends()) is None:
-        if board.has_failure() or board.is_one_lost():
+    while (ends := store_keys.ends()) is None:
+        if store_keys.has_failure() or store_keys.is_one_lost():
             raise DistBackendError("another rank has failed while this one waited for the end of its loop")
         if heartbeat.is_waited_for():
             raise ConfigError(

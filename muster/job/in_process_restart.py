@@ -14,12 +14,12 @@ from typing import TypeVar
 from muster.errors import ConfigError
 from muster.faults import agent, output
 from muster.faults.preemption import Preemption
-from muster.job.bootstrap import Entrance, Parted
+from muster.job.bootstrap import Bootstrap, Parted
 from muster.job.options import JobOptions
-from muster.job.trainee import NOTES, LiveJob
+from muster.job.trainee import NOTES, JobHandOver
 from muster.loggers.tensorboard import import_writer
 from muster.process import STOP_SIGNALS, collect_garbage, end, is_kept
-from muster.recovery.journal import Notes
+from muster.recovery.journal import StepJournal
 from muster.recovery.supervisor import keep, why_no_fork
 from muster.recovery.survival import Survival, why_no_survival
 from muster.world import external_group
@@ -30,8 +30,8 @@ from muster.world.rendezvous.network import store_for_keeper
 J = TypeVar("J", bound=JobOptions)
 
 
-def run(job: J, enter: Callable[[J, Entrance], object]) -> None:
-    """Call `enter(job, entrance)` in a child that is born again if it dies by a signal. See `Job.run`.
+def run(job: J, enter: Callable[[J, Bootstrap], object]) -> None:
+    """Call `enter(job, bootstrap)` in a child that is born again if it dies by a signal. See `Job.run`.
 
     enter: takes part in an attempt by that entrance; it may get a copy of `job`.
 
@@ -41,8 +41,8 @@ def run(job: J, enter: Callable[[J, Entrance], object]) -> None:
         SystemExit: the run is not done.
     """
     notes = _notes_of(job)
-    if not isinstance(notes, Notes):
-        enter(job, Entrance(job, seeds_steps=True, why_no_survival=notes))
+    if not isinstance(notes, StepJournal):
+        enter(job, Bootstrap(job, seeds_steps=True, why_no_survival=notes))
         return
     output.endure()
     agent.die_with_it()
@@ -54,7 +54,7 @@ def run(job: J, enter: Callable[[J, Entrance], object]) -> None:
     life = keep(notes, preemption=preemption, most_per_hour=most, store=store)
     if isinstance(life, int):
         end(life)
-    code = _live(job, enter, LiveJob(Survival(life)), preemption)
+    code = _live(job, enter, JobHandOver(Survival(life)), preemption)
     leave_store()  # also for a script that goes on after a failure
     if not was_frozen:
         gc.unfreeze()
@@ -65,24 +65,24 @@ def run(job: J, enter: Callable[[J, Entrance], object]) -> None:
         signal.signal(number, handler or signal.SIG_DFL)  # None: set by something else than Python
 
 
-def _live(job: J, enter: Callable[[J, Entrance], object], kept: LiveJob, preemption: Preemption) -> int:
+def _live(job: J, enter: Callable[[J, Bootstrap], object], kept: JobHandOver, preemption: Preemption) -> int:
     """Take part in one attempt after another, until the run ends; return the exit code."""
     while True:
         attempt = dataclasses.replace(job)
-        entrance = Entrance(attempt, preemption=preemption, kept=kept, seeds_steps=True)
+        bootstrap = Bootstrap(attempt, preemption=preemption, kept=kept, seeds_steps=True)
         try:
-            enter(attempt, entrance)
+            enter(attempt, bootstrap)
         except Parted:
             continue
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else bool(end.code)
-        if not entrance.has_parted:
+        if not bootstrap.has_parted:
             return 0
-        del attempt, entrance
+        del attempt, bootstrap
         collect_garbage()  # until the block has ended, the frames of the error held their functions, which may close over the model
 
 
-def _notes_of(options: JobOptions) -> Notes | str:
+def _notes_of(options: JobOptions) -> StepJournal | str:
     """Return memory for the notes of a rank that is born again if it dies; why not, if it is not."""
     try:
         if not options.survive or Place.from_env().world_size == 1:
@@ -99,7 +99,7 @@ def _notes_of(options: JobOptions) -> Notes | str:
         importlib.import_module("torch._dynamo")
         if options.tensorboard and os.environ["RANK"] == "0":
             import_writer()
-        return why_no_fork() or Notes(last=NOTES)
+        return why_no_fork() or StepJournal(last=NOTES)
     except OSError:
         return "the system gives no memory for its notes"
     except ConfigError:  # which the attempt reports

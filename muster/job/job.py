@@ -17,11 +17,11 @@ from muster.data.fetch import unsplit
 from muster.data.generators import key_of, seed_generators
 from muster.data.loader import LoaderConfig
 from muster.errors import ConfigError, Diverged, MusterError
-from muster.job.batch_source import Feed, PlannedFeed, Portion, counted, feed
-from muster.job.bootstrap import Entrance
+from muster.job.batch_source import BatchSource, PlannedSource, Portion, batch_source, counted
+from muster.job.bootstrap import Bootstrap
 from muster.job.evaluation import Measure, evaluate
 from muster.job.in_process_restart import run
-from muster.job.loop_services import AgreedStop, Session
+from muster.job.loop_services import AgreedStop, LoopServices
 from muster.job.options import JobOptions
 from muster.job.replicas import settle_buckets
 from muster.job.running_means import number_of
@@ -54,13 +54,13 @@ class Job(JobOptions):
     """
 
     def __post_init__(self) -> None:
-        self._entrance, self._process = Entrance(self), os.getpid()
-        self._session: Session | None = None
+        self._bootstrap, self._process = Bootstrap(self), os.getpid()
+        self._services: LoopServices | None = None
         self._portion, self._of_step, self._counts = Portion(None), 0.0, ""
         self._is_owed = self._is_weighed = False
 
     def __enter__(self) -> Self:
-        self._entrance.enter()
+        self._bootstrap.enter()
         seed_generators(key_of(self.seed), on_device=True)  # the same initial weights on every rank
         return self
 
@@ -73,32 +73,32 @@ class Job(JobOptions):
             error = self._end(error)
         except BaseException as late:
             error = late
-        return self._entrance.leave(error)
+        return self._bootstrap.leave(error)
 
     def _end(self, error: BaseException | None) -> BaseException | None:
         """Bring a run that is done or has stopped to its end; return any other error."""
-        if isinstance(error, AgreedStop) and self._session:
-            self._session.end_stopped(error)
+        if isinstance(error, AgreedStop) and self._services:
+            self._services.end_stopped(error)
             return None
-        if isinstance(error, Diverged) and self._session:  # on all ranks at once: their checkpoint writers still live
-            self._session.settle()
+        if isinstance(error, Diverged) and self._services:  # on all ranks at once: their checkpoint writers still live
+            self._services.settle()
         if error is None or _is_done(error):
-            session = self._opened("the end of the `with` block")
-            stop = self._stop_of(session)
-            session.end_stopped(stop) if stop else session.end_done()
+            services = self._opened("the end of the `with` block")
+            stop = self._stop_of(services)
+            services.end_stopped(stop) if stop else services.end_done()
             return None
-        if isinstance(error, SystemExit) and self._session and self._session.save_as_asked():
-            self._session.settle()
+        if isinstance(error, SystemExit) and self._services and self._services.save_as_asked():
+            self._services.settle()
         return error
 
     @staticmethod
-    def _stop_of(session: Session) -> AgreedStop | None:
+    def _stop_of(services: LoopServices) -> AgreedStop | None:
         """Return the stop after which the loop has left by itself because of `should_stop`, and save its last step."""
-        if not session.is_told_to_stop:
+        if not services.is_told_to_stop:
             return None
-        session.has_left = True
+        services.has_left = True
         try:
-            session.stop()
+            services.stop()
         except AgreedStop as stop:
             return stop
 
@@ -117,8 +117,8 @@ class Job(JobOptions):
         Where ranks cannot be born again, the records say why, and the death of one restarts all.
         """
 
-        def enter(job: Job, entrance: Entrance) -> None:
-            job._entrance = entrance
+        def enter(job: Job, bootstrap: Bootstrap) -> None:
+            job._bootstrap = bootstrap
             with job:
                 function(job)
 
@@ -137,13 +137,13 @@ class Job(JobOptions):
         Raises:
             ConfigError: names or shapes differ between ranks, or from those of the checkpoint.
         """
-        if self._session or not things:
+        if self._services or not things:
             raise ConfigError(
                 "track() was called twice: name everything in one call"
-                if self._session
+                if self._services
                 else "track() names nothing: track(model=model, optimizer=optimizer)"
             )
-        world, tracked, failure = self._entrance.world, None, None
+        world, tracked, failure = self._bootstrap.world, None, None
         try:
             tracked = Tracked(things, world)
         except MusterError as error:
@@ -154,7 +154,7 @@ class Job(JobOptions):
         assert tracked
         shapes = tracked.shapes()
         world.same("shapes of the modules: digest", shapes, remedy="build the same on every rank", error=ConfigError)
-        self._session = Session(self, self._entrance, tracked)
+        self._services = LoopServices(self, self._bootstrap, tracked)
         settle_buckets(tracked.modules.values(), world)
 
     def batches(
@@ -201,10 +201,10 @@ class Job(JobOptions):
             ConfigError: an argument is not valid, or differs from that of the checkpoint.
             DataError: the data has changed since the checkpoint, or a sample cannot be read.
         """
-        session = self._tracked("batches()")
-        if session.is_open:
+        services = self._tracked("batches()")
+        if services.is_open:
             raise ConfigError("batches() was called after a step, or twice: it yields all epochs, call it once")
-        made = feed(
+        made = batch_source(
             source,
             batch_size=batch_size,
             epochs=epochs,
@@ -214,11 +214,11 @@ class Job(JobOptions):
             weights=weights,
             loader=self._loader(num_workers, collate_fn, micro_batch_size=micro_batch_size),
         )
-        session.open(made)
+        services.open(made)
         is_counted = count is not None or (
-            collate_fn is not None and isinstance(made, PlannedFeed)
+            collate_fn is not None and isinstance(made, PlannedSource)
         )  # which may leave samples out
-        return self._portions(session, made, count, is_counted=is_counted)
+        return self._portions(services, made, count, is_counted=is_counted)
 
     def step(self, loss: Tensor | float | None = None, *, samples: int | None = None, **values: Any) -> None:
         """Count an optimizer step; log, save and stop where it is time to. Collective: every rank must call it.
@@ -233,22 +233,22 @@ class Job(JobOptions):
         Raises:
             Diverged: the mean loss since the last record, or a weight to be saved, is not finite.
         """
-        session = self._opened("step()")
-        if session.feed and not self._is_owed:
+        services = self._opened("step()")
+        if services.batch_source and not self._is_owed:
             raise ConfigError("step() was called without a new batch: call it once for each batch of batches()")
         self._is_owed, portion = False, self._portion
-        self._note_weight(session)
+        self._note_weight(services)
         check_names(values, "step()")
         known = {name: value for name, value in {"loss": loss, **values}.items() if value is not None}
         weight: float = portion.count if portion.total else 1
         if portion.of is not None:
             weight = portion.of
-        session.note(known, weight=weight if samples is None else samples)
+        services.note(known, weight=weight if samples is None else samples)
         if portion.ends:
-            session.advance(samples=portion.total or (samples or 0) * self.world_size)
-        if not session.feed:
-            session.end_step()
-            session.begin_step()
+            services.advance(samples=portion.total or (samples or 0) * self.world_size)
+        if not services.batch_source:
+            services.end_step()
+            services.begin_step()
 
     def save(self) -> None:
         """Save a checkpoint of this step, in the background. Collective: every rank must call it.
@@ -259,9 +259,9 @@ class Job(JobOptions):
             Diverged: a weight is not finite.
             StorageError: three checkpoints in a row could not be written.
         """
-        session = self._between_steps("save()")
-        session.tracked.between.refuse("save()")
-        session.ask_to_save()
+        services = self._between_steps("save()")
+        services.tracked.accumulation.refuse("save()")
+        services.ask_to_save()
 
     def log(self, **values: float | Tensor) -> None:
         """Add numbers to the next `train` record. Those of rank 0 are written.
@@ -269,10 +269,10 @@ class Job(JobOptions):
         Raises:
             ConfigError: a value is not a number or a tensor of one element, or records use its name themselves.
         """
-        session = self._tracked("log()")
+        services = self._tracked("log()")
         check_names(values, "log()")
         for name, value in values.items():
-            session.noted[name] = float(number_of(value, what=f"log({name}=...)", meaning="of this rank"))
+            services.noted[name] = float(number_of(value, what=f"log({name}=...)", meaning="of this rank"))
 
     def evaluate(
         self,
@@ -296,23 +296,23 @@ class Job(JobOptions):
             num_workers: as for `batches`.
             collate_fn: as for `batches`.
         """
-        session, began = self._between_steps("evaluate()"), time.perf_counter()
-        session.tracked.between.refuse("evaluate()")
-        with session.clock.spending("evaluation"), session.evaluating():
+        services, began = self._between_steps("evaluate()"), time.perf_counter()
+        services.tracked.accumulation.refuse("evaluate()")
+        with services.clock.spending("evaluation"), services.evaluating():
             values = evaluate(
                 dataset,
                 measure,
                 batch_size=batch_size,
-                world=session.world,
-                modules=session.tracked.modules.values(),
+                world=services.world,
+                modules=services.tracked.modules.values(),
                 loader=self._loader(num_workers, collate_fn),
-                begin=lambda: session.goes_on("evaluation"),
+                begin=lambda: services.goes_on("evaluation"),
             )
         if values is None:
-            session.stop()
+            services.stop()
         seconds = time.perf_counter() - began
-        session.running.records.eval(step=self.steps_done, epoch=session.epoch, seconds=seconds, values=values)
-        session.peers.heartbeat.enter("step", self.steps_done)
+        services.running.records.eval(step=self.steps_done, epoch=services.epoch, seconds=seconds, values=values)
+        services.peers.heartbeat.enter("step", self.steps_done)
         return values
 
     def sum(self, value: float | Tensor) -> float:
@@ -322,7 +322,7 @@ class Job(JobOptions):
             ConfigError: `value` is not a number or a tensor of one element.
         """
         own = float(number_of(value, what="sum(...)", meaning="this rank's summand"))
-        return self._entrance.world.sum([own])[0]
+        return self._bootstrap.world.sum([own])[0]
 
     @property
     def should_stop(self) -> bool:
@@ -331,32 +331,32 @@ class Job(JobOptions):
         `step` and `batches` stop by themselves; a loop that takes long between two steps reads this. Collective: every
         rank must read it at the same point.
         """
-        session = self._between_steps("should_stop")
-        session.tracked.between.refuse("should_stop")
-        session.is_told_to_stop = not session.peers.begin("step", self.steps_done)
-        return session.is_told_to_stop
+        services = self._between_steps("should_stop")
+        services.tracked.accumulation.refuse("should_stop")
+        services.is_told_to_stop = not services.peers.begin("step", self.steps_done)
+        return services.is_told_to_stop
 
     # What the loop can see
 
     @property
     def device(self) -> torch.device:
         """The device of this rank."""
-        return self._entrance.world.device
+        return self._bootstrap.world.device
 
     @property
     def rank(self) -> int:
         """The rank of this process."""
-        return self._entrance.world.rank
+        return self._bootstrap.world.rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self._entrance.world.size
+        return self._bootstrap.world.size
 
     @property
     def is_first(self) -> bool:
         """True on rank 0."""
-        return self._entrance.world.is_first
+        return self._bootstrap.world.is_first
 
     @property
     def steps_done(self) -> int:
@@ -366,13 +366,17 @@ class Job(JobOptions):
     @property
     def epoch(self) -> int:
         """The epoch of the present batch of `batches`, from 0."""
-        session = self._tracked("epoch")
-        return self.steps_done // session.feed.steps_per_epoch if self._is_owed and session.feed else session.epoch
+        services = self._tracked("epoch")
+        return (
+            self.steps_done // services.batch_source.steps_per_epoch
+            if self._is_owed and services.batch_source
+            else services.epoch
+        )
 
     @property
     def ends_epoch(self) -> bool:
         """True after the `step` of the last batch of an epoch of `batches`."""
-        made, is_done = self._tracked("ends_epoch").feed, self.ends_step and not self._is_owed
+        made, is_done = self._tracked("ends_epoch").batch_source, self.ends_step and not self._is_owed
         return bool(made and is_done and self.steps_done and self.steps_done % made.steps_per_epoch == 0)
 
     @property
@@ -395,27 +399,27 @@ class Job(JobOptions):
 
     # Private
 
-    def _tracked(self, what: str) -> Session:
-        if self._session is None:
+    def _tracked(self, what: str) -> LoopServices:
+        if self._services is None:
             raise ConfigError(
                 f"{what} came before track(): name what is to be saved, track(model=model, optimizer=...)"
             )
-        return self._session
+        return self._services
 
-    def _opened(self, what: str) -> Session:
-        session = self._tracked(what)
-        if self._entrance.life.state == State.ended:
+    def _opened(self, what: str) -> LoopServices:
+        services = self._tracked(what)
+        if self._bootstrap.life.state == State.ended:
             raise ConfigError(f"{what} came after the end of the `with` block: call it there")
-        if not session.is_open:
-            session.open(None)
-        return session
+        if not services.is_open:
+            services.open(None)
+        return services
 
-    def _between_steps(self, what: str) -> Session:
-        session = self._opened(what)
-        session.see_left()
+    def _between_steps(self, what: str) -> LoopServices:
+        services = self._opened(what)
+        services.see_left()
         if not (self._portion.begins if self._is_owed else self._portion.ends):
             raise ConfigError(f"{what} came between two micro-batches of a step: call it after step() if job.ends_step")
-        return session
+        return services
 
     def _loader(
         self,
@@ -428,35 +432,35 @@ class Job(JobOptions):
         return LoaderConfig(share, self.device, self.seed, num_workers, collate=collate_fn, adapter=unsplit)
 
     def _portions(
-        self, session: Session, made: Feed, count: Callable[[Any], Any] | None, *, is_counted: bool
+        self, services: LoopServices, made: BatchSource, count: Callable[[Any], Any] | None, *, is_counted: bool
     ) -> Iterator[Any]:
         self._counts = "samples" if count is None else "of what batches(count=...) counts"
-        begin = made.total_steps if session.is_left else session.reached.step
+        begin = made.total_steps if services.is_left else services.reached.step
         portions = made.portions(begin)
-        for portion in session.clock.waiting(counted(portions, count) if is_counted else portions):
+        for portion in services.clock.waiting(counted(portions, count) if is_counted else portions):
             if portion.begins:
-                session.begin_step()
-                self._of_step = session.world.sum([portion.of_step])[0] if is_counted else 0.0
-                session.see_batch(portion.batch)
+                services.begin_step()
+                self._of_step = services.world.sum([portion.of_step])[0] if is_counted else 0.0
+                services.see_batch(portion.batch)
             self._portion, self._is_owed, self._is_weighed = portion, True, False
             try:
                 yield portion.batch
             except GeneratorExit:
-                session.is_closed = True
+                services.is_closed = True
                 raise
             if self._is_owed:
-                session.refuse_no_step()
+                services.refuse_no_step()
             if portion.ends:
-                session.end_step()
+                services.end_step()
 
-    def _note_weight(self, session: Session) -> None:
+    def _note_weight(self, services: LoopServices) -> None:
         """Say once that the batches of a step are unequal, or several, and that the loop has not asked for their weights."""
         portion, counted = self._portion, self._portion.of is not None
         own, all_of_them = (portion.of, self._of_step) if counted else (portion.count, portion.total)
         if self._is_weighed or own is None or own * self.world_size == all_of_them:
             return
         what = self._counts if counted else "samples"
-        session.tell_once(
+        services.tell_once(
             "weight",
             f"step {self.steps_done} has {all_of_them:g} {what}, not as many in each batch of {self.world_size} ranks: for the exact "
             "mean gradient use (loss * job.weight).backward()",

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from muster import outcome
-from muster.attempt.attempt import Running, open_checkpoints
+from muster.attempt.attempt import Attempt, open_checkpoints
 from muster.attempt.lifecycle import Ending
 from muster.attempt.records import open_records, report
 from muster.checkpoint.storage import Saved
@@ -25,12 +25,12 @@ from muster.data.generators import drawn_from, key_of, seed_generators, state_of
 from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted, RankLost, final
 from muster.files import replace_file
 from muster.job import built_options
-from muster.job.batch_source import Feed, LoadedFeed, moved_on
-from muster.job.bootstrap import Entrance
+from muster.job.batch_source import BatchSource, LoaderSource, moved_on
+from muster.job.bootstrap import Bootstrap
 from muster.job.end_barrier import end_alike
 from muster.job.options import JobOptions, as_yaml, loggers_of, run_options_of
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
-from muster.job.running_means import Totals
+from muster.job.running_means import RunningMeans
 from muster.job.tracked_state import Tracked
 from muster.job.trainee import JobTrainee, Reached, seed_step
 from muster.loggers.metrics import Metrics
@@ -84,7 +84,7 @@ class AgreedStop(SystemExit):
         self.ending = ending
 
 
-class Session:
+class LoopServices:
     """An attempt at a run, from the restored state to its end. Collective: every rank must create it.
 
     Args:
@@ -96,11 +96,11 @@ class Session:
         ConfigError: the checkpoint is of other tracked objects. StorageError: it cannot be read.
     """
 
-    def __init__(self, options: JobOptions, entrance: Entrance, tracked: Tracked):
-        self.options, self.entrance, self.tracked = options, entrance, tracked
-        self.world, self.start, self.folder = entrance.world, entrance.start, entrance.start.folder
-        self.totals, self.clock = Totals(self.world), Clock()
-        self.feed: Feed | None = None
+    def __init__(self, options: JobOptions, bootstrap: Bootstrap, tracked: Tracked):
+        self.options, self.bootstrap, self.tracked = options, bootstrap, tracked
+        self.world, self.start, self.folder = bootstrap.world, bootstrap.start, bootstrap.start.folder
+        self.totals, self.clock = RunningMeans(self.world), Clock()
+        self.batch_source: BatchSource | None = None
         self.is_open = self.is_evaluating = False
         saved = self.start.saved
         self.noted: dict[str, float] = dict(saved.manifest.get("noted", {})) if saved else {}
@@ -125,15 +125,15 @@ class Session:
         ):  # of a pass that a death has cut short, if the modules outlive the function that trains them
             for parameter in tracked.parameters():
                 parameter.grad = None
-        self.trainee = JobTrainee(self, entrance.kept)
+        self.trainee = JobTrainee(self, bootstrap.kept)
         self._here, self.loaded_instead = built_options.options_of(tracked), ""
         self.built = self._built()
         self.start.restore(self.trainee)
         self._seed_step()
         self._generators = state_of_generators()
         writes = partial(report, self.folder.path) if self.world.is_first else None
-        entrance.life.restored(self.reached, report=writes)
-        self.peers = entrance.life.run()
+        bootstrap.life.restored(self.reached, report=writes)
+        self.peers = bootstrap.life.run()
 
     def refuse_unequal(self) -> None:
         """Raise ConfigError if the ranks' parameters differ. Collective: every rank must call it."""
@@ -148,12 +148,12 @@ class Session:
     @property
     def total_steps(self) -> int:
         """The number of steps of the whole run; 0 if unknown."""
-        return self.feed.total_steps if self.feed else 0
+        return self.batch_source.total_steps if self.batch_source else 0
 
     @property
     def is_over(self) -> bool:
         """True if all steps are done; False if their number is unknown."""
-        return self.feed is not None and self.reached.step >= self.feed.total_steps
+        return self.batch_source is not None and self.reached.step >= self.batch_source.total_steps
 
     @property
     def is_left(self) -> bool:
@@ -167,9 +167,9 @@ class Session:
     @property
     def epoch(self) -> int:
         """The epoch of the last step done, from 0; 0 if unknown."""
-        return max(0, self.reached.step - 1) // self.feed.steps_per_epoch if self.feed else 0
+        return max(0, self.reached.step - 1) // self.batch_source.steps_per_epoch if self.batch_source else 0
 
-    def open(self, feed: Feed | None) -> None:
+    def open(self, batch_source: BatchSource | None) -> None:
         """Open records and checkpoints. Collective: every rank must call it.
 
         feed: the batches of the loop; None if it has batches of its own.
@@ -177,14 +177,14 @@ class Session:
         Raises:
             ConfigError, DataError: the batches differ between ranks, or from those of the checkpoint.
         """
-        self.feed, facts, known = feed, dict[str, Any](), dict[str, Any]()
-        if feed:
+        self.batch_source, facts, known = batch_source, dict[str, Any](), dict[str, Any]()
+        if batch_source:
             self._refuse_draws()
-            self._refuse_moved_on(feed)
-            facts, known = feed.facts, {"samples_per_epoch": feed.samples_per_epoch or None}
+            self._refuse_moved_on(batch_source)
+            facts, known = batch_source.facts, {"samples_per_epoch": batch_source.samples_per_epoch or None}
             self._refuse_data(facts)
             self._refuse_length()
-            self._refuse_whole(feed)
+            self._refuse_whole(batch_source)
         self.world.on_first(partial(self._write_config, facts))
         opened = partial(
             open_records,
@@ -198,13 +198,13 @@ class Session:
         )
         records = self.start.open_records(self.world, opened)
         self.running = running = self._run(records, facts)
-        self.entrance.life.on_end(running.close, failed=running.close)
+        self.bootstrap.life.on_end(running.close, failed=running.close)
         known = {name: value for name, value in known.items() if value}
         notes = self._notes(facts.get("fingerprint", ""))
         self.is_open = True
         self.start.tell(running, notes, save=self.save, total_steps=self.total_steps, **known)
         self._see_optimizers()
-        self.entrance.kept.follow(self.trainee, self.folder)
+        self.bootstrap.kept.follow(self.trainee, self.folder)
         running.start()
 
     def _notes(self, fingerprint: str) -> Iterator[str]:
@@ -216,7 +216,7 @@ class Session:
                 yield HOOK.format(name=name)
         if self.loaded_instead:
             yield self.loaded_instead
-        if why := self.entrance.why_no_survival:
+        if why := self.bootstrap.why_no_survival:
             yield WHY_NOT.format(key=self.trainee.key, why=why)
 
     def _see_optimizers(self) -> None:
@@ -242,9 +242,9 @@ class Session:
                 self.tell_once(f"untracked {kind}", UNSCHEDULED.format(kind=kind, name=name))
 
         handle = register_optimizer_step_post_hook(look)
-        self.entrance.life.on_end(handle.remove, failed=handle.remove, parted=handle.remove)
+        self.bootstrap.life.on_end(handle.remove, failed=handle.remove, parted=handle.remove)
 
-    def _run(self, records: Metrics, facts: dict[str, Any]) -> Running:
+    def _run(self, records: Metrics, facts: dict[str, Any]) -> Attempt:
         saved = {
             "tracked": self.tracked.names,
             "built": self.built,
@@ -252,7 +252,7 @@ class Session:
             "total_steps": self.total_steps,
         }
         options, keep = run_options_of(self.options), self.options.keep
-        return Running(
+        return Attempt(
             peers=self.peers,
             progress=self.reached,
             total_steps=self.total_steps,
@@ -276,7 +276,7 @@ class Session:
 
     def advance(self, *, samples: int) -> None:
         """Count a step of `samples` samples of all ranks, and log if it is time to. Collective: every rank must call it."""
-        self.tracked.between.count()
+        self.tracked.accumulation.count()
         self.is_within = True
         self.reached.step += 1
         self.reached.samples += samples
@@ -296,7 +296,7 @@ class Session:
             self._has_looked = True
             if name := self.tracked.frozen_again():
                 self.running.records.event("note", text=FROZEN.format(name=name))
-        self.tracked.between.end_step()
+        self.tracked.accumulation.end_step()
         self.trainee.end_step()
         self.is_within = False
         if self.owes_save:  # after the last step it is done at the end
@@ -305,12 +305,12 @@ class Session:
         self._seed_step()
 
     def _seed_step(self) -> None:
-        if self.entrance.seeds_steps:
+        if self.bootstrap.seeds_steps:
             seed_step(self.options.seed, self.world, self.reached.step)
 
     def begin_step(self) -> None:
         """Begin the next step, unless the ranks have agreed to stop before it. Collective. Raises AgreedStop."""
-        self.entrance.kept.has_worked = True
+        self.bootstrap.kept.has_worked = True
         if not self.running.begin("step"):
             self.stop()
 
@@ -335,7 +335,7 @@ class Session:
         A death is told by a birth, or where none follows by another rank, by its heartbeat, or by the launcher's signal.
         """
         lost = RankLost("a rank has died, and the loop has caught the error of torch.distributed that tells of it")
-        if self.world.size > 1 and (self.entrance.life.survives(lost) or self._is_one_gone()):
+        if self.world.size > 1 and (self.bootstrap.life.survives(lost) or self._is_one_gone()):
             raise lost
         raise ConfigError(
             f"no step() came for batch {self.reached.step}: call it once for each batch of batches(), and let errors of "
@@ -348,9 +348,9 @@ class Session:
         heartbeat.watch()
 
         def is_told() -> bool:
-            return self.entrance.preemption.signalled or heartbeat.silence(SILENT_S) is not None
+            return self.bootstrap.preemption.signalled or heartbeat.silence(SILENT_S) is not None
 
-        failure = self.world.board.first_failure(GONE_S, enough=is_told)
+        failure = self.world.store_keys.first_failure(GONE_S, enough=is_told)
         while (
             failure is None and not is_told() and time.monotonic() < deadline
         ):  # the store is gone: heartbeats will tell
@@ -423,7 +423,7 @@ class Session:
 
     def end_stopped(self, stop: AgreedStop) -> None:
         """Record the end of an attempt that has stopped. Collective: every rank must call it."""
-        self.entrance.life.end(stop.ending)
+        self.bootstrap.life.end(stop.ending)
 
     def end_done(self) -> None:
         """Save the last step and record that the run is done. Collective: every rank must call it."""
@@ -432,7 +432,7 @@ class Session:
         end_alike(self.world, self.peers.heartbeat, step)
         if saved and step == saved.step and self.folder.before.outcome == outcome.DONE:
             running.records.event("done", step=step, note="finished already")
-            return self.entrance.life.end(running.ending(), report=False)
+            return self.bootstrap.life.end(running.ending(), report=False)
         self.has_left = True
         self.save()
         ending = running.done()
@@ -442,7 +442,7 @@ class Session:
             running.records.event_once("logged", step=step, **self.noted)
         running.records.event_once("done", step=step, output_dir=str(self.folder.path))
         running.close()  # before the report, which has the last window
-        self.entrance.life.end(ending)
+        self.bootstrap.life.end(ending)
 
     def settle(self) -> None:
         """Wait a while for the checkpoint that is being written, before the run ends for another reason."""
@@ -476,20 +476,24 @@ class Session:
             remedy = "restore the data" if name == "fingerprint" else f"give batches() the {name} of before"
             self._refuse(name, value, remedy, within="batches")
 
-    def _refuse_whole(self, feed: Feed) -> None:
+    def _refuse_whole(self, batch_source: BatchSource) -> None:
         """Raise ConfigError for a loader that gives all ranks the same samples. A data set of each rank's own is divided already."""
-        if self.world.size == 1 or not isinstance(feed, LoadedFeed):
+        if self.world.size == 1 or not isinstance(batch_source, LoaderSource):
             return
-        found = self.world.gather([feed.is_whole, fingerprint(feed.loader.dataset) if feed.is_whole else ""])
-        is_alike = feed.is_whole and all(each == found[0] for each in found)
+        found = self.world.gather(
+            [batch_source.is_whole, fingerprint(batch_source.loader.dataset) if batch_source.is_whole else ""]
+        )
+        is_alike = batch_source.is_whole and all(each == found[0] for each in found)
         told = (
-            {"sampler": feed.sampler, "ranks": self.world.size, "line": feed.line(self.world.size)} if is_alike else {}
+            {"sampler": batch_source.sampler, "ranks": self.world.size, "line": batch_source.line(self.world.size)}
+            if is_alike
+            else {}
         )
         self.world.together(ConfigError(WHOLE.format(**told)) if told else None)
 
-    def _refuse_moved_on(self, feed: Feed) -> None:
+    def _refuse_moved_on(self, batch_source: BatchSource) -> None:
         """Raise RankLost if what is read in this process since an earlier attempt keeps a position of its own."""
-        kinds = self.world.gather(moved_on(feed.source) if self.entrance.kept.survival else "")
+        kinds = self.world.gather(moved_on(batch_source.source) if self.bootstrap.kept.survival else "")
         rank = next((rank for rank, kind in enumerate(kinds) if kind), None)
         if rank is not None:
             kind = kinds[rank]
@@ -511,7 +515,7 @@ class Session:
 
     def see_batch(self, batch: Any) -> None:
         """Note the first batch of a loader of the loop's own if all ranks have the same. Collective: every rank must call it."""
-        if self._has_seen_batch or self.world.size == 1 or not isinstance(self.feed, LoadedFeed):
+        if self._has_seen_batch or self.world.size == 1 or not isinstance(self.batch_source, LoaderSource):
             return
         self._has_seen_batch, digests = True, self.world.gather(hash_of(look(batch)))
         if len({*digests}) == 1:
@@ -519,15 +523,15 @@ class Session:
 
     def tell_once(self, what: str, text: str) -> None:
         """Record a note, unless an attempt before this one, which a rank's death has ended, has recorded it."""
-        if what not in self.entrance.kept.told:
-            self.entrance.kept.told.add(what)
+        if what not in self.bootstrap.kept.told:
+            self.bootstrap.kept.told.add(what)
             self.running.records.event("note", text=text)
 
     def _built(self) -> dict[str, Any]:
         """Return the options with which the run has begun; empty if they are not known."""
         if self.start.saved:
             return self.start.saved.manifest.get("built") or {}
-        kept = self.entrance.kept
+        kept = self.bootstrap.kept
         kept.built = kept.built or self._here
         return kept.built
 

@@ -21,7 +21,7 @@ MOST = 1000
 """Number of values of one name that are added up at once."""
 
 
-class Totals:
+class RunningMeans:
     """Sums over samples; values on the device are read once per log line. A resume continues the sums."""
 
     def __init__(self, world: World):

@@ -28,7 +28,7 @@ from muster.checkpoint.state import host_copy, is_finite
 from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
 from muster.data.fingerprint import hash_of, look
 from muster.errors import ConfigError
-from muster.job.accumulation import Between, packed
+from muster.job.accumulation import Accumulation, packed
 from muster.job.replicas import digest_of, kept_buffers, names_of_buffers
 from muster.world.dtensor import in_pieces, own_piece
 from muster.world.group import World
@@ -79,7 +79,7 @@ class Tracked:
         self._names = dict(self._named_parameters())
         for name, optimizer in self.optimizers.items():
             self._refuse_unnamed(name, optimizer)
-        self.between = Between(self.optimizers, self._names)
+        self.accumulation = Accumulation(self.optimizers, self._names)
         for name, value in self._of_modules().items():
             if not isinstance(value, Tensor):
                 _check_plain(name, value)
@@ -186,7 +186,7 @@ class Tracked:
         for names in self.world.gather(sorted(self._changed())):
             self._changed_buffers.update(names)  # of any rank, so that all ranks save the same
         buffers = {name: found.pop(name) for name in self._buffers()} | self._changed()
-        gradients = self.between.gradients()
+        gradients = self.accumulation.gradients()
         pieces = {f"{GRADIENTS}/{name}": each for name, each in gradients.items() if in_pieces(each)}
         others = self._of_others(gradients)
         return found | self._of_optimizers() | pieces | kept_buffers(buffers, self.world) | others
@@ -313,7 +313,7 @@ class Tracked:
         before = state.get(FROZEN)
         self._frozen_again = [] if before is None else [name for name in self.frozen() if name not in before]
         gradients = {**self._of_this_rank(GRADIENTS, state), **below(state, GRADIENTS)}
-        self.between.restore(gradients, own.get(ZEROED, state.get(ZEROED, ())))
+        self.accumulation.restore(gradients, own.get(ZEROED, state.get(ZEROED, ())))
 
     def _put_unsaved(self, values: Mapping[str, Any]) -> None:
         """Set buffers that no module saves, in place where the shape is the same; those that are not here are ignored."""
@@ -414,7 +414,7 @@ class Tracked:
         """
         values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
         values[GRADIENTS] = {name: host_copy(packed(each)) for name, each in gradients.items() if not in_pieces(each)}
-        values[ZEROED], values[FROZEN] = self.between.zeroed(gradients), self.frozen()
+        values[ZEROED], values[FROZEN] = self.accumulation.zeroed(gradients), self.frozen()
         digests = self.world.gather([_digest(value) for value in values.values()])
         kept = {}
         for number, (name, value) in enumerate(values.items()):

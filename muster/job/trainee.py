@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
-from muster.attempt.attempt import Running
+from muster.attempt.attempt import Attempt
 from muster.checkpoint.changes import Changes, Place, place
 from muster.checkpoint.manager import restore
 from muster.checkpoint.state import host_copy
@@ -29,7 +29,7 @@ from muster.data.generators import key_of, seed_generators
 from muster.errors import RankLost
 from muster.job.replicas import first_apart, hooks_with_state
 from muster.job.running_means import NAME as TOTALS
-from muster.job.running_means import Totals
+from muster.job.running_means import RunningMeans
 from muster.job.tracked_state import FROZEN, GRADIENTS, ZEROED, Tracked
 from muster.recovery.emergency_checkpoint import check_finite
 from muster.recovery.hand_over import HandOver
@@ -59,8 +59,8 @@ class Loop(Protocol):
 
     world: World
     tracked: Tracked
-    totals: Totals
-    running: Running
+    totals: RunningMeans
+    running: Attempt
     reached: Reached
     noted: dict[str, float]
     built: dict[str, Any]
@@ -74,7 +74,7 @@ class Loop(Protocol):
     def refuse_others(self, saved: Saved) -> None: ...
 
 
-class LiveJob(HandOver):
+class JobHandOver(HandOver):
     """The state of one rank of a job between two attempts."""
 
     def __init__(self, survival: Survival | None = None):
@@ -90,7 +90,7 @@ class LiveJob(HandOver):
 
 
 class JobTrainee(Trainee):
-    """What the loop of `session` trains, with the sums of its log.
+    """What the loop of `services` trains, with the sums of its log.
 
     Args:
         kept: what this rank keeps between attempts.
@@ -98,10 +98,10 @@ class JobTrainee(Trainee):
 
     key = "survive=True"
 
-    def __init__(self, session: Loop, kept: LiveJob):
-        super().__init__(session.world, kept.survival)
-        self._session: Loop = weakref.proxy(session)  # which holds this object, and goes with the group
-        self._tracked, self._kept, self._habits = session.tracked, kept, kept.habits
+    def __init__(self, services: Loop, kept: JobHandOver):
+        super().__init__(services.world, kept.survival)
+        self._services: Loop = weakref.proxy(services)  # which holds this object, and goes with the group
+        self._tracked, self._kept, self._habits = services.tracked, kept, kept.habits
         self._whole = self._left_to_compare = 0
         self._common: list[Place] = []
         """The buffers as they were when the attempt began, if they were equal on all ranks."""
@@ -114,7 +114,7 @@ class JobTrainee(Trainee):
 
     def state(self) -> dict[str, Any]:
         """Return the flat state for a checkpoint. Collective: every rank must call it."""
-        return {**self._tracked.state(), **self._session.totals.state()}
+        return {**self._tracked.state(), **self._services.totals.state()}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Return the tensors to read the `saved` ones into. Raises ConfigError."""
@@ -122,33 +122,33 @@ class JobTrainee(Trainee):
 
     def load(self, state: dict[str, Any]) -> None:
         """Load a saved state. Raises ConfigError."""
-        self._session.totals.load(state)
+        self._services.totals.load(state)
         self._tracked.load(state)
 
     def begin(self) -> None:
         """Begin before the first step. Collective. Raises ConfigError: the ranks' parameters differ."""
         self._kept.told = set()
-        self._session.refuse_unequal()
+        self._services.refuse_unequal()
 
     def resume(self, saved: Saved) -> None:
         """Load a checkpoint. Collective. Raises ConfigError: it is of other tracked objects. StorageError."""
         self._kept.told = set()
-        self._session.refuse_others(saved)
+        self._services.refuse_others(saved)
         restore(saved, self)
 
     # In an attempt.
 
     @property
-    def running(self) -> Running:
+    def running(self) -> Attempt:
         """The attempt, once it makes steps."""
-        return self._session.running
+        return self._services.running
 
     def follow(self) -> None:
         """Note from now on what only this rank knows. Collective: every rank must call it."""
         super().follow()
         self._say_lost()
         self.running.records.repeat_body(self._told)
-        self._tracked.between.habits = self._habits
+        self._tracked.accumulation.habits = self._habits
         buffers = self._tracked.buffers()
         told = self.world.gather([_why_not(self._tracked), hash_of(look([*buffers.values()]))])
         if why := next((why for why, _ in told if why), ""):
@@ -164,7 +164,7 @@ class JobTrainee(Trainee):
 
     def _say_lost(self) -> None:
         """Record whose loss of the last step is lost, if the state was handed over. Collective: every rank must call it."""
-        step = self._session.reached.step
+        step = self._services.reached.step
         if self._is_handed and (rank := self.world.lowest(self._is_lost)) is not None:
             text = f"rank {rank} has died before it could report its loss of step {step}: the next train line is without it"
             self.running.records.event("note", step=step, text=text)
@@ -197,18 +197,18 @@ class JobTrainee(Trainee):
             self.refuse("a step has changed no parameter that torch could see: change them in place, and not by .data")
 
     def _note(self) -> None:
-        session, step = self._session, self._session.reached.step
+        services, step = self._services, self._services.reached.step
         self._whole, self.notes.whole = 2 * step, step
         self.changes.look()
         self._plain, self._point = self._tracked.plain(), _point(self._tracked.parameters())
-        self._with_gradients = self._tracked.between.with_gradients()
-        self._write(self._whole, {"totals": session.totals.own(), "noted": session.noted, "point": self._point})
+        self._with_gradients = self._tracked.accumulation.with_gradients()
+        self._write(self._whole, {"totals": services.totals.own(), "noted": services.noted, "point": self._point})
 
     def note_buffers(self, *_: Any) -> None:
         """Note this rank's own buffers if they have changed, unless an evaluation uses rank 0's."""
         if (
             self.is_followed
-            and not self._session.is_evaluating
+            and not self._services.is_evaluating
             and [*map(place, self._tracked.buffers().values())] != self.noted
         ):
             self._write(self._whole + 1, {})
@@ -221,40 +221,40 @@ class JobTrainee(Trainee):
     @property
     def owes_save(self) -> bool:
         """True if a checkpoint of this step is due and not begun."""
-        return self._session.owes_save
+        return self._services.owes_save
 
     def changed(self) -> str:
         """Return what this rank has changed since the step ended; empty if nothing, or if the step's body has not ended."""
-        if self._session.is_within:
+        if self._services.is_within:
             return ""
         return self.changes.changed() or ("a parameter" if self._point != _point(self._tracked.parameters()) else "")
 
     def is_whole(self, *, is_save_lost: bool) -> bool:
         """Return True if the state is that of the end of a step."""
-        between = self._tracked.between
-        has_gradients = any(map(between.needs, self._with_gradients))
-        return not (self._session.is_within or between.is_within() or has_gradients)
+        accumulation = self._tracked.accumulation
+        has_gradients = any(map(accumulation.needs, self._with_gradients))
+        return not (self._services.is_within or accumulation.is_within() or has_gradients)
 
     def mark(self) -> list[int]:
         """Return the step."""
-        return [self._session.reached.step]
+        return [self._services.reached.step]
 
     def replica(self) -> dict[str, Any]:
         """Return copies: modules may outlive the function, and be built upon again. A body may have changed rates before its sum."""
-        of_gradients = {GRADIENTS: {}, ZEROED: self._tracked.between.zeroed(), FROZEN: self._tracked.frozen()}
+        of_gradients = {GRADIENTS: {}, ZEROED: self._tracked.accumulation.zeroed(), FROZEN: self._tracked.frozen()}
         return {**host_copy(self._tracked.replica()), **self._plain, **of_gradients}
 
     def facts(self) -> dict[str, Any]:
         """Return the progress, and some of the parameters after this step and the one before."""
-        session, step = self._session, self._session.reached.step
+        services, step = self._services, self._services.reached.step
         noted = [self.notes.read(number) for number in (2 * step, 2 * step - 2)]
         return {
-            "reached": [step, session.reached.samples],
-            "is_logged": session.is_time_to_log(),
+            "reached": [step, services.reached.samples],
+            "is_logged": services.is_time_to_log(),
             "habits": self._habits,
             "said": sorted(self._kept.told),
-            "noted": session.noted,
-            "built": session.built,
+            "noted": services.noted,
+            "built": services.built,
             "left_to_compare": self._left_to_compare,
             "evaluations": [*self.running.records.of_body, *self.running.records.told],
             "points": [each[0]["point"] if each else None for each in noted],
@@ -268,19 +268,22 @@ class JobTrainee(Trainee):
         Raises:
             RankLost: a rank has not noted what only it knew, or has parameters of its own.
         """
-        session, reached = self._session, self._session.reached
+        services, reached = self._services, self._services.reached
         reached.step, reached.samples = facts["reached"]
         self._habits.update(facts["habits"])
         self._kept.told = set(facts["said"])
-        session.built = self._kept.built = facts["built"]
+        services.built = self._kept.built = facts["built"]
         self._left_to_compare = facts["left_to_compare"]
         noted = self._own(reached.step, is_logged=facts["is_logged"])
         self._check(reached.step, noted, facts["points"])
         assert noted
         own, buffers = noted
         self._tracked.load({**state, **buffers})
-        session.totals.put(own["totals"])
-        session.noted = {**own["noted"], **facts["noted"]}  # some after the note, in a loop that has batches of its own
+        services.totals.put(own["totals"])
+        services.noted = {
+            **own["noted"],
+            **facts["noted"],
+        }  # some after the note, in a loop that has batches of its own
         self._is_handed, self._told = True, facts["evaluations"]
 
     def _own(self, step: int, *, is_logged: bool) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
@@ -325,8 +328,8 @@ class JobTrainee(Trainee):
     def alone(self) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
         """Return the state, the position and the last records of a checkpoint that this rank writes alone."""
         check_finite(self._tracked.parameters(), self.running.step)
-        unlogged = self._session.reached.samples - self.running.records.since_last()[0]
-        return {**self.replica(), TOTALS: {}}, {**self._session.position(), "unlogged": unlogged}, []
+        unlogged = self._services.reached.samples - self.running.records.since_last()[0]
+        return {**self.replica(), TOTALS: {}}, {**self._services.position(), "unlogged": unlogged}, []
 
 
 def _why_not(tracked: Tracked) -> str:

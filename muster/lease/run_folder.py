@@ -17,9 +17,9 @@ from muster.errors import CrashLoop, MusterError, RankLost, StorageError, say, s
 from muster.files import replace_file
 from muster.lease import folder_lease
 from muster.lease.folder_lease import Claimant, Lease
-from muster.lease.storage_lease import Owner
+from muster.lease.storage_lease import StorageLease
 from muster.loggers.jsonl import last_step
-from muster.outcome import Attempt, Commit
+from muster.outcome import Commit, Outcome
 from muster.world.environment import asked_for
 from muster.world.group import World
 
@@ -76,11 +76,11 @@ class RunFolder:
     """
 
     path: Path
-    before: Attempt
+    before: Outcome
     saved: Saved | None
     is_done: bool
     lease: Lease | None
-    owner: Owner | None
+    storage_lease: StorageLease | None
 
     def newest_step(self, options: RunOptions) -> int | None:
         """Return the step of the run's own newest checkpoint, from which it resumes; None if that is another run's."""
@@ -91,8 +91,8 @@ class RunFolder:
         """Return True if no other attempt has taken over the run. Rank 0 only. Raises Lost if its storage was taken."""
         if self.lease and not self.lease.is_held():
             return False
-        if self.owner:
-            self.owner.check()
+        if self.storage_lease:
+            self.storage_lease.check()
         return True
 
 
@@ -145,14 +145,14 @@ def open_folder(options: RunOptions, world: World, held: Lease | None, *, refusa
     path = options.output_dir
     _see_claim(path, world, held)
     record, over = world.on_first(lambda: _before(path, options, world))
-    before = Attempt.of(record)
+    before = Outcome.of(record)
     look = partial(_resume_point, options, world, before, refusal=refusal)
     saved = None if over else look()
-    owner = owner_of(options, world)
-    if owner and world.on_first(lambda: _own(owner, before, saved)) and not over:
+    storage_lease = owner_of(options, world)
+    if storage_lease and world.on_first(lambda: _own(storage_lease, before, saved)) and not over:
         saved = look()
     is_done = world.on_first(lambda: _take_over(path, options, world, before, saved, held, over=over))
-    return RunFolder(path, before, saved, is_done, held, owner)
+    return RunFolder(path, before, saved, is_done, held, storage_lease)
 
 
 def keep_folder(options: RunOptions, world: World, held: Lease | None) -> RunFolder:
@@ -162,12 +162,12 @@ def keep_folder(options: RunOptions, world: World, held: Lease | None) -> RunFol
     """
     path = options.output_dir
     _see_claim(path, world, held)
-    before = Attempt.of(world.on_first(lambda: outcome.read(path)))
-    if owner := owner_of(options, world):
-        world.on_first(lambda: owner.claim(before))
+    before = Outcome.of(world.on_first(lambda: outcome.read(path)))
+    if storage_lease := owner_of(options, world):
+        world.on_first(lambda: storage_lease.claim(before))
     now = replace(before, attempt=world.attempt, token=held.token if held else 0, agents=tuple(world.agents))
     world.on_first(lambda: outcome.write(path, replace(now, outcome=outcome.RUNNING)))
-    return RunFolder(path, before, None, is_done=False, lease=held, owner=owner)
+    return RunFolder(path, before, None, is_done=False, lease=held, storage_lease=storage_lease)
 
 
 def _see_claim(path: Path, world: World, held: Lease | None) -> None:
@@ -184,11 +184,11 @@ def _see_claim(path: Path, world: World, held: Lease | None) -> None:
 def _before(path: Path, options: RunOptions, world: World) -> tuple[dict[str, object], bool]:
     """Return the record of the previous attempt, and whether this launch starts over."""
     record = outcome.read(path)
-    over = options.resume == "never" and not Attempt.of(record).is_same_launch(world.agents)
+    over = options.resume == "never" and not Outcome.of(record).is_same_launch(world.agents)
     return ({} if over else record), over
 
 
-def _resume_point(options: RunOptions, world: World, before: Attempt, *, refusal: Refusal) -> Saved | None:
+def _resume_point(options: RunOptions, world: World, before: Outcome, *, refusal: Refusal) -> Saved | None:
     """Return the checkpoint to resume from, or None. Collective. Raises MusterError if `refusal` forbids its use."""
     saved, bad = find_checkpoint(options.checkpoints, options.resume, world, before.checkpoint)
     for line in bad if world.is_first else []:
@@ -197,24 +197,24 @@ def _resume_point(options: RunOptions, world: World, before: Attempt, *, refusal
     return saved
 
 
-def owner_of(options: RunOptions, world: World) -> Owner | None:
+def owner_of(options: RunOptions, world: World) -> StorageLease | None:
     """Return the claim on `checkpoint.storage`; None if it is not set, as the lease covers the run's own folder."""
     if not options.storage:
         return None
-    return Owner(options.checkpoints, folder=options.output_dir, attempt=world.attempt, agents=world.agents)
+    return StorageLease(options.checkpoints, folder=options.output_dir, attempt=world.attempt, agents=world.agents)
 
 
-def _own(owner: Owner, before: Attempt, saved: Saved | None) -> bool:
+def _own(storage_lease: StorageLease, before: Outcome, saved: Saved | None) -> bool:
     """Claim the storage. Return True if its previous owner saved a checkpoint newer than `saved` before the claim."""
-    owner.claim(before)
-    return max(owner.storage.steps(), default=-1) > (saved.step if saved else -1)
+    storage_lease.claim(before)
+    return max(storage_lease.storage.steps(), default=-1) > (saved.step if saved else -1)
 
 
 def _take_over(
     path: Path,
     options: RunOptions,
     world: World,
-    before: Attempt,
+    before: Outcome,
     saved: Saved | None,
     held: Lease | None,
     *,
@@ -227,7 +227,7 @@ def _take_over(
     furthest = max(saved.step if saved else 0, last_step(path), before.step or 0)
     failures, stops = before.idle(furthest)
     cause = (None if before.outcome == outcome.PREEMPTED else before.error) or before.cause
-    now = Attempt(
+    now = Outcome(
         outcome=outcome.RUNNING, attempt=world.attempt, token=held.token if held else 0, agents=tuple(world.agents), step=furthest,
         world_size=world.size, asked_for=asked_for(world.place.local_world_size),
         furthest=furthest, idle_attempts=failures, idle_preemptions=stops, cause=cause, failure_before=before.failure,

@@ -1,7 +1,7 @@
 """Exclusive ownership of a checkpoint storage: only the owner commits there.
 
 Two runs in two folders may be given the same `checkpoint.storage`, and the lease on a folder does not cover it. So an
-attempt claims the storage with a marker `owner-N.json` at its root (claim.py): a run that finds a newer marker than its
+attempt claims the storage with a marker `storage_lease-N.json` at its root (claim.py): a run that finds a newer marker than its
 own has lost the storage and leaves it as it is. A claim never waits, so a run that was moved to another folder, or that
 returns with an empty folder, continues at once, and the earlier one ends.
 """
@@ -15,10 +15,10 @@ from typing import Any
 from muster.checkpoint.storage import Lost, Storage
 from muster.errors import say
 from muster.lease.fencing import Claim, StorageEntries, newest
-from muster.outcome import DONE, Attempt
+from muster.outcome import DONE, Outcome
 
 
-class Owner:
+class StorageLease:
     """An attempt's claim on `storage`. All public methods raise StorageError."""
 
     def __init__(self, storage: Storage, *, folder: Path, attempt: str, agents: list[str]):
@@ -31,7 +31,7 @@ class Owner:
         """The number of this attempt's marker; 0 before `claim`."""
         return self._claim.token
 
-    def claim(self, before: Attempt) -> None:
+    def claim(self, before: Outcome) -> None:
         """Take over the storage, and print so if another run owned it. `before`: the previous attempt in this folder.
 
         Raises:
@@ -56,7 +56,7 @@ class Owner:
         if token and holder != self._claim.content:
             raise self._lost(holder)
 
-    def _is_strange(self, holder: dict[str, Any], before: Attempt) -> bool:
+    def _is_strange(self, holder: dict[str, Any], before: Outcome) -> bool:
         """Return True if the marker belongs, as far as is known, to no earlier attempt at this run."""
         own = self._claim.content
         return (

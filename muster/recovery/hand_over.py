@@ -164,7 +164,7 @@ class HandOver:
             survival.announce(place, timeout_s=options.start_timeout_s, stopping=stopping)
             if survival.is_again:
                 prepare()
-            return start(options, place, stopping=stopping, birth=survival.birth, on_meeting=survival.meet)
+            return start(options, place, stopping=stopping, membership=survival.membership, on_meeting=survival.meet)
         except Unheard as error:
             if survival.is_again:  # not the fault of a config: a restart may help
                 raise RankLost(str(error)) from error

@@ -22,7 +22,7 @@ BASE = 4096
 OVER, LAUNCH, WHOLE = 0, 8, 64  # offsets in the first page
 
 
-class Notes:
+class StepJournal:
     """One rank's notes. Pages that are never touched cost no memory.
 
     Args:

@@ -26,7 +26,7 @@ from types import FrameType
 from muster import process
 from muster.errors import say
 from muster.faults.preemption import Preemption
-from muster.recovery.journal import Notes
+from muster.recovery.journal import StepJournal
 from muster.world.rendezvous import port
 
 DEADLY = {
@@ -42,11 +42,11 @@ HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Life:
+class Incarnation:
     """One life of a rank: its number, from 0, the rank's notes, and how and when (monotonic clock) the last one ended."""
 
     number: int
-    notes: Notes
+    notes: StepJournal
     died_of: str = ""
     died_at: float = 0.0
 
@@ -57,12 +57,12 @@ class Life:
 
 
 def keep(
-    notes: Notes,
+    notes: StepJournal,
     *,
     preemption: Preemption,
     most_per_hour: int,
     store: Callable[[], None] | None = None,
-) -> Life | int:
+) -> Incarnation | int:
     """Go on as a rank in a child, and again in a new child if that dies by a signal.
 
     Returns the life in a child, and the exit code of the last child in this process. If that has died by a signal, this
@@ -93,7 +93,7 @@ def keep(
                 raise
             if not child:
                 _become(keeper, launcher, preemption, is_first=not number)
-                return Life(number, notes, died_of, died_at)
+                return Incarnation(number, notes, died_of, died_at)
             process.become_keeper()
             _pass_on(child, preemption)
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

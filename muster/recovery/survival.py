@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING
 
 from muster.errors import RankLost
 from muster.process import handle_of
-from muster.recovery.supervisor import Life
+from muster.recovery.supervisor import Incarnation
 from muster.world.environment import Place
-from muster.world.incarnations import Births
+from muster.world.incarnations import Incarnations
 from muster.world.rendezvous import port
-from muster.world.rendezvous.meeting import Birth
+from muster.world.rendezvous.meeting import Membership
 from muster.world.rendezvous.network import connect
 from muster.world.store_client import Connections
-from muster.world.store_keys import Board
+from muster.world.store_keys import StoreKeys
 
 if TYPE_CHECKING:
     from muster.world.group import World
@@ -55,19 +55,19 @@ class Survival:
         life: the process's place among the lives of its rank.
     """
 
-    def __init__(self, life: Life):
+    def __init__(self, life: Incarnation):
         self.life, self.notes = life, life.notes
         self.told = False
         """True once the death before this life is recorded."""
         self._is_off = False
         self._is_lost_for_good = False
-        self._board: Board | None = None
+        self._store_keys: StoreKeys | None = None
         self._connections: Connections | None = None
 
     @property
-    def birth(self) -> Birth:
+    def membership(self) -> Membership:
         """How this process was born, for the meeting with the other ranks."""
-        return Birth(self.life.number, self.notes.launch, self._connections)
+        return Membership(self.life.number, self.notes.launch, self._connections)
 
     @property
     def is_again(self) -> bool:
@@ -82,16 +82,16 @@ class Survival:
         """
         if self.life.number and self._connections is None:
             self._connections = Connections(connect(place, timeout_s=timeout_s, stopping=stopping))
-            Births(self._connections.first, self.notes.launch).announce()
+            Incarnations(self._connections.first, self.notes.launch).announce()
 
-    def meet(self, board: Board) -> None:
-        """Take notice that the ranks have met in the attempt of `board`, and form their group."""
-        self._board, self._is_lost_for_good = board, False
+    def meet(self, store_keys: StoreKeys) -> None:
+        """Take notice that the ranks have met in the attempt of `store_keys`, and form their group."""
+        self._store_keys, self._is_lost_for_good = store_keys, False
 
     def met(self, world: World) -> None:
         """Take notice that the ranks have met: from now on this rank is born again if it dies."""
-        if births := world.board.births:
-            self.notes.launch, self._connections = births.launch, world.board.connections
+        if incarnations := world.store_keys.incarnations:
+            self.notes.launch, self._connections = incarnations.launch, world.store_keys.connections
 
     def end(self) -> None:
         """Take notice that the ranks are about to end together: from now on this rank is not born again."""
@@ -107,24 +107,24 @@ class Survival:
 
         Also after a stop request: only together can the ranks save the step at which they stop.
         """
-        board = world.board if world else self._board
-        if self._is_off or board is None or not board.births or not is_of_peer(error):
+        store_keys = world.store_keys if world else self._store_keys
+        if self._is_off or store_keys is None or not store_keys.incarnations or not is_of_peer(error):
             return False
         if not self._is_lost_for_good:  # each of the ways out of a loop asks
-            self._is_lost_for_good = not _is_one_lost_within(BORN_S, board, or_failed=True)
+            self._is_lost_for_good = not _is_one_lost_within(BORN_S, store_keys, or_failed=True)
         return not self._is_lost_for_good
 
     def replaces(self, error: RankLost, world: World) -> bool:
         """Return whether a rank that hangs is born again; if it is this one, end this process by SIGKILL for it."""
-        if self._is_off or not world.board.births or error.rank is None:
+        if self._is_off or not world.store_keys.incarnations or error.rank is None:
             return False
         if error.rank == world.rank:
             sys.stderr.flush()
             os.kill(os.getpid(), signal.SIGKILL)
-        return _is_one_lost_within(REPLACED_S, world.board)
+        return _is_one_lost_within(REPLACED_S, world.store_keys)
 
 
-def _is_one_lost_within(seconds: float, board: Board, *, or_failed: bool = False) -> bool:
+def _is_one_lost_within(seconds: float, store_keys: StoreKeys, *, or_failed: bool = False) -> bool:
     """Return whether a rank has died and is born again within `seconds`; the store may be silent, or gone.
 
     or_failed: do not wait if a rank has posted why it leaves.
@@ -134,10 +134,10 @@ def _is_one_lost_within(seconds: float, board: Board, *, or_failed: bool = False
     def look() -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone
             for number in range(int(seconds / POLL_S)):
-                if board.is_one_lost():
+                if store_keys.is_one_lost():
                     found.append(True)
                     return
-                if or_failed and number % 10 == 9 and board.first_failure(0.0):
+                if or_failed and number % 10 == 9 and store_keys.first_failure(0.0):
                     return
                 time.sleep(POLL_S)
 

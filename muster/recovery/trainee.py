@@ -19,7 +19,7 @@ from muster.checkpoint.storage import Saved
 from muster.checkpoint.trained import Trained
 from muster.errors import one_line
 from muster.loggers.metrics import Metrics
-from muster.recovery.journal import Notes
+from muster.recovery.journal import StepJournal
 from muster.recovery.survival import WHY_NOT, Survival
 from muster.timing.clock import Clock
 from muster.world.group import World
@@ -67,7 +67,7 @@ class Trainee(Trained):
         """The attempt, once it makes steps."""
 
     @property
-    def notes(self) -> Notes:
+    def notes(self) -> StepJournal:
         """What outlives this process."""
         assert self._survival
         return self._survival.notes

@@ -13,7 +13,7 @@ from muster import outcome
 from muster.checkpoint.schemas import direction, read_best
 from muster.errors import ConfigError
 from muster.loggers.jsonl import NAME, read
-from muster.outcome import Attempt
+from muster.outcome import Outcome
 
 COORDINATES = ("kind", "step", "epoch")
 OF_A_RUN = (NAME, "config.yaml", "model.pt", "checkpoints")
@@ -132,7 +132,7 @@ def best_in(folder: Path) -> tuple[Result, str] | None:
 def _standing(of: str) -> int:
     if of in (outcome.RUNNING, outcome.PREEMPTED):
         return UNENDED
-    return 0 if of in (outcome.DONE, Attempt().outcome) else FAILED
+    return 0 if of in (outcome.DONE, Outcome().outcome) else FAILED
 
 
 def _by_numbers(folder: Path) -> list[tuple[int, str]]:

@@ -176,7 +176,7 @@ def job() -> str:
 
 
 def record_name() -> str:
-    """Return the launcher's name in a rank's records, by which `muster launch` finds its own: see `Attempt.launcher`."""
+    """Return the launcher's name in a rank's records, by which `muster launch` finds its own: see `Outcome.launcher`."""
     return os.environ.get(JOB) or job() or launcher()
 
 

@@ -19,7 +19,7 @@ from muster.world.group_options import GroupOptions
 from muster.world.node_memory import node_memory
 from muster.world.reduce.shared_memory import share_memory
 from muster.world.rendezvous.meeting import digest
-from muster.world.store_keys import Board
+from muster.world.store_keys import StoreKeys
 
 
 def exists() -> bool:
@@ -39,9 +39,9 @@ def borrow(options: GroupOptions) -> World:
     agents = _gathered(launcher(), group)
     agents = sorted({*agents}) if place.rank == 0 else [launcher()]
     with node_memory(place, attempt) as node:
-        board = Board(_own(store), attempt=attempt, rank=place.rank, size=place.world_size, node=node)
-        board.post_beat("")
-        world = World(place, _device(options), attempt, board, agents, group=group, is_borrowed=True)
+        store_keys = StoreKeys(_own(store), attempt=attempt, rank=place.rank, size=place.world_size, node=node)
+        store_keys.post_beat("")
+        world = World(place, _device(options), attempt, store_keys, agents, group=group, is_borrowed=True)
         world.barrier()  # from here on every rank has mapped its node's memory and has a beat to read
     if options.alike is not None:
         world.same(

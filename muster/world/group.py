@@ -26,11 +26,11 @@ from muster.world.group_options import GroupOptions
 from muster.world.node_memory import node_memory
 from muster.world.reduce.hosts import Hosts, find_hosts
 from muster.world.reduce.shared_memory import POST, SharedMemory, share_memory
-from muster.world.rendezvous.meeting import Birth, meet
+from muster.world.rendezvous.meeting import Membership, meet
 from muster.world.rendezvous.network import check_descriptors, choose_interface
 from muster.world.rendezvous.reach import closed
 from muster.world.rendezvous.shared_file import SharedFile
-from muster.world.store_keys import Board
+from muster.world.store_keys import StoreKeys
 
 START_S = 2 * 3600.0
 """The longest that a start may take, for example for a download or the digests of a large checkpoint."""
@@ -47,7 +47,7 @@ class World:
     place: Place
     device: torch.device
     attempt: str
-    board: Board
+    store_keys: StoreKeys
     agents: list[str]
     """On rank 0 the launchers of all ranks (place.launcher); on other ranks only the rank's own."""
     shared: SharedFile | None = None
@@ -230,7 +230,7 @@ class World:
     def leave(self, *, gone: int) -> None:
         """Before this process ends in a failure, let the others, less the `gone`, read the cause. Never waits long."""
         if self.size > 1:
-            all_left = self.board.leave(hosts_store=self.place.hosts_store, gone=gone)
+            all_left = self.store_keys.leave(hosts_store=self.place.hosts_store, gone=gone)
             if self.shared and all_left:  # otherwise the next launch removes it
                 self.shared.remove()
 
@@ -247,7 +247,7 @@ class World:
         """Leave the process group; rank 0, which may hold the store, leaves last."""
         if self.size > 1 and dist.is_initialized() and not self.is_borrowed:
             dist.destroy_process_group()
-            self.board.say_bye(hosts_store=self.place.hosts_store)
+            self.store_keys.say_bye(hosts_store=self.place.hosts_store)
             if self.shared:
                 self.shared.remove()
             else:
@@ -259,8 +259,8 @@ def start(
     place: Place,
     *,
     stopping: Callable[[], bool] = lambda: False,
-    birth: Birth | None = None,
-    on_meeting: Callable[[Board], object] = lambda _: None,
+    membership: Membership | None = None,
+    on_meeting: Callable[[StoreKeys], object] = lambda _: None,
 ) -> World:
     """Meet the other ranks and form the process group. Collective: every rank must call it.
 
@@ -294,26 +294,26 @@ def start(
         timeout_s=timeout_s,
         device=device.type,
         stopping=stopping,
-        birth=birth,
+        membership=membership,
     )
     with node_memory(place, met.attempt) as node:
-        board = Board(
+        store_keys = StoreKeys(
             met.store,
             attempt=met.attempt,
             rank=place.rank,
             size=place.world_size,
             connections=met.connections,
-            births=met.births,
+            incarnations=met.incarnations,
             node=node,
         )
-        board.operations.update(met.operations)
-        on_meeting(board)
-        board.post_beat("")
+        store_keys.operations.update(met.operations)
+        on_meeting(store_keys)
+        store_keys.post_beat("")
         within_s = min(timeout_s, AGAIN_S) if met.again else timeout_s
         if place.world_size > 1:
-            form_group(replace(options, start_timeout_s=within_s), place, board, backend=backend, device=device)
+            form_group(replace(options, start_timeout_s=within_s), place, store_keys, backend=backend, device=device)
         # From here on every rank has mapped its node's memory and has a beat to read.
-    world = World(place, device, met.attempt, board, met.agents, met.shared, again=met.again)
+    world = World(place, device, met.attempt, store_keys, met.agents, met.shared, again=met.again)
     world = replace(world, memory=share_memory(world)) if options.shared_memory else world
     return world if world.memory else replace(world, hosts=find_hosts(world, options.hierarchical, within_s=within_s))
 
@@ -341,10 +341,12 @@ def _forget_default(group: dist.ProcessGroup | None) -> None:
 def alone(device: torch.device) -> World:
     """Return a world of this process only, for work outside of an attempt; no process group is formed."""
     attempt = uuid.uuid4().hex
-    return World(Place(), device, attempt, Board(dist.HashStore(), attempt=attempt, rank=0, size=1), [])
+    return World(Place(), device, attempt, StoreKeys(dist.HashStore(), attempt=attempt, rank=0, size=1), [])
 
 
-def form_group(options: GroupOptions, place: Place, board: Board, *, backend: str, device: torch.device) -> None:
+def form_group(
+    options: GroupOptions, place: Place, store_keys: StoreKeys, *, backend: str, device: torch.device
+) -> None:
     """Form torch's process group. Collective: every rank must call it.
 
     Afterwards its collectives wait as long as the heartbeat allows.
@@ -359,7 +361,7 @@ def form_group(options: GroupOptions, place: Place, board: Board, *, backend: st
     try:
         dist.init_process_group(
             backend,
-            store=board.group_store,
+            store=store_keys.group_store,
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(seconds=options.start_timeout_s),
@@ -368,7 +370,7 @@ def form_group(options: GroupOptions, place: Place, board: Board, *, backend: st
     except RuntimeError as error:
         if known := environment_error(error):
             raise known from error
-        why = "" if place.is_one_node else closed(board)
+        why = "" if place.is_one_node else closed(store_keys)
         why = why or f"one was lost since, or the network between them is closed ({one_line(error)[:200]})"
         raise RankLost(
             f"no process group was formed within dist.start_timeout_s={options.start_timeout_s:g}, although all ranks had met: {why}"

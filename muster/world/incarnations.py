@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch.distributed import PrefixStore, Store
 
 
-class Births:
+class Incarnations:
     """The births in one launch.
 
     Args:

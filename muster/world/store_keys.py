@@ -17,12 +17,12 @@ from typing import Any
 
 from torch.distributed import DistBackendError, DistStoreError, PrefixStore, Store
 
-from muster.world.incarnations import Births
+from muster.world.incarnations import Incarnations
 from muster.world.node_memory import FIRST, LOST, POSTED, STOP, LastTimes, NodeMemory
 from muster.world.store_client import Client, Connections
 
 CLIENTS = 4
-"""Store connections of each rank: one for the process group, two for `Board`, one for the meeting."""
+"""Store connections of each rank: one for the process group, two for `StoreKeys`, one for the meeting."""
 ANSWER_S = 1.0
 BYE_S = 10.0
 POLL_S = 0.02
@@ -30,7 +30,7 @@ LEAVING_PER_S = 5000.0  # polls of the store by all leaving ranks together
 DUE = 0.75  # of a period: the node's next post is due, so that a rank that comes a little early does not leave it for a period
 
 
-class Board:
+class StoreKeys:
     """The keys of one attempt. `operations` counts this rank's store operations by name.
 
     connections: further connections to the store; None: they are opened.
@@ -47,12 +47,12 @@ class Board:
         rank: int,
         size: int,
         connections: Connections | None = None,
-        births: Births | None = None,
+        incarnations: Incarnations | None = None,
         node: NodeMemory | None = None,
     ):
         own = self._own = PrefixStore(attempt, store)
         connections = connections or (Connections(store) if size > 1 else None)
-        self.rank, self.size, self.connections, self.births = rank, size, connections, births
+        self.rank, self.size, self.connections, self.incarnations = rank, size, connections, incarnations
         self.operations = Counter[str]()
         self.group_store: Store = PrefixStore("group", own)
         """The store of torch's process group."""
@@ -72,8 +72,8 @@ class Board:
 
         every_s: the node's ranks ask the store no more often, and read what they know from their memory.
         """
-        births = self.births
-        return births is not None and self._times.known(LOST, every_s, births.is_one_lost)
+        incarnations = self.incarnations
+        return incarnations is not None and self._times.known(LOST, every_s, incarnations.is_one_lost)
 
     def rpc_store(self) -> Store:
         """Return a separate connection for torch's RPC agents, because they change its timeout."""
@@ -200,11 +200,11 @@ class Board:
         return said
 
     def _await(self, key: str, seconds: float) -> None:
-        if self.births is None:
+        if self.incarnations is None:
             return self._patient.wait(key, seconds)
         deadline = time.monotonic() + seconds
         while not self._patient.check(key) and time.monotonic() < deadline:
-            if self.births.is_one_lost():
+            if self.incarnations.is_one_lost():
                 raise DistBackendError("a rank has died while the others waited for its part of a checkpoint")
             time.sleep(POLL_S)
         return self._patient.wait(key, ANSWER_S)

@@ -476,12 +476,12 @@ def test_tensorboard_has_each_step_once_after_a_kill_and_the_hyperparameters(tmp
     finish(process, tmp_path / "run")
     result = run(tmp_path / "run", *seen, ranks=2, env={"LATE_S": "0"})
     assert result.events("resume")[0]["step"] == 40
-    board = EventAccumulator(str(tmp_path / "run/tensorboard"))
-    board.Reload()
-    assert [event.step for event in board.Scalars("eval/accuracy")] == list(range(10, 91, 10))
-    assert [event.step for event in board.Scalars("train/loss")] == list(range(5, 91, 5))
-    assert board.Scalars("train/loss")[-1].value == pytest.approx(result.losses[90])
-    assert set(board.PluginTagToContent("hparams")) == {"_hparams_/experiment", "_hparams_/session_start_info"}
+    store_keys = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    store_keys.Reload()
+    assert [event.step for event in store_keys.Scalars("eval/accuracy")] == list(range(10, 91, 10))
+    assert [event.step for event in store_keys.Scalars("train/loss")] == list(range(5, 91, 5))
+    assert store_keys.Scalars("train/loss")[-1].value == pytest.approx(result.losses[90])
+    assert set(store_keys.PluginTagToContent("hparams")) == {"_hparams_/experiment", "_hparams_/session_start_info"}
 
 
 class Trainer(BaseHTTPRequestHandler):

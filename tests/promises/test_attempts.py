@@ -17,7 +17,7 @@ from muster import outcome
 from muster.errors import ConfigError, Held
 from muster.lease import folder_lease
 from muster.lease.folder_lease import Claimant, Lease
-from muster.outcome import Attempt
+from muster.outcome import Outcome
 
 ME = Claimant("me", agents=("me",))
 ENDLESS = ("model._target_=kit.parts.models.Slow", "data._target_=kit.parts.data.Numbered", "max_steps=100000")
@@ -78,11 +78,11 @@ def test_a_superseded_holder_cannot_commit_and_learns_of_it(tmp_path):
     lost = []
     old = claim(tmp_path, "old", on_loss=lost.append, clock=ManualClock())
     until(lambda: (tmp_path / ".alive").exists(), "sign of life", timeout_s=60)
-    outcome.write(tmp_path, Attempt(outcome="running", attempt="old", token=old.token))
+    outcome.write(tmp_path, Outcome(outcome="running", attempt="old", token=old.token))
     assert old.is_held() and old.renew()
     new = claim(tmp_path, "new")
     assert new.token > old.token and not old.is_held()
-    outcome.write(tmp_path, Attempt(outcome="running", attempt="new", token=new.token))
+    outcome.write(tmp_path, Outcome(outcome="running", attempt="new", token=new.token))
     assert new.is_held()
     old._renew()  # what its thread does once a second
     assert "another launch has taken over" in str(lost[0])
@@ -101,7 +101,7 @@ def test_what_cannot_be_told_is_no(tmp_path, spoil):
     if spoil == "torn":
         (tmp_path / "outcome.json").write_text('{"token": 1, "att')
     if spoil == "stale":
-        outcome.write(tmp_path, Attempt(outcome="running", attempt="b", token=held.token + 3))
+        outcome.write(tmp_path, Outcome(outcome="running", attempt="b", token=held.token + 3))
     assert not held.is_held()
     held.let_go()
 
@@ -269,8 +269,8 @@ def test_a_refused_command_leaves_a_run_alone_that_has_only_just_claimed_the_fol
     assert refused.code == 2 and "in use by another job" in refused.said[0], refused.out
     assert not (folder / "outcome.json").exists()
     assert json.loads((folder / "refused.json").read_text())["outcome"] == "config_error"
-    outcome.write(folder, Attempt(outcome="running", attempt="first", token=held.token))
-    late = Attempt(outcome="data_error", attempt="late")
+    outcome.write(folder, Outcome(outcome="running", attempt="first", token=held.token))
+    late = Outcome(outcome="data_error", attempt="late")
     outcome.refuse(folder, late, beside=False)  # as one that looked before the claim was made
     assert held.is_held() and outcome.newest(folder)["attempt"] == "late"
     held.let_go()
@@ -279,14 +279,14 @@ def test_a_refused_command_leaves_a_run_alone_that_has_only_just_claimed_the_fol
 @pytest.mark.unit
 def test_clean_stops_are_no_failures():
     """Four preemptions during start-up ended in exit code 7; they are counted by themselves, and far higher."""
-    attempt = Attempt(outcome="preempted", furthest=10)
+    attempt = Outcome(outcome="preempted", furthest=10)
     for number in range(1, 5):
         failures, stops = attempt.idle(10)
         assert (failures, stops) == (0, number)
-        attempt = Attempt(outcome="preempted", furthest=10, idle_attempts=failures, idle_preemptions=stops)
-    assert Attempt(outcome="failed", furthest=10, idle_attempts=2, idle_preemptions=4).idle(10) == (3, 4)
-    assert Attempt(outcome="failed", furthest=10, idle_attempts=2).idle(11) == (0, 0)
-    assert Attempt(outcome="crash_loop", furthest=10, idle_attempts=4).idle(10) == (0, 0)
+        attempt = Outcome(outcome="preempted", furthest=10, idle_attempts=failures, idle_preemptions=stops)
+    assert Outcome(outcome="failed", furthest=10, idle_attempts=2, idle_preemptions=4).idle(10) == (3, 4)
+    assert Outcome(outcome="failed", furthest=10, idle_attempts=2).idle(11) == (0, 0)
+    assert Outcome(outcome="crash_loop", furthest=10, idle_attempts=4).idle(10) == (0, 0)
 
 
 def test_an_evaluation_that_was_cut_short_is_made_after_the_resume(tmp_path):

@@ -25,7 +25,7 @@ from muster.world.rendezvous.listener import listener
 from muster.world.rendezvous.lobby import Lobby
 from muster.world.rendezvous.meeting import meet
 from muster.world.rendezvous.network import Stopped, check_descriptors
-from muster.world.store_keys import Board
+from muster.world.store_keys import StoreKeys
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_told_to_stop_and_rank_0_never_comes(store):
 
 def boards(store, size):
     attempt = uuid.uuid4().hex
-    return [Board(store.clone(), attempt=attempt, rank=rank, size=size) for rank in range(size)]
+    return [StoreKeys(store.clone(), attempt=attempt, rank=rank, size=size) for rank in range(size)]
 
 
 @pytest.mark.unit
@@ -162,12 +162,12 @@ def test_no_key_is_left_per_save(store):
     ranks = boards(store, 3)
 
     def save(number):
-        for board in ranks:
-            board.post_part(number, {"files": {str(board.rank): number}})
+        for store_keys in ranks:
+            store_keys.post_part(number, {"files": {str(store_keys.rank): number}})
         parts = ranks[0].parts(number, 5)
         assert [part["files"] for part in parts] == [{str(rank): number} for rank in range(3)]
         ranks[0].end_save(number, None)
-        assert [board.save_end(number, 5) for board in ranks[1:]] == [None, None]
+        assert [store_keys.save_end(number, 5) for store_keys in ranks[1:]] == [None, None]
 
     for number in range(1, 5):
         save(number)
@@ -188,13 +188,15 @@ def test_a_save_that_a_rank_gave_up_fails_even_if_that_rank_is_ahead(store):
 
 def preempted(store, *, begun, signalled):
     watchers, preemptions = [], []
-    for board, number in zip(boards(store, len(begun)), begun, strict=True):
+    for store_keys, number in zip(boards(store, len(begun)), begun, strict=True):
         preemption = Preemption()
-        place = Place(board.rank, len(begun))
-        watcher = Agreement(SimpleNamespace(size=len(begun), rank=board.rank, board=board, place=place), preemption)
+        place = Place(store_keys.rank, len(begun))
+        watcher = Agreement(
+            SimpleNamespace(size=len(begun), rank=store_keys.rank, store_keys=store_keys, place=place), preemption
+        )
         for _ in range(number):
             assert watcher.proceed()
-        watchers.append((watcher, board))
+        watchers.append((watcher, store_keys))
         preemptions.append(preemption)
     preemptions[signalled].request()
     until(lambda: all(watcher._holding for watcher, _ in watchers), "word to all", timeout_s=60)
@@ -203,12 +205,14 @@ def preempted(store, *, begun, signalled):
 
 def test_all_ranks_go_on_to_the_furthest_and_stop_there(store):
     """At a cost that does not grow with their number, but for the last one's single read."""
-    for watcher, board in preempted(store, begun=[3, 5, 4], signalled=0):
-        stopped_at = {0: 3, 1: 5, 2: 4}[board.rank]
+    for watcher, store_keys in preempted(store, begun=[3, 5, 4], signalled=0):
+        stopped_at = {0: 3, 1: 5, 2: 4}[store_keys.rank]
         while watcher.proceed():
             stopped_at += 1
         assert stopped_at == 5
-        assert sum(board.operations[name] for name in ("set", "add", "multi_get")) <= 1 + 2 + 3 + 1, board.operations
+        assert sum(store_keys.operations[name] for name in ("set", "add", "multi_get")) <= 1 + 2 + 3 + 1, (
+            store_keys.operations
+        )
         watcher.close()
 
 
@@ -232,7 +236,7 @@ def collectives(sizes):
         except MusterError as error:
             told[name] = [error.exit_code, str(error)]
             told["origin"] = error.origin
-    told["operations"] = world.board.operations.total()
+    told["operations"] = world.store_keys.operations.total()
     world.close()
     return told
 
@@ -259,8 +263,8 @@ def formed_again():
     from muster.world.group_options import GroupOptions
 
     for _ in range(3):
-        board = SimpleNamespace(group_store=TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-        form_group(GroupOptions(), Place(), board, backend="gloo", device=torch.device("cpu"))
+        store_keys = SimpleNamespace(group_store=TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        form_group(GroupOptions(), Place(), store_keys, backend="gloo", device=torch.device("cpu"))
         destroy_process_group()
     sys.stderr = io.StringIO()
     sys.excepthook(ValueError, ValueError("mine"), None)

@@ -63,8 +63,8 @@ def test_the_flight_recorder_is_on_before_a_group_is_made_on_gpus(variables, bac
         variables.setenv(name, own)
     variables.setattr(group.dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(name)))
     variables.setattr(timeouts, "extend", lambda _: None)
-    place, board = Place(rank=0, world_size=2, local_rank=0, local_world_size=2), SimpleNamespace(group_store=None)
-    group.form_group(GroupOptions(), place, board, backend=backend, device=torch.device("cuda", 0))
+    place, store_keys = Place(rank=0, world_size=2, local_rank=0, local_world_size=2), SimpleNamespace(group_store=None)
+    group.form_group(GroupOptions(), place, store_keys, backend=backend, device=torch.device("cuda", 0))
     assert seen == [entries]
     others = [each for each in VARIABLES if each != name and each in os.environ]
     assert not others, "torch warns of a name that it knows no longer"

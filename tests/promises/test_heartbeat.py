@@ -193,7 +193,7 @@ def board_of(beats):
 
 def test_a_rank_that_posts_nothing_new_is_silent_and_one_that_was_not_looked_at_is_not(clock):
     beats = [b"", json.dumps({"phase": vars(phase(7))}).encode()]
-    survey = Survey(SimpleNamespace(size=2, rank=0, board=board_of(beats)), 0.1, clock=clock)
+    survey = Survey(SimpleNamespace(size=2, rank=0, store_keys=board_of(beats)), 0.1, clock=clock)
     for _ in range(10):
         survey.look(phase(7), is_wanted=False)
         clock.sleep(0.1)
@@ -205,7 +205,7 @@ def test_a_rank_that_posts_nothing_new_is_silent_and_one_that_was_not_looked_at_
 
 def test_the_others_see_that_rank_0_posts_nothing_new(clock):
     beats = [json.dumps({"phase": vars(phase(7)), "outlook": None}).encode()]
-    echo = Echo(SimpleNamespace(size=2, rank=1, board=board_of(beats)), 0.1, clock=clock)
+    echo = Echo(SimpleNamespace(size=2, rank=1, store_keys=board_of(beats)), 0.1, clock=clock)
     echo.begin()
     for _ in range(5):
         echo.look(phase(7), is_wanted=True)
@@ -227,8 +227,10 @@ def test_beats_grow_rarer_with_the_world_but_not_too_rare_for_the_timeout():
 
 def test_a_rank_that_waits_for_a_silent_rank_0_leaves_at_the_timeout(clock):
     beats = [json.dumps({"phase": vars(phase(7)), "outlook": None}).encode()]
-    board, began = board_of(beats), clock.now
-    world = SimpleNamespace(size=2, rank=1, is_first=False, device=torch.device("cpu"), board=board, place=Place())
+    store_keys, began = board_of(beats), clock.now
+    world = SimpleNamespace(
+        size=2, rank=1, is_first=False, device=torch.device("cpu"), store_keys=store_keys, place=Place()
+    )
     own = Heartbeat(world, timeout_s=5.0, start_s=5.0, on_hang=print, clock=clock)
     own.enter("step", 7)
     own.enter("step", 8)
@@ -245,10 +247,12 @@ def standing(clock):
     """A heartbeat of rank 1 whose main thread stands where `place` says, and what has reached it."""
     beats = [json.dumps({"phase": vars(phase(7)), "outlook": None}).encode()]
     said = SimpleNamespace(place=(1, 1), failed=False, stopped=False, beats=True)
-    board = SimpleNamespace(
+    store_keys = SimpleNamespace(
         **vars(board_of(beats)), has_failure=lambda: said.failed, post_beat=lambda text, every_s: None
     )
-    world = SimpleNamespace(size=2, rank=1, is_first=False, device=torch.device("cpu"), board=board, place=Place())
+    world = SimpleNamespace(
+        size=2, rank=1, is_first=False, device=torch.device("cpu"), store_keys=store_keys, place=Place()
+    )
     still = Stillness(place=lambda: said.place, clock=clock)
     options = {"stillness": still, "is_asked_to_stop": lambda: said.stopped, "clock": clock}
     own = Heartbeat(world, timeout_s=300.0, start_s=300.0, on_hang=print, **options)
@@ -262,7 +266,7 @@ def standing(clock):
             if said.beats:
                 beats[0] = json.dumps({"phase": vars(phase(7, age_s=clock.now)), "outlook": None}).encode()
             own.eye.look(own.phases.now(1), is_wanted=True)
-            own._one_has_failed = own._is_still and board.has_failure()
+            own._one_has_failed = own._is_still and store_keys.has_failure()
             clock.sleep(0.1)
         return None, seconds
 
@@ -344,7 +348,7 @@ def test_a_store_whose_process_has_ended_is_lost(standing):
     _, own, _ = standing
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-    own.world.board.post_beat, own.clock = lambda text, every_s: client.set("beat/1", text), SYSTEM
+    own.world.store_keys.post_beat, own.clock = lambda text, every_s: client.set("beat/1", text), SYSTEM
     del store
     own._exchange()
     assert "sends no heartbeat" in str(own.silence(1.0)), "rank 0, whose process had the store"
@@ -361,7 +365,7 @@ def test_another_error_of_the_exchange_is_not_taken_for_a_lost_store_and_ends_no
         sent.append(text)
         own._ended.set()
 
-    own.world.board.post_beat, own.clock = post, SYSTEM
+    own.world.store_keys.post_beat, own.clock = post, SYSTEM
     own._exchange()
     assert sent[-1] and own.silence(1.0) is None and not own._store_is_gone
     assert capsys.readouterr().err.count("Traceback") == 1

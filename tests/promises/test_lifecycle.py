@@ -27,7 +27,7 @@ class Alone:
 
     def __init__(self, said):
         self.said = said
-        self.board = SimpleNamespace(claim_failure=lambda record: (True, record))
+        self.store_keys = SimpleNamespace(claim_failure=lambda record: (True, record))
 
     def on_first(self, ask):
         return ask()

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from muster.world.node_memory import HEAD, NodeMemory
 from muster.world.store_client import Connections
-from muster.world.store_keys import Board
+from muster.world.store_keys import StoreKeys
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks of a node share memory on Linux alone")
 SHARED = Path("/dev/shm")
@@ -45,14 +45,14 @@ def boards(size, per_node, *, singles=()):
         for index, memory in enumerate(memories(per_node)):
             node = None if first + index in singles else memory
             rank = first + index
-            made.append(Board(store, attempt=attempt, rank=rank, size=size, connections=shared, node=node))
-    for board in made:
-        board.post_beat("")
+            made.append(StoreKeys(store, attempt=attempt, rank=rank, size=size, connections=shared, node=node))
+    for store_keys in made:
+        store_keys.post_beat("")
     return made
 
 
-def beat(board, number):
-    return f'{{"beat": {number}, "rank": {board.rank}}}'
+def beat(store_keys, number):
+    return f'{{"beat": {number}, "rank": {store_keys.rank}}}'
 
 
 @pytest.mark.unit
@@ -63,11 +63,14 @@ def test_rank_0_reads_a_key_of_each_other_node_and_sees_every_beat(singles, keys
     first, *others = boards(9, 3, singles=singles)
     assert first.beats() == [b""] * 9
     for number in (1, 2):
-        before = [board.operations.total() for board in (first, *others)]
-        for board in others:
-            board.post_beat(beat(board, number), every_s=0.0)  # every one is due: the last has all
-        assert first.beats()[1:] == [beat(board, number).encode() for board in others]
-        read, *_ = (board.operations.total() - earlier for board, earlier in zip((first, *others), before, strict=True))
+        before = [store_keys.operations.total() for store_keys in (first, *others)]
+        for store_keys in others:
+            store_keys.post_beat(beat(store_keys, number), every_s=0.0)  # every one is due: the last has all
+        assert first.beats()[1:] == [beat(store_keys, number).encode() for store_keys in others]
+        read, *_ = (
+            store_keys.operations.total() - earlier
+            for store_keys, earlier in zip((first, *others), before, strict=True)
+        )
         assert read == keys
     assert first.beat_lag == 4
 
@@ -77,11 +80,13 @@ def test_a_node_posts_once_a_period_whoever_posts():
     first, *others = boards(6, 3)
     node = others[2:]  # ranks 3, 4 and 5
     first.beats()
-    before = sum(board.operations.total() for board in node)
+    before = sum(store_keys.operations.total() for store_keys in node)
     for number in range(50):
-        for board in node:
-            board.post_beat(beat(board, number), every_s=1000.0)
-    assert sum(board.operations.total() for board in node) == before, "the first post of all is not old enough"
+        for store_keys in node:
+            store_keys.post_beat(beat(store_keys, number), every_s=1000.0)
+    assert sum(store_keys.operations.total() for store_keys in node) == before, (
+        "the first post of all is not old enough"
+    )
     for number in range(3):  # ranks 3 and 4 are stopped: rank 5 posts for them, what they last wrote
         node[2].post_beat(beat(node[2], 100 + number), every_s=0.0)
     assert [b"49" in said for said in first.beats()[3:5]] == [True, True] and b"102" in first.beats()[5]

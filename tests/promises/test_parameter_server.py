@@ -141,7 +141,7 @@ def serve_on(steps):
     recipe = Recipe(
         partial(nn.Linear, 4, 2), build, nn.CrossEntropyLoss(), lambda step: 1.0, Precision.fp32, None, False, None, NonFinite.stop
     )  # fmt: skip
-    strategy, done = ParameterServer(gradients_per_update=1), world.board.rpc_store()
+    strategy, done = ParameterServer(gradients_per_update=1), world.store_keys.rpc_store()
     strategy.build(recipe, world)
     if strategy.server:
         strategy.server.begin(steps)

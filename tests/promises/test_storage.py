@@ -25,11 +25,11 @@ from muster.checkpoint.backends.folder import Directory
 from muster.checkpoint.state import read
 from muster.checkpoint.storage import Lost, Storage, Unclear
 from muster.errors import StorageError
-from muster.lease.storage_lease import Owner
-from muster.outcome import Attempt
+from muster.lease.storage_lease import StorageLease
+from muster.outcome import Outcome
 from muster.world.environment import Place
 from muster.world.group import World
-from muster.world.store_keys import Board
+from muster.world.store_keys import StoreKeys
 
 SAVING = ("model.hidden=[16]", "checkpoint.every_steps=5", "max_steps=20", "checkpoint.keep=2")
 
@@ -175,8 +175,8 @@ def newest(storage, **kwargs):
 
 
 def alone():
-    board = Board(torch.distributed.HashStore(), attempt="a", rank=0, size=1)
-    return World(Place(), torch.device("cpu"), "a", board, [])
+    store_keys = StoreKeys(torch.distributed.HashStore(), attempt="a", rank=0, size=1)
+    return World(Place(), torch.device("cpu"), "a", store_keys, [])
 
 
 def content(storage, step):
@@ -494,8 +494,8 @@ def test_of_two_runs_on_one_storage_the_later_resumes_and_the_earlier_ends(tmp_p
     assert json.loads(s3.fs().cat(marker))["folder"] == str(tmp_path / "moved")
 
 
-def owner(storage, folder, attempt, *agents):
-    return Owner(storage, folder=folder, attempt=attempt, agents=list(agents))
+def storage_lease(storage, folder, attempt, *agents):
+    return StorageLease(storage, folder=folder, attempt=attempt, agents=list(agents))
 
 
 def place(kind, tmp_path, request):
@@ -510,12 +510,12 @@ def test_of_claims_at_once_each_has_a_token_of_its_own_and_one_holds(tmp_path, r
     storage.prepare()
     known = set()
     for turn in range(5):
-        owners = [owner(storage, tmp_path / str(n), f"{turn}-{n}", f"agent-{n}") for n in range(4)]
+        owners = [storage_lease(storage, tmp_path / str(n), f"{turn}-{n}", f"agent-{n}") for n in range(4)]
         gate = threading.Barrier(len(owners))
 
         def claim(each, gate=gate):
             gate.wait()
-            each.claim(Attempt())
+            each.claim(Outcome())
 
         with ThreadPoolExecutor() as pool:
             list(pool.map(claim, owners))
@@ -528,7 +528,7 @@ def test_of_claims_at_once_each_has_a_token_of_its_own_and_one_holds(tmp_path, r
             else:
                 with pytest.raises(Lost, match="was taken over by a run in"):
                     each.check()
-    owner(storage, tmp_path, "last", "agent").claim(Attempt())
+    storage_lease(storage, tmp_path, "last", "agent").claim(Outcome())
     assert [each for each in storage.backend.list() if not each.startswith("owner-")] == []
     assert len(storage.backend.list()) == 1, "markers pile up"
 
@@ -536,17 +536,17 @@ def test_of_claims_at_once_each_has_a_token_of_its_own_and_one_holds(tmp_path, r
 def test_a_restart_does_not_take_back_what_another_run_has_taken_over(bucket, tmp_path, capfd):
     """A new launch does; and markers that somebody cleared away are nobody's."""
     first, second = (tmp_path / "1", "a", "agent-1"), (tmp_path / "2", "b", "agent-2")
-    owner(bucket, *first).claim(Attempt())
-    killed = Attempt(outcome="running", attempt="a", agents=("agent-1",))
-    again = owner(bucket, tmp_path / "1", "a2", "agent-1")
+    storage_lease(bucket, *first).claim(Outcome())
+    killed = Outcome(outcome="running", attempt="a", agents=("agent-1",))
+    again = storage_lease(bucket, tmp_path / "1", "a2", "agent-1")
     again.claim(killed)
     assert capfd.readouterr().err == ""
-    owner(bucket, *second).claim(Attempt())
+    storage_lease(bucket, *second).claim(Outcome())
     assert f"last used by a run in {tmp_path / '1'} on" in capfd.readouterr().err
-    killed = Attempt(outcome="running", attempt="a2", agents=("agent-1",))
+    killed = Outcome(outcome="running", attempt="a2", agents=("agent-1",))
     with pytest.raises(Lost, match=rf"was taken over by a run in {tmp_path / '2'} on .* \(attempt b\): give each run"):
-        owner(bucket, tmp_path / "1", "a3", "agent-1").claim(killed)
-    launched = owner(bucket, tmp_path / "1", "a4", "agent-3")
+        storage_lease(bucket, tmp_path / "1", "a3", "agent-1").claim(killed)
+    launched = storage_lease(bucket, tmp_path / "1", "a4", "agent-3")
     launched.claim(killed)
     launched.check()
     bucket.backend.delete("owner-00000004.json")
@@ -563,8 +563,8 @@ def test_a_claim_that_was_stored_but_answered_with_an_error_is_one(proxy, bucket
         return None
 
     proxy.after = once
-    claimed = owner(bucket, tmp_path, "a", "agent")
-    claimed.claim(Attempt())
+    claimed = storage_lease(bucket, tmp_path, "a", "agent")
+    claimed.claim(Outcome())
     claimed.check()
     assert failed and claimed.token == 1
 

@@ -28,11 +28,11 @@ from muster.checkpoint.storage import Saved, Storage
 from muster.data.generators import Draws
 from muster.launcher.spec import UNSHARED
 from muster.lease.run_folder import RunFolder, RunOptions, _newest
-from muster.outcome import Attempt
+from muster.outcome import Outcome
 from muster.recovery import survival
 from muster.recovery.emergency_checkpoint import rescue
-from muster.recovery.journal import SLOT_BYTES, Notes
-from muster.recovery.supervisor import Life
+from muster.recovery.journal import SLOT_BYTES, StepJournal
+from muster.recovery.supervisor import Incarnation
 from muster.report.history import History
 from muster.report.page import write_report
 from muster.world.exposed_communication import Waiting
@@ -452,7 +452,7 @@ def test_the_others_save_the_last_step_although_the_rank_that_failed_is_slow_to_
 def test_the_save_of_a_lost_rank_s_peers_does_not_wait_for_a_folder_that_is_gone(tmp_path):
     began, folder = (
         time.monotonic(),
-        RunFolder(tmp_path / "gone", Attempt(), None, is_done=False, lease=None, owner=None),
+        RunFolder(tmp_path / "gone", Outcome(), None, is_done=False, lease=None, storage_lease=None),
     )
     rescue(alone(torch.device("cpu")), folder, step=1, save=lambda: None)
     assert time.monotonic() - began < 5
@@ -496,7 +496,7 @@ def test_after_too_many_deaths_within_an_hour_all_ranks_restart(tmp_path):
 
 @pytest.mark.unit
 def test_notes_are_read_as_they_were_written_and_a_torn_one_is_not_read():
-    notes = Notes()
+    notes = StepJournal()
     assert notes.read(0) is None and notes.launch == "" and not notes.is_over
     tensors = {
         "a": torch.arange(5.0),
@@ -675,7 +675,7 @@ def handed_on_by_one_that_dies():
     from muster.recovery.hand_over import HandOver
 
     here = replace(world(), again=True)
-    kept = HandOver(survival.Survival(Life(0, Notes())))
+    kept = HandOver(survival.Survival(Incarnation(0, StepJournal())))
     step = 11 - here.rank
     kept.mark, kept.state, kept.facts = [step], {"model": torch.full((2,), float(step))}, {"newest_step": step}
     seen = []

@@ -38,7 +38,7 @@ from torch.distributed import DistError, HashStore, Store
 
 from muster.errors import MusterError, of_code, say
 from muster.world.environment import Place, agents_compare_clocks, launcher
-from muster.world.incarnations import Births
+from muster.world.incarnations import Incarnations
 from muster.world.rendezvous.lobby import Lobby
 from muster.world.rendezvous.network import STOP_S, Abandoned, Stopped, Unheard, attend, connect
 from muster.world.rendezvous.shared_file import SharedFile
@@ -64,7 +64,7 @@ class Met:
     operations: Counter[str] = field(default_factory=Counter)
     shared: SharedFile | None = None
     connections: Connections | None = None
-    births: Births | None = None
+    incarnations: Incarnations | None = None
     """The births in this launch, if a rank that dies may be born again."""
     again: bool = False
     """True if a rank has met others before, in this launch."""
@@ -78,7 +78,7 @@ def meet(
     timeout_s: float,
     device: str = "",
     stopping: Callable[[], bool] = lambda: False,
-    birth: Birth | None = None,
+    membership: Membership | None = None,
 ) -> Met:
     """Find the other ranks, and check that all are present, alike and without error.
 
@@ -105,12 +105,12 @@ def meet(
         return Met(uuid.uuid4().hex[:8], HashStore(), [launcher()])
     deadline = time.monotonic() + timeout_s
     shared = place.shared_file and SharedFile(place, place.shared_file, timeout_s=timeout_s, stopping=stopping)
-    if birth and birth.connections:
-        connections = birth.connections
+    if membership and membership.connections:
+        connections = membership.connections
     else:
         connections = Connections(shared.open() if shared else connect(place, timeout_s=timeout_s, stopping=stopping))
     store = connections.first
-    own = Own.of(place, alike=alike, error=error, device=device, birth=birth)
+    own = Own.of(place, alike=alike, error=error, device=device, membership=membership)
     try:
         if place.rank == 0:
             lobby = Lobby(store)
@@ -132,12 +132,16 @@ def meet(
     if failed:
         raise Stopped if failed[0] == Stopped.exit_code else of_code(*failed)
     launch, known = verdict["births"] or ("", 0)
-    births = Births(connections.get("quick"), launch or attempt, known=known) if birth and verdict["births"] else None
-    return Met(attempt, store, agents, lobby.operations, shared or None, connections, births, again=bool(launch))
+    incarnations = (
+        Incarnations(connections.get("quick"), launch or attempt, known=known)
+        if membership and verdict["births"]
+        else None
+    )
+    return Met(attempt, store, agents, lobby.operations, shared or None, connections, incarnations, again=bool(launch))
 
 
 @dataclass(frozen=True)
-class Birth:
+class Membership:
     """How a process was born: the number of its rank's lives before, and the first attempt of its launch, if known.
 
     connections: its connections to the rendezvous store, from an earlier attempt.
@@ -165,7 +169,7 @@ class Own:
         alike: Mapping[str, Any] | None,
         error: MusterError | None,
         device: str,
-        birth: Birth | None = None,
+        membership: Membership | None = None,
     ) -> Own:
         """Return the facts, hello and config of the process at `place`; the arguments are those of `meet`."""
         facts = {
@@ -177,8 +181,8 @@ class Own:
         }
         failed = [error.exit_code, str(error)] if error else None
         hello = {"rank": place.rank, "host": facts["host"], "agent": launcher(), "error": failed}
-        if birth:
-            hello["birth"] = [birth.number, birth.launch]
+        if membership:
+            hello["birth"] = [membership.number, membership.launch]
         return cls(place, facts, hello, None if alike is None else dict(alike))
 
 
@@ -206,7 +210,7 @@ def host(
         pause_s = min(2 * pause_s, TICK_S)
     tell_of_clocks(hellos, skews)
     failed = (Stopped.exit_code, "") if stopped else judge(hellos, own.place.world_size, timeout_s=timeout_s)
-    verdict = {"attempt": attempt, "error": failed, "ranks": len(hellos), "births": births_of(hellos)}
+    verdict = {"attempt": attempt, "error": failed, "ranks": len(hellos), "births": incarnations_of(hellos)}
     if not lobby.decide(meeting, verdict):
         raise Unheard("another rank 0 has opened a meeting at the same store: give each rank a number of its own")
     if failed and len(hellos) > 1 and own.place.hosts_store:  # the others must read the verdict before the store ends
@@ -214,12 +218,12 @@ def host(
     return verdict, sorted({hello["agent"] for hello in hellos.values()})
 
 
-def births_of(hellos: Mapping[int, dict[str, Any]]) -> tuple[str, int] | None:
+def incarnations_of(hellos: Mapping[int, dict[str, Any]]) -> tuple[str, int] | None:
     """Return the launch and the number of births of ranks that may all be born again; None if not all may."""
     if not all("birth" in hello for hello in hellos.values()):
         return None
-    births = [hello["birth"] for hello in hellos.values()]
-    return max(launch for _, launch in births), sum(number for number, _ in births)
+    incarnations = [hello["birth"] for hello in hellos.values()]
+    return max(launch for _, launch in incarnations), sum(number for number, _ in incarnations)
 
 
 def error_of(verdict: Mapping[str, Any]) -> tuple[int, str] | None:

@@ -12,7 +12,7 @@ import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
 
-from muster.world.store_keys import Board
+from muster.world.store_keys import StoreKeys
 
 OTHERS_S = 8.0
 """How long a rank waits for the others to fail as well, and then for them to finish their tests."""
@@ -22,22 +22,22 @@ MOST = 64
 SAID = 3
 
 
-def closed(board: Board) -> str:
+def closed(store_keys: StoreKeys) -> str:
     """Describe which hosts this rank cannot connect to, and the remedy; empty if nothing is known.
 
     Every rank that got no process group calls it. It takes at most `2 x OTHERS_S + CONNECT_S` seconds.
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError):
         own = own_address()
-        with socket.create_server((own, 0), backlog=board.size) as listener:
-            board.post_reach(f"{socket.gethostname()} {own} {listener.getsockname()[1]}")
-            others = board.reaches(OTHERS_S)
+        with socket.create_server((own, 0), backlog=store_keys.size) as listener:
+            store_keys.post_reach(f"{socket.gethostname()} {own} {listener.getsockname()[1]}")
+            others = store_keys.reaches(OTHERS_S)
             hosts = {text.split()[1]: (rank, *text.split()) for rank, text in sorted(others.items(), reverse=True)}
             hosts.pop(own, None)
             targets = sorted(hosts.values())[:MOST]
             with ThreadPoolExecutor(max(1, len(targets))) as pool:
                 answers = list(pool.map(lambda target: answers_at(target[2], int(target[3])), targets))
-            board.reached(OTHERS_S)
+            store_keys.reached(OTHERS_S)
         shut = [target for target, is_open in zip(targets, answers, strict=True) if not is_open]
         if shut:
             told = ", ".join(f"rank {rank} on {host} ({address})" for rank, host, address, _ in shut[:SAID])

@@ -30,7 +30,7 @@ _left: Future[None] = Future()
 def start(world: World) -> None:
     """Start this rank's RPC agent, which answers calls from now on. Collective: every rank must call it."""
     _choose_interface(world.place)
-    scheme, store = f"board-{world.attempt}", world.board.rpc_store()
+    scheme, store = f"board-{world.attempt}", world.store_keys.rpc_store()
     found = (store, world.rank, world.size)
     dist.register_rendezvous_handler(scheme, lambda url: iter([found]))  # type: ignore[no-untyped-call]
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"{scheme}://", rpc_timeout=LAST_RESORT_S)
