@@ -58,7 +58,7 @@ def signalled(number: int, cluster: Nodes, times: int) -> Iterator[float]:
 
 
 def survived(cluster: Nodes, times: int, *, number: int = signal.SIGKILL) -> Iterator[float]:
-    """Send signal `number` to a random rank, which is born again; yield the seconds to the next step."""
+    """Send signal `number` to a random rank, which is restarted in place; yield the seconds to the next step."""
     agents = both(cluster)
     for _ in range(times):
         yield survived_once(cluster, random.choice(agents), number)
@@ -84,11 +84,11 @@ def early(cluster: Nodes, times: int) -> Iterator[float]:
 
 
 def survived_once(cluster: Nodes, agent: Any, number: int) -> float:
-    """Send signal `number` to the rank of an agent, which is born again; return the seconds to the next step."""
+    """Send signal `number` to the rank of an agent, which is restarted in place; return the seconds to the next step."""
     [rank] = cluster.ranks(agent)
     before, began = len(survivals(cluster)), time.monotonic()
     os.kill(rank, number)
-    cluster.until(lambda: len(survivals(cluster)) > before, "birth", every_s=0.005)
+    cluster.until(lambda: len(survivals(cluster)) > before, "restart in place", every_s=0.005)
     at = survivals(cluster)[-1]["step"]
     cluster.until(lambda: cluster.step() > at, f"step after {at}", every_s=0.005)
     return time.monotonic() - began

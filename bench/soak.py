@@ -3,7 +3,7 @@
 Two nodes of one rank each train without an end. Every few seconds a process is killed, paused, preempted or started
 twice, or a checkpoint is damaged; each kind of fault comes once before any is repeated. Nodes that end are started again
 with the same command, as by a scheduler. With --kills, ranks alone are killed, one half of the times the first one and then
-the second, each after a random time once the last death is survived; what the other rank and the keepers hold of memory,
+the second, each after a random time once the last death is survived; what the other rank and the supervisors hold of memory,
 descriptors and threads is looked at along the way. At the end the run is finished and compared with an undisturbed one. Exit code
 1 if they differ.
 """
@@ -40,7 +40,7 @@ LINE = (
     "eval.every_steps=50",
 )
 PAUSE_S = 8.0
-"""The longest that a node stands still: less than a lease outlives (job/lease.py)."""
+"""The longest that a node stands still: less than a lease outlives (lease/folder_lease.py)."""
 HARMLESS = ("second launch", "node paused")
 """After these the run may go on without a new attempt."""
 
@@ -67,7 +67,7 @@ class Soak:
     def rank_killed(self) -> None:
         os.kill(self.cluster.ranks(self.agent())[0], signal.SIGKILL)
 
-    def keeper_killed(self) -> None:
+    def supervisor_killed(self) -> None:
         os.kill(self.cluster.workers(self.agent())[0], signal.SIGKILL)
 
     def rank_stopped(self) -> None:
@@ -183,7 +183,7 @@ class Soak:
         return {
             "rank killed": self.rank_killed,
             "rank stopped": self.rank_stopped,
-            "keeper killed": self.keeper_killed,
+            "supervisor killed": self.supervisor_killed,
             "agent killed": self.agent_killed,
             "node lost": self.node_lost,
             "everything killed": self.everything_killed,
@@ -199,7 +199,7 @@ class Soak:
 
 
 def turns(cluster: Nodes) -> list[dict[str, Any]]:
-    """Return the events with which ranks begin or go on: each attempt's first, and the births of ranks that have died."""
+    """Return the events with which ranks begin or go on: each attempt's first, and the restarts in place of ranks that have died."""
     return [line for line in cluster.lines() if line.get("event") in ("start", "resume", "survived")]
 
 
@@ -267,8 +267,8 @@ def kill_ranks(cluster: Nodes, kills: int, within_s: float) -> tuple[Counter[str
         seconds.append(time.monotonic() - began)
         if number in looked_at:
             other = next(each for each in job.agents if each is not agent)
-            parts = {"survivor": cluster.ranks(other)[0], "its keeper": cluster.workers(other)[0]}
-            parts["keeper of the dead"] = cluster.workers(agent)[0]
+            parts = {"survivor": cluster.ranks(other)[0], "its supervisor": cluster.workers(other)[0]}
+            parts["supervisor of the dead"] = cluster.workers(agent)[0]
             print(f"after {number + 1} deaths: { ({name: held(pid) for name, pid in parts.items()}) }", flush=True)
     finish_run(cluster, job, within_s)
     return Counter({"rank killed": kills}), seconds
@@ -323,7 +323,7 @@ def check(cluster: Nodes, ledger: Path, place: Path) -> dict[str, Any]:
         "steps": steps,
         "steps begun more than once": repeated(ledger),
         "attempts by world size": dict(sizes),
-        "ranks born again, by signal": dict(survived),
+        "ranks restarted in place, by signal": dict(survived),
         "SHA-256 of the weights, as undisturbed": whole.sha256[:12],
         "checkpoints quarantined": len(list((cluster.folder / "checkpoints").glob("bad-*"))),
     }

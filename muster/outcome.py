@@ -60,7 +60,7 @@ class Outcome:
         cause: the error of the last attempt before this one that failed.
         failure: equal for two errors with the same traceback.
         failure_before: the `failure` of the previous attempt.
-        job, meets_at, restarts: only in a claim, see lease.py.
+        job, meets_at, restarts: only in a claim, see folder_lease.py.
     """
 
     outcome: str = "none"

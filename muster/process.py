@@ -34,7 +34,7 @@ IO_BASE: Any = io.IOBase.__base__
 """What all files derive from; `isinstance` would ask objects for their `__class__`, which some warn of."""
 _launcher: int | None = None
 _is_first = True
-_is_keeper = False
+_is_supervisor = False
 _witness: list[None] = []
 """Younger than what `freeze` has frozen: when a script freezes, too, this is frozen with what the script had opened."""
 _frozen_files: list[weakref.ref[Any]] = []
@@ -46,11 +46,11 @@ def end(code: int) -> NoReturn:
 
     Other threads are joined, functions of `atexit` called, open files flushed. The interpreter's tear-down is left out: it
     restores SIGTERM's default action, so that the launcher's signal would hide the code, and threads of C++ may abort the process
-    in it. In a keeper nothing of this is done: its children have done it. On another thread than the main one, only files are
+    in it. In a supervisor nothing of this is done: its children have done it. On another thread than the main one, only files are
     flushed. After END_S seconds, or LEFT_S with another code than 0, this process ends in any case.
     """
     try:
-        if not _is_keeper:
+        if not _is_supervisor:
             threading.Thread(target=_end_late, args=(code, LEFT_S if code else END_S), daemon=True).start()
             if threading.current_thread() is threading.main_thread():
                 threading._shutdown()  # type: ignore[attr-defined]  # in this order, as in Py_FinalizeEx
@@ -132,7 +132,7 @@ def collect_garbage() -> None:
 
 
 def launcher_pid() -> int:
-    """Return the pid of the process that started this rank: its parent, or its keeper's (faults/keeper.py)."""
+    """Return the pid of the process that started this rank: its parent, or its supervisor's (recovery/supervisor.py)."""
     return os.getppid() if _launcher is None else _launcher
 
 
@@ -143,29 +143,29 @@ def ranks_on_host() -> int:
 
 
 def worker_pid() -> int:
-    """Return the pid of the process that the launcher started: this one, or its keeper."""
+    """Return the pid of the process that the launcher started: this one, or its supervisor."""
     return os.getpid() if _launcher is None else os.getppid()
 
 
-def is_kept() -> bool:
-    """Return whether this process is the child of a keeper."""
+def is_supervised() -> bool:
+    """Return whether this process is the child of a supervisor."""
     return _launcher is not None
 
 
-def become_keeper() -> None:
+def become_supervisor() -> None:
     """Take notice that this process has a child that does its work."""
-    global _is_keeper
-    _is_keeper = True
+    global _is_supervisor
+    _is_supervisor = True
 
 
-def become_kept(launcher: int, *, is_first: bool) -> None:
-    """Take notice that this process is a child of a keeper, which `launcher` started; `is_first`: its first one."""
-    global _launcher, _is_first, _is_keeper
-    _launcher, _is_first, _is_keeper = launcher, is_first, False
+def become_supervised(launcher: int, *, is_first: bool) -> None:
+    """Take notice that this process is a child of a supervisor, which `launcher` started; `is_first`: its first one."""
+    global _launcher, _is_first, _is_supervisor
+    _launcher, _is_first, _is_supervisor = launcher, is_first, False
 
 
 def beginning_pid() -> int:
-    """Return the pid of the process whose start began this one's work: a keeper has done the imports of its first child."""
+    """Return the pid of the process whose start began this one's work: a supervisor has done the imports of its first child."""
     return worker_pid() if _is_first else os.getpid()
 
 

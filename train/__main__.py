@@ -73,27 +73,31 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption, *, is_swep
         return config.exit_code
     from muster.train.run import attempt  # imports torch, which --help does without
 
-    notes = "" if isinstance(config, ConfigError) else notes_of(config)
-    if isinstance(notes, str) and not (is_swept and may_fork(config)):
-        return attempt(config, preemption, why_no_survival=notes)
+    journal = "" if isinstance(config, ConfigError) else journal_of(config)
+    if isinstance(journal, str) and not (is_swept and may_fork(config)):
+        return attempt(config, preemption, why_no_survival=journal)
     from muster.errors import say, traceback_of
     from muster.recovery.journal import StepJournal
-    from muster.recovery.supervisor import keep
+    from muster.recovery.supervisor import supervise
     from muster.recovery.survival import Survival
     from muster.world.rendezvous.meeting import code_hash
-    from muster.world.rendezvous.network import store_for_keeper
+    from muster.world.rendezvous.network import store_for_supervisor
 
-    code_hash()  # once for all lives
+    code_hash()  # once for all incarnations
     most = 0 if isinstance(config, ConfigError) else config.dist.max_survivals_per_hour
 
-    kept = StepJournal(last=0) if isinstance(notes, str) else notes  # without notes a rank is not born again
-    store = store_for_keeper() if meets_by_port(config) else None
-    life = keep(kept, preemption=preemption, most_per_hour=most, store=store)
-    if isinstance(life, int):
-        return life
+    kept = (
+        StepJournal(last=0) if isinstance(journal, str) else journal
+    )  # without a journal a rank is not restarted in place
+    store = store_for_supervisor() if meets_by_port(config) else None
+    incarnation = supervise(kept, preemption=preemption, most_per_hour=most, store=store)
+    if isinstance(incarnation, int):
+        return incarnation
     code = 1
     try:
-        how: dict[str, Any] = {"why_no_survival": notes} if isinstance(notes, str) else {"survival": Survival(life)}
+        how: dict[str, Any] = (
+            {"why_no_survival": journal} if isinstance(journal, str) else {"survival": Survival(incarnation)}
+        )
         code = attempt(config, preemption, **how)
     except BaseException as error:
         say(traceback_of(error))
@@ -138,8 +142,8 @@ def meets_by_port(config: Config | ConfigError) -> bool:
     return isinstance(config, ConfigError) or config.dist.init_method == "env://"
 
 
-def notes_of(config: Config) -> StepJournal | str:
-    """Return memory for the notes of a rank that is born again if it dies; why not, if it is not."""
+def journal_of(config: Config) -> StepJournal | str:
+    """Return memory for the journal of a rank that is restarted in place if it dies; why not, if it is not."""
     from muster.errors import ConfigError
     from muster.loggers.tensorboard import import_writer
     from muster.recovery.journal import StepJournal
@@ -156,7 +160,7 @@ def notes_of(config: Config) -> StepJournal | str:
             import_writer()
         return why_no_fork() or StepJournal()
     except OSError:
-        return "the system gives no memory for its notes"
+        return "the system gives no memory for its journal"
     except ConfigError:  # which the attempt reports
         return ""
 

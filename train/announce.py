@@ -24,7 +24,7 @@ def announced(run: Run, saved: Saved | None, *, kinds: list[str], frozen: Sequen
         saved: the checkpoint that it begins with; None if with none.
         kinds: processor kinds of the ranks (see `numerics.kind_of`); empty without `virtual_world_size`.
         frozen: names of the frozen modules that stay in evaluation mode.
-        why_not: why a rank that dies ends all ranks, although dist.survive=true; empty if it is born again.
+        why_not: why a rank that dies ends all ranks, although dist.survive=true; empty if it is restarted in place.
     """
     plan, given = run.course.plan, steps_asked_for(run.config, run.course.plan)
     if run.strategy.caveat and run.world.is_first:

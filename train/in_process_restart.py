@@ -1,4 +1,4 @@
-"""What the trainer keeps from one attempt to the next when a rank dies and is born again: see muster/recovery/hand_over.py.
+"""What the trainer keeps from one attempt to the next when a rank dies and is restarted in place: see muster/recovery/hand_over.py.
 
 A survivor keeps its data and its records, too.
 """
@@ -56,7 +56,7 @@ class RunHandOver(HandOver):
     @contextlib.contextmanager
     def _said_if_slow(self, rank: int) -> Iterator[None]:
         """Say that the others wait for the data of this rank, if that takes longer than `SLOW_S`."""
-        died_of = self.survival.life.died_of if self.survival else ""
+        died_of = self.survival.incarnation.died_of if self.survival else ""
         text = f"muster: rank {rank} has died ({died_of}) and loads its data again: the others wait for it"
         told = threading.Timer(SLOW_S, say, [text])
         told.daemon = True
@@ -69,7 +69,7 @@ class RunHandOver(HandOver):
     def load_data(self, config: Config, world: World | None = None) -> Data:
         """Return the data, and leave the generators as they were once it was loaded: a data set may draw, and a model after it.
 
-        A survivor has the data. A newborn loads it without the others (`world` is None), who do not load it again.
+        A survivor has the data. A replacement loads it without the others (`world` is None), who do not load it again.
         """
         if self.data is None:
             set_numerics(config)
@@ -81,7 +81,7 @@ class RunHandOver(HandOver):
 
 
 def why_not(config: Config) -> str:
-    """Return why a rank that dies ends all ranks, although dist.survive=true; empty if it is born again."""
+    """Return why a rank that dies ends all ranks, although dist.survive=true; empty if it is restarted in place."""
     if why := why_no_survival():
         return why
     if not _is_replicated(locate(config.strategy)):

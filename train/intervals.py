@@ -17,7 +17,7 @@ class Intervals:
     """Decides what is due by the clock.
 
     After some steps the ranks look at rank 0's clock: what is due after this step, and after which step they look again,
-    which is estimated from the speed. The answer is part of the progress, so a rank that is born again has it.
+    which is estimated from the speed. The answer is part of the progress, so a rank that is restarted in place has it.
 
     Args:
         clock: returns seconds. intervals: seconds, by what is due; None: not by the clock.

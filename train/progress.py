@@ -22,7 +22,7 @@ class Progress:
         the restored state of callbacks has counted.
     skipped_in_a_row: steps skipped since the last one that was not.
     best: {metric, value, step} of the evaluation with the best `checkpoint.best`. stopped: why training ends early.
-    logged: step of the last `train` line. timed: what is due by the clock (timed.py). stage: what is done of this step. result: what the strategy has returned for it, if it is known.
+    logged: step of the last `train` line. timed: what is due by the clock (intervals.py). stage: what is done of this step. result: what the strategy has returned for it, if it is known.
     """
 
     step: int = 0

@@ -286,10 +286,10 @@ def finish(run: Run, folder: RunFolder) -> None:
     failure: MusterError | None
     failure = write_weights(folder.path / "model.pt", run.strategy.weights(), writes=run.world.is_first)
     best, checkpoints = run.progress.best, run.running.checkpoints
-    is_kept = best is not None and not checkpoints.has_failed(best["step"])
+    is_supervised = best is not None and not checkpoints.has_failed(best["step"])
     if run.world.is_first and not failure:
         try:
-            if best and is_kept:  # may be from the last evaluation, which comes after the last save
+            if best and is_supervised:  # may be from the last evaluation, which comes after the last save
                 checkpoints.note_best(best)
             run.records.event_once("done", step=run.step, output_dir=str(folder.path))
         except MusterError as error:

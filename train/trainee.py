@@ -1,6 +1,6 @@
 """What the trainer trains, as checkpoints and survival see it: a strategy with its callbacks, and the sums of the log.
 
-A rank's notes have its own part of those sums and its buffers, before its part of a step's sum of gradients leaves it.
+A rank's journal has its own part of those sums and its buffers, before its part of a step's sum of gradients leaves it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Training(Trainee):
         strategy, step = self._replicas, self._replicas.optimizer_step
         self.changes = Changes(strategy.parameters().items(), [step.optimizer])
         step.before_sum, step.before_forward, step.after_update = self._note, self._see_begin, self._see_end
-        self.notes.whole = self.run.step
+        self.journal.whole = self.run.step
         self._write(self.run.step - 1, {"window": self.window.own()})
         self.noted = []  # a callback may set buffers before the first step
         if isinstance(self.data.train, Stream):
@@ -133,7 +133,7 @@ class Training(Trainee):
         self._write(step, {"window": self.window.own(), "seen": seen, **own})
 
     def _see_end(self, step: int) -> None:
-        self.notes.whole = step + 1
+        self.journal.whole = step + 1
 
     def _see_begin(self, step: int) -> None:
         """Remember what nothing but this step's update may change."""
@@ -148,7 +148,7 @@ class Training(Trainee):
         own = self._replicas.optimizer_step.buffers.own
         if [*map(place, own.values())] == self.noted:
             return
-        _, noted = self.notes.read(step - 1) or ({}, {})
+        _, noted = self.journal.read(step - 1) or ({}, {})
         if own.keys() != noted.keys() or any(_differ(own[name], noted[name]) for name in own):
             self.refuse("the model's buffers change outside of its forward pass")
 
@@ -208,10 +208,10 @@ class Training(Trainee):
     # In the next attempt.
 
     def take_over(self, state: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Load the state and the facts of another rank, and this rank's own from its notes. Collective.
+        """Load the state and the facts of another rank, and this rank's own from its journal. Collective.
 
         Raises:
-            RankLost: a rank has no notes of the last step.
+            RankLost: a rank has no journal of the last step.
             DataError: a rank has other data.
         """
         remedy = "give every node the same data, see data.root"
@@ -231,7 +231,7 @@ class Training(Trainee):
     def _restore_own(self, progress: Progress, of_all: dict[str, Any]) -> RankLost | None:
         """Restore this rank's own sums and buffers at the step of `progress`; return the failure to do so."""
         rank, step = self.world.rank, progress.step
-        if not (noted := self.notes.read(step - 1)):
+        if not (noted := self.journal.read(step - 1)):
             return RankLost(f"rank {rank} died twice at step {step}: all ranks restart", rank=rank)
         facts, buffers = noted
         self._replicas.optimizer_step.buffers.put(buffers)
@@ -259,7 +259,7 @@ class Training(Trainee):
         evaluation before that needs those of all, and so do the weights of a run that is over.
         """
         run, buffers = self.run, self._replicas.optimizer_step.buffers
-        if not run.step or self.notes.read(run.step - 1) is None:
+        if not run.step or self.journal.read(run.step - 1) is None:
             return False
         if buffers.agree or buffers.none_here():
             return True
@@ -276,7 +276,7 @@ class Training(Trainee):
             raise StorageError(f"the best checkpoint, of step {best['step']}, was still being written")
         self._leave_evaluation()
         check_finite(self._replicas.optimizer_step.parameters, run.step)
-        facts, buffers = self.notes.read(run.step - 1) or ({}, {})
+        facts, buffers = self.journal.read(run.step - 1) or ({}, {})
         self._replicas.optimizer_step.buffers.put(buffers)
         lines = [self._line_without_loss()] if run.progress.stage < LOGGED and is_time_to_log(run) else []
         state = {**self.replica(), **self.window.logged_alone()}

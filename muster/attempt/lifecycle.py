@@ -2,7 +2,7 @@
 
     started -> met -> claimed -> restored -> running -> ended
     any state -> ended: an error on this rank, a lost peer, a folder that another launch has taken over
-    any state -> parted: a peer has died, and is born again (survival.py): the ranks meet again, in the next attempt
+    any state -> parted: a peer has died, and is restarted in place (survival.py): the ranks meet again, in the next attempt
 
 Each transition is a method of `Lifecycle` that registers how it is undone. At the end an ExitStack undoes them, the last
 one first, in one of three ways. If the ranks end together (the run is done or was preempted), each waits for the others
@@ -30,7 +30,7 @@ from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import Agreement, Preemption
 from muster.lease.folder_lease import Lease
 from muster.lease.run_folder import RunFolder, RunOptions, claim_folder, note_end
-from muster.process import end, forget_frames, is_kept, without_sigchld
+from muster.process import end, forget_frames, is_supervised, without_sigchld
 from muster.recovery.survival import Survival, is_of_peer
 from muster.world import flight_recorder
 from muster.world.environment import restarts_left
@@ -249,7 +249,7 @@ class Lifecycle:
     def lose(self, error: RankLost) -> None:
         """any state -> ended: a peer is lost, or the run itself. Called from a thread, and ends this process.
 
-        It returns if a peer that has stopped is ended and born again meanwhile: the main thread then gets an error.
+        It returns if a peer that has stopped is ended and restarted in place meanwhile: the main thread then gets an error.
         """
         if self._survival and self._world and self._survival.replaces(error, self._world):
             return
@@ -263,14 +263,14 @@ class Lifecycle:
             end(self.exit_code)
 
     def survives(self, error: BaseException) -> bool:
-        """any state -> parted: whether `error` comes from the death of a rank that is born again.
+        """any state -> parted: whether `error` comes from the death of a rank that is restarted in place.
 
         Call it on the main thread. What then is undone leaves this process able to meet the others again.
         """
         if self.state == State.parted:
             return True
         if self._survival and self._heartbeat and is_of_peer(error):
-            self._heartbeat.watch()  # who is silent is known by the time that no birth has come
+            self._heartbeat.watch()  # who is silent is known by the time that no replacement has come
         is_so = self._survival is not None and self._survival.covers(error, self._world)
         if is_so and self._failing.acquire(blocking=False):  # else another thread ends this process
             self._enter(State.parted)
@@ -383,7 +383,7 @@ class Lifecycle:
 
     def _leave(self) -> None:
         """Leave without waiting for ranks that may be gone: destroying a broken process group can block."""
-        agent.end_restarts(self.exit_code, process_ends=not is_kept())
+        agent.end_restarts(self.exit_code, process_ends=not is_supervised())
         sys.stdout.flush()
         sys.stderr.flush()
         if self._world and self._heartbeat:

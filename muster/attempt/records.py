@@ -104,7 +104,7 @@ def record_start(
 ) -> None:
     """Write to metrics.jsonl how this attempt begins.
 
-    deaths: of the ranks that are born again, if all ranks have gone back to a checkpoint, in their processes. why_lost: what
+    deaths: of the ranks that are restarted in place, if all ranks have gone back to a checkpoint, in their processes. why_lost: what
     keeps the state of the others from being handed on.
     """
     before, meant = folder.before, asked_for(world.place.local_world_size)

@@ -111,7 +111,7 @@ class Checkpoints:
         """Wait until the checkpoint being written is committed or has failed. Raises Diverged, StorageError as `save` does.
 
         Raises:
-            DistBackendError: a rank has died meanwhile, and is born again: the checkpoint is given up.
+            DistBackendError: a rank has died meanwhile, and is restarted in place: the checkpoint is given up.
             DistNetworkError: the rendezvous store is gone, and the process group with it.
         """
         if self._writer:

@@ -173,7 +173,7 @@ def _numpy() -> tuple[Any, ...]:
         words = ctypes.string_at(generator.ctypes.state_address, BYTES)
         if _seen == (words, False):
             return "MT19937", words, 0, 0.0
-        kind, _, _, is_kept, kept = np.random.get_state()
-        _seen = words, bool(is_kept)
-        return kind, words, is_kept, kept
+        kind, _, _, is_supervised, kept = np.random.get_state()
+        _seen = words, bool(is_supervised)
+        return kind, words, is_supervised, kept
     return OTHER, repr(np.random.get_state(legacy=False)), 0, 0.0

@@ -48,11 +48,11 @@ LAST_WORDS_S = 30.0
 ABANDONED_S = 4.0  # longer than any live rank is silent
 FREED_S = 10.0
 JOIN_S = 5.0
-"""Within so long, a rank gets an error that waited for one that was ended and is born again; else it is ended, too."""
-RESCUE = "rescue"
-"""The phase in which a rank that has heard of a loss saves its last step, or waits for another one to (job/rescue.py)."""
+"""Within so long, a rank gets an error that waited for one that was ended and is restarted in place; else it is ended, too."""
+EMERGENCY = "emergency save"
+"""The phase in which a rank that has heard of a loss saves its last step, or waits for another one to (recovery/emergency_checkpoint.py)."""
 DESERTED_S = 8.0
-"""Longer than ranks that have heard of a loss wait for a birth and save, upon which those that wait for them hear of it."""
+"""Longer than ranks that have heard of a loss wait for a replacement and save, upon which those that wait for them hear of it."""
 HEARD_S = 3.0
 """Within so long after a failure the rank has gone, and those that wait for it, but not on NCCL, have got an error."""
 FORSAKEN_S = 15.0
@@ -265,7 +265,7 @@ class Heartbeat:
     def _deserted(self, mine: Phase) -> RankLost | None:
         """Return why this rank must leave although its main thread, which stands still, has not heard of it."""
         still_s = self.stillness.seconds(mine.number)
-        self._is_still = still_s >= STILL_S and mine.label.split()[0] != RESCUE
+        self._is_still = still_s >= STILL_S and mine.label.split()[0] != EMERGENCY
         if not self._is_still:
             return None
         if not self._one_has_failed:

@@ -35,7 +35,7 @@ POLLS_PER_S = 400.0  # total of all nodes: one rank of each asks for all
 ANSWERS_PER_S = 1000.0  # total of all ranks, after a request
 ANSWERED_S = 12.0
 """How long ranks that hold wait for all to answer a request to stop. Those that are asked because another one has died, as by
-torchrun when a keeper is killed, wait for the dead one, too, and are killed after 30 s: so it leaves time to save."""
+torchrun when a supervisor is killed, wait for the dead one, too, and are killed after 30 s: so it leaves time to save."""
 
 
 def poll_s(nodes: int) -> float:
@@ -144,7 +144,7 @@ class Agreement:
         Collective: every rank must call it in the same order, and all get False at the same point.
 
         Raises:
-            DistBackendError: a rank has died and is born again for the next attempt, or does not answer a request to stop.
+            DistBackendError: a rank has died and is restarted in place for the next attempt, or does not answer a request to stop.
         """
         with self._change:
             if self._world.size == 1 and self._preemption.signalled and self._target is None:
@@ -199,7 +199,7 @@ class Agreement:
         return False
 
     def _see_loss(self, *, every_s: float = 0.0) -> bool:
-        """Whether a rank has died and is born again: `proceed` then raises."""
+        """Whether a rank has died and is restarted in place: `proceed` then raises."""
         if not self._world.store_keys.is_one_lost(every_s=every_s):
             return False
         with self._change:

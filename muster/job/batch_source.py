@@ -236,7 +236,7 @@ def _parts(loader: Any) -> Iterator[Any]:
 def moved_on(source: Any) -> str:
     """Return the class of a stream or sampler in `source` that is not as it was when this process first began to read it; empty if all are.
 
-    In a later attempt of the same process, it would go on from where it stands, and in a rank that is born again from its beginning.
+    In a later attempt of the same process, it would go on from where it stands, and in a rank that is restarted in place from its beginning.
     """
     for part in _parts(source):
         is_own = isinstance(part, Sampler) and not type(part).__module__.startswith("torch.")

@@ -25,11 +25,11 @@ from muster.world.group import World
 from muster.world.layout import form_alone
 
 _entered: list[Bootstrap] = []
-"""The entrance of the job that is open in this process."""
+"""The bootstrap of the job that is open in this process."""
 
 
 class Parted(Exception):
-    """A rank has died and is born again: this process goes on in the next attempt."""
+    """A rank has died and is restarted in place: this process goes on in the next attempt."""
 
 
 class Bootstrap:
@@ -78,7 +78,7 @@ class Bootstrap:
         Raises:
             ConfigError: a job is open in this process.
             SystemExit: the attempt has ended already; its error is reported.
-            Parted: a rank has died meanwhile, and is born again.
+            Parted: a rank has died meanwhile, and is restarted in place.
         """
         if self.life.state != State.started:
             raise ConfigError(f"this Job({str(self.options.folder)!r}) has been used: create one for each `with` block")
@@ -117,7 +117,7 @@ class Bootstrap:
     def leave(self, error: BaseException | None) -> bool:
         """End the attempt: with other ranks an error ends this process. Raises SystemExit unless the run is done.
 
-        Returns True if `error` comes from the death of a rank that is born again: this process goes on.
+        Returns True if `error` comes from the death of a rank that is restarted in place: this process goes on.
         """
         if error is not None:
             self.kept.part(error, self.life.survives)
@@ -153,7 +153,7 @@ class Bootstrap:
         self.life.on_end(dist.destroy_process_group, failed=dist.destroy_process_group)
 
     def _install(self) -> None:
-        if self.kept.survival:  # its keeper has done so
+        if self.kept.survival:  # its supervisor has done so
             return
         output.endure()
         agent.die_with_it()

@@ -1,4 +1,4 @@
-"""The lives of a rank whose loop is a user's own: a keeper, and a child that calls the loop, again after each death."""
+"""In-process restart of a loop of a user's own: a supervisor, and a child that calls the loop, again after each death."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from muster.job.bootstrap import Bootstrap, Parted
 from muster.job.options import JobOptions
 from muster.job.trainee import NOTES, JobHandOver
 from muster.loggers.tensorboard import import_writer
-from muster.process import STOP_SIGNALS, collect_garbage, end, is_kept
+from muster.process import STOP_SIGNALS, collect_garbage, end, is_supervised
 from muster.recovery.journal import StepJournal
-from muster.recovery.supervisor import keep, why_no_fork
+from muster.recovery.supervisor import supervise, why_no_fork
 from muster.recovery.survival import Survival, why_no_survival
 from muster.world import external_group
 from muster.world.environment import Place, leave_store
 from muster.world.rendezvous.meeting import code_hash
-from muster.world.rendezvous.network import store_for_keeper
+from muster.world.rendezvous.network import store_for_supervisor
 
 J = TypeVar("J", bound=JobOptions)
 
 
 def run(job: J, enter: Callable[[J, Bootstrap], object]) -> None:
-    """Call `enter(job, bootstrap)` in a child that is born again if it dies by a signal. See `Job.run`.
+    """Call `enter(job, bootstrap)` in a child that is restarted in place if it dies by a signal. See `Job.run`.
 
-    enter: takes part in an attempt by that entrance; it may get a copy of `job`.
+    enter: takes part in an attempt by that bootstrap; it may get a copy of `job`.
 
     The script goes on in the child, and ends there, with all that it has left to its end. This process ends as the child does.
 
     Raises:
         SystemExit: the run is not done.
     """
-    notes = _notes_of(job)
-    if not isinstance(notes, StepJournal):
-        enter(job, Bootstrap(job, seeds_steps=True, why_no_survival=notes))
+    journal = _journal_of(job)
+    if not isinstance(journal, StepJournal):
+        enter(job, Bootstrap(job, seeds_steps=True, why_no_survival=journal))
         return
     output.endure()
     agent.die_with_it()
     preemption, before = Preemption(), {number: signal.getsignal(number) for number in STOP_SIGNALS}
     preemption.install()
-    code_hash()  # once for all lives
+    code_hash()  # once for all incarnations
     was_frozen = gc.get_freeze_count()
-    most, store = job.max_survivals_per_hour, store_for_keeper()
-    life = keep(notes, preemption=preemption, most_per_hour=most, store=store)
-    if isinstance(life, int):
-        end(life)
-    code = _live(job, enter, JobHandOver(Survival(life)), preemption)
+    most, store = job.max_survivals_per_hour, store_for_supervisor()
+    incarnation = supervise(journal, preemption=preemption, most_per_hour=most, store=store)
+    if isinstance(incarnation, int):
+        end(incarnation)
+    code = _live(job, enter, JobHandOver(Survival(incarnation)), preemption)
     leave_store()  # also for a script that goes on after a failure
     if not was_frozen:
         gc.unfreeze()
@@ -82,8 +82,8 @@ def _live(job: J, enter: Callable[[J, Bootstrap], object], kept: JobHandOver, pr
         collect_garbage()  # until the block has ended, the frames of the error held their functions, which may close over the model
 
 
-def _notes_of(options: JobOptions) -> StepJournal | str:
-    """Return memory for the notes of a rank that is born again if it dies; why not, if it is not."""
+def _journal_of(options: JobOptions) -> StepJournal | str:
+    """Return memory for the journal of a rank that is restarted in place if it dies; why not, if it is not."""
     try:
         if not options.survive or Place.from_env().world_size == 1:
             return ""
@@ -91,16 +91,16 @@ def _notes_of(options: JobOptions) -> StepJournal | str:
             return "the process group is not the job's own"
         if options.device_type != "cpu" and (options.device_type == "cuda" or Path("/dev/nvidiactl").exists()):
             return "it trains on GPUs"
-        if is_kept():
+        if is_supervised():
             return "the script has run another job before, whose threads are left"
         if why := why_no_survival():
             return why
-        # as torch's optimizers and DistributedDataParallel do: here, once for all lives
+        # as torch's optimizers and DistributedDataParallel do: here, once for all incarnations
         importlib.import_module("torch._dynamo")
         if options.tensorboard and os.environ["RANK"] == "0":
             import_writer()
         return why_no_fork() or StepJournal(last=NOTES)
     except OSError:
-        return "the system gives no memory for its notes"
+        return "the system gives no memory for its journal"
     except ConfigError:  # which the attempt reports
         return ""

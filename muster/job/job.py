@@ -103,18 +103,18 @@ class Job(JobOptions):
             return stop
 
     def run(self, function: Callable[[Job], object]) -> None:
-        """Call `function(job)` in the `with` block of this job: a rank that a signal kills is born again in place.
+        """Call `function(job)` in the `with` block of this job: a rank that a signal kills is restarted in place.
 
             muster.Job("runs/mine", save_every=100).run(main)
 
         Under torchrun on CPUs the script goes on in a child of this process, with the function and with what follows `run`, and
-        this process waits for its end. When a rank dies, all others leave the function by an exception, meet the newborn,
+        this process waits for its end. When a rank dies, all others leave the function by an exception, meet the replacement,
         and the function is called again on all ranks, in the same process: `track` then
         restores the state of a rank that is alive, and `batches` goes on with the next step. So what the function does
         before the loop is done again, and nothing outside of the tracked objects may remember the steps. What is loaded
         before `run` is there at once. In each step the random number generators are seeded by `seed`, step and rank.
 
-        Where ranks cannot be born again, the records say why, and the death of one restarts all.
+        Where ranks cannot be restarted in place, the records say why, and the death of one restarts all.
         """
 
         def enter(job: Job, bootstrap: Bootstrap) -> None:

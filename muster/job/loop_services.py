@@ -89,7 +89,7 @@ class LoopServices:
 
     Args:
         options: the job's settings.
-        entrance: the group, and the claimed folder.
+        bootstrap: the group, and the claimed folder.
         tracked: what the loop trains.
 
     Raises:
@@ -172,7 +172,7 @@ class LoopServices:
     def open(self, batch_source: BatchSource | None) -> None:
         """Open records and checkpoints. Collective: every rank must call it.
 
-        feed: the batches of the loop; None if it has batches of its own.
+        batch_source: the batches of the loop; None if it has batches of its own.
 
         Raises:
             ConfigError, DataError: the batches differ between ranks, or from those of the checkpoint.
@@ -222,7 +222,7 @@ class LoopServices:
     def _see_optimizers(self) -> None:
         """Note an optimizer that steps parameters of tracked modules, or its schedule, that is not tracked: a resume begins it anew.
 
-        So does a rank that is born again: an optimizer's state is nobody's else then, so no death is survived.
+        So does a rank that is restarted in place: an optimizer's state is nobody's else then, so no death is survived.
         """
         seen, trained = set[int](), {id(each) for each in self.tracked.parameters()}
 
@@ -332,7 +332,7 @@ class LoopServices:
     def refuse_no_step(self) -> NoReturn:
         """Raise ConfigError, as no step() came for a batch; RankLost if a rank has died: then the loop has caught torch's error.
 
-        A death is told by a birth, or where none follows by another rank, by its heartbeat, or by the launcher's signal.
+        A death is told by a replacement, or where none follows by another rank, by its heartbeat, or by the launcher's signal.
         """
         lost = RankLost("a rank has died, and the loop has caught the error of torch.distributed that tells of it")
         if self.world.size > 1 and (self.bootstrap.life.survives(lost) or self._is_one_gone()):
@@ -498,7 +498,7 @@ class LoopServices:
         if rank is not None:
             kind = kinds[rank]
             raise RankLost(
-                f"{kind} was built before run() and has moved on on rank {rank}, which a rank that is born again has not: all ranks "
+                f"{kind} was built before run() and has moved on on rank {rank}, which a rank that is restarted in place has not: all ranks "
                 f"restart; build it in the function that run() calls",
                 rank=rank,
             )

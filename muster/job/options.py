@@ -41,8 +41,8 @@ class JobOptions:
             run to `previous-N/`; a path or URL: the checkpoint to start from while the run has none of its own.
         timeout_s: seconds without progress after which a rank is reported as hung and ended.
         start_timeout_s: seconds within which all ranks must join.
-        survive: whether a rank that a signal kills is born again in place, in a loop that `Job.run` calls.
-        max_survivals_per_hour: the most times that a rank is born again within an hour; once more restarts all ranks.
+        survive: whether a rank that a signal kills is restarted in place, in a loop that `Job.run` calls.
+        max_survivals_per_hour: the most times that a rank is restarted in place within an hour; once more restarts all ranks.
         max_idle_attempts: consecutive failed attempts without progress to tolerate; one more ends with exit code 7.
         tensorboard: write `tensorboard/`.
         metrics_port: port at which rank 0 serves Prometheus; None: it does not.

@@ -2,7 +2,7 @@
 
 Between two steps the state of a rank is whole: the optimizer's step is counted, and the loop's body has ended. A survivor
 keeps its state if it has changed no parameter since then, as in a backward pass, which waits for the sum of the gradients. A
-rank's notes have its own sums of the log, between two steps, and its own buffers, also after each forward pass: so before
+rank's journal has its own sums of the log, between two steps, and its own buffers, also after each forward pass: so before
 its part of the step's sum leaves it.
 """
 
@@ -39,7 +39,7 @@ from muster.world.dtensor import in_pieces
 from muster.world.group import World
 
 NOTES = 4
-"""The last notes that are needed: at the end of a step, in the middle of it, at its beginning, and one that is being written."""
+"""The last entries of the journal that are needed: at the end of a step, in the middle of it, at its beginning, and one that is being written."""
 FIRST = 2
 """The steps after which parameters are compared in any case: a loop that averages them does not do so after each step."""
 SAMPLED = 3
@@ -55,7 +55,7 @@ class Reached:
 
 
 class Loop(Protocol):
-    """A loop of a user's own, as its session knows it (session.py)."""
+    """A loop of a user's own, as its services know it (loop_services.py)."""
 
     world: World
     tracked: Tracked
@@ -84,9 +84,9 @@ class JobHandOver(HandOver):
         self.built: dict[str, Any] | None = None
         """The options with which the loop has built what it tracks, when this process called it first."""
         self.told: set[str] = set()
-        """What the records tell once for all lives."""
+        """What the records tell once for all incarnations."""
         self.habits: dict[str, bool] = {}
-        """What earlier attempts have learnt of the loop: see between.py."""
+        """What earlier attempts have learnt of the loop: see accumulation.py."""
 
 
 class JobTrainee(Trainee):
@@ -198,7 +198,7 @@ class JobTrainee(Trainee):
 
     def _note(self) -> None:
         services, step = self._services, self._services.reached.step
-        self._whole, self.notes.whole = 2 * step, step
+        self._whole, self.journal.whole = 2 * step, step
         self.changes.look()
         self._plain, self._point = self._tracked.plain(), _point(self._tracked.parameters())
         self._with_gradients = self._tracked.accumulation.with_gradients()
@@ -247,7 +247,7 @@ class JobTrainee(Trainee):
     def facts(self) -> dict[str, Any]:
         """Return the progress, and some of the parameters after this step and the one before."""
         services, step = self._services, self._services.reached.step
-        noted = [self.notes.read(number) for number in (2 * step, 2 * step - 2)]
+        noted = [self.journal.read(number) for number in (2 * step, 2 * step - 2)]
         return {
             "reached": [step, services.reached.samples],
             "is_logged": services.is_time_to_log(),
@@ -263,7 +263,7 @@ class JobTrainee(Trainee):
     # In the next attempt.
 
     def take_over(self, state: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Load the state of the furthest rank, and this rank's own from its notes. Collective: every rank must call it.
+        """Load the state of the furthest rank, and this rank's own from its journal. Collective: every rank must call it.
 
         Raises:
             RankLost: a rank has not noted what only it knew, or has parameters of its own.
@@ -288,10 +288,10 @@ class JobTrainee(Trainee):
 
     def _own(self, step: int, *, is_logged: bool) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Return this rank's own sums and buffers after `step`; None if it has not noted them."""
-        if whole := self.notes.read(2 * step):
+        if whole := self.journal.read(2 * step):
             return whole
-        before, late = self.notes.read(2 * step - 2), self.notes.read(2 * step - 1)
-        if before is None or (late is None and self.notes.is_torn(2 * step - 1)):
+        before, late = self.journal.read(2 * step - 2), self.journal.read(2 * step - 1)
+        if before is None or (late is None and self.journal.is_torn(2 * step - 1)):
             return None
         self._is_lost = not is_logged
         own = before[0] if self._is_lost else {"totals": {}, "noted": {}}
@@ -299,8 +299,8 @@ class JobTrainee(Trainee):
 
     def _check(self, step: int, own: Any, points: list[Any]) -> None:
         """Raise RankLost on all ranks if the state of one cannot be put together."""
-        whole, before = self.notes.read(2 * step), self.notes.read(2 * step - 2)
-        late = self.notes.read(2 * step - 1) or before
+        whole, before = self.journal.read(2 * step), self.journal.read(2 * step - 2)
+        late = self.journal.read(2 * step - 1) or before
         own_points = [noted[0]["point"] if noted else None for noted in (whole, before)]
         both = [pair for pair in zip(own_points, points, strict=True) if None not in pair]
         is_apart = any(one != other for one, other in both)
@@ -308,7 +308,7 @@ class JobTrainee(Trainee):
         told = self.world.gather([own is None, is_apart, is_changed_late, whole is None])
         missing, apart, changed, unfinished = ([rank for rank, each in enumerate(told) if each[n]] for n in range(4))
         if missing:
-            raise RankLost(f"rank {missing[0]} left no notes of step {step}: all ranks restart", rank=missing[0])
+            raise RankLost(f"rank {missing[0]} left no journal of step {step}: all ranks restart", rank=missing[0])
         if apart:
             raise RankLost(
                 f"rank {apart[0]} had parameters of its own, which nobody else has: all ranks restart", rank=apart[0]
@@ -364,5 +364,5 @@ def _differ(one: Tensor, other: Tensor | None) -> bool:
 
 
 def seed_step(seed: int, world: World, step: int) -> None:
-    """Seed the generators for this rank's part of a step: so a rank that is born again draws alike."""
+    """Seed the generators for this rank's part of a step: so a rank that is restarted in place draws alike."""
     seed_generators(key_of(seed, world.rank, step, "step"), on_device=True)

@@ -113,7 +113,7 @@ OF_A_STEP = {
 """How the values of a `train` record are shown, in order."""
 
 
-SURVIVED = "survived: rank {rank} died on {host} ({cause}) and is born again after {seconds:.2f} s, at step {step}; no step is lost"
+SURVIVED = "survived: rank {rank} died on {host} ({cause}) and is restarted in place after {seconds:.2f} s, at step {step}; no step is lost"
 
 
 def describe(record: dict[str, Any], total_steps: int) -> str:

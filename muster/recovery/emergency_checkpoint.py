@@ -37,7 +37,7 @@ POLL_S = 0.05
 POLLS_PER_S = 2000.0  # of all ranks together: the folder may be on a file server
 
 
-def rescue(world: World, folder: RunFolder, *, step: int, save: Callable[[], None] | None) -> None:
+def save_emergency(world: World, folder: RunFolder, *, step: int, save: Callable[[], None] | None) -> None:
     """Save the state at `step` on one of the ranks that are left, or wait for that. Every rank that is left must call it.
 
     Args:
@@ -46,7 +46,7 @@ def rescue(world: World, folder: RunFolder, *, step: int, save: Callable[[], Non
         step: the last step that this rank has done.
         save: writes and commits a checkpoint; None: this rank cannot.
     """
-    marker = folder.path / f"{DRAFT}rescue-{world.attempt}"  # a later claim deletes one that is left
+    marker = folder.path / f"{DRAFT}emergency-{world.attempt}"  # a later claim deletes one that is left
     pause_s, began = max(POLL_S, world.size / POLLS_PER_S), time.monotonic()
     while time.monotonic() - began < SAVED_S and not _is_saved(folder.path, step):
         try:

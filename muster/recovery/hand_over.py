@@ -1,7 +1,7 @@
-"""What one rank keeps from one attempt to the next when a rank dies and is born again: see survival.py.
+"""What one rank keeps from one attempt to the next when a rank dies and is restarted in place: see survival.py.
 
 A survivor keeps its replica of the state and its last records. In the next attempt the furthest rank hands its state on, in
-place of a checkpoint. If a rank is lost for good, one that is left saves its replica: see rescue.py.
+place of a checkpoint. If a rank is lost for good, one that is left saves its replica: see emergency_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from muster.checkpoint.trained import SavedTensor
 from muster.errors import RankLost
-from muster.faults.heartbeat import RESCUE
+from muster.faults.heartbeat import EMERGENCY
 from muster.lease.run_folder import RunFolder
 from muster.loggers.jsonl import NAME, tail
 from muster.loggers.metrics import Metrics, is_same
 from muster.process import without_sigchld
-from muster.recovery.emergency_checkpoint import last_lines, rescue
+from muster.recovery.emergency_checkpoint import last_lines, save_emergency
 from muster.recovery.survival import Survival, is_of_peer
 from muster.recovery.trainee import Steps, Trainee
 from muster.timing.clock import Times
@@ -138,10 +138,12 @@ class HandOver:
         if (trainee := self._trainee) is None:
             return
         running = trainee.running
-        running.enter(RESCUE)
+        running.enter(EMERGENCY)
         is_whole = trainee.is_followed and not _changed(trainee) and trainee.is_whole(is_save_lost=False)
         can = is_whole and trainee.has_common_buffers() and self._folder.may_commit()
-        rescue(running.world, self._folder, step=running.step, save=partial(_save_alone, trainee) if can else None)
+        save_emergency(
+            running.world, self._folder, step=running.step, save=partial(_save_alone, trainee) if can else None
+        )
 
     # In the next attempt.
 
@@ -183,10 +185,10 @@ class HandOver:
         return self.source
 
     def hand_on(self, trainee: Trainee) -> None:
-        """Load the state of the furthest rank into `trainee`, and this rank's own from its notes. Collective.
+        """Load the state of the furthest rank into `trainee`, and this rank's own from its journal. Collective.
 
         Raises:
-            RankLost: a rank has no notes of the last step. DataError: a rank has other data.
+            RankLost: a rank has no journal of the last step. DataError: a rank has other data.
         """
         assert self.source is not None
         self._handed = trainee.world.broadcast(self.facts, source=self.source)
@@ -230,12 +232,12 @@ class HandOver:
         """Return which ranks have died since `have_told`, and how often ranks of the same host have. Collective."""
         if self.survival is None or not world.again:
             return []
-        life, died = self.survival.life, None
-        if life.died_of and not self.survival.told:
-            died = [life.died_of, time.monotonic() - life.died_at]
-        lives = world.gather([socket.gethostname(), life.number, died])
+        own, died = self.survival.incarnation, None
+        if own.died_of and not self.survival.told:
+            died = [own.died_of, time.monotonic() - own.died_at]
+        members = world.gather([socket.gethostname(), own.number, died])
         on_host = Counter[str]()
-        for host, number, _ in lives:
+        for host, number, _ in members:
             on_host[host] += number
         return [
             {
@@ -245,7 +247,7 @@ class HandOver:
                 "seconds": round(died[1], 3),
                 "deaths_on_host": on_host[host],
             }
-            for rank, (host, _, died) in enumerate(lives)
+            for rank, (host, _, died) in enumerate(members)
             if died
         ]
 

@@ -1,7 +1,7 @@
-"""Memory of a rank that outlives it: its keeper maps it, and the process that is born in the rank's place reads it.
+"""Memory of a rank that outlives it: its supervisor maps it, and the process that replaces the rank reads it.
 
 A rank notes what only it knows, before its part of a step's sum leaves it: so whatever step the survivors have complete,
-the notes of the dead rank have its own part of that step. Of the last steps the oldest one is overwritten.
+the journal of the dead rank has its own part of that step. Of the last steps the oldest one is overwritten.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OVER, LAUNCH, WHOLE = 0, 8, 64  # offsets in the first page
 
 
 class StepJournal:
-    """One rank's notes. Pages that are never touched cost no memory.
+    """One rank's journal. Pages that are never touched cost no memory.
 
     Args:
         last: the number of last steps that are kept.
@@ -50,7 +50,7 @@ class StepJournal:
 
     @property
     def is_over(self) -> bool:
-        """True once the ranks are about to end together: the process is not born again."""
+        """True once the ranks are about to end together: the process is not restarted in place."""
         return self._memory[OVER] == 1
 
     def end(self) -> None:
@@ -59,7 +59,7 @@ class StepJournal:
 
     @property
     def whole(self) -> int:
-        """The steps that are done, as far as this rank has them: by it the keeper knows whether a rank dies at one step again."""
+        """The steps that are done, as far as this rank has them: by it the supervisor knows whether a rank dies at one step again."""
         return self._words[WHOLE // 8]
 
     @whole.setter

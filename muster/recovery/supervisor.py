@@ -1,12 +1,12 @@
-"""The keeper of a rank: torchrun's worker, whose child is the rank. A rank that dies by a signal is born again in place.
+"""The supervisor of a rank: torchrun's worker, whose child is the rank. A rank that dies by a signal is restarted in place.
 
-A keeper has the imports behind it and holds nothing else, so a new rank is there in some 40 ms, and torchrun sees no
+A supervisor has the imports behind it and holds nothing else, so a new rank is there in some 40 ms, and torchrun sees no
 failure. It does nothing but wait for the rank's end, so it hears of it at once: what the rank imports later, each new one
 imports again. It forks, so it has no threads: it may run no parallel operation of torch, and touch no GPU.
-The rank dies with its keeper, the keeper with torchrun's agent. Signals are passed on, and so is the exit code.
+The rank dies with its supervisor, the supervisor with torchrun's agent. Signals are passed on, and so is the exit code.
 
-A rank is not born again if it ends by itself, if it had not met the others, if it dies twice at one step, or if it has
-died `most_per_hour` times within an hour: then its keeper ends as it did, and torchrun restarts all ranks.
+A rank is not restarted in place if it ends by itself, if it had not met the others, if it dies twice at one step, or if it has
+died `most_per_hour` times within an hour: then its supervisor ends as it did, and torchrun restarts all ranks.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ DEADLY = {
     signal.SIGILL,
     signal.SIGFPE,
 }
-"""Signals after which a rank is born again."""
+"""Signals after which a rank is restarted in place."""
 HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
 class Incarnation:
-    """One life of a rank: its number, from 0, the rank's notes, and how and when (monotonic clock) the last one ended."""
+    """One process of a rank: its number, from 0, the rank's journal, and how and when (monotonic clock) the last one ended."""
 
     number: int
-    notes: StepJournal
+    journal: StepJournal
     died_of: str = ""
     died_at: float = 0.0
 
@@ -56,8 +56,8 @@ class Incarnation:
         return self.number == 0
 
 
-def keep(
-    notes: StepJournal,
+def supervise(
+    journal: StepJournal,
     *,
     preemption: Preemption,
     most_per_hour: int,
@@ -65,19 +65,19 @@ def keep(
 ) -> Incarnation | int:
     """Go on as a rank in a child, and again in a new child if that dies by a signal.
 
-    Returns the life in a child, and the exit code of the last child in this process. If that has died by a signal, this
+    Returns the incarnation in a child, and the exit code of the last child in this process. If that has died by a signal, this
     process dies by the same one.
 
     Args:
-        notes: the rank's notes.
+        journal: the rank's journal.
         preemption: whether this process has received a stop request; a child begins with the same answer.
-        most_per_hour: the most times that the rank is born again within an hour.
+        most_per_hour: the most times that the rank is restarted in place within an hour.
         store: hosts the rendezvous store, in a child of its own, if it has to outlive the rank.
     """
-    births, died_of, died_at, died_in = deque[float](maxlen=max(1, most_per_hour)), "", 0.0, -2
-    launcher, keeper, number, ended = os.getppid(), os.getpid(), 0, 0
+    restarts, died_of, died_at, died_in = deque[float](maxlen=max(1, most_per_hour)), "", 0.0, -2
+    launcher, supervisor, number, ended = os.getppid(), os.getpid(), 0, 0
     if store:
-        _start(store, keeper)
+        _start(store, supervisor)
         port.give_away()
     process.freeze()
     while True:
@@ -88,13 +88,15 @@ def keep(
                 child = os.fork()
             except OSError as error:
                 if number:
-                    say(f"muster: rank {os.environ.get('RANK')} cannot be born again: {error}: all ranks restart")
+                    say(
+                        f"muster: rank {os.environ.get('RANK')} cannot be restarted in place: {error}: all ranks restart"
+                    )
                     _die(-ended)
                 raise
             if not child:
-                _become(keeper, launcher, preemption, is_first=not number)
-                return Incarnation(number, notes, died_of, died_at)
-            process.become_keeper()
+                _become(supervisor, launcher, preemption, is_first=not number)
+                return Incarnation(number, journal, died_of, died_at)
+            process.become_supervisor()
             _pass_on(child, preemption)
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if ended >= 0:
@@ -102,29 +104,29 @@ def keep(
             return ended
         with contextlib.suppress(OSError):
             os.killpg(child, signal.SIGKILL)  # what the rank has started and is not gone, as loader workers
-        died_of, died_at, step = signal.Signals(-ended).name, time.monotonic(), notes.whole
-        is_again = died_in == step and not notes.is_over  # a lower one: all ranks went back to a checkpoint
+        died_of, died_at, step = signal.Signals(-ended).name, time.monotonic(), journal.whole
+        is_again = died_in == step and not journal.is_over  # a lower one: all ranks went back to a checkpoint
         if is_again:
             say(f"muster: rank {os.environ.get('RANK')} has died twice at one step, {step + 1}: all ranks restart")
-        if -ended not in DEADLY or is_again or notes.is_over or not notes.launch or why_no_fork():
+        if -ended not in DEADLY or is_again or journal.is_over or not journal.launch or why_no_fork():
             _die(-ended)
-        if not most_per_hour or (len(births) == most_per_hour and died_at - births[0] < HOUR_S):
+        if not most_per_hour or (len(restarts) == most_per_hour and died_at - restarts[0] < HOUR_S):
             say(
-                f"muster: rank {os.environ.get('RANK')} has died {len(births) + 1} times within an hour "
+                f"muster: rank {os.environ.get('RANK')} has died {len(restarts) + 1} times within an hour "
                 f"(dist.max_survivals_per_hour={most_per_hour}): all ranks restart; see what kills it on this host"
             )
             _die(-ended)
-        births.append(died_at)
+        restarts.append(died_at)
         died_in, number = step, number + 1
 
 
-def _start(store: Callable[[], None], keeper: int) -> None:
+def _start(store: Callable[[], None], supervisor: int) -> None:
     with _held_back():
         if os.fork():
             return
         os.setpgid(0, 0)
         process.ignore(*process.STOP_SIGNALS)
-        process.die_with_parent(parent=keeper)
+        process.die_with_parent(parent=supervisor)
     with contextlib.suppress(BaseException):
         store()
     os._exit(1)
@@ -140,12 +142,12 @@ def _held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _become(keeper: int, launcher: int, preemption: Preemption, *, is_first: bool) -> None:
-    """Make this process, just forked, a rank: in a group of its own, so that it gets each signal once, from its keeper."""
+def _become(supervisor: int, launcher: int, preemption: Preemption, *, is_first: bool) -> None:
+    """Make this process, just forked, a rank: in a group of its own, so that it gets each signal once, from its supervisor."""
     os.setpgid(0, 0)
     process.call_it(f"muster-rank{os.environ.get('RANK', '')}")
-    process.become_kept(launcher, is_first=is_first)
-    process.die_with_parent(parent=keeper)
+    process.become_supervised(launcher, is_first=is_first)
+    process.die_with_parent(parent=supervisor)
     preemption.install()
 
 

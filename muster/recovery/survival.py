@@ -1,16 +1,16 @@
-"""How a rank survives the death of another one, which is born again (faults/keeper.py).
+"""How a rank survives the death of another one, which is restarted in place (recovery/supervisor.py).
 
     A. Parameters, optimizer state, buffers and averages change only after a complete sum over the ranks.
     B. So survivors differ by at most one step. The state of the furthest rank is handed on; nothing is voted on per step.
     C. At a step, what a rank draws is a function of the seed, the step and the rank, and what only it knows of a step is
-       in its notes (faults/notes.py) before its part of the step's sum leaves it: a newborn needs nobody's generators.
-    D. No rank of an attempt writes a file after the next attempt has begun: a process is born when the one before it is
+       in its journal (recovery/journal.py) before its part of the step's sum leaves it: a replacement needs nobody's generators.
+    D. No rank of an attempt writes a file after the next attempt has begun: a process is started when the one before it is
        gone, and rank 0 commits under a claim that the next attempt takes.
     E. What a log line, an evaluation or a save of a step needs is part of the state that is handed on, and so are the last
        records: each step is in metrics.jsonl once, also if rank 0 dies between a step and its line.
 
 The death of a rank ends the attempt of all. Survivors learn of it from the collective in which they stand, or from the
-count of births in the store, and meet the newborn in the next attempt, in their processes.
+count of incarnations in the store, and meet the replacement in the next attempt, in their processes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from muster.world.store_keys import StoreKeys
 if TYPE_CHECKING:
     from muster.world.group import World
 
-BORN_S = 2.5
-"""The longest wait for a birth after an error that may come from a death. Without one, all ranks restart."""
+REPLACEMENT_S = 2.5
+"""The longest wait for a replacement after an error that may come from a death. Without one, all ranks restart."""
 WHY_NOT = "a rank that dies ends all ranks ({key} does not apply: {why})"
 """The note of a run that does not survive the death of a rank, although the setting `key` asks for it."""
 POLL_S = 0.005
@@ -52,13 +52,13 @@ class Survival:
     """The survival of one rank, in one process of it.
 
     Args:
-        life: the process's place among the lives of its rank.
+        incarnation: which process of its rank this is.
     """
 
-    def __init__(self, life: Incarnation):
-        self.life, self.notes = life, life.notes
+    def __init__(self, incarnation: Incarnation):
+        self.incarnation, self.journal = incarnation, incarnation.journal
         self.told = False
-        """True once the death before this life is recorded."""
+        """True once the death before this incarnation is recorded."""
         self._is_off = False
         self._is_lost_for_good = False
         self._store_keys: StoreKeys | None = None
@@ -66,44 +66,44 @@ class Survival:
 
     @property
     def membership(self) -> Membership:
-        """How this process was born, for the meeting with the other ranks."""
-        return Membership(self.life.number, self.notes.launch, self._connections)
+        """Which process of its rank this is, for the meeting with the other ranks."""
+        return Membership(self.incarnation.number, self.journal.launch, self._connections)
 
     @property
     def is_again(self) -> bool:
-        """True if the rank has met the others before, in this process or in an earlier life."""
-        return bool(self.notes.launch)
+        """True if the rank has met the others before, in this process or in an earlier one of its rank."""
+        return bool(self.journal.launch)
 
     def announce(self, place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> None:
-        """Tell the other ranks that this one has died and is born again, for which they wait.
+        """Tell the other ranks that this one has died and is restarted in place, for which they wait.
 
         Raises:
             MusterError: the rendezvous store does not answer, or `stopping` became true.
         """
-        if self.life.number and self._connections is None:
+        if self.incarnation.number and self._connections is None:
             self._connections = Connections(connect(place, timeout_s=timeout_s, stopping=stopping))
-            Incarnations(self._connections.first, self.notes.launch).announce()
+            Incarnations(self._connections.first, self.journal.launch).announce()
 
     def meet(self, store_keys: StoreKeys) -> None:
         """Take notice that the ranks have met in the attempt of `store_keys`, and form their group."""
         self._store_keys, self._is_lost_for_good = store_keys, False
 
     def met(self, world: World) -> None:
-        """Take notice that the ranks have met: from now on this rank is born again if it dies."""
+        """Take notice that the ranks have met: from now on this rank is restarted in place if it dies."""
         if incarnations := world.store_keys.incarnations:
-            self.notes.launch, self._connections = incarnations.launch, world.store_keys.connections
+            self.journal.launch, self._connections = incarnations.launch, world.store_keys.connections
 
     def end(self) -> None:
-        """Take notice that the ranks are about to end together: from now on this rank is not born again."""
-        self.notes.end()
+        """Take notice that the ranks are about to end together: from now on this rank is not restarted in place."""
+        self.journal.end()
 
     def refuse(self) -> None:
         """Do not survive: the death of a rank restarts all. Every rank must call it."""
         self._is_off = True
-        self.notes.end()
+        self.journal.end()
 
     def covers(self, error: BaseException, world: World | None) -> bool:
-        """Return whether `error` comes from the death of a rank that is born again. Waits for the birth, up to `BORN_S`.
+        """Return whether `error` comes from the death of a rank that is restarted in place. Waits for the replacement, up to `REPLACEMENT_S`.
 
         Also after a stop request: only together can the ranks save the step at which they stop.
         """
@@ -111,11 +111,11 @@ class Survival:
         if self._is_off or store_keys is None or not store_keys.incarnations or not is_of_peer(error):
             return False
         if not self._is_lost_for_good:  # each of the ways out of a loop asks
-            self._is_lost_for_good = not _is_one_lost_within(BORN_S, store_keys, or_failed=True)
+            self._is_lost_for_good = not _is_one_lost_within(REPLACEMENT_S, store_keys, or_failed=True)
         return not self._is_lost_for_good
 
     def replaces(self, error: RankLost, world: World) -> bool:
-        """Return whether a rank that hangs is born again; if it is this one, end this process by SIGKILL for it."""
+        """Return whether a rank that hangs is restarted in place; if it is this one, end this process by SIGKILL for it."""
         if self._is_off or not world.store_keys.incarnations or error.rank is None:
             return False
         if error.rank == world.rank:
@@ -125,7 +125,7 @@ class Survival:
 
 
 def _is_one_lost_within(seconds: float, store_keys: StoreKeys, *, or_failed: bool = False) -> bool:
-    """Return whether a rank has died and is born again within `seconds`; the store may be silent, or gone.
+    """Return whether a rank has died and is restarted in place within `seconds`; the store may be silent, or gone.
 
     or_failed: do not wait if a rank has posted why it leaves.
     """
@@ -141,7 +141,7 @@ def _is_one_lost_within(seconds: float, store_keys: StoreKeys, *, or_failed: boo
                     return
                 time.sleep(POLL_S)
 
-    looking = threading.Thread(target=look, name="births", daemon=True)
+    looking = threading.Thread(target=look, name="incarnations", daemon=True)
     looking.start()
     looking.join(seconds + SILENT_S)
     return bool(found)
@@ -157,7 +157,7 @@ def is_of_peer(error: BaseException) -> bool:
 
 
 def why_no_survival() -> str:
-    """Return why a rank of this process's launch cannot be born again; empty if it can."""
+    """Return why a rank of this process's launch cannot be restarted in place; empty if it can."""
     if sys.platform != "linux":
         return "it needs Linux"
     return why_no_child() if "TORCHELASTIC_RUN_ID" in os.environ else "ranks are not started by torchrun"

@@ -1,8 +1,8 @@
 """What one rank trains in one attempt, as checkpoints and survival see it: the one seam between a loop and its attempt.
 
-There are two: a strategy with its callbacks (train/trainee.py), and what a Job tracks (live_job.py). Each has a state by
+There are two: a strategy with its callbacks (train/trainee.py), and what a Job tracks (job/trainee.py). Each has a state by
 name, for checkpoints; a replica, which is what all ranks share between two steps; and what only this rank has, which is in
-its notes (faults/notes.py).
+its journal (recovery/journal.py).
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Trainee(Trained):
         """The attempt, once it makes steps."""
 
     @property
-    def notes(self) -> StepJournal:
+    def journal(self) -> StepJournal:
         """What outlives this process."""
         assert self._survival
-        return self._survival.notes
+        return self._survival.journal
 
     def follow(self) -> None:
         """Note from now on what only this rank has. Collective: every rank must call it."""
@@ -86,7 +86,7 @@ class Trainee(Trained):
     def note(self, number: int, facts: dict[str, Any], buffers: Mapping[str, Tensor]) -> None:
         """Note facts and buffers that only this rank has, under the number of a step, or a part of it."""
         try:
-            self.notes.write(number, facts, buffers)
+            self.journal.write(number, facts, buffers)
             self.noted = [*map(place, buffers.values())]
         except (ValueError, RuntimeError) as error:
             self.refuse(f"a rank's own buffers cannot be noted: {one_line(error)}")
@@ -130,13 +130,13 @@ class Trainee(Trained):
 
     @abstractmethod
     def take_over(self, state: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Load the replica and the facts of another rank, and from the notes what only this rank has. Collective.
+        """Load the replica and the facts of another rank, and from the journal what only this rank has. Collective.
 
         Raises:
-            RankLost: a rank has no notes of the last step.
+            RankLost: a rank has no journal of the last step.
         """
 
-    # The emergency checkpoint, when a rank is lost for good: see rescue.py.
+    # The emergency checkpoint, when a rank is lost for good: see emergency_checkpoint.py.
 
     @abstractmethod
     def has_common_buffers(self) -> bool:

@@ -102,7 +102,7 @@ def marks(history: History) -> list[dict[str, Any]]:
         elif line["event"] == "straggler":
             what = f"rank {line['rank']} late"
         elif line["event"] == "survived":
-            what = f"rank {line['rank']} died on {line['host']} and is born again"
+            what = f"rank {line['rank']} died on {line['host']} and is restarted in place"
         size = line.get("world_size", size)
         if what and step is not None:
             if found and found[-1]["step"] == step:

@@ -194,12 +194,12 @@ class History:
         return spent
 
     def _is_survival(self, stretch: Stretch) -> bool:
-        """True if `stretch` is no attempt of its own: a rank was born again, and the run goes on with the state that is alive."""
+        """True if `stretch` is no attempt of its own: a rank was restarted in place, and the run goes on with the state that is alive."""
         has_begun = any(line.get("attempt") == stretch.facts.get("attempt") for line in self._all_begins)
-        return stretch.trained in self._rebirths and not has_begun
+        return stretch.trained in self._restarts_in_place and not has_begun
 
     @cached_property
-    def _rebirths(self) -> set[float]:
+    def _restarts_in_place(self) -> set[float]:
         """When the times began that were last begun before a death was noted: in rank 0's place, or anew, as by a Job."""
         began = [stretch.trained for stretch in self.stretches]
         times = [line["time"] for line in self.deaths if "time" in line]
@@ -207,7 +207,7 @@ class History:
 
     @cached_property
     def _survived_s(self) -> float:
-        """Seconds for which deaths stopped training; ranks that died at once were born again at the same time."""
+        """Seconds for which deaths stopped training; ranks that died at once were restarted in place at the same time."""
         longest: dict[int, float] = {}
         for line in self.deaths:
             step = line["step"]
@@ -221,7 +221,7 @@ class History:
 
     @property
     def deaths(self) -> list[Line]:
-        """The deaths of ranks that were born again."""
+        """The deaths of ranks that were restarted in place."""
         return self.of_event("survived")
 
     @property

@@ -61,7 +61,7 @@ class World:
     is_borrowed: bool = False
     """True if the default group existed before, and outlives this attempt."""
     again: bool = False
-    """True if some of the ranks have met before, in this launch: one of them has died since, and is born again."""
+    """True if some of the ranks have met before, in this launch: one of them has died since, and is restarted in place."""
 
     @property
     def rank(self) -> int:
@@ -274,7 +274,7 @@ def start(
         options: how to form the group.
         place: this process's position.
         stopping: returns whether this process has received a stop request.
-        birth: how this process was born, if a rank that dies may be born again.
+        membership: which process of its rank this is, if a rank that dies may be restarted in place.
         on_meeting: called when all ranks have met, before the group is formed.
     """
     timeout_s = options.start_timeout_s

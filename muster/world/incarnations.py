@@ -1,6 +1,6 @@
-"""How many processes have been born in the place of ranks that died, counted in the rendezvous store of a launch.
+"""How many processes have replaced ranks that died, counted in the rendezvous store of a launch.
 
-A group of ranks knows how many births its members are: if more are counted, one of them has died and is back.
+A group of ranks knows how many replacements its members are: if more are counted, one of them has died and is back.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from torch.distributed import PrefixStore, Store
 
 
 class Incarnations:
-    """The births in one launch.
+    """The replacements in one launch.
 
     Args:
         store: a client of the rendezvous store.
         launch: the first attempt of the launch.
-        known: the number of births that the ranks of this group are.
+        known: the number of replacements among the ranks of this group.
     """
 
     def __init__(self, store: Store, launch: str, *, known: int = 0):
@@ -22,9 +22,9 @@ class Incarnations:
         self._store = PrefixStore(launch, store)
 
     def announce(self) -> None:
-        """Count the birth of this process."""
-        self._store.add("births", 1)
+        """Count this process as a replacement."""
+        self._store.add("incarnations", 1)
 
     def is_one_lost(self) -> bool:
-        """Whether a rank of this group has died and is born again. Answered at once."""
-        return int(self._store.add("births", 0)) > self.known
+        """Whether a rank of this group has died and is restarted in place. Answered at once."""
+        return int(self._store.add("incarnations", 0)) > self.known

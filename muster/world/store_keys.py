@@ -34,7 +34,7 @@ class StoreKeys:
     """The keys of one attempt. `operations` counts this rank's store operations by name.
 
     connections: further connections to the store; None: they are opened.
-    births: the births in the launch, if a rank that dies may be born again. The waits for a save then raise
+    incarnations: the replacements in the launch, if a rank that dies may be restarted in place. The waits for a save then raise
         DistBackendError once a rank of this attempt has died.
     node: the memory of this node's ranks, one of which at a time posts and asks for all.
     """
@@ -68,7 +68,7 @@ class StoreKeys:
         self._single: list[int] = []
 
     def is_one_lost(self, *, every_s: float = 0.0) -> bool:
-        """Whether a rank of this attempt has died, and is born again for the next. Answered at once.
+        """Whether a rank of this attempt has died, and is restarted in place for the next. Answered at once.
 
         every_s: the node's ranks ask the store no more often, and read what they know from their memory.
         """
@@ -222,7 +222,7 @@ class StoreKeys:
             return None
         return [int(text) for text in self._quick.gets([f"end/{rank}" for rank in range(self.size)])]
 
-    # Leaving (job/exit.py). The store may be gone or hang forever, so none of these calls waits long for it.
+    # Leaving (attempt/failure_report.py). The store may be gone or hang forever, so none of these calls waits long for it.
 
     def claim_failure(self, record: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
         """Post the failure of this rank, unless another rank has posted one.

@@ -258,7 +258,7 @@ def test_a_sweep_s_table_names_each_job_by_what_is_swept(tmp_path):
 
 @pytest.mark.nightly
 def test_ranks_meet_anew_for_each_run_of_a_sweep(tmp_path):
-    """Where rank 0 hosts the store, for runs whose ranks are born again and for others, in any order."""
+    """Where rank 0 hosts the store, for runs whose ranks are restarted in place and for others, in any order."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "train", "-m"]
     for strategies in ("ddp,zero,fsdp", "parameter_server,ddp"):
         line_of = [*line, f"name={strategies[:3]}", f"strategy={strategies}", "data=synthetic", "max_steps=1", *QUIET]

@@ -202,8 +202,8 @@ def test_a_script_loses_nothing_to_a_killed_rank_to_sigterm_or_to_its_own_death(
     run.reach(3)
     ranks = sorted((pid for pid, line in run.processes().items() if " -m muster name=" in line), key=started)
     os.kill(ranks[-1], signal.SIGKILL)
-    run.until(lambda: any(line.get("event") == "survived" for line in run.lines()), "birth of the killed rank")
-    run.next_step(lambda: os.kill(ranks[0], signal.SIGKILL))  # a keeper
+    run.until(lambda: any(line.get("event") == "survived" for line in run.lines()), "restart of the killed rank")
+    run.next_step(lambda: os.kill(ranks[0], signal.SIGKILL))  # a supervisor
     run.process.send_signal(signal.SIGTERM)
     assert run.process.wait(60) == Preempted.exit_code, run.log
     until(lambda: not run.processes(), "end of all processes", timeout_s=60, said=lambda: run.log)

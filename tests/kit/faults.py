@@ -1,6 +1,6 @@
 """Deaths that a test has planned: FAULTS=POINT@STEP:RANK,... ends a rank by SIGKILL where its code says `fault(POINT, STEP)`.
 
-POINT@STEP:RANK:keeper ends the rank's keeper with it, and POINT@STEP:RANK:later happens after another death, as when steps are
+POINT@STEP:RANK:supervisor ends the rank's supervisor with it, and POINT@STEP:RANK:later happens after another death, as when steps are
 repeated. Each happens once, as a file in FAULTS_MADE (the current folder) says.
 """
 
@@ -15,13 +15,13 @@ from muster import process
 from muster.recovery import survival
 
 
-def fail_at(rank: int, step: int, point: str = "step", *, keeper: bool = False) -> str:
+def fail_at(rank: int, step: int, point: str = "step", *, supervisor: bool = False) -> str:
     """Return the plan of a death for FAULTS; several are joined by commas."""
-    return f"{point}@{step}:{rank}{':keeper' * keeper}"
+    return f"{point}@{step}:{rank}{':supervisor' * supervisor}"
 
 
-KEEPERS_DIE = fail_at(0, 0, "by the test", keeper=True)
-"""FAULTS of a test that itself kills a keeper."""
+SUPERVISORS_DIE = fail_at(0, 0, "by the test", supervisor=True)
+"""FAULTS of a test that itself kills a supervisor."""
 
 
 def planned() -> Iterator[tuple[str, str, int, int]]:
@@ -45,12 +45,12 @@ def fault(point: str, step: int, *, ready: Callable[[], object] = lambda: None) 
         if (*where,) == here and not is_early and not (made() / plan).exists():
             ready()
             (made() / plan).touch()
-            if plan.endswith(":keeper") and process.is_kept():
+            if plan.endswith(":supervisor") and process.is_supervised():
                 os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-# Of a machine that is busy with other tests. With a keeper's death the others must not wait for a birth for as long as
+# Of a machine that is busy with other tests. With a supervisor's death the others must not wait for a replacement for as long as
 # heartbeat.DESERTED_S, or the ranks that wait for them leave before they could save.
-if ":keeper" not in os.environ.get("FAULTS", ""):
-    survival.BORN_S = 10.0
+if ":supervisor" not in os.environ.get("FAULTS", ""):
+    survival.REPLACEMENT_S = 10.0

@@ -34,7 +34,7 @@ def variable(pid: int, name: str) -> str:
 
 
 def rank_of(worker: int) -> int:
-    """Return the pid of the rank of torchrun's worker: if this is a keeper, of its youngest child with a group of its own."""
+    """Return the pid of the rank of torchrun's worker: if this is a supervisor, of its youngest child with a group of its own."""
     own = [child for child in children(worker) if _group_of(child) == child]
     return own[-1] if own else worker
 
@@ -99,7 +99,7 @@ class Nodes(Job):
             )
 
     def workers(self, agent: Process) -> list[int]:
-        """Return the pids of an agent's workers: keepers, whose children are the ranks, or the ranks themselves."""
+        """Return the pids of an agent's workers: supervisors, whose children are the ranks, or the ranks themselves."""
         return children(agent.pid)
 
     def ranks(self, agent: Process) -> list[int]:
@@ -116,8 +116,8 @@ class Nodes(Job):
         terminate(agent.pid)
 
     def kill_node(self, agent: Process) -> None:
-        """Kill an agent and its workers at once, like a machine that fails: a keeper that outlives its rank would have it born
-        again."""
+        """Kill an agent and its workers at once, like a machine that fails: a supervisor that outlives its rank would have it restarted in
+        place."""
         for pid in self.node(agent):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

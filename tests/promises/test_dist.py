@@ -271,7 +271,7 @@ def formed_again():
     return sys.stderr.getvalue()
 
 
-def test_the_trace_of_a_rank_has_its_number_once_however_often_ranks_were_born_again():
+def test_the_trace_of_a_rank_has_its_number_once_however_often_ranks_were_restarted_in_place():
     assert on_ranks(formed_again, 1) == ["[rank0]: ValueError: mine\n"]
 
 

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from muster.clock import SYSTEM
 from muster.faults.blame import NAMED, Outlook, fault, last, outlook, silence
-from muster.faults.heartbeat import DESERTED_S, HEARD_S, RESCUE, Heartbeat, period_s
+from muster.faults.heartbeat import DESERTED_S, EMERGENCY, HEARD_S, Heartbeat, period_s
 from muster.faults.phase import FIRST_S, LONG_S, Phase, Phases, cuda_is_busy
 from muster.faults.preemption import Preemption
 from muster.faults.stillness import Stillness, main_thread
@@ -294,7 +294,7 @@ def test_a_rank_that_moves_or_waits_for_its_own_checkpoint_hears_of_a_failure_by
 def test_a_rank_that_saves_the_last_step_or_waits_for_that_is_let_be(standing):
     said, own, passes = standing
     said.failed = said.stopped = True
-    own.enter(RESCUE, 7)
+    own.enter(EMERGENCY, 7)
     assert passes(20) == (None, 20)
 
 

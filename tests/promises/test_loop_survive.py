@@ -1,4 +1,4 @@
-"""`Job.run`: a rank that dies in a loop of a user's own is born again in place, and the weights are the same."""
+"""`Job.run`: a rank that dies in a loop of a user's own is restarted in place, and the weights are the same."""
 
 import re
 import shutil
@@ -69,7 +69,7 @@ def test_a_rank_that_dies_after_an_evaluation_keeps_its_own_statistics(tmp_path)
 
 @pytest.mark.nightly
 def test_a_loop_that_goes_on_after_torch_s_error_in_a_block_is_no_mistake_of_the_config(tmp_path):
-    """Nobody is born again there: the ranks restart, as after any death."""
+    """Nobody is restarted in place there: the ranks restart, as after any death."""
     whole, killed = (
         trained(tmp_path / name, 2, kill, script="evaluated", BLOCK="1")
         for name, kill in (("whole", ""), ("killed", "before-sum@3:1"))
@@ -132,9 +132,9 @@ def test_ranks_that_wait_for_others_than_the_dead_one_go_on_at_once(tmp_path, un
 @pytest.mark.parametrize("form", ["plain", "constant", ""])
 @pytest.mark.parametrize("ranks, where", [(2, "before-backward@17:1"), (2, "begin@17:0"), (3, "within-backward@17:2")])
 def test_a_rank_that_is_lost_for_good_costs_no_step(tmp_path, form, ranks, where):
-    """With its keeper; one of the ranks that are left saves the last step. Buffers of each rank's own are lost with it."""
+    """With its supervisor; one of the ranks that are left saves the last step. Buffers of each rank's own are lost with it."""
     whole = trained(tmp_path / "whole", ranks, FORM=form)
-    result = trained(tmp_path / "job", ranks, f"{where}:keeper", FORM=form)
+    result = trained(tmp_path / "job", ranks, f"{where}:supervisor", FORM=form)
     resumed = result.events("resume")
     assert [line["step"] for line in resumed] == [17 if form else 10], result.out
     assert result.sha256 == whole.sha256
@@ -148,7 +148,7 @@ def test_a_rank_that_is_lost_for_good_costs_no_step(tmp_path, form, ranks, where
 @pytest.mark.nightly
 def test_a_rank_that_is_asked_to_stop_since_another_is_lost_does_not_wait_for_its_answer(tmp_path):
     """torchrun's SIGTERM comes between the optimizer's step and the next collective."""
-    kill = {"kill": "after-update@15:1:keeper", "PAUSE_S": "1"}
+    kill = {"kill": "after-update@15:1:supervisor", "PAUSE_S": "1"}
     whole, result = trained(tmp_path / "whole", 2, FORM="plain"), trained(tmp_path / "job", 2, FORM="plain", **kill)
     assert [line["step"] for line in result.events("resume")] == [16] and "has saved step 16" in result.out, result.out
     assert result.sha256 == whole.sha256

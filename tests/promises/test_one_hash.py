@@ -144,7 +144,7 @@ def test_the_number_of_ranks_leaves_no_trace(tmp_path, alone, ranks, extra):
 
 @pytest.mark.nightly
 def test_nor_do_hosts_whose_ranks_add_up_first(tmp_path, alone):
-    """Two agents of two ranks, one of which dies on the way and is born again."""
+    """Two agents of two ranks, one of which dies on the way and is restarted in place."""
     line = (*LINE, "dist.shared_memory=false", "dist.hierarchical=always", *pace(0.1))
     line = (*line, *hold(40, until=tmp_path / "killed"))
     with nodes(tmp_path / "run", *line, nnodes="2", nproc=2, cold=False) as job:

@@ -153,7 +153,7 @@ def test_a_claim_is_given_up_when_its_launcher_is_gone(tmp_path):
     line = ("data._target_=once.Data", "+callbacks.once._target_=once.Once", "max_steps=30")
     first = start(tmp_path / "run", *line, ranks=1, torchrun=("--max-restarts=3",))
     until(lambda: (tmp_path / "raised").exists(), "exception", timeout_s=60)
-    until(lambda: "restarts" in (tmp_path / "run/.alive").read_text(), "caretaker", timeout_s=60)
+    until(lambda: "restarts" in (tmp_path / "run/.alive").read_text(), "lease keeper", timeout_s=60)
     first.kill()
     first.wait()
     until(lambda: not list((tmp_path / "run").glob(".*")), "end of the claim", timeout_s=60)

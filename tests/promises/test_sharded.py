@@ -269,7 +269,7 @@ def stateful(strategy):
 def test_killed_anywhere_a_sharded_run_resumes_exactly(tmp_path, undisturbed, strategy, point, rank):
     ranks = 4 if strategy == "hybrid" else 2
     line, before = stateful(strategy), undisturbed(strategy, ranks)
-    env = {"FAULTS": fail_at(rank, 6, point, keeper=True)}
+    env = {"FAULTS": fail_at(rank, 6, point, supervisor=True)}
     killed = run(tmp_path / "run", *line, ranks=ranks, ok=False, env=env, module="kit.killer")
     assert killed.code and f"exitcode  : {-signal.SIGKILL} " in killed.out, killed.out
     result = run(tmp_path / "run", *line, ranks=ranks)

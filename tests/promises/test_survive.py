@@ -1,4 +1,4 @@
-"""dist.survive: a rank that dies is born again in place, no step is repeated or lost, and the weights are the same."""
+"""dist.survive: a rank that dies is restarted in place, no step is repeated or lost, and the weights are the same."""
 
 import gc
 import json
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from kit.deaths import has_ended, started
-from kit.faults import KEEPERS_DIE
+from kit.faults import SUPERVISORS_DIE
 from kit.job import environment, finish, hold, pace, reached, run, start, wait_for
 from kit.loopback import rank_of, variable
 from kit.ranks import on_ranks
@@ -30,7 +30,7 @@ from muster.launcher.spec import UNSHARED
 from muster.lease.run_folder import RunFolder, RunOptions, _newest
 from muster.outcome import Outcome
 from muster.recovery import survival
-from muster.recovery.emergency_checkpoint import rescue
+from muster.recovery.emergency_checkpoint import save_emergency
 from muster.recovery.journal import SLOT_BYTES, StepJournal
 from muster.recovery.supervisor import Incarnation
 from muster.report.history import History
@@ -55,11 +55,11 @@ KINDS = {
     "lines": (2, ("log.every_steps=1", "checkpoint.every_steps=2")),
 }
 ENV = {
-    "many": {"OMP_NUM_THREADS": "2"},  # then NumPy's library has threads in the keeper, too
+    "many": {"OMP_NUM_THREADS": "2"},  # then NumPy's library has threads in the supervisor, too
     "lines": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # as under `muster launch node`: the store is not the agent's
 }
 RESTARTS = ("--max-restarts=3",)
-FOR_GOOD = {"FAULTS": KEEPERS_DIE}
+FOR_GOOD = {"FAULTS": SUPERVISORS_DIE}
 
 
 def trained(folder, kind, *more, kill=""):
@@ -139,7 +139,7 @@ def test_a_death_at_any_point_leaves_no_trace_in_the_weights(tmp_path, undisturb
     step, rank = kill.partition("@")[2].split(":")
     assert survived["rank"] == int(rank) and survived["cause"] == "SIGKILL" and survived["host"], survived
     assert int(step) <= survived["step"] <= int(step) + 1
-    assert f"survived: rank {rank} died on {survived['host']} (SIGKILL) and is born again after" in result.out
+    assert f"survived: rank {rank} died on {survived['host']} (SIGKILL) and is restarted in place after" in result.out
     assert_alike(result, undisturbed(kind))
     assert_accounted_for(History.of(result.folder), survived["seconds"])
 
@@ -174,7 +174,7 @@ def test_several_deaths(tmp_path, undisturbed, kill, survived):
     events = result.events("survived")
     assert len(events) == survived and max(event["deaths_on_host"] for event in events) == survived
     assert_alike(result, undisturbed("gloo"))
-    assert result.out.count("and is born again after") == survived, result.out
+    assert result.out.count("and is restarted in place after") == survived, result.out
     assert f"<b>{survived} on {events[0]['host']}</b>" in write_report(result.folder).read_text()
 
 
@@ -189,7 +189,7 @@ def test_what_is_not_survived_goes_by_restart_and_checkpoint(tmp_path, undisturb
 
 @pytest.mark.nightly
 def test_of_a_rank_that_is_lost_for_good_in_the_first_step_nothing_is_saved(tmp_path, undisturbed):
-    result = trained(tmp_path / "run", "memory", kill="forward@0:1:keeper")
+    result = trained(tmp_path / "run", "memory", kill="forward@0:1:supervisor")
     assert result.sha256 == undisturbed("memory").sha256 and "has saved step 0" not in result.out, result.out
     assert [line["step"] for line in result.events("checkpoint")] == [20, 40, 50]
 
@@ -240,17 +240,17 @@ EARLY = {  # overrides, the death, and why its state is not handed on
 
 
 @pytest.mark.nightly(but=["in place-again"])
-@pytest.mark.parametrize("keeper", ["", ":keeper"], ids=["again", "for good"])
+@pytest.mark.parametrize("supervisor", ["", ":supervisor"], ids=["again", "for good"])
 @pytest.mark.parametrize("how", EARLY)
-def test_what_a_step_changes_before_its_update_is_not_changed_twice(tmp_path, how, keeper):
+def test_what_a_step_changes_before_its_update_is_not_changed_twice(tmp_path, how, supervisor):
     """All go back to the checkpoint, and a line says why."""
     more, kill, why = EARLY[how]
     again = ",forward@11:1:later" * (how == "in place")  # in a step that is repeated: no second death at the same step
     undisturbed = trained(tmp_path / "undisturbed", "memory", *more)
-    result = trained(tmp_path / "run", "memory", *more, kill=kill + (keeper or again))
+    result = trained(tmp_path / "run", "memory", *more, kill=kill + (supervisor or again))
     assert result.sha256 == undisturbed.sha256, result.out
     assert result.events("restart") and not result.events("survived") and "died twice" not in result.out, result.out
-    assert keeper or why in "".join(line.get("cause", line.get("text", "")) for line in result.lines("event"))
+    assert supervisor or why in "".join(line.get("cause", line.get("text", "")) for line in result.lines("event"))
 
 
 @pytest.mark.nightly
@@ -265,7 +265,7 @@ def test_buffers_that_change_after_the_forward_pass_are_not_survived(tmp_path):
 
 @pytest.mark.nightly(but=["stopped"])
 @pytest.mark.parametrize("fault", ["stopped", "hangs"])
-def test_a_rank_that_stands_still_is_born_again(tmp_path, fault):
+def test_a_rank_that_stands_still_is_restarted_in_place(tmp_path, fault):
     """Stopped by SIGSTOP, or asleep in its own code: after dist.timeout_s, with no rank restarted."""
     env = {"FAULTS_MADE": str(tmp_path)}
     hang = ("+callbacks.hang._target_=kit.parts.dying.Hang", "+callbacks.hang.at=30")
@@ -283,12 +283,12 @@ def test_a_rank_that_stands_still_is_born_again(tmp_path, fault):
 
 @pytest.mark.nightly
 def test_a_store_that_is_killed_restarts_all_ranks_and_is_no_failure_of_the_storage(tmp_path):
-    """Under the kit's launchers rank 0's keeper has it in a child; a checkpoint may be on its way."""
+    """Under the kit's launchers rank 0's supervisor has it in a child; a checkpoint may be on its way."""
     line = (*LINE, *pace(0.05), *hold(30, until=tmp_path / "killed"), "max_steps=60", "checkpoint.every_steps=1")
     process = start(tmp_path / "run", *line, ranks=2, torchrun=RESTARTS, env={**UNSHARED, **FOR_GOOD}, cold=True)
     wait_for(tmp_path / "run", reached(20), process=process)
-    [keeper] = [pid for pid in children(process.pid) if variable(pid, "RANK") == "0"]
-    store, _ = sorted(children(keeper), key=started)
+    [supervisor] = [pid for pid in children(process.pid) if variable(pid, "RANK") == "0"]
+    store, _ = sorted(children(supervisor), key=started)
     os.kill(store, signal.SIGKILL)
     (tmp_path / "killed").touch()
     done = finish(process, tmp_path / "run")
@@ -322,11 +322,11 @@ def children(pid):
 
 
 @pytest.mark.nightly
-def test_signals_and_exit_codes_are_as_without_a_keeper(tmp_path):
+def test_signals_and_exit_codes_are_as_without_a_supervisor(tmp_path):
     """SIGTERM to torchrun saves and ends with 75; the same command goes on. No process is left."""
     process = start(tmp_path / "run", *LINE, "max_steps=2000", "checkpoint.every_steps=1000", ranks=2, cold=True)
     wait_for(tmp_path / "run", reached(14), process=process)
-    processes = [pid for keeper in children(process.pid) for pid in (keeper, *children(keeper))]
+    processes = [pid for supervisor in children(process.pid) for pid in (supervisor, *children(supervisor))]
     assert len(processes) == 4
     names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes]
     assert sorted(name for name in names if "rank" in name) == ["muster-rank0", "muster-rank1"], (
@@ -342,13 +342,13 @@ def test_signals_and_exit_codes_are_as_without_a_keeper(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_rank_dies_with_its_keeper_and_the_run_restarts(tmp_path):
+def test_a_rank_dies_with_its_supervisor_and_the_run_restarts(tmp_path):
     line = (*LINE, *hold(60, until=tmp_path / "killed"), "max_steps=400")
     process = start(tmp_path / "run", *line, ranks=2, torchrun=RESTARTS, env=FOR_GOOD, cold=True)
     wait_for(tmp_path / "run", reached(28), process=process)
-    keeper = children(process.pid)[0]
-    [rank] = children(keeper)
-    os.kill(keeper, signal.SIGKILL)
+    supervisor = children(process.pid)[0]
+    [rank] = children(supervisor)
+    os.kill(supervisor, signal.SIGKILL)
     (tmp_path / "killed").touch()
     done = finish(process, tmp_path / "run")
     assert done.code == 0 and done.events("restart") and not done.events("survived"), done.out
@@ -366,7 +366,7 @@ def test_a_rank_dies_with_its_keeper_and_the_run_restarts(tmp_path):
     ],
 )
 def test_no_step_is_repeated_when_a_rank_is_lost_for_good(tmp_path, kind, rank, more):
-    """Its keeper is killed, too: the others save their last step before all restart, and the weights are the same."""
+    """Its supervisor is killed, too: the others save their last step before all restart, and the weights are the same."""
     ranks, overrides = KINDS[kind]
     line = (*LINE, *overrides, "checkpoint.every_steps=1000", *more)
     undisturbed = run(tmp_path / "undisturbed", *line, ranks=ranks)
@@ -407,13 +407,13 @@ OWN_LOSS = "objective._target_=kit.parts.dying.Remembering"
 )
 def test_what_the_other_ranks_do_not_know_is_not_saved_without_the_lost_one(tmp_path, kill, more):
     undisturbed = trained(tmp_path / "undisturbed", "memory", *more)
-    result = trained(tmp_path / "run", "memory", *more, kill=f"{kill}:keeper")
+    result = trained(tmp_path / "run", "memory", *more, kill=f"{kill}:supervisor")
     assert result.events("restart") and result.sha256 == undisturbed.sha256, result.out
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("keeper", ["", ":keeper"], ids=["born again", "for good"])
-def test_the_best_checkpoint_is_made_again_if_it_was_still_being_written(tmp_path, keeper):
+@pytest.mark.parametrize("supervisor", ["", ":supervisor"], ids=["restarted in place", "for good"])
+def test_the_best_checkpoint_is_made_again_if_it_was_still_being_written(tmp_path, supervisor):
     marks = tmp_path / "marks"
     marks.mkdir()
     line = [*LINE, "model._target_=kit.parts.dying.Plain", "checkpoint.every_steps=1000", "checkpoint.best=loss"]
@@ -422,7 +422,7 @@ def test_the_best_checkpoint_is_made_again_if_it_was_still_being_written(tmp_pat
         "max_steps=30",
         f"checkpoint.storage=kit.parts.dying.SlowStorage://{tmp_path}/saved",
     ]
-    kill = {"FAULTS": f"forward@25:0{keeper}", "FAULTS_MADE": str(marks)}
+    kill = {"FAULTS": f"forward@25:0{supervisor}", "FAULTS_MADE": str(marks)}
     result = run(tmp_path / "run", *line, ranks=2, torchrun=RESTARTS, env=kill)
     assert result.events("restart"), result.out
     best = json.loads((result.folder / "best.json").read_text())
@@ -454,7 +454,7 @@ def test_the_save_of_a_lost_rank_s_peers_does_not_wait_for_a_folder_that_is_gone
         time.monotonic(),
         RunFolder(tmp_path / "gone", Outcome(), None, is_done=False, lease=None, storage_lease=None),
     )
-    rescue(alone(torch.device("cpu")), folder, step=1, save=lambda: None)
+    save_emergency(alone(torch.device("cpu")), folder, step=1, save=lambda: None)
     assert time.monotonic() - began < 5
 
 
@@ -466,8 +466,8 @@ def test_a_newer_checkpoint_that_was_found_bad_does_not_count_as_saved(tmp_path)
     assert _newest(options, Saved(Storage(str(tmp_path / "other")), {"step": 20})) is None
 
 
-def is_rank(keeper, number):
-    return Path(f"/proc/{rank_of(keeper)}/comm").read_text().strip() == f"muster-rank{number}"
+def is_rank(supervisor, number):
+    return Path(f"/proc/{rank_of(supervisor)}/comm").read_text().strip() == f"muster-rank{number}"
 
 
 @pytest.mark.nightly(but=["overrides0-strategy=fsdp does not hand on its state"])
@@ -552,7 +552,7 @@ def test_a_use_of_pythons_or_numpys_generator_is_seen_also_after_a_resume(use):
 
 
 @pytest.mark.unit
-def test_a_newborn_s_checkpoint_says_that_pythons_generator_was_used():
+def test_a_replacement_s_checkpoint_says_that_pythons_generator_was_used():
     draws = Draws()
     draws.used = True
     draws.begin(3, 1, are_restored=False)
@@ -563,22 +563,22 @@ def test_a_newborn_s_checkpoint_says_that_pythons_generator_was_used():
 
 KEPT = """
 import os, signal, subprocess, sys, time
-from muster.recovery.supervisor import keep
+from muster.recovery.supervisor import supervise
 from muster.world.exposed_communication import Waiting
 from muster.world.group import alone
-from muster.recovery.journal import Notes
+from muster.recovery.journal import StepJournal
 from muster.faults.preemption import Preemption
 
 preemption = Preemption()
 preemption.install()
 
 def live(life):
-    life.notes.launch = "launch"
-    life.notes.whole = life.number
+    life.journal.launch = "launch"
+    life.journal.whole = life.number
     print(life.number, life.died_of, preemption.signalled, flush=True)
     BODY
 
-life = keep(Notes(), preemption=preemption, most_per_hour=5)
+life = supervise(StepJournal(), preemption=preemption, most_per_hour=5)
 sys.exit(life if isinstance(life, int) else live(life))
 """
 
@@ -595,7 +595,7 @@ def kept(body):
 
 @pytest.mark.nightly
 @pytest.mark.quick
-def test_a_keeper_ends_as_its_last_child_does():
+def test_a_supervisor_ends_as_its_last_child_does():
     for body, code, said in (
         ("return 7", 7, "0  False\n"),
         (
@@ -610,7 +610,7 @@ def test_a_keeper_ends_as_its_last_child_does():
             "0  False\n",
         ),
         (
-            "life.notes.whole = 0; os.kill(os.getpid(), signal.SIGKILL)",
+            "life.journal.whole = 0; os.kill(os.getpid(), signal.SIGKILL)",
             -signal.SIGKILL,
             "0  False\n1 SIGKILL False\nmuster: rank 0 has died twice at one step, 1: all ranks restart\n",
         ),
@@ -620,7 +620,7 @@ def test_a_keeper_ends_as_its_last_child_does():
 
 
 @pytest.mark.quick
-def test_a_keeper_passes_a_stop_on_once_and_a_newborn_knows_of_it():
+def test_a_supervisor_passes_a_stop_on_once_and_a_replacement_knows_of_it():
     body = "time.sleep(0.3) if life.number else time.sleep(60) if not preemption.signalled else None; os.kill(os.getpid(), 9) if not life.number else None; return 75"
     process = kept(body)
     assert process.stdout.readline() == "0  False\n"
@@ -635,7 +635,7 @@ def test_a_keeper_passes_a_stop_on_once_and_a_newborn_knows_of_it():
 
 @pytest.mark.nightly
 @pytest.mark.quick
-def test_what_a_rank_has_started_is_gone_when_it_is_born_again():
+def test_what_a_rank_has_started_is_gone_when_it_is_restarted_in_place():
     body = "print(subprocess.Popen(['sleep', '60']).pid, flush=True) if not life.number else None; os.kill(os.getpid(), signal.SIGKILL) if not life.number else None; return 0"
     process = kept(body)
     assert process.stdout.readline() == "0  False\n"
@@ -647,7 +647,7 @@ def test_what_a_rank_has_started_is_gone_when_it_is_born_again():
 
 @pytest.mark.parametrize(("begun", "said"), [("thread", "the thread beside"), ("socket", "a connection")])
 def test_a_module_that_starts_a_thread_or_opens_a_connection_is_not_forked(tmp_path, begun, said):
-    """Neither works in a child: such a run has no keeper, as without dist.survive."""
+    """Neither works in a child: such a run has no supervisor, as without dist.survive."""
     env = {"MUSTER_TEST_BEGUN": begun}
     more = ("dist.survive=true", "model._target_=kit.parts.threaded.Net", "max_steps=3", "eval.every_steps=off")
     done = run(tmp_path / "run", *more, ranks=2, torchrun=RESTARTS, env=env)
@@ -690,7 +690,7 @@ def handed_on_by_one_that_dies():
     with pytest.raises(DistBackendError):
         kept.hand_on(trainee)
     if here.rank == 0:
-        kept.mark, kept.state, kept.facts = None, {}, {}  # it is born again
+        kept.mark, kept.state, kept.facts = None, {}, {}  # it is restarted in place
     assert kept.furthest(here) == 1
     kept.hand_on(trainee)
     return seen

@@ -165,7 +165,7 @@ def test_killed_nodes_the_first_included_and_one_that_returns(engine, tmp_path):
         cluster.until(lambda: cluster.step() >= 45 and cluster.world_size() == 3, "three nodes at work")
         before, nodes = len(cluster.attempts()), [f"muster-node-{n}" for n in (1, 2, 3)]
         containers = docker(engine, "inspect", "--format={{.Id}}", *nodes).stdout.split()
-        for rank in (0, 2):  # alone: its container, its keeper and the other ranks stay
+        for rank in (0, 2):  # alone: its container, its supervisor and the other ranks stay
             kill_rank(rank, *containers)
             cluster.until(lambda: survivals(cluster)[-1:] == [rank], f"birth of rank {rank}")  # noqa: B023
             cluster.reach(cluster.step() + 5)
@@ -252,7 +252,7 @@ def test_a_script_that_always_fails_ends_the_cluster(engine, tmp_path):
 
 
 def survivals(cluster):
-    """The ranks that have died and were born again."""
+    """The ranks that have died and were restarted in place."""
     return [line["rank"] for line in cluster.lines() if line.get("event") == "survived"]
 
 

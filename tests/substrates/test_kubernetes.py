@@ -86,7 +86,7 @@ def test_an_api_server_that_comes_back_is_not_missed(space, plain):
     job.pace(0.1)
     result = ends_as(job, plain)
     assert len(result.events("resume")) == resumed, (
-        "no pod was disturbed, and the rank that died was born again in its own"
+        "no pod was disturbed, and the rank that died was restarted in place in its own"
     )
 
 

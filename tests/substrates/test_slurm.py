@@ -262,7 +262,7 @@ def test_scancel_stays_cancelled(slurm, checkout, ledger):
     folder = checkout / "runs/run"
     job = slurm.sbatch(checkout, *SLOW, "max_steps=100000", LEDGER=str(ledger))
     reach(folder, 10)
-    kill_rank(1, f"SLURM_JOB_ID={job}\0")  # it alone: it is born again in its step of the job
+    kill_rank(1, f"SLURM_JOB_ID={job}\0")  # it alone: it is restarted in place in its step of the job
     until(lambda: result(folder).events("survived"), "birth of rank 1", timeout_s=60, said=lambda: logs(checkout))
     slurm.on("ctl", "scancel", job)
     assert slurm.ended(job)["JobState"] == "CANCELLED"

@@ -37,7 +37,7 @@ SEVERAL = ("loggers", "callbacks", "metrics")
 
 
 def key(default: Any, meaning: str, *marks: Any) -> Any:
-    """Define a key of the kit. `marks`: limits (Ge, Gt, Le) and freedom (FREE, LOCAL), see marks.py."""
+    """Define a key of the kit. `marks`: limits (Ge, Gt, Le) and freedom (FREE, LOCAL), see constraints.py."""
     return field(default=default, metadata={"meaning": meaning, "marks": marks})
 
 
@@ -93,11 +93,11 @@ class Dist:
     )
     survive: bool = key(
         True,
-        "under torchrun on CPUs with `strategy=ddp`: a rank that dies by a signal is born again in place, and no step is repeated",
+        "under torchrun on CPUs with `strategy=ddp`: a rank that dies by a signal is restarted in place, and no step is repeated",
         FREE,
     )
     max_survivals_per_hour: int = key(
-        20, "number of times within an hour that a rank is born again; then all ranks restart", Ge(0), FREE
+        20, "number of times within an hour that a rank is restarted in place; then all ranks restart", Ge(0), FREE
     )
     init_method: str = key(
         "env://",

@@ -1,7 +1,7 @@
 """Parts: classes and functions that the config names by import path, the kit's own or a user's.
 
 A part's constructor is its schema: parameter names and annotations are checked before anything is built, and limits and
-freedom are in the annotations (marks.py). The values are those of the part's YAML under conf/, changed by overrides.
+freedom are in the annotations (constraints.py). The values are those of the part's YAML under conf/, changed by overrides.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ BuildOptimizer = Callable[..., torch.optim.Optimizer]
 class Recipe:
     """Everything that a strategy needs to build and run a training step.
 
-    slices: the config's `virtual_world_size`, see slices.py. seed: seeds the generators of each slice.
+    slices: the config's `virtual_world_size`, see virtual_ranks.py. seed: seeds the generators of each slice.
     measures: metrics that `evaluate` updates. train_metrics: whether training steps compute metrics, too.
     optimizer_options: the option keys that the config sets; in a parameter group they override the checkpoint's values.
     collates: whether a function of the user's makes batches, which may leave samples out.

@@ -65,7 +65,7 @@ class Met:
     shared: SharedFile | None = None
     connections: Connections | None = None
     incarnations: Incarnations | None = None
-    """The births in this launch, if a rank that dies may be born again."""
+    """The replacements in this launch, if a rank that dies may be restarted in place."""
     again: bool = False
     """True if a rank has met others before, in this launch."""
 
@@ -91,7 +91,7 @@ def meet(
         timeout_s: seconds within which all ranks must arrive.
         device: the device type of this rank, which all ranks must have in common.
         stopping: returns True after a stop request to this process; all ranks that have arrived then leave at once.
-        birth: how this process was born, if a rank that dies may be born again.
+        membership: which process of its rank this is, if a rank that dies may be restarted in place.
 
     Raises:
         MusterError: the early error of the lowest rank that has one.
@@ -131,10 +131,10 @@ def meet(
         raise error
     if failed:
         raise Stopped if failed[0] == Stopped.exit_code else of_code(*failed)
-    launch, known = verdict["births"] or ("", 0)
+    launch, known = verdict["incarnations"] or ("", 0)
     incarnations = (
         Incarnations(connections.get("quick"), launch or attempt, known=known)
-        if membership and verdict["births"]
+        if membership and verdict["incarnations"]
         else None
     )
     return Met(attempt, store, agents, lobby.operations, shared or None, connections, incarnations, again=bool(launch))
@@ -142,7 +142,7 @@ def meet(
 
 @dataclass(frozen=True)
 class Membership:
-    """How a process was born: the number of its rank's lives before, and the first attempt of its launch, if known.
+    """Which process of its rank this is: the number of those before it, and the first attempt of its launch, if known.
 
     connections: its connections to the rendezvous store, from an earlier attempt.
     """
@@ -182,7 +182,7 @@ class Own:
         failed = [error.exit_code, str(error)] if error else None
         hello = {"rank": place.rank, "host": facts["host"], "agent": launcher(), "error": failed}
         if membership:
-            hello["birth"] = [membership.number, membership.launch]
+            hello["incarnation"] = [membership.number, membership.launch]
         return cls(place, facts, hello, None if alike is None else dict(alike))
 
 
@@ -210,7 +210,7 @@ def host(
         pause_s = min(2 * pause_s, TICK_S)
     tell_of_clocks(hellos, skews)
     failed = (Stopped.exit_code, "") if stopped else judge(hellos, own.place.world_size, timeout_s=timeout_s)
-    verdict = {"attempt": attempt, "error": failed, "ranks": len(hellos), "births": incarnations_of(hellos)}
+    verdict = {"attempt": attempt, "error": failed, "ranks": len(hellos), "incarnations": incarnations_of(hellos)}
     if not lobby.decide(meeting, verdict):
         raise Unheard("another rank 0 has opened a meeting at the same store: give each rank a number of its own")
     if failed and len(hellos) > 1 and own.place.hosts_store:  # the others must read the verdict before the store ends
@@ -219,10 +219,10 @@ def host(
 
 
 def incarnations_of(hellos: Mapping[int, dict[str, Any]]) -> tuple[str, int] | None:
-    """Return the launch and the number of births of ranks that may all be born again; None if not all may."""
-    if not all("birth" in hello for hello in hellos.values()):
+    """Return the launch and the number of replacements among ranks that may all be restarted in place; None if not all may."""
+    if not all("incarnation" in hello for hello in hellos.values()):
         return None
-    incarnations = [hello["birth"] for hello in hellos.values()]
+    incarnations = [hello["incarnation"] for hello in hellos.values()]
     return max(launch for _, launch in incarnations), sum(number for number, _ in incarnations)
 
 
@@ -341,7 +341,7 @@ def judge(hellos: dict[int, dict[str, Any]], world_size: int, *, timeout_s: floa
             return code, message if rank == 0 else f"rank {rank} on {hello['host']}: {message}"
     missing = [rank for rank in range(world_size) if rank not in hellos]
     if missing:
-        is_again = any(launch for _, launch in (hello.get("birth", (0, "")) for hello in hellos.values()))
+        is_again = any(launch for _, launch in (hello.get("incarnation", (0, "")) for hello in hellos.values()))
         return 1 if is_again else 2, (
             f"{len(hellos)} of {world_size} ranks arrived within dist.start_timeout_s={timeout_s:g}; "
             f"missing: {', '.join(map(str, missing[:8]))}{'...' if len(missing) > 8 else ''}: start as many processes as WORLD_SIZE says"

@@ -16,7 +16,7 @@ from datetime import timedelta
 from torch.distributed import Store, TCPStore
 
 from muster.errors import ConfigError, Preempted, RankLost, one_line, say
-from muster.process import is_kept
+from muster.process import is_supervised
 from muster.world.environment import Place
 from muster.world.rendezvous import port as port_of_store
 from muster.world.rendezvous.listener import listener
@@ -62,7 +62,7 @@ def connect(place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> 
     """
     host = _resolved(os.environ["MASTER_ADDR"], place)
     address = f"{host}:{os.environ['MASTER_PORT']}"
-    hosts = place.hosts_store and not is_kept() and not port_of_store.is_used()
+    hosts = place.hosts_store and not is_supervised() and not port_of_store.is_used()
     found: list[Store] = []
     reasons = [f"what listens there has not answered within dist.start_timeout_s={timeout_s:g} and may be no store"]
 
@@ -122,13 +122,13 @@ def _in_use(port: str) -> Unheard | RankLost:
     return Unheard(f"MASTER_PORT={port} is in use by another process here: give another port to all ranks")
 
 
-def store_for_keeper() -> Callable[[], None] | None:
-    """Return what hosts the store in a child of this process, a keeper; None if another process hosts it."""
+def store_for_supervisor() -> Callable[[], None] | None:
+    """Return what hosts the store in a child of this process, a supervisor; None if another process hosts it."""
     return host_store if Place.from_env().hosts_store and not port_of_store.is_used() else None
 
 
 def host_store() -> None:
-    """Host the store of rank 0 in this process, for its keeper: it outlives the rank. Returns after an error, which it prints."""
+    """Host the store of rank 0 in this process, for its supervisor: it outlives the rank. Returns after an error, which it prints."""
     place = Place.from_env()
     try:
         store = open_store_at(_resolved(os.environ["MASTER_ADDR"], place), place, timeout_s=HOSTED_S, hosts=True)

@@ -1,4 +1,4 @@
-"""Loops with a state that is easily forgotten when a rank is born again: `python odd.py FOLDER`, FORM, and FAULTS as for lives.py."""
+"""Loops with a state that is easily forgotten when a rank is restarted in place: `python odd.py FOLDER`, FORM, and FAULTS as for lives.py."""
 
 import os
 import sys

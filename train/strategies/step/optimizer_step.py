@@ -368,7 +368,7 @@ class Stepping(Strategy):
 
     @cached_property
     def draws(self) -> Draws:
-        """The generators' seeds in each step, of step and rank: so a rank that is born again draws alike."""
+        """The generators' seeds in each step, of step and rank: so a rank that is restarted in place draws alike."""
         return Draws()
 
     @property
