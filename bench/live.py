@@ -18,7 +18,7 @@ import torch
 
 from muster.timing.clock import Clock, gathered, spread
 from muster.timing.timing_file import Timing
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.exposed_communication import Waiting
 from muster.world.group import World
 
@@ -35,8 +35,8 @@ MLP = (
 
 def watching(ranks: int, folder: Path) -> float:
     """Return the seconds per step of the timing calls, on rank 0 of `ranks`."""
-    place = Place.from_env("env://")
-    world = World(place, torch.device("cpu"), "bench", None, [])  # type: ignore[arg-type]
+    environment = Environment.from_env("env://")
+    world = World(environment, torch.device("cpu"), "bench", None, [])  # type: ignore[arg-type]
     parameter = torch.nn.Parameter(torch.zeros(()))
     waiting = Waiting(world, [parameter])
     clock, record = Clock(waiting.read), Timing(folder, hosts=["host"] * ranks, attempt="bench", step=0)

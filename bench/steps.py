@@ -25,7 +25,7 @@ from muster.train.numerics import seed_all, set_numerics
 from muster.train.settings import group_options
 from muster.train.strategies.base import StepResult, Strategy
 from muster.train.strategies.recipe import recipe
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.group import World, start
 
 WORKLOAD = (
@@ -40,7 +40,7 @@ class Steps:
 
     def __init__(self, *overrides: str, steps: int):
         config = compose([*overrides, f"max_steps={steps}", "log.progress=none"])
-        Steps.met = self.world = Steps.met or start(group_options(config), Place.from_env())
+        Steps.met = self.world = Steps.met or start(group_options(config), Environment.from_env())
         set_numerics(config)
         data = load(config, self.world)
         plan = Plan(len(data.train), config.batch_size, config.seed)

@@ -29,7 +29,7 @@ from torch.distributed import TCPStore
 from muster.faults import heartbeat
 from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import POLL_S, Agreement, Preemption, poll_s
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.node_memory import NodeMemory
 from muster.world.rendezvous.meeting import Met, meet
 from muster.world.store_client import Connections
@@ -63,14 +63,14 @@ class Ranks:
     """`size` ranks that have met, `per_node` of them on each node."""
 
     def __init__(self, size: int, per_node: int, *, timeout_s: float = 300.0):
-        places = [Place(rank, size, rank % per_node, per_node, rank // per_node) for rank in range(size)]
+        places = [Environment(rank, size, rank % per_node, per_node, rank // per_node) for rank in range(size)]
 
         def arrive(rank: int) -> Met:
             return meet(places[rank], alike=None, error=None, timeout_s=600.0)
 
         began = time.monotonic()
         met = at_once(arrive, size)
-        self.boards = [self._store_keys(place, one) for place, one in zip(places, met, strict=True)]
+        self.boards = [self._store_keys(environment, one) for environment, one in zip(places, met, strict=True)]
         for store_keys in self.boards:
             store_keys.post_beat("")
         self.seconds = time.monotonic() - began
@@ -81,9 +81,13 @@ class Ranks:
         alike = {"size": size, "device": torch.device("cpu")}
         worlds = [
             SimpleNamespace(
-                rank=store_keys.rank, is_first=store_keys.rank == 0, store_keys=store_keys, place=place, **alike
+                rank=store_keys.rank,
+                is_first=store_keys.rank == 0,
+                store_keys=store_keys,
+                environment=environment,
+                **alike,
             )
-            for store_keys, place in zip(self.boards, places, strict=True)
+            for store_keys, environment in zip(self.boards, places, strict=True)
         ]
         self.beats = [Heartbeat(world, timeout_s=timeout_s, start_s=9e9, on_hang=print) for world in worlds]
         self.preemptions = [Preemption() for _ in worlds]
@@ -92,11 +96,11 @@ class Ranks:
         self.watchers = [Agreement(*each) for each in zip(worlds, self.preemptions, strict=True)]
 
     @staticmethod
-    def _store_keys(place: Place, met: Met) -> StoreKeys:
-        size, node = place.local_world_size, None
+    def _store_keys(environment: Environment, met: Met) -> StoreKeys:
+        size, node = environment.local_world_size, None
         if size > 1:  # for threads of one process, the nodes are told apart by name
-            node = NodeMemory.open(f"muster-talk-{met.attempt}-{place.node_rank}", place.local_rank, size)
-        return StoreKeys(met.store, attempt=met.attempt, rank=place.rank, size=place.world_size, node=node)
+            node = NodeMemory.open(f"muster-talk-{met.attempt}-{environment.node_rank}", environment.local_rank, size)
+        return StoreKeys(met.store, attempt=met.attempt, rank=environment.rank, size=environment.world_size, node=node)
 
     def asked(self) -> list[int]:
         return [store_keys.operations.total() for store_keys in self.boards]
@@ -163,17 +167,26 @@ def counted(size: int, per_node: int, seconds: float) -> Iterator[tuple[str, str
 
 def idle(size: int, per_node: int, store: TCPStore) -> tuple[float, float, float]:
     """Return the period of the heartbeat in s, and the operations per second of rank 0 and of all ranks that train."""
-    attempt, places = f"idle-{size}-{per_node}", [Place(rank, size, rank % per_node, per_node) for rank in range(size)]
+    attempt, places = (
+        f"idle-{size}-{per_node}",
+        [Environment(rank, size, rank % per_node, per_node) for rank in range(size)],
+    )
     boards, connections = [], Connections(store)  # shared: they are not what is counted
-    for place in places:
-        node = f"muster-talk-{os.getpid()}-{size}-{place.rank // per_node}"
-        memory = NodeMemory.open(node, place.local_rank, per_node) if per_node > 1 else None
+    for environment in places:
+        node = f"muster-talk-{os.getpid()}-{size}-{environment.rank // per_node}"
+        memory = NodeMemory.open(node, environment.local_rank, per_node) if per_node > 1 else None
         alike: dict[str, Any] = {"attempt": attempt, "connections": connections, "node": memory}
-        boards.append(StoreKeys(store, rank=place.rank, size=size, **alike))
+        boards.append(StoreKeys(store, rank=environment.rank, size=size, **alike))
         boards[-1].post_beat("")
     beats = []
-    for place, store_keys in zip(places, boards, strict=True):
-        world = SimpleNamespace(rank=place.rank, is_first=not place.rank, size=size, store_keys=store_keys, place=place)
+    for environment, store_keys in zip(places, boards, strict=True):
+        world = SimpleNamespace(
+            rank=environment.rank,
+            is_first=not environment.rank,
+            size=size,
+            store_keys=store_keys,
+            environment=environment,
+        )
         world.device = torch.device("cpu")
         beats.append(Heartbeat(world, timeout_s=300.0, start_s=9e9, on_hang=print))
     period, polls = beats[0].period_s, poll_s(places[0].nodes)

@@ -45,7 +45,7 @@ class Outcome:
 
     Args:
         token: number of the attempt; an attempt with a larger token has taken the run over.
-        agents: the launchers of all ranks (place.launcher).
+        agents: the launchers of all ranks (environment.launcher).
         launcher: the job's name from `muster launch` or the scheduler, or the agent of the rank that wrote this.
         world_size: ranks of the attempt.
         asked_for: the most ranks that its launcher was asked to start, if known.

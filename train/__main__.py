@@ -125,14 +125,19 @@ def may_fork(config: Config | ConfigError) -> bool:
     from muster.errors import ConfigError
     from muster.recovery.supervisor import why_no_fork
     from muster.recovery.survival import why_no_child
-    from muster.world.environment import Place
+    from muster.world.environment import Environment
 
     try:
-        place = Place.from_env("env://" if isinstance(config, ConfigError) else config.dist.init_method)
+        environment = Environment.from_env("env://" if isinstance(config, ConfigError) else config.dist.init_method)
     except ConfigError:  # which the attempt reports
         return False
     has_gpu = Path("/dev/nvidiactl").exists() or (not isinstance(config, ConfigError) and config.device.name == "cuda")
-    return place.world_size > 1 and not has_gpu and not (meets_by_port(config) and why_no_child()) and not why_no_fork()
+    return (
+        environment.world_size > 1
+        and not has_gpu
+        and not (meets_by_port(config) and why_no_child())
+        and not why_no_fork()
+    )
 
 
 def meets_by_port(config: Config | ConfigError) -> bool:
@@ -149,10 +154,10 @@ def journal_of(config: Config) -> StepJournal | str:
     from muster.recovery.journal import StepJournal
     from muster.recovery.supervisor import why_no_fork
     from muster.train.in_process_restart import why_not
-    from muster.world.environment import Place
+    from muster.world.environment import Environment
 
     try:
-        if not config.dist.survive or Place.from_env(config.dist.init_method).world_size == 1:
+        if not config.dist.survive or Environment.from_env(config.dist.init_method).world_size == 1:
             return ""
         if why := why_not(config):
             return why

@@ -20,7 +20,7 @@ from muster.process import end
 from muster.train.config.compose import compose
 from muster.train.config.keys import Config
 from muster.train.settings import group_options, visit_of
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.group import start
 
 FAILED = 1
@@ -51,7 +51,7 @@ def visited(config: Config, given: argparse.Namespace) -> int:
 
     Collective: every rank must call it. Raises MusterError.
     """
-    world = start(group_options(config), Place.from_env(config.dist.init_method))
+    world = start(group_options(config), Environment.from_env(config.dist.init_method))
     results = examine(world, visit_of(config, expected=given.expect, quick=given.quick))
     fails = False
     if world.is_first:

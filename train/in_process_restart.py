@@ -23,7 +23,7 @@ from muster.train.data.load import Data, load
 from muster.train.numerics import set_numerics
 from muster.train.strategies.ddp import Ddp
 from muster.train.strategies.single import Single
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.group import World, alone
 from muster.world.group_options import GroupOptions
 
@@ -44,14 +44,16 @@ class RunHandOver(HandOver):
         self.data: Data | None = None
         self._loaded: Watch | None = None
 
-    def join(self, config: Config, options: GroupOptions, place: Place, *, stopping: Callable[[], bool]) -> World:
+    def join(
+        self, config: Config, options: GroupOptions, environment: Environment, *, stopping: Callable[[], bool]
+    ) -> World:
         """Meet the other ranks, after this process has loaded the data if they have it. Collective. Raises MusterError."""
 
         def prepare() -> None:
-            with self._said_if_slow(place.rank):
+            with self._said_if_slow(environment.rank):
                 self.load_data(config)
 
-        return self.meet(options, place, stopping=stopping, prepare=prepare)
+        return self.meet(options, environment, stopping=stopping, prepare=prepare)
 
     @contextlib.contextmanager
     def _said_if_slow(self, rank: int) -> Iterator[None]:

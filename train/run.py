@@ -47,7 +47,7 @@ from muster.train.strategies.step.skip_dynamo import stay_eager
 from muster.train.strategies.supported_keys import check_honoured
 from muster.train.throughput.figures import throughput
 from muster.train.trainee import Training
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.group import World
 from muster.world.rendezvous.meeting import meet
 
@@ -101,28 +101,28 @@ def join(
 
     Raises ConfigError on all ranks if one rank's config is wrong.
     """
-    place = find_place(config)
+    environment = find_environment(config)
     try:
         if isinstance(config, ConfigError):
             raise config
         strategy: Strategy = build(config.strategy)
-        check_slices(config, strategy, place.world_size)
-        strategy.check(config, place.world_size)
+        check_slices(config, strategy, environment.world_size)
+        strategy.check(config, environment.world_size)
         check_honoured(config, strategy)
     except ConfigError as error:
         timeout_s = Dist().start_timeout_s if isinstance(config, ConfigError) else config.dist.start_timeout_s
-        meet(place, alike=None, error=error, timeout_s=timeout_s, stopping=lambda: preemption.signalled)
+        meet(environment, alike=None, error=error, timeout_s=timeout_s, stopping=lambda: preemption.signalled)
         raise
     options, stopping = group_options(config), lambda: preemption.signalled
-    return (kept or RunHandOver(None)).join(config, options, place, stopping=stopping), strategy
+    return (kept or RunHandOver(None)).join(config, options, environment, stopping=stopping), strategy
 
 
-def find_place(config: Config | ConfigError) -> Place:
+def find_environment(config: Config | ConfigError) -> Environment:
     """Read rank and world size from the environment. Raises ConfigError; an invalid config is reported first."""
     if isinstance(config, Config):
-        return Place.from_env(config.dist.init_method)
+        return Environment.from_env(config.dist.init_method)
     try:
-        return Place.from_env(str(given("dist.init_method", Dist().init_method)))
+        return Environment.from_env(str(given("dist.init_method", Dist().init_method)))
     except ConfigError:
         raise config from None
 

@@ -107,7 +107,7 @@ def record_start(
     deaths: of the ranks that are restarted in place, if all ranks have gone back to a checkpoint, in their processes. why_lost: what
     keeps the state of the others from being handed on.
     """
-    before, meant = folder.before, asked_for(world.place.local_world_size)
+    before, meant = folder.before, asked_for(world.environment.local_world_size)
     if meant and world.size < meant:
         records.event(
             "note", text=f"trains with {world.size} of the {meant} requested ranks: the others have not joined"

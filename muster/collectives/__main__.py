@@ -19,7 +19,7 @@ from muster.collectives.start import become_torchrun
 from muster.collectives.table import show
 from muster.errors import ConfigError, MusterError, say
 from muster.faults import agent, output
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.rendezvous.network import choose_interface
 
 TIMEOUT = timedelta(seconds=120)
@@ -28,12 +28,12 @@ TIMEOUT = timedelta(seconds=120)
 def main(arguments: Sequence[str]) -> int:
     """Measure, or replace this process by torchrun to do so, and return the exit code."""
     try:
-        options, place = parse(arguments), Place.from_env()
+        options, environment = parse(arguments), Environment.from_env()
         if "RANK" not in os.environ:
             world_sizes(options, options.ranks)
             become_torchrun("muster.collectives", arguments, ranks=options.ranks)
         agent.die_with_it()
-        measure(options, place)
+        measure(options, environment)
     except MusterError as error:
         if os.environ.get("RANK", "0") == "0":
             tell(error)
@@ -41,9 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def form_group(place: Place, device: torch.device) -> str:
+def form_group(environment: Environment, device: torch.device) -> str:
     """Form the process group and return its backend on `device`. Collective: every rank must call it."""
-    choose_interface(place)
+    choose_interface(environment)
     if device.type != "cuda":
         dist.init_process_group("gloo", timeout=TIMEOUT)
         return "gloo"
@@ -52,29 +52,29 @@ def form_group(place: Place, device: torch.device) -> str:
     return "nccl"
 
 
-def measure(options: Options, place: Place) -> None:
+def measure(options: Options, environment: Environment) -> None:
     """Form the process group, measure, and write the results. Collective: every rank must call it.
 
     Raises MusterError.
     """
-    sizes, device = world_sizes(options, place.world_size), choose_device(options, place)
-    backend = form_group(place, device)
+    sizes, device = world_sizes(options, environment.world_size), choose_device(options, environment)
+    backend = form_group(environment, device)
     figures = Bench(device, backend=backend, rounds=options.rounds).measure(world_sizes=sizes, sizes=options.sizes)
-    if place.rank == 0:
+    if environment.rank == 0:
         leave(figures, options)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def choose_device(options: Options, place: Place) -> torch.device:
+def choose_device(options: Options, environment: Environment) -> torch.device:
     """Return this rank's device: its GPU, or the CPU if there are too few. Raises ConfigError."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    enough = there >= place.local_world_size
+    enough = there >= environment.local_world_size
     if options.device == "cuda" and not enough:
         raise ConfigError(
-            f"--device=cuda for {place.local_world_size} processes on {there} GPUs: use fewer, or --device=cpu"
+            f"--device=cuda for {environment.local_world_size} processes on {there} GPUs: use fewer, or --device=cpu"
         )
-    return torch.device("cuda", place.local_rank) if options.device != "cpu" and enough else torch.device("cpu")
+    return torch.device("cuda", environment.local_rank) if options.device != "cpu" and enough else torch.device("cpu")
 
 
 def leave(figures: Figures, options: Options) -> None:

@@ -36,7 +36,7 @@ from muster.faults.phase import Phase, Phases, code_position, cuda_is_busy
 from muster.faults.stillness import Stillness
 from muster.faults.survey import Echo, Eye, Survey
 from muster.faults.watchdog import Watchdog
-from muster.world.environment import Place, store_is_agents
+from muster.world.environment import Environment, store_is_agents
 
 if TYPE_CHECKING:
     from muster.world.group import World
@@ -62,10 +62,12 @@ BLIND_S = 2.0
 STILL_S = 2.0  # longer than a main thread that can leave by itself stands still once another rank has failed
 
 
-def period_s(place: Place, timeout_s: float) -> float:
+def period_s(environment: Environment, timeout_s: float) -> float:
     """Return the heartbeat period: as short as the store's load allows, and several periods within the timeout."""
-    most_s = timeout_s / (8 if place.local_world_size == 1 else 16)  # a node's post comes on top: `StoreKeys.beat_lag`
-    return max(BEAT_S, min(place.nodes / BEATS_PER_S, most_s))
+    most_s = timeout_s / (
+        8 if environment.local_world_size == 1 else 16
+    )  # a node's post comes on top: `StoreKeys.beat_lag`
+    return max(BEAT_S, min(environment.nodes / BEATS_PER_S, most_s))
 
 
 class Heartbeat:
@@ -91,7 +93,7 @@ class Heartbeat:
         self.is_asked_to_stop, self.stillness = is_asked_to_stop, stillness or Stillness(clock=clock)
         is_busy = partial(cuda_is_busy, world.device)
         self.phases = Phases(timeout_s=timeout_s, start_s=start_s, device_is_busy=is_busy, clock=clock)
-        self.period_s = period_s(world.place, timeout_s)
+        self.period_s = period_s(world.environment, timeout_s)
         self.eye: Eye = (Survey if world.is_first else Echo)(world, self.period_s, clock=clock)
         self._beat = 0
         self._told = -1

@@ -187,7 +187,7 @@ class Agreement:
 
     def _await_request(self) -> bool:
         """Wait until any rank requests a stop; False if the run ends before."""
-        store_keys, every_s = self._world.store_keys, poll_s(self._world.place.nodes)
+        store_keys, every_s = self._world.store_keys, poll_s(self._world.environment.nodes)
         while not self._ended.wait(POLL_S):
             if self._preemption.has_arrived():
                 store_keys.ask_to_stop()

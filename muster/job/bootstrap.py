@@ -20,7 +20,7 @@ from muster.job.trainee import JobHandOver
 from muster.process import STOP_SIGNALS, forget_frames, ignore
 from muster.world import external_group
 from muster.world.device import choose_backend
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.group import World
 from muster.world.layout import form_alone
 
@@ -142,7 +142,7 @@ class Bootstrap:
         options, stopping = group_options_of(self.options), lambda: self.preemption.signalled
         if external_group.exists():
             return external_group.borrow(options)
-        return self.kept.meet(options, Place.from_env(), stopping=stopping, prepare=lambda: None)
+        return self.kept.meet(options, Environment.from_env(), stopping=stopping, prepare=lambda: None)
 
     def _group_alone(self) -> None:
         """Form a group of one rank, for DistributedDataParallel and fully_shard in a loop that is the same for all."""

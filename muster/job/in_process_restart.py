@@ -23,7 +23,7 @@ from muster.recovery.journal import StepJournal
 from muster.recovery.supervisor import supervise, why_no_fork
 from muster.recovery.survival import Survival, why_no_survival
 from muster.world import external_group
-from muster.world.environment import Place, leave_store
+from muster.world.environment import Environment, leave_store
 from muster.world.rendezvous.meeting import code_hash
 from muster.world.rendezvous.network import store_for_supervisor
 
@@ -85,7 +85,7 @@ def _live(job: J, enter: Callable[[J, Bootstrap], object], kept: JobHandOver, pr
 def _journal_of(options: JobOptions) -> StepJournal | str:
     """Return memory for the journal of a rank that is restarted in place if it dies; why not, if it is not."""
     try:
-        if not options.survive or Place.from_env().world_size == 1:
+        if not options.survive or Environment.from_env().world_size == 1:
             return ""
         if external_group.exists():
             return "the process group is not the job's own"

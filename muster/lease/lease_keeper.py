@@ -2,7 +2,7 @@
 
 This is a process of its own, because no rank exists during a restart and torchrun's agent knows nothing of claims. It
 exits once the ranks have claimed the run again, and gives the claim up when the agent, identified as by
-`place.launcher`, is gone.
+`environment.launcher`, is gone.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def _take_over(
     cause = (None if before.outcome == outcome.PREEMPTED else before.error) or before.cause
     now = Outcome(
         outcome=outcome.RUNNING, attempt=world.attempt, token=held.token if held else 0, agents=tuple(world.agents), step=furthest,
-        world_size=world.size, asked_for=asked_for(world.place.local_world_size),
+        world_size=world.size, asked_for=asked_for(world.environment.local_world_size),
         furthest=furthest, idle_attempts=failures, idle_preemptions=stops, cause=cause, failure_before=before.failure,
         checkpoint=_newest(options, saved),
     )  # fmt: skip

@@ -31,7 +31,7 @@ from muster.recovery.emergency_checkpoint import last_lines, save_emergency
 from muster.recovery.survival import Survival, is_of_peer
 from muster.recovery.trainee import Steps, Trainee
 from muster.timing.clock import Times
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.group import World, start
 from muster.world.group_options import GroupOptions
 from muster.world.rendezvous.network import Unheard
@@ -148,7 +148,12 @@ class HandOver:
     # In the next attempt.
 
     def meet(
-        self, options: GroupOptions, place: Place, *, stopping: Callable[[], bool], prepare: Callable[[], object]
+        self,
+        options: GroupOptions,
+        environment: Environment,
+        *,
+        stopping: Callable[[], bool],
+        prepare: Callable[[], object],
     ) -> World:
         """Meet the other ranks. Collective. Raises MusterError.
 
@@ -156,17 +161,19 @@ class HandOver:
         """
         survival = self.survival
         if survival is None:
-            return start(options, place, stopping=stopping)
+            return start(options, environment, stopping=stopping)
         if survival.is_again:  # the others wait for it, and then stop together, at a step that is saved
 
             def stopping() -> bool:
                 return False
 
         try:
-            survival.announce(place, timeout_s=options.start_timeout_s, stopping=stopping)
+            survival.announce(environment, timeout_s=options.start_timeout_s, stopping=stopping)
             if survival.is_again:
                 prepare()
-            return start(options, place, stopping=stopping, membership=survival.membership, on_meeting=survival.meet)
+            return start(
+                options, environment, stopping=stopping, membership=survival.membership, on_meeting=survival.meet
+            )
         except Unheard as error:
             if survival.is_again:  # not the fault of a config: a restart may help
                 raise RankLost(str(error)) from error

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from muster.errors import RankLost
 from muster.process import handle_of
 from muster.recovery.supervisor import Incarnation
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.incarnations import Incarnations
 from muster.world.rendezvous import port
 from muster.world.rendezvous.meeting import Membership
@@ -74,14 +74,14 @@ class Survival:
         """True if the rank has met the others before, in this process or in an earlier one of its rank."""
         return bool(self.journal.launch)
 
-    def announce(self, place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> None:
+    def announce(self, environment: Environment, *, timeout_s: float, stopping: Callable[[], bool]) -> None:
         """Tell the other ranks that this one has died and is restarted in place, for which they wait.
 
         Raises:
             MusterError: the rendezvous store does not answer, or `stopping` became true.
         """
         if self.incarnation.number and self._connections is None:
-            self._connections = Connections(connect(place, timeout_s=timeout_s, stopping=stopping))
+            self._connections = Connections(connect(environment, timeout_s=timeout_s, stopping=stopping))
             Incarnations(self._connections.first, self.journal.launch).announce()
 
     def meet(self, store_keys: StoreKeys) -> None:

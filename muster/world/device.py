@@ -7,11 +7,11 @@ import socket
 import torch
 
 from muster.errors import ConfigError
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.group_options import GroupOptions
 
 
-def choose_device(options: GroupOptions, place: Place) -> torch.device:
+def choose_device(options: GroupOptions, environment: Environment) -> torch.device:
     """Return this rank's device: `gpus[local_rank]` if given, else `local_rank`, else the CPU.
 
     Raises:
@@ -31,12 +31,12 @@ def choose_device(options: GroupOptions, place: Place) -> torch.device:
         raise ConfigError(
             f"gpus={chosen}: there is no device {absent[0]} on {socket.gethostname()}; valid: 0 to {there - 1}"
         )
-    if place.local_world_size > len(chosen):
+    if environment.local_world_size > len(chosen):
         raise ConfigError(
-            f"{place.local_world_size} processes on {socket.gethostname()} for {len(chosen)} GPUs: "
+            f"{environment.local_world_size} processes on {socket.gethostname()} for {len(chosen)} GPUs: "
             f"use --nproc-per-node={len(chosen)}, or device=cpu"
         )
-    return torch.device("cuda", chosen[place.local_rank])
+    return torch.device("cuda", chosen[environment.local_rank])
 
 
 def choose_backend(options: GroupOptions, device: torch.device) -> str:

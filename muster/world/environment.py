@@ -27,7 +27,7 @@ JOB = "MUSTER_JOB"
 
 
 @dataclass(frozen=True)
-class Place:
+class Environment:
     """The position of this process in the job; a single process if the launcher set no variables."""
 
     rank: int = 0
@@ -39,7 +39,7 @@ class Place:
     """The file through which ranks meet instead of a port of rank 0, if `dist.init_method` names one."""
 
     @classmethod
-    def from_env(cls, init_method: str = "env://") -> Place:
+    def from_env(cls, init_method: str = "env://") -> Environment:
         """Read the position from the environment.
 
         Raises:
@@ -98,7 +98,7 @@ def leave_store() -> None:
 
     Otherwise `init_process_group` of the script would host one at the same port. Only rank 0 needs it.
     """
-    if "RANK" in os.environ and Place.from_env().hosts_store:
+    if "RANK" in os.environ and Environment.from_env().hosts_store:
         os.environ |= {AGENTS: "True", OWN_STORE: _store_address()}
 
 

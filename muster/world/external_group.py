@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from muster.errors import ConfigError
-from muster.world.environment import Place, launcher
+from muster.world.environment import Environment, launcher
 from muster.world.group import World
 from muster.world.group_options import GroupOptions
 from muster.world.node_memory import node_memory
@@ -34,14 +34,16 @@ def borrow(options: GroupOptions) -> World:
         ConfigError: ranks differ in `options.alike`.
     """
     group = _group_of_cpu_tensors()
-    place, store = _place(group), dist.distributed_c10d._get_default_store()
+    environment, store = _place(group), dist.distributed_c10d._get_default_store()
     attempt = _gathered(uuid.uuid4().hex[:8], group)[0]
     agents = _gathered(launcher(), group)
-    agents = sorted({*agents}) if place.rank == 0 else [launcher()]
-    with node_memory(place, attempt) as node:
-        store_keys = StoreKeys(_own(store), attempt=attempt, rank=place.rank, size=place.world_size, node=node)
+    agents = sorted({*agents}) if environment.rank == 0 else [launcher()]
+    with node_memory(environment, attempt) as node:
+        store_keys = StoreKeys(
+            _own(store), attempt=attempt, rank=environment.rank, size=environment.world_size, node=node
+        )
         store_keys.post_beat("")
-        world = World(place, _device(options), attempt, store_keys, agents, group=group, is_borrowed=True)
+        world = World(environment, _device(options), attempt, store_keys, agents, group=group, is_borrowed=True)
         world.barrier()  # from here on every rank has mapped its node's memory and has a beat to read
     if options.alike is not None:
         world.same(
@@ -71,16 +73,16 @@ def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
-def _place(group: dist.ProcessGroup | None) -> Place:
+def _place(group: dist.ProcessGroup | None) -> Environment:
     """Return this process's position: in its host from the environment, else from the ranks' host names."""
     rank, size = dist.get_rank(), dist.get_world_size()
     names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     if all(os.environ.get(name, "").isdecimal() for name in names):
         local_rank, local_size, node = (int(os.environ[name]) for name in names)
-        return Place(rank, size, local_rank, local_size, node)
+        return Environment(rank, size, local_rank, local_size, node)
     hosts = _gathered(socket.gethostname(), group)
     here = [each for each, host in enumerate(hosts) if host == hosts[rank]]
-    return Place(rank, size, here.index(rank), len(here), list(dict.fromkeys(hosts)).index(hosts[rank]))
+    return Environment(rank, size, here.index(rank), len(here), list(dict.fromkeys(hosts)).index(hosts[rank]))
 
 
 def _device(options: GroupOptions) -> torch.device:

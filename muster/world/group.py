@@ -21,7 +21,7 @@ from muster.errors import ConfigError, DataError, MusterError, RankLost, environ
 from muster.process import collect_garbage
 from muster.world import flight_recorder, timeouts
 from muster.world.device import choose_backend, choose_device
-from muster.world.environment import Place, leave_store
+from muster.world.environment import Environment, leave_store
 from muster.world.group_options import GroupOptions
 from muster.world.node_memory import node_memory
 from muster.world.reduce.hosts import Hosts, find_hosts
@@ -44,12 +44,12 @@ AGAIN_S = 10.0
 class World:
     """All ranks of one attempt at a run. Every rank must call the methods marked "Collective"."""
 
-    place: Place
+    environment: Environment
     device: torch.device
     attempt: str
     store_keys: StoreKeys
     agents: list[str]
-    """On rank 0 the launchers of all ranks (place.launcher); on other ranks only the rank's own."""
+    """On rank 0 the launchers of all ranks (environment.launcher); on other ranks only the rank's own."""
     shared: SharedFile | None = None
     """Removes the store's file, if the ranks met through a file."""
     memory: SharedMemory | None = None
@@ -66,17 +66,17 @@ class World:
     @property
     def rank(self) -> int:
         """The rank of this process."""
-        return self.place.rank
+        return self.environment.rank
 
     @property
     def size(self) -> int:
         """The world size."""
-        return self.place.world_size
+        return self.environment.world_size
 
     @property
     def is_first(self) -> bool:
         """True on rank 0, which writes the run's files."""
-        return self.place.rank == 0
+        return self.environment.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum over ranks in float64. Collective."""
@@ -195,7 +195,7 @@ class World:
         first. There are no locks, so after a rank is killed the others wait only in the collective that it misses. If
         views of a shared folder lag, two ranks may download, as without this method.
         """
-        goes_first = self._sees_nobody_lower(Path(folder)) if folder else self.place.local_rank == 0
+        goes_first = self._sees_nobody_lower(Path(folder)) if folder else self.environment.local_rank == 0
         if not goes_first:
             self.barrier()
         try:
@@ -210,7 +210,7 @@ class World:
         Each of these creates a token file in the folder, or in the nearest parent that exists. A rank that cannot, sees
         only its own.
         """
-        is_leader, seen = self.place.local_rank == 0, [self.rank]
+        is_leader, seen = self.environment.local_rank == 0, [self.rank]
         where = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
         mark = f".muster-{self.attempt}-"
         token = where / f"{mark}{self.rank}"
@@ -230,7 +230,7 @@ class World:
     def leave(self, *, gone: int) -> None:
         """Before this process ends in a failure, let the others, less the `gone`, read the cause. Never waits long."""
         if self.size > 1:
-            all_left = self.store_keys.leave(hosts_store=self.place.hosts_store, gone=gone)
+            all_left = self.store_keys.leave(hosts_store=self.environment.hosts_store, gone=gone)
             if self.shared and all_left:  # otherwise the next launch removes it
                 self.shared.remove()
 
@@ -247,7 +247,7 @@ class World:
         """Leave the process group; rank 0, which may hold the store, leaves last."""
         if self.size > 1 and dist.is_initialized() and not self.is_borrowed:
             dist.destroy_process_group()
-            self.store_keys.say_bye(hosts_store=self.place.hosts_store)
+            self.store_keys.say_bye(hosts_store=self.environment.hosts_store)
             if self.shared:
                 self.shared.remove()
             else:
@@ -256,7 +256,7 @@ class World:
 
 def start(
     options: GroupOptions,
-    place: Place,
+    environment: Environment,
     *,
     stopping: Callable[[], bool] = lambda: False,
     membership: Membership | None = None,
@@ -272,23 +272,23 @@ def start(
 
     Args:
         options: how to form the group.
-        place: this process's position.
+        environment: this process's position.
         stopping: returns whether this process has received a stop request.
         membership: which process of its rank this is, if a rank that dies may be restarted in place.
         on_meeting: called when all ranks have met, before the group is formed.
     """
     timeout_s = options.start_timeout_s
     try:
-        device = choose_device(options, place)
+        device = choose_device(options, environment)
         backend = choose_backend(options, device)
-        check_descriptors(place)
+        check_descriptors(environment)
     except ConfigError as error:
-        meet(place, alike=options.alike, error=error, timeout_s=timeout_s, stopping=stopping)
+        meet(environment, alike=options.alike, error=error, timeout_s=timeout_s, stopping=stopping)
         raise
     if device.type == "cuda":
         torch.cuda.set_device(device)
     met = meet(
-        place,
+        environment,
         alike=options.alike,
         error=None,
         timeout_s=timeout_s,
@@ -296,12 +296,12 @@ def start(
         stopping=stopping,
         membership=membership,
     )
-    with node_memory(place, met.attempt) as node:
+    with node_memory(environment, met.attempt) as node:
         store_keys = StoreKeys(
             met.store,
             attempt=met.attempt,
-            rank=place.rank,
-            size=place.world_size,
+            rank=environment.rank,
+            size=environment.world_size,
             connections=met.connections,
             incarnations=met.incarnations,
             node=node,
@@ -310,10 +310,12 @@ def start(
         on_meeting(store_keys)
         store_keys.post_beat("")
         within_s = min(timeout_s, AGAIN_S) if met.again else timeout_s
-        if place.world_size > 1:
-            form_group(replace(options, start_timeout_s=within_s), place, store_keys, backend=backend, device=device)
+        if environment.world_size > 1:
+            form_group(
+                replace(options, start_timeout_s=within_s), environment, store_keys, backend=backend, device=device
+            )
         # From here on every rank has mapped its node's memory and has a beat to read.
-    world = World(place, device, met.attempt, store_keys, met.agents, met.shared, again=met.again)
+    world = World(environment, device, met.attempt, store_keys, met.agents, met.shared, again=met.again)
     world = replace(world, memory=share_memory(world)) if options.shared_memory else world
     return world if world.memory else replace(world, hosts=find_hosts(world, options.hierarchical, within_s=within_s))
 
@@ -341,11 +343,11 @@ def _forget_default(group: dist.ProcessGroup | None) -> None:
 def alone(device: torch.device) -> World:
     """Return a world of this process only, for work outside of an attempt; no process group is formed."""
     attempt = uuid.uuid4().hex
-    return World(Place(), device, attempt, StoreKeys(dist.HashStore(), attempt=attempt, rank=0, size=1), [])
+    return World(Environment(), device, attempt, StoreKeys(dist.HashStore(), attempt=attempt, rank=0, size=1), [])
 
 
 def form_group(
-    options: GroupOptions, place: Place, store_keys: StoreKeys, *, backend: str, device: torch.device
+    options: GroupOptions, environment: Environment, store_keys: StoreKeys, *, backend: str, device: torch.device
 ) -> None:
     """Form torch's process group. Collective: every rank must call it.
 
@@ -354,7 +356,7 @@ def form_group(
     Raises:
         RankLost: the group was not formed within `dist.start_timeout_s`, or broke.
     """
-    choose_interface(place)
+    choose_interface(environment)
     if "nccl" in backend:
         flight_recorder.switch_on()
     hook = sys.excepthook
@@ -362,15 +364,15 @@ def form_group(
         dist.init_process_group(
             backend,
             store=store_keys.group_store,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=environment.rank,
+            world_size=environment.world_size,
             timeout=timedelta(seconds=options.start_timeout_s),
             device_id=device if "nccl" in backend else None,
         )
     except RuntimeError as error:
         if known := environment_error(error):
             raise known from error
-        why = "" if place.is_one_node else closed(store_keys)
+        why = "" if environment.is_one_node else closed(store_keys)
         why = why or f"one was lost since, or the network between them is closed ({one_line(error)[:200]})"
         raise RankLost(
             f"no process group was formed within dist.start_timeout_s={options.start_timeout_s:g}, although all ranks had met: {why}"

@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from muster.world.environment import Place, launcher
+from muster.world.environment import Environment, launcher
 
 POSTED, STOP, LOST, FIRST = range(4)
 """The places of the times. FIRST: whether rank 0 maps this memory, as an answer that is known."""
@@ -140,16 +140,18 @@ class NodeMemory:
 
 
 @contextlib.contextmanager
-def node_memory(place: Place, attempt: str) -> Iterator[NodeMemory | None]:
+def node_memory(environment: Environment, attempt: str) -> Iterator[NodeMemory | None]:
     """Yield the memory of the ranks that torchrun has started on this node; None if it is one, or none can be had.
 
     When the block ends, all ranks must have entered it: the memory's file is removed.
     """
     memory = None
-    if place.local_world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    if environment.local_world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         name = hashlib.sha256(f"{launcher()} {attempt}".encode()).hexdigest()[:16]
         with contextlib.suppress(OSError, ValueError):  # no space, or another user's file: each rank talks for itself
-            memory = NodeMemory.open(f"muster-{os.geteuid()}-{name}", place.local_rank, place.local_world_size)
+            memory = NodeMemory.open(
+                f"muster-{os.geteuid()}-{name}", environment.local_rank, environment.local_world_size
+            )
     try:
         yield memory
     finally:

@@ -21,7 +21,7 @@ import muster
 from muster import launch
 from muster.errors import ConfigError, Diverged, MusterError, Preempted
 from muster.train.config.compose import compose
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.rendezvous.meeting import meet
 
 LONG = ("model=convnet", "batch_size=32", "max_steps=100000", "checkpoint.every_steps=100000")
@@ -318,7 +318,7 @@ class Visitor(threading.Thread):
 
     def __init__(self, rank, size, at, timeout_s=20.0):
         super().__init__(daemon=True)
-        self.place, self.timeout_s = Place(rank, size, shared_file=at), timeout_s
+        self.place, self.timeout_s = Environment(rank, size, shared_file=at), timeout_s
         self.met = self.error = None
         self.start()
 
@@ -401,11 +401,11 @@ def test_where_a_file_does_not_do_is_said(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=r"or give dist.init_method=file:///"):
-        Place.from_env()
-    assert Place.from_env("file:///shared/x").shared_file == Path("/shared/x")
+        Environment.from_env()
+    assert Environment.from_env("file:///shared/x").shared_file == Path("/shared/x")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with pytest.raises(ConfigError, match="under torchrun leave it out"):
-        Place.from_env("file:///shared/x")
+        Environment.from_env("file:///shared/x")
     for wrong in ("tcp://host:1", "file://relative", "file:///"):
         with pytest.raises(ConfigError, match="use env://, or file:///shared/path"):
             compose([f"dist.init_method={wrong}"])

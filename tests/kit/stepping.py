@@ -17,7 +17,7 @@ from muster.train.numerics import set_numerics
 from muster.train.settings import group_options
 from muster.train.strategies.base import SavedTensor, StepResult, Strategy
 from muster.train.strategies.recipe import recipe
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.group import World
 from muster.world.group import start as start_world
 
@@ -73,4 +73,4 @@ def load_state(strategy: Strategy, state: dict[str, Any]) -> None:
 
 def world() -> World:
     """Form a process group; return this process's world."""
-    return start_world(group_options(compose([])), Place.from_env())
+    return start_world(group_options(compose([])), Environment.from_env())

@@ -584,11 +584,11 @@ def order_of_preparing(folder):
     import time
     from pathlib import Path
 
-    from muster.world.environment import Place
+    from muster.world.environment import Environment
     from muster.world.group import start
     from muster.world.group_options import GroupOptions
 
-    world = start(GroupOptions(), Place.from_env())
+    world = start(GroupOptions(), Environment.from_env())
     with world.local_first():
         if world.rank == 0:
             time.sleep(0.5)

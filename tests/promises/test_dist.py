@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 from muster.errors import ConfigError, CrashLoop, DataError, MusterError, Preempted, RankLost, final, of_code
 from muster.faults.preemption import Agreement, Preemption
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.rendezvous.listener import listener
 from muster.world.rendezvous.lobby import Lobby
 from muster.world.rendezvous.meeting import meet
@@ -57,7 +57,7 @@ class Visitor(threading.Thread):
 
     def __init__(self, rank, size, **arguments):
         super().__init__(daemon=True)
-        self.place = Place(rank, size, rank, size)
+        self.place = Environment(rank, size, rank, size)
         self.arguments = {"alike": None, "error": None, "timeout_s": 20.0, **arguments}
         self.met = self.error = None
         self.start()
@@ -190,9 +190,9 @@ def preempted(store, *, begun, signalled):
     watchers, preemptions = [], []
     for store_keys, number in zip(boards(store, len(begun)), begun, strict=True):
         preemption = Preemption()
-        place = Place(store_keys.rank, len(begun))
+        place = Environment(store_keys.rank, len(begun))
         watcher = Agreement(
-            SimpleNamespace(size=len(begun), rank=store_keys.rank, store_keys=store_keys, place=place), preemption
+            SimpleNamespace(size=len(begun), rank=store_keys.rank, store_keys=store_keys, environment=place), preemption
         )
         for _ in range(number):
             assert watcher.proceed()
@@ -220,7 +220,7 @@ def collectives(sizes):
     from muster.world.group import start as start_world
     from muster.world.group_options import GroupOptions
 
-    world = start_world(GroupOptions(), Place.from_env())
+    world = start_world(GroupOptions(), Environment.from_env())
     rank, told = world.rank, {}
     told["gather"] = world.gather({"rank": rank, "text": "é" * rank})
     told["broadcast"] = world.broadcast(rank, source=2)
@@ -264,7 +264,7 @@ def formed_again():
 
     for _ in range(3):
         store_keys = SimpleNamespace(group_store=TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-        form_group(GroupOptions(), Place(), store_keys, backend="gloo", device=torch.device("cpu"))
+        form_group(GroupOptions(), Environment(), store_keys, backend="gloo", device=torch.device("cpu"))
         destroy_process_group()
     sys.stderr = io.StringIO()
     sys.excepthook(ValueError, ValueError("mine"), None)
@@ -280,7 +280,7 @@ def prepared(folders):
     from muster.world.group_options import GroupOptions
 
     rank = int(os.environ["RANK"])
-    place = Place(rank, 4, local_rank=rank % 2, local_world_size=2, node_rank=rank // 2)  # two nodes of two
+    place = Environment(rank, 4, local_rank=rank % 2, local_world_size=2, node_rank=rank // 2)  # two nodes of two
     world = start_world(GroupOptions(), place)
     with world.local_first(folders[rank // 2]) as goes_first:
         if goes_first:
@@ -327,9 +327,9 @@ def test_nodes_whose_data_differ_are_named(tmp_path, change):
 @pytest.mark.unit
 def test_too_few_descriptors_for_the_world_are_said(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1024))
-    check_descriptors(Place(1, 512, 1, 8))
+    check_descriptors(Environment(1, 512, 1, 8))
     with pytest.raises(ConfigError, match=r"ulimit -n is 1024 .* 1024 ranks need 1152"):
-        check_descriptors(Place(1, 1024, 1, 8))
+        check_descriptors(Environment(1, 1024, 1, 8))
 
 
 @pytest.mark.unit

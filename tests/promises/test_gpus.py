@@ -25,7 +25,7 @@ from muster.train.strategies.model_parallel import ModelParallel
 from muster.train.strategies.step.optimizer_step import _prefers_channels_last
 from muster.world import group, timeouts
 from muster.world.dtensor import own_piece
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.flight_recorder import VARIABLES, variable
 from muster.world.group_options import GroupOptions
 from muster.world.layout import Layout, form_alone
@@ -46,10 +46,10 @@ def variables(monkeypatch):
 
 def test_nccl_takes_the_interface_that_leads_to_the_master_as_gloo_does(variables):
     variables.setattr(network, "own_address", lambda: "127.0.0.1")
-    choose_interface(Place(rank=0, world_size=2, local_rank=0, local_world_size=1))
+    choose_interface(Environment(rank=0, world_size=2, local_rank=0, local_world_size=1))
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
     variables.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    choose_interface(Place(rank=0, world_size=2, local_rank=0, local_world_size=1))
+    choose_interface(Environment(rank=0, world_size=2, local_rank=0, local_world_size=1))
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0", "a user's own"
 
 
@@ -63,7 +63,10 @@ def test_the_flight_recorder_is_on_before_a_group_is_made_on_gpus(variables, bac
         variables.setenv(name, own)
     variables.setattr(group.dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(name)))
     variables.setattr(timeouts, "extend", lambda _: None)
-    place, store_keys = Place(rank=0, world_size=2, local_rank=0, local_world_size=2), SimpleNamespace(group_store=None)
+    place, store_keys = (
+        Environment(rank=0, world_size=2, local_rank=0, local_world_size=2),
+        SimpleNamespace(group_store=None),
+    )
     group.form_group(GroupOptions(), place, store_keys, backend=backend, device=torch.device("cuda", 0))
     assert seen == [entries]
     others = [each for each in VARIABLES if each != name and each in os.environ]
@@ -241,9 +244,9 @@ def test_the_groups_of_a_mesh_wait_as_long_as_the_default_group(mesh, monkeypatc
 def test_the_second_device_of_a_process_draws_its_own_numbers_by_step_as_well(monkeypatch):
     generators = [torch.Generator() for _ in range(4)]
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    place = Place(rank=1, world_size=2, local_rank=1, local_world_size=2)
+    place = Environment(rank=1, world_size=2, local_rank=1, local_world_size=2)
     strategy = ModelParallel(split=["last"], gpus=[0, 1, 2, 3])
-    strategy.world = SimpleNamespace(device=torch.device("cuda", 1), rank=1, place=place)
+    strategy.world = SimpleNamespace(device=torch.device("cuda", 1), rank=1, environment=place)
     strategy.optimizer_step = SimpleNamespace(recipe=SimpleNamespace(seed=5, slices=None))
     before = generators[1].initial_seed()
     seeds = []

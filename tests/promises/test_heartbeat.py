@@ -21,7 +21,7 @@ from muster.faults.preemption import Preemption
 from muster.faults.stillness import Stillness, main_thread
 from muster.faults.survey import Echo, Survey
 from muster.process import STOP_SIGNALS
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.exposed_communication import Waiting
 
 pytestmark = pytest.mark.unit
@@ -218,7 +218,7 @@ def test_the_others_see_that_rank_0_posts_nothing_new(clock):
 
 def test_beats_grow_rarer_with_the_world_but_not_too_rare_for_the_timeout():
     def of(nodes, each, timeout_s=300):
-        return period_s(Place(world_size=nodes * each, local_world_size=each), timeout_s)
+        return period_s(Environment(world_size=nodes * each, local_world_size=each), timeout_s)
 
     assert of(1, 2) == of(27, 1) == of(27, 8) == 0.1
     assert of(128, 8) == of(128, 1) == pytest.approx(0.465, abs=0.001)
@@ -229,7 +229,7 @@ def test_a_rank_that_waits_for_a_silent_rank_0_leaves_at_the_timeout(clock):
     beats = [json.dumps({"phase": vars(phase(7)), "outlook": None}).encode()]
     store_keys, began = board_of(beats), clock.now
     world = SimpleNamespace(
-        size=2, rank=1, is_first=False, device=torch.device("cpu"), store_keys=store_keys, place=Place()
+        size=2, rank=1, is_first=False, device=torch.device("cpu"), store_keys=store_keys, environment=Environment()
     )
     own = Heartbeat(world, timeout_s=5.0, start_s=5.0, on_hang=print, clock=clock)
     own.enter("step", 7)
@@ -251,7 +251,7 @@ def standing(clock):
         **vars(board_of(beats)), has_failure=lambda: said.failed, post_beat=lambda text, every_s: None
     )
     world = SimpleNamespace(
-        size=2, rank=1, is_first=False, device=torch.device("cpu"), store_keys=store_keys, place=Place()
+        size=2, rank=1, is_first=False, device=torch.device("cpu"), store_keys=store_keys, environment=Environment()
     )
     still = Stillness(place=lambda: said.place, clock=clock)
     options = {"stillness": still, "is_asked_to_stop": lambda: said.stopped, "clock": clock}

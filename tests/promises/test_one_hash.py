@@ -91,14 +91,14 @@ def exchanged(per_host):
 
     import torch.distributed as dist
 
-    from muster.world.environment import Place
+    from muster.world.environment import Environment
     from muster.world.group import start
     from muster.world.group_options import GroupOptions
     from muster.world.reduce.hosts import find_hosts
     from muster.world.reduce.tree import TreeSum
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    place = Place(rank, size, rank % per_host, per_host, rank // per_host)
+    place = Environment(rank, size, rank % per_host, per_host, rank // per_host)
     world = start(GroupOptions(shared_memory=False), place)
     hosts = find_hosts(world, "always")
     assert (hosts is None) == (per_host == 1) and find_hosts(world, "never") is None
@@ -161,13 +161,13 @@ def test_nor_do_hosts_whose_ranks_add_up_first(tmp_path, alone):
 def decided(network_s):
     import os
 
-    from muster.world.environment import Place
+    from muster.world.environment import Environment
     from muster.world.group import start
     from muster.world.group_options import GroupOptions
     from muster.world.reduce import hosts
 
     rank = int(os.environ["RANK"])
-    world = start(GroupOptions(shared_memory=False), Place(rank, 4, rank % 2, 2, rank // 2))
+    world = start(GroupOptions(shared_memory=False), Environment(rank, 4, rank % 2, 2, rank // 2))
     assert hosts.find_hosts(world, "auto") is None, "two ranks on a host are too few"
     hosts.FEWEST, seconds = 2, iter([0.001, network_s])
     hosts._seconds = lambda *_: next(seconds)

@@ -131,11 +131,11 @@ def serve_on(steps):
     from muster.train.optim.build import build_optimizer
     from muster.train.strategies.base import Recipe
     from muster.train.strategies.rpc.parameter_server import ParameterServer
-    from muster.world.environment import Place
+    from muster.world.environment import Environment
     from muster.world.group import start
     from muster.world.group_options import GroupOptions
 
-    world = start(GroupOptions(), Place.from_env())
+    world = start(GroupOptions(), Environment.from_env())
     optimizer = Part.of("optimizer", {"_target_": "torch.optim.SGD", "lr": 0.5})
     build = partial(build_optimizer, optimizer, precision=Precision.fp32)
     recipe = Recipe(

@@ -562,11 +562,11 @@ WRONG = (InCounter, InArray, InList, FromNone, Late, ByUpdates, MeanOfCounts, Ma
 
 def measured(slices):
     """What each metric gives for the same 360 samples on these ranks, or its refusal."""
-    from muster.world.environment import Place
+    from muster.world.environment import Environment
     from muster.world.group import start
     from muster.world.group_options import GroupOptions
 
-    world = start(GroupOptions(device="cpu"), Place.from_env())
+    world = start(GroupOptions(device="cpu"), Environment.from_env())
     dice, found = torch.Generator().manual_seed(0), {}
     outputs, targets = torch.randn(360, 10, generator=dice), torch.randint(0, 10, (360,), generator=dice)
     parts = max(slices, world.size)

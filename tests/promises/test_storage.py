@@ -27,7 +27,7 @@ from muster.checkpoint.storage import Lost, Storage, Unclear
 from muster.errors import StorageError
 from muster.lease.storage_lease import StorageLease
 from muster.outcome import Outcome
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.group import World
 from muster.world.store_keys import StoreKeys
 
@@ -176,7 +176,7 @@ def newest(storage, **kwargs):
 
 def alone():
     store_keys = StoreKeys(torch.distributed.HashStore(), attempt="a", rank=0, size=1)
-    return World(Place(), torch.device("cpu"), "a", store_keys, [])
+    return World(Environment(), torch.device("cpu"), "a", store_keys, [])
 
 
 def content(storage, step):

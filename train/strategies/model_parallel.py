@@ -21,7 +21,7 @@ from muster.train.config.keys import Backend, Config, Device
 from muster.train.strategies.base import Recipe
 from muster.train.strategies.replicas.replicated import Replicas
 from muster.train.strategies.step.optimizer_step import build_model
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.group import World
 
 
@@ -45,7 +45,7 @@ class ModelParallel(Replicas):
             raise ConfigError(
                 "strategy=model_parallel moves tensors between layers: use compile=false, or strategy=ddp"
             )
-        there, processes = len(self._gpus()), Place.from_env().local_world_size
+        there, processes = len(self._gpus()), Environment.from_env().local_world_size
         if config.device is not Device.cpu and 0 < there < 2 * processes:
             raise ConfigError(
                 f"strategy=model_parallel takes two GPUs a process, and {processes} processes have {there}: "
@@ -76,10 +76,10 @@ class ModelParallel(Replicas):
             torch.cuda.default_generators[self._second().index].manual_seed(key)
 
     def _second(self) -> torch.device:
-        place = self.world.place
+        environment = self.world.environment
         if self.world.device.type != "cuda":
             return self.world.device
-        return torch.device("cuda", self._gpus()[place.local_world_size + place.local_rank])
+        return torch.device("cuda", self._gpus()[environment.local_world_size + environment.local_rank])
 
     def _gpus(self) -> list[int]:
         return self.gpus or list(range(torch.cuda.device_count() if torch.cuda.is_available() else 0))

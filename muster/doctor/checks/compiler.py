@@ -23,7 +23,7 @@ class Compiler(Check):
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
         if world.device.type != "cuda":
             return {"has_gpu": False, "compiler": "", "error": ""}
-        error = attempt(world.device) if world.place.local_rank == 0 else ""
+        error = attempt(world.device) if world.environment.local_rank == 0 else ""
         return {"has_gpu": True, "compiler": find() or "", "error": error}
 
     def judge(self, ranks: Sequence[Facts], visit: Visit) -> list[Finding]:

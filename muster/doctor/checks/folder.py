@@ -30,7 +30,7 @@ class OutputFolder(Check):
         facts: dict[str, Any] = {"path": str(path), "at": str(here), "free": shutil.disk_usage(here).free / 1e9}
         facts["writable"] = os.access(here, os.W_OK)
         facts["seen"] = _sees_token_of_rank_0(here, world)
-        facts["speed"] = _speed(here) if world.place.local_rank == 0 and not visit.quick else None
+        facts["speed"] = _speed(here) if world.environment.local_rank == 0 and not visit.quick else None
         return facts
 
     def judge(self, ranks: Sequence[Facts], visit: Visit) -> list[Finding]:

@@ -27,7 +27,9 @@ class Links(Check):
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
         chosen = [
-            rank for rank in range(world.size) if world.size <= MOST_RANKS or rank % world.place.local_world_size == 0
+            rank
+            for rank in range(world.size)
+            if world.size <= MOST_RANKS or rank % world.environment.local_world_size == 0
         ]
         chosen = chosen[:MOST_RANKS]
         found: dict[str, list[float]] = {}

@@ -28,7 +28,7 @@ class Memory(Check):
             "free": free() / GIB,
             "shared": shutil.disk_usage(shared).free / GIB if shared.is_dir() else 0.0,
             "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-            "ranks": world.place.local_world_size,
+            "ranks": world.environment.local_world_size,
             "workers": visit.workers,
         }
 

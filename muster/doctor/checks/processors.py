@@ -24,7 +24,7 @@ class Processors(Check):
             "usable": usable_processors(),
             "quota": quota(),
             "threads": torch.get_num_threads(),
-            "local_world_size": world.place.local_world_size,
+            "local_world_size": world.environment.local_world_size,
             "asked": int(os.environ.get("SLURM_CPUS_PER_TASK", "0")),
         }
 

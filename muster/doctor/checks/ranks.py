@@ -19,7 +19,7 @@ class Ranks(Check):
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
         return {
             "world_size": world.size,
-            "meant": asked_for(world.place.local_world_size),
+            "meant": asked_for(world.environment.local_world_size),
             "slurm": os.environ.get("SLURM_JOB_ID", ""),
         }
 

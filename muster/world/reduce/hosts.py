@@ -53,8 +53,8 @@ def find_hosts(world: World, wanted: str, *, within_s: float = 60.0) -> Hosts | 
         if wanted == "always":
             raise ConfigError("dist.hierarchical=always is for ranks on CPUs: leave it out on GPUs, or give never")
         return None
-    each = world.place.local_world_size
-    stands = [world.place.local_rank == world.rank % each, each]
+    each = world.environment.local_world_size
+    stands = [world.environment.local_rank == world.rank % each, each]
     alike = all(theirs == [True, each] for theirs in world.gather(stands)) and world.size % each == 0
     fewest = FEWEST if wanted == "auto" else 2
     if not alike or not fewest <= each < world.size:

@@ -210,7 +210,7 @@ def share_memory(world: World) -> SharedMemory | None:
     handle = _create(world.size) if world.is_first else None
     facts = world.gather([_host(), os.getpid(), handle])
     (host, pid, first), *others = facts
-    if world.is_first and world.place.local_world_size == world.size and (why := why_none()):
+    if world.is_first and world.environment.local_world_size == world.size and (why := why_none()):
         say(f"muster: gradients go through gloo: {why}")
     if host is None or first is None or any(other[0] != host for other in others):
         _close(handle)

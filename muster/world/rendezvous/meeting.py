@@ -37,7 +37,7 @@ import torch
 from torch.distributed import DistError, HashStore, Store
 
 from muster.errors import MusterError, of_code, say
-from muster.world.environment import Place, agents_compare_clocks, launcher
+from muster.world.environment import Environment, agents_compare_clocks, launcher
 from muster.world.incarnations import Incarnations
 from muster.world.rendezvous.lobby import Lobby
 from muster.world.rendezvous.network import STOP_S, Abandoned, Stopped, Unheard, attend, connect
@@ -71,7 +71,7 @@ class Met:
 
 
 def meet(
-    place: Place,
+    environment: Environment,
     *,
     alike: Mapping[str, Any] | None,
     error: MusterError | None,
@@ -85,7 +85,7 @@ def meet(
     Collective: every rank must call it.
 
     Args:
-        place: this process's position.
+        environment: this process's position.
         alike: the flat values that all ranks must have in common; None compares none.
         error: an error that keeps this rank from training; all ranks then end with it.
         timeout_s: seconds within which all ranks must arrive.
@@ -99,20 +99,24 @@ def meet(
         Stopped: a rank received a stop request.
         RankLost: the store, or rank 0 which held it, is gone.
     """
-    if place.world_size == 1:
+    if environment.world_size == 1:
         if error:
             raise error
         return Met(uuid.uuid4().hex[:8], HashStore(), [launcher()])
     deadline = time.monotonic() + timeout_s
-    shared = place.shared_file and SharedFile(place, place.shared_file, timeout_s=timeout_s, stopping=stopping)
+    shared = environment.shared_file and SharedFile(
+        environment, environment.shared_file, timeout_s=timeout_s, stopping=stopping
+    )
     if membership and membership.connections:
         connections = membership.connections
     else:
-        connections = Connections(shared.open() if shared else connect(place, timeout_s=timeout_s, stopping=stopping))
+        connections = Connections(
+            shared.open() if shared else connect(environment, timeout_s=timeout_s, stopping=stopping)
+        )
     store = connections.first
-    own = Own.of(place, alike=alike, error=error, device=device, membership=membership)
+    own = Own.of(environment, alike=alike, error=error, device=device, membership=membership)
     try:
-        if place.rank == 0:
+        if environment.rank == 0:
             lobby = Lobby(store)
             verdict, agents = host(lobby, own, timeout_s=timeout_s, deadline=deadline, stopping=stopping)
         else:
@@ -122,7 +126,7 @@ def meet(
             agents = [own.hello["agent"]]
         attempt, failed = verdict["attempt"], error_of(verdict)
     except DistError as broken:
-        raise (Stopped() if stopping() else Abandoned(place)) from broken
+        raise (Stopped() if stopping() else Abandoned(environment)) from broken
     if shared and (error or failed):
         shared.remove()
     elif shared:
@@ -156,7 +160,7 @@ class Membership:
 class Own:
     """The facts, hello and flat config that this process brings to a meeting."""
 
-    place: Place
+    environment: Environment
     facts: dict[str, Any]
     hello: dict[str, Any]
     config: dict[str, Any] | None
@@ -164,14 +168,14 @@ class Own:
     @classmethod
     def of(
         cls,
-        place: Place,
+        environment: Environment,
         *,
         alike: Mapping[str, Any] | None,
         error: MusterError | None,
         device: str,
         membership: Membership | None = None,
     ) -> Own:
-        """Return the facts, hello and config of the process at `place`; the arguments are those of `meet`."""
+        """Return the facts, hello and config of the process at `environment`; the arguments are those of `meet`."""
         facts = {
             "host": socket.gethostname(),
             "torch": torch.__version__,
@@ -180,10 +184,10 @@ class Own:
             "config": digest(alike) if alike is not None else None,
         }
         failed = [error.exit_code, str(error)] if error else None
-        hello = {"rank": place.rank, "host": facts["host"], "agent": launcher(), "error": failed}
+        hello = {"rank": environment.rank, "host": facts["host"], "agent": launcher(), "error": failed}
         if membership:
             hello["incarnation"] = [membership.number, membership.launch]
-        return cls(place, facts, hello, None if alike is None else dict(alike))
+        return cls(environment, facts, hello, None if alike is None else dict(alike))
 
 
 def host(
@@ -204,16 +208,18 @@ def host(
             skews[hello["rank"]] = hello["clock"] - min(max(hello["clock"], before), now)  # arrived in between
         if not stopped and (told or stopping()):
             stopped, deadline = True, min(deadline, time.monotonic() + LATECOMERS_S)
-        if len(hellos) == own.place.world_size or time.monotonic() > deadline:
+        if len(hellos) == own.environment.world_size or time.monotonic() > deadline:
             break
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, TICK_S)
     tell_of_clocks(hellos, skews)
-    failed = (Stopped.exit_code, "") if stopped else judge(hellos, own.place.world_size, timeout_s=timeout_s)
+    failed = (Stopped.exit_code, "") if stopped else judge(hellos, own.environment.world_size, timeout_s=timeout_s)
     verdict = {"attempt": attempt, "error": failed, "ranks": len(hellos), "incarnations": incarnations_of(hellos)}
     if not lobby.decide(meeting, verdict):
         raise Unheard("another rank 0 has opened a meeting at the same store: give each rank a number of its own")
-    if failed and len(hellos) > 1 and own.place.hosts_store:  # the others must read the verdict before the store ends
+    if (
+        failed and len(hellos) > 1 and own.environment.hosts_store
+    ):  # the others must read the verdict before the store ends
         lobby.await_acknowledgements(meeting, HEARD_S)
     return verdict, sorted({hello["agent"] for hello in hellos.values()})
 
@@ -249,7 +255,7 @@ def attend_meeting(
     def say_so() -> None:
         if guest.arrived_in and not guest.stopped:
             guest.stopped = True
-            speaking.arrive(guest.arrived_in, {"rank": own.place.rank, "stop": True})
+            speaking.arrive(guest.arrived_in, {"rank": own.environment.rank, "stop": True})
 
     timeout_s = deadline + VERDICT_S + STOP_S - time.monotonic()
     attend(thread, timeout_s=timeout_s, stopping=stopping, on_stop=say_so)
@@ -257,7 +263,9 @@ def attend_meeting(
         return guest.verdict
     if stopping():
         raise Stopped
-    raise guest.failure or Unheard(f"rank {own.place.rank} has no answer from the rendezvous store: see rank 0's log")
+    raise guest.failure or Unheard(
+        f"rank {own.environment.rank} has no answer from the rendezvous store: see rank 0's log"
+    )
 
 
 class Guest:
@@ -272,15 +280,15 @@ class Guest:
 
     def run(self) -> None:
         """Take part in meetings until one gives a verdict; sets `verdict` or `failure`."""
-        place = self.own.place
+        environment = self.own.environment
         try:
             self.verdict = self._meet()
         except RuntimeError as broken:
             if time.monotonic() < self.deadline - 1:
-                self.failure = Abandoned(place)
+                self.failure = Abandoned(environment)
             else:
-                who = f"rank {place.rank} on {socket.gethostname()}"
-                self.failure = Unheard(f"{who} waited in vain for rank 0 at {place.store_at}: is it up?")
+                who = f"rank {environment.rank} on {socket.gethostname()}"
+                self.failure = Unheard(f"{who} waited in vain for rank 0 at {environment.store_at}: is it up?")
             self.failure.__cause__ = broken
 
     def _meet(self) -> dict[str, Any]:
@@ -308,9 +316,9 @@ class Guest:
     def _difference(self, meeting: int, facts: dict[str, Any]) -> str | None:
         theirs = self.own.facts
         if facts["config"] == theirs["config"] or None in (facts["config"], theirs["config"]):
-            return difference(facts, theirs, {}, {}, rank=self.own.place.rank)
+            return difference(facts, theirs, {}, {}, rank=self.own.environment.rank)
         return difference(
-            facts, theirs, self.lobby.config(meeting) or {}, self.own.config or {}, rank=self.own.place.rank
+            facts, theirs, self.lobby.config(meeting) or {}, self.own.config or {}, rank=self.own.environment.rank
         )
 
     def _left(self) -> float:

@@ -17,7 +17,7 @@ from torch.distributed import Store, TCPStore
 
 from muster.errors import ConfigError, Preempted, RankLost, one_line, say
 from muster.process import is_supervised
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.rendezvous import port as port_of_store
 from muster.world.rendezvous.listener import listener
 from muster.world.rendezvous.reach import address_of, own_address
@@ -40,9 +40,9 @@ class Unheard(ConfigError):
 class Abandoned(RankLost):
     """The process that holds the store was lost during the meeting, so this rank must report the error itself."""
 
-    def __init__(self, place: Place):
-        who = f"rank {place.rank} on {socket.gethostname()}"
-        at = f"the rendezvous store at {place.store_at}"
+    def __init__(self, environment: Environment):
+        who = f"rank {environment.rank} on {socket.gethostname()}"
+        at = f"the rendezvous store at {environment.store_at}"
         super().__init__(f"{who} lost {at} while the ranks met: see the log of the node that held it")
 
 
@@ -53,22 +53,22 @@ class Stopped(Preempted):
         super().__init__("told to stop while the ranks were still meeting: run the same command again to resume")
 
 
-def connect(place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> Store:
+def connect(environment: Environment, *, timeout_s: float, stopping: Callable[[], bool]) -> Store:
     """Return a client of the rendezvous store, which rank 0 hosts unless torchrun's agent does.
 
     Raises:
         Unheard: no store answers at the address.
         Stopped: this process was told to stop meanwhile.
     """
-    host = _resolved(os.environ["MASTER_ADDR"], place)
+    host = _resolved(os.environ["MASTER_ADDR"], environment)
     address = f"{host}:{os.environ['MASTER_PORT']}"
-    hosts = place.hosts_store and not is_supervised() and not port_of_store.is_used()
+    hosts = environment.hosts_store and not is_supervised() and not port_of_store.is_used()
     found: list[Store] = []
     reasons = [f"what listens there has not answered within dist.start_timeout_s={timeout_s:g} and may be no store"]
 
     def open_at_address() -> None:
         try:
-            found.append(open_store_at(host, place, timeout_s=timeout_s, hosts=hosts))
+            found.append(open_store_at(host, environment, timeout_s=timeout_s, hosts=hosts))
         except (RuntimeError, ValueError, OSError) as error:
             reasons.append(str(error).splitlines()[0][:200])
 
@@ -84,22 +84,22 @@ def connect(place: Place, *, timeout_s: float, stopping: Callable[[], bool]) -> 
     if os.strerror(errno.EADDRINUSE) in reasons[-1]:
         raise _in_use(os.environ["MASTER_PORT"])
     raise Unheard(
-        f"rank {place.rank} cannot reach the rendezvous store at {address}: {reasons[-1]}; is rank 0 up, and the port free and open?"
+        f"rank {environment.rank} cannot reach the rendezvous store at {address}: {reasons[-1]}; is rank 0 up, and the port free and open?"
     )
 
 
-def open_store_at(host: str, place: Place, *, timeout_s: float, hosts: bool) -> Store:
+def open_store_at(host: str, environment: Environment, *, timeout_s: float, hosts: bool) -> Store:
     """Open the store at `host` and MASTER_PORT, as a client or, if this process `hosts` it, as its server.
 
     Raises RuntimeError, ValueError, OSError.
     """
     port = int(os.environ["MASTER_PORT"])
-    at = (port_of_store.use() or listener(host, port, is_one_node=place.is_one_node)) if hosts else None
+    at = (port_of_store.use() or listener(host, port, is_one_node=environment.is_one_node)) if hosts else None
     # As env:// does, but without its wait for all clients: the meeting names the missing ranks.
     store = TCPStore(
         host,
         port,
-        world_size=place.world_size,
+        world_size=environment.world_size,
         is_master=hosts,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
@@ -124,16 +124,18 @@ def _in_use(port: str) -> Unheard | RankLost:
 
 def store_for_supervisor() -> Callable[[], None] | None:
     """Return what hosts the store in a child of this process, a supervisor; None if another process hosts it."""
-    return host_store if Place.from_env().hosts_store and not port_of_store.is_used() else None
+    return host_store if Environment.from_env().hosts_store and not port_of_store.is_used() else None
 
 
 def host_store() -> None:
     """Host the store of rank 0 in this process, for its supervisor: it outlives the rank. Returns after an error, which it prints."""
-    place = Place.from_env()
+    environment = Environment.from_env()
     try:
-        store = open_store_at(_resolved(os.environ["MASTER_ADDR"], place), place, timeout_s=HOSTED_S, hosts=True)
+        store = open_store_at(
+            _resolved(os.environ["MASTER_ADDR"], environment), environment, timeout_s=HOSTED_S, hosts=True
+        )
     except (RuntimeError, ValueError, OSError, ConfigError) as error:
-        say(f"muster: no rendezvous store at {place.store_at}: {one_line(error)}")
+        say(f"muster: no rendezvous store at {environment.store_at}: {one_line(error)}")
         return
     while store:
         signal.pause()
@@ -160,7 +162,7 @@ def attend(
         thread.join(WATCH_S)
 
 
-def check_descriptors(place: Place) -> None:
+def check_descriptors(environment: Environment) -> None:
     """Ensure that this process may open a socket to each other rank and, if it hosts the store, to each store client.
 
     gloo connects every rank with every other. Raises the soft limit where the hard limit allows it.
@@ -168,9 +170,9 @@ def check_descriptors(place: Place) -> None:
     Raises:
         ConfigError: the hard limit is too low.
     """
-    if place.world_size == 1:
+    if environment.world_size == 1:
         return
-    needed = place.world_size * (1 + CLIENTS * place.hosts_store) + SPARE_DESCRIPTORS
+    needed = environment.world_size * (1 + CLIENTS * environment.hosts_store) + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
@@ -178,18 +180,18 @@ def check_descriptors(place: Place) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
         return
     raise ConfigError(
-        f"ulimit -n is {hard} on {socket.gethostname()}, and {place.world_size} ranks need {needed} file descriptors in rank "
-        f"{place.rank}, a socket to each other rank among them: raise it to at least ulimit -n {needed}"
+        f"ulimit -n is {hard} on {socket.gethostname()}, and {environment.world_size} ranks need {needed} file descriptors in rank "
+        f"{environment.rank}, a socket to each other rank among them: raise it to at least ulimit -n {needed}"
     )
 
 
-def choose_interface(place: Place) -> None:
+def choose_interface(environment: Environment) -> None:
     """Set GLOO_SOCKET_IFNAME to the interface that leads to the master, if the job spans nodes and it is not set.
 
     gloo uses the address that the host's own name resolves to, which on many systems is 127.0.1.1. NCCL, which takes the
     first interface that is up, gets the same one unless NCCL_SOCKET_IFNAME is set.
     """
-    if place.is_one_node or place.shared_file:
+    if environment.is_one_node or environment.shared_file:
         return
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         _find_interface()
@@ -206,11 +208,11 @@ def _find_interface() -> None:
                     os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _resolved(host: str, place: Place) -> str:
+def _resolved(host: str, environment: Environment) -> str:
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
-        if not place.is_one_node:
+        if not environment.is_one_node:
             raise Unheard(
                 f"MASTER_ADDR={host} does not resolve ({error}): give an address that every node knows"
             ) from None

@@ -11,7 +11,7 @@ import os
 import socket
 
 from muster.errors import ConfigError
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.rendezvous.listener import listener
 
 _ports: dict[tuple[str, str], socket.socket] = {}
@@ -23,10 +23,10 @@ _used: set[tuple[str, str]] = set()
 def hold() -> bool:
     """Listen at the store's port, if this process is to host the store. Returns False if another process has the port."""
     try:
-        place = Place.from_env()
-        if place.hosts_store and _key() not in _ports and not is_used():
+        environment = Environment.from_env()
+        if environment.hosts_store and _key() not in _ports and not is_used():
             host, port = _key()
-            if at := listener(host, int(port), is_one_node=place.is_one_node):
+            if at := listener(host, int(port), is_one_node=environment.is_one_node):
                 _ports[host, port] = at
     except OSError as error:
         return error.errno != errno.EADDRINUSE

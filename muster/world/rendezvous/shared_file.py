@@ -30,7 +30,7 @@ from torch.distributed import FileStore, Store
 
 from muster.errors import StorageError
 from muster.files import replace_file
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.rendezvous.network import Stopped, Unheard
 
 POLL_S = 0.05
@@ -41,8 +41,8 @@ T = TypeVar("T")
 class SharedFile:
     """Access of one process to the store: `open` it, call `met` once all ranks have met, and `remove` at the end."""
 
-    def __init__(self, place: Place, path: Path, *, timeout_s: float, stopping: Callable[[], bool]):
-        self.place, self.path, self.timeout_s, self.stopping = place, path, timeout_s, stopping
+    def __init__(self, environment: Environment, path: Path, *, timeout_s: float, stopping: Callable[[], bool]):
+        self.environment, self.path, self.timeout_s, self.stopping = environment, path, timeout_s, stopping
         self._deadline = time.monotonic() + timeout_s
         self._lock: int | None = None
         self._met = threading.Event()
@@ -56,7 +56,7 @@ class SharedFile:
             Stopped: this process was told to stop meanwhile.
         """
         try:
-            return self._host() if self.place.rank == 0 else self._client(self._heard())
+            return self._host() if self.environment.rank == 0 else self._client(self._heard())
         except (OSError, StorageError) as error:
             raise Unheard(f"dist.init_method=file://{self.path} cannot be used: {error}") from error
 
@@ -108,8 +108,8 @@ class SharedFile:
 
     def _answer(self, name: str) -> None:
         answered: dict[int, str] = {}
-        while not self._met.wait(max(POLL_S, self.place.world_size / LOOKS_PER_S)):
-            for rank in range(1, self.place.world_size):
+        while not self._met.wait(max(POLL_S, self.environment.world_size / LOOKS_PER_S)):
+            for rank in range(1, self.environment.world_size):
                 with contextlib.suppress(OSError, StorageError):  # no hello yet, or the rank will miss its answer
                     word = self._named(f"hello-{rank}").read_text()
                     if answered.get(rank) != word:
@@ -118,7 +118,7 @@ class SharedFile:
 
     def _heard(self) -> str:
         """Return the name of the store, once rank 0 has answered."""
-        word, rank = uuid.uuid4().hex, self.place.rank
+        word, rank = uuid.uuid4().hex, self.environment.rank
 
         def ask() -> str | None:
             if not self._named(f"hello-{rank}").exists():

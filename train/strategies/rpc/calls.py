@@ -19,7 +19,7 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from muster.errors import RankLost
-from muster.world.environment import Place
+from muster.world.environment import Environment
 from muster.world.group import World
 from muster.world.timeouts import LAST_RESORT_S
 
@@ -29,7 +29,7 @@ _left: Future[None] = Future()
 
 def start(world: World) -> None:
     """Start this rank's RPC agent, which answers calls from now on. Collective: every rank must call it."""
-    _choose_interface(world.place)
+    _choose_interface(world.environment)
     scheme, store = f"board-{world.attempt}", world.store_keys.rpc_store()
     found = (store, world.rank, world.size)
     dist.register_rendezvous_handler(scheme, lambda url: iter([found]))  # type: ignore[no-untyped-call]
@@ -94,9 +94,9 @@ def _until_left() -> Future[None]:
     return _left
 
 
-def _choose_interface(place: Place) -> None:
+def _choose_interface(environment: Environment) -> None:
     """Set TP_SOCKET_IFNAME: by default TensorPipe, like gloo, uses the address that the host's name resolves to."""
     has_loopback = any(name == "lo" for _, name in socket.if_nameindex())
-    loopback = "lo" if place.is_one_node and has_loopback else None
+    loopback = "lo" if environment.is_one_node and has_loopback else None
     if interface := os.environ.get("GLOO_SOCKET_IFNAME", loopback):
         os.environ.setdefault("TP_SOCKET_IFNAME", interface)
