@@ -22,7 +22,7 @@ PIP = $(BIN)/pip install --disable-pip-version-check -c $(PINS)
 endif
 INSTALL = $(PIP) editables
 
-.PHONY: help image train quick test test-all test-core test-docker test-slurm test-kubernetes again lint format bench recovery soak picture rooms docs clean
+.PHONY: help image train quick test test-all test-core test-docker test-slurm test-kubernetes again lint format bench recovery soak picture architecture docs clean
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -92,8 +92,8 @@ soak: $(VENV)/.test ## inject random faults for MINUTES (3), then check that not
 picture: $(VENV)/.train ## make README's picture of a report anew, with Chromium
 	$(BIN)/python -m docs.picture $(ARGS)
 
-rooms: $(VENV)/.test ## draw the imports between rooms into the docs, and the graphs of all pages for the site
-	$(BIN)/python -m docs.rooms
+architecture: $(VENV)/.test ## draw the imports between packages into the docs, and the graphs of all pages for the site
+	$(BIN)/python -m docs.architecture
 	$(BIN)/python -m docs.drawn
 
 docs: $(VENV)/.train ## build the pages of docs/ as a site, in site/

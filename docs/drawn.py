@@ -1,4 +1,4 @@
-"""Draw the Mermaid graphs of the pages for the site: `make rooms`. Needs Chromium or Chrome, and npm, which fetches Mermaid.
+"""Draw the Mermaid graphs of the pages for the site: `make architecture`. Needs Chromium or Chrome, and npm, which fetches Mermaid.
 
 A code host draws such a graph itself. The site shows the picture in docs/drawn/ that is named by the digest of its text, so
 that a reader's browser asks no other host.

@@ -38,7 +38,7 @@ def on_page_markdown(markdown: str, *, page: Any, files: Any, **_: Any) -> str:
 
     def shown_graph(graph: re.Match[str]) -> str:
         if not (FOLDER / name(graph[1])).exists():
-            raise PluginError(f"{page.file.src_uri} has a graph that is not drawn yet: run `make rooms`")
+            raise PluginError(f"{page.file.src_uri} has a graph that is not drawn yet: run `make architecture`")
         return f"![]({'../' * page.file.src_uri.count('/')}drawn/{name(graph[1])}){{: .drawn }}"
 
     markdown = GRAPH.sub(shown_graph, markdown)

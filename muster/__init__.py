@@ -1,6 +1,6 @@
 """Muster: train with PyTorch on any cluster, exactly resumable.
 
-The rooms of this package are the runtime, which holds any training job together. `muster.train` is the Hydra-configured
+The packages in it are the runtime, which holds any training job together. `muster.train` is the Hydra-configured
 trainer, the runtime's first user; `muster [overrides]` runs it.
 
 Public names:

@@ -9,8 +9,10 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TextIO
 
+from muster.origin import located
 from muster.redact import redacted
 
 
@@ -194,3 +196,27 @@ def nearest(given: str, valid: Iterable[str]) -> str:
     close = difflib.get_close_matches(given, names, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]}? " if close else ""
     return f"{hint}valid: {', '.join(names)}"
+
+
+def tell(error: BaseException, kept: Path | None = None) -> None:
+    """Print `error` in one line.
+
+    For an error that is not a MusterError, `kept` is the file with the traceback; if None, the traceback is printed
+    first.
+    """
+    if isinstance(error, MusterError):
+        return say(f"muster: {error.outcome.replace('_', ' ')}: {in_words(error)}")
+    if not kept:
+        say(traceback_of(error))
+    say(f"muster: failed: {and_where(error, kept)}")
+
+
+def and_where(error: BaseException, kept: Path | None) -> str:
+    """Return the error in one line, with the file `kept` that has its traceback, if there is one."""
+    more = f"; fix it, and run the same command again. The full traceback is in {kept}" if kept else ""
+    return f"{in_words(error)}{more}"
+
+
+def in_words(error: BaseException) -> str:
+    """Return a MusterError's message; for any other error its type, message and place."""
+    return one_line(error) if isinstance(error, MusterError) else located(error)

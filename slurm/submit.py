@@ -33,8 +33,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from submitit.core.utils import FailedJobError
 
-from muster.attempt.failure_report import tell
-from muster.errors import ConfigError, Preempted, one_line, say
+from muster.errors import ConfigError, Preempted, one_line, say, tell
 from muster.launcher import execute, loopback, slurm, verdict
 from muster.launcher.script import MARK, Script, script_of
 from muster.launcher.spec import MARGIN_S, NUMA_BINDINGS, Spec, command, printed, this_torchrun

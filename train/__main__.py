@@ -65,8 +65,7 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption, *, is_swep
     With other ranks, each run of a sweep is in a child of its own, which ends with it: the next one finds no threads, no
     group and no RPC of a run before.
     """
-    from muster.attempt.failure_report import tell
-    from muster.errors import ConfigError
+    from muster.errors import ConfigError, tell
 
     if isinstance(config, ConfigError) and "RANK" not in os.environ:
         tell(config)

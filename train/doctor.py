@@ -10,11 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from muster.attempt.failure_report import tell
 from muster.doctor.lint import lint
 from muster.doctor.show import show, verdict, write
 from muster.doctor.visit import examine
-from muster.errors import MusterError
+from muster.errors import MusterError, tell
 from muster.faults import output
 from muster.process import end
 from muster.train.config.compose import compose

@@ -30,7 +30,7 @@ def main() -> None:
         how = {"checkpoint": given.checkpoint, "split": given.split, "as_json": given.json}
         code = evaluate(given.run, overrides, preemption, **how)
     except MusterError as error:
-        from muster.attempt.failure_report import tell
+        from muster.errors import tell
 
         tell(error)
         code = error.exit_code

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from muster.attempt.failure_report import tell
 from muster.data.split import TARGETS
-from muster.errors import ConfigError, MusterError, one_line, say
+from muster.errors import ConfigError, MusterError, one_line, say, tell
 from muster.faults import output
 from muster.files import replace_file
 from muster.origin import located

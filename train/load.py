@@ -12,8 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from muster.attempt.failure_report import tell
-from muster.errors import ConfigError, MusterError
+from muster.errors import ConfigError, MusterError, tell
 from muster.faults import output
 from muster.job.tracked_state import unwrapped
 from muster.loggers import jsonl

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.scale.job import Machine, ScaledJob, Workload
 from bench.scale.strategies import CostedStep, ddp
-from muster.attempt.failure_report import tell
 from muster.collectives.command_line import Parser
 from muster.collectives.figures_file import write_json
 from muster.collectives.link import Link
@@ -32,7 +31,7 @@ from muster.collectives.model import Network, fit
 from muster.collectives.start import become_torchrun
 from muster.collectives.table import WIDTH
 from muster.collectives.wire import written_bytes
-from muster.errors import ConfigError, MusterError, say
+from muster.errors import ConfigError, MusterError, say, tell
 from muster.faults import agent
 from muster.train.models.gpt import Gpt
 

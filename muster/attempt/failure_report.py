@@ -23,17 +23,18 @@ from muster.errors import (
     MusterError,
     Preempted,
     RankLost,
+    and_where,
     environment_error,
     final,
+    in_words,
     one_line,
-    say,
-    traceback_of,
+    tell,
 )
 from muster.faults import agent
 from muster.faults.heartbeat import BEAT_S, Heartbeat
 from muster.lease.folder_lease import Lease, newest_claim
 from muster.loggers.jsonl import append_event
-from muster.origin import kind_and_message, located, place
+from muster.origin import kind_and_message, place
 from muster.outcome import Outcome
 from muster.recovery.survival import is_of_peer
 from muster.redact import redacted
@@ -131,7 +132,7 @@ class FailureReport:
         kept = self._write_soon(first_said, first=won)
         if won and not isinstance(error, MusterError):
             tell(error, kept)
-            agent.tell(_and_where(error, kept))
+            agent.tell(and_where(error, kept))
         if first_said["rank"] != world.rank:
             agent.tell(f"rank {first_said['rank']} failed first: {first_said['error']}")
         return int(first_said["exit_code"]) if isinstance(error, MusterError) else code
@@ -278,26 +279,3 @@ def _put_into_words(error: BaseException) -> BaseException:
     if isinstance(error, KeyboardInterrupt):
         return RankLost("interrupted from the keyboard; the same command resumes from the last checkpoint")
     return environment_error(error) or error if isinstance(error, Exception) else error
-
-
-def tell(error: BaseException, kept: Path | None = None) -> None:
-    """Print `error` in one line.
-
-    For an error that is not a MusterError, `kept` is the file with the traceback; if None, the traceback is printed
-    first.
-    """
-    if isinstance(error, MusterError):
-        return say(f"muster: {error.outcome.replace('_', ' ')}: {in_words(error)}")
-    if not kept:
-        say(traceback_of(error))
-    say(f"muster: failed: {_and_where(error, kept)}")
-
-
-def _and_where(error: BaseException, kept: Path | None) -> str:
-    more = f"; fix it, and run the same command again. The full traceback is in {kept}" if kept else ""
-    return f"{in_words(error)}{more}"
-
-
-def in_words(error: BaseException) -> str:
-    """Return a MusterError's message; for any other error its type, message and place."""
-    return one_line(error) if isinstance(error, MusterError) else located(error)

@@ -10,14 +10,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from muster.attempt.failure_report import tell
 from muster.collectives.command_line import Options, parse, world_sizes
 from muster.collectives.figures_file import write_json
 from muster.collectives.measure import Bench, Figures
 from muster.collectives.plot import draw
 from muster.collectives.start import become_torchrun
 from muster.collectives.table import show
-from muster.errors import ConfigError, MusterError, say
+from muster.errors import ConfigError, MusterError, say, tell
 from muster.faults import agent, output
 from muster.world.environment import Environment
 from muster.world.rendezvous.network import choose_interface

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from muster.attempt.failure_report import tell
-from muster.errors import MusterError, say, storage_error
+from muster.errors import MusterError, say, storage_error, tell
 from muster.faults import output
 from muster.files import create_file
 from muster.init.project import SUBSTRATES, files, project

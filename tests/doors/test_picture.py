@@ -2,19 +2,18 @@
 
 import pytest
 
+from docs.architecture import PAGE, drawn, imports, mermaid, reduced
 from docs.drawn import FOLDER, graphs
-from docs.rooms import PAGES, drawn, imports, mermaid, reduced
 
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_picture_of_the_rooms_is_up_to_date(page):
-    assert page.read_text() == drawn(page.read_text(), mermaid(reduced(imports()))), "run `make rooms`"
+def test_the_picture_of_the_packages_is_up_to_date():
+    assert PAGE.read_text() == drawn(PAGE.read_text(), mermaid(reduced(imports()))), "run `make architecture`"
 
 
 def test_every_graph_is_drawn_for_the_site():
-    assert {path.name for path in FOLDER.iterdir()} == graphs().keys(), "run `make rooms`"
+    assert {path.name for path in FOLDER.iterdir()} == graphs().keys(), "run `make architecture`"
 
 
 def test_an_arrow_that_others_imply_is_left_out():

@@ -1,4 +1,4 @@
-"""The house: data flows one way through it, and adding a part is one file."""
+"""The architecture: data flows one way through the packages, and adding a part is one file."""
 
 import ast
 from pathlib import Path
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.unit
 
 # The runtime, muster/, which knows no Hydra, no strategy and no model.
 RUNTIME = (
-    "redact", "errors", "origin", "imported", "flat", "files", "process", "clock", "plan", "data", "world", "outcome", "faults",
+    "redact", "origin", "errors", "imported", "flat", "files", "process", "clock", "plan", "data", "world", "outcome", "faults",
     "timing", "checkpoint", "loggers", "launcher", "report", "lease", "recovery", "attempt", "job", "doctor", "collectives", "init",
 )  # fmt: skip
 # The trainer, muster.train: config -> data -> model -> strategy -> loop.
@@ -20,17 +20,17 @@ TRAINER = (
 )  # fmt: skip
 FRONT = ("muster/__init__", "muster/__main__")
 """The public names and the command, which may import all."""
-ORDER = (*(f"muster/{room}" for room in RUNTIME), *(f"train/{room}" for room in TRAINER), *FRONT)
+ORDER = (*(f"muster/{package}" for package in RUNTIME), *(f"train/{package}" for package in TRAINER), *FRONT)
 
 
-def room(path: Path) -> str:
-    """The room of a source file; the left never imports the right in ORDER."""
+def package(path: Path) -> str:
+    """The package of a source file; the left never imports the right in ORDER."""
     package, first, *_ = path.relative_to(ROOT).parts
     return f"{package}/{first.removesuffix('.py')}"
 
 
-def room_of(module: str) -> str:
-    """The room of an imported module or name."""
+def package_of(module: str) -> str:
+    """The package of an imported module or name."""
     words = module.split(".")
     return f"train/{words[2]}" if words[1:2] == ["train"] else f"muster/{words[1]}"
 
@@ -51,7 +51,7 @@ def imported(source: str) -> set[str]:
 def test_every_arrow_is_seen():
     source = "import os, muster.train.run\nfrom muster import plan, job as j\ndef f():\n    from muster.world.group import World as W"
     assert imported(source) == {"muster.train.run", "muster.plan", "muster.job", "muster.world.group.World"}
-    assert room_of("muster.train.run") == "train/run" and room_of("muster.world.group.World") == "muster/world"
+    assert package_of("muster.train.run") == "train/run" and package_of("muster.world.group.World") == "muster/world"
 
 
 SOURCES = [
@@ -66,7 +66,7 @@ def test_the_left_never_imports_the_right():
         "a module has one name, muster.train.*"
     )
     places = {where: place for place, where in enumerate(ORDER)}
-    assert not [(path, name) for path, name in arrows if places[room_of(name)] > places[room(ROOT / path)]]
+    assert not [(path, name) for path, name in arrows if places[package_of(name)] > places[package(ROOT / path)]]
 
 
 def test_the_runtime_knows_no_hydra():
@@ -80,8 +80,8 @@ def test_the_runtime_knows_no_hydra():
     assert "torch" in known and not {name for name in known if name.split(".")[0] in ("hydra", "omegaconf")}
 
 
-def test_every_room_is_known():
-    assert {room(path) for path in SOURCES} == set(ORDER)
+def test_every_package_is_known():
+    assert {package(path) for path in SOURCES} == set(ORDER)
 
 
 def test_no_two_public_classes_have_one_name():
