@@ -24,7 +24,7 @@ BEGIN, END = "<!-- packages: begin; `make architecture` draws this -->", "<!-- p
 LAYERS = {"trainer": "train/", "runtime": "muster/"}
 GROUPS = {
     "muster/files, clock, plan": "redact errors origin imported flat files process clock plan",
-    "train/config": "patterns config numerics",
+    "train/config": "config numerics",
     "train/data, models, objectives, optim": "data models objectives optim",
     "train/run, loop": "throughput running_means evaluation progress intervals loop callbacks trainee announce resume settings "
     "in_process_restart validate run",

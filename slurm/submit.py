@@ -46,7 +46,7 @@ from muster.train.config.command_line import parsed, readable
 from muster.train.config.compose import compose as compose_run
 from muster.train.config.compose import searched
 from muster.train.config.explain import explain
-from muster.train.config.sweep_folder import folder_of
+from muster.train.config.sweeper import folder_of
 
 
 @dataclass

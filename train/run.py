@@ -26,7 +26,7 @@ from muster.train.callbacks.all import Callbacks
 from muster.train.config.command_line import given
 from muster.train.config.keys import Config, Dist
 from muster.train.config.parts import build
-from muster.train.data.source import origin_of_samples
+from muster.train.data.load import origin_of_samples
 from muster.train.evaluation import refuse_unevaluated
 from muster.train.in_process_restart import RunHandOver
 from muster.train.intervals import Intervals

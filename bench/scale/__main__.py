@@ -11,7 +11,7 @@ from bench.scale.job import ScaledJob
 from bench.scale.options import WORLD_SIZES, parse
 from bench.scale.show import Prediction, draw, show
 from bench.scale.strategies import STRATEGIES
-from muster.collectives.figures_file import write_json
+from muster.collectives.table import write_json
 from muster.errors import MusterError, say, tell
 from muster.faults import output
 

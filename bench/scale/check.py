@@ -23,14 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.scale.job import Machine, ScaledJob, Workload
 from bench.scale.strategies import CostedStep, ddp
-from muster.collectives.command_line import Parser
-from muster.collectives.figures_file import write_json
-from muster.collectives.link import Link
+from muster.collectives.command_line import Parser, become_torchrun
+from muster.collectives.link import Link, written_bytes
 from muster.collectives.measure import Bench
 from muster.collectives.model import Network, fit
-from muster.collectives.start import become_torchrun
-from muster.collectives.table import WIDTH
-from muster.collectives.wire import written_bytes
+from muster.collectives.table import WIDTH, write_json
 from muster.errors import ConfigError, MusterError, say, tell
 from muster.faults import agent
 from muster.train.models.gpt import Gpt

@@ -10,12 +10,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from muster.collectives.command_line import Options, parse, world_sizes
-from muster.collectives.figures_file import write_json
+from muster.collectives.command_line import Options, become_torchrun, parse, world_sizes
 from muster.collectives.measure import Bench, Figures
 from muster.collectives.plot import draw
-from muster.collectives.start import become_torchrun
-from muster.collectives.table import show
+from muster.collectives.table import show, write_json
 from muster.errors import ConfigError, MusterError, say, tell
 from muster.faults import agent, output
 from muster.world.environment import Environment

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,3 +88,10 @@ def _numbers(name: str, text: str) -> list[int]:
         return sorted({int(each) for each in text.split(",")})
     except ValueError:
         raise ConfigError(f"{name}={text} are not whole numbers: use, for example, 2,4") from None
+
+
+def become_torchrun(module: str, arguments: Sequence[str], *, ranks: int) -> NoReturn:
+    """Replace this process by torchrun, which starts `module` with `arguments` on `ranks` ranks; the pid is kept."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.execv(sys.executable, [sys.executable, *torchrun, "-m", module, *arguments])

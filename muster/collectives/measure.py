@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.collectives.collective import Collective, collectives
-from muster.collectives.link import Link
+from muster.collectives.link import Link, written_bytes
 from muster.collectives.model import Network, fit
-from muster.collectives.wire import written_bytes
 from muster.errors import MusterError
 from muster.process import usable_processors
 from muster.timing.timing_file import processor

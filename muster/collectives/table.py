@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from pydantic import ByteSize
 from rich.console import Console
@@ -11,6 +14,8 @@ from rich.table import Table
 from muster.collectives.algorithm import Algorithm
 from muster.collectives.collective import ALGORITHMS
 from muster.collectives.measure import Figures, Measured
+from muster.errors import storage_error
+from muster.files import replace_file
 
 WIDTH = 150  # if the output is not a terminal
 
@@ -77,6 +82,16 @@ def _in_theory(algorithm: Algorithm, world_size: int) -> tuple[str, str, str]:
 
 def _unknown(world_size: int) -> tuple[str, str, str]:
     return "", "", ""
+
+
+def write_json(path: Path, figures: dict[str, Any]) -> None:
+    """Write `figures` to `path`, and create its folder. Raises StorageError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise storage_error("make the folder", error) from error
+    text = json.dumps(figures, indent=1) + "\n"
+    replace_file(path, lambda draft: draft.write_text(text))
 
 
 THEORY = {each.name: partial(_in_theory, each) for each in ALGORITHMS}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,15 +20,18 @@ from muster import process
 from muster.data.fetch import Fetch
 from muster.data.onto_device import onto
 from muster.data.stream import Stream, read_whole
-from muster.data.workers import by_default, check_shared_memory
-from muster.errors import DataError
+from muster.errors import ConfigError, DataError
 from muster.plan import MicroBatch, Plan, Share
+from muster.process import ranks_on_host
 
 SIGCHLD_S = 1.0
 """Time in seconds within which the signal of a worker's death arrives."""
 AHEAD_S = 4e-3
 AHEAD_BYTES = 4 << 20
 """Limits in seconds and bytes on batches made ahead, see several_at_a_time."""
+MOST = 16
+"""Number of workers of a rank beyond which more are not started unless they are asked for."""
+SHARED = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -234,3 +239,36 @@ def to(device: torch.device, value: Any) -> Any:
     if device.type == "cpu":
         return value  # samples are made there
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
+
+
+def by_default(batch_bytes: int) -> int:
+    """Return the number of workers of a rank on a GPU: its share of the host's cores, as far as shared memory has room.
+
+    They take at most half of what is free. batch_bytes: size of a micro-batch.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = min(MOST, max(1, cores // ranks_on_host()))
+    if not os.path.isdir(SHARED):
+        return most
+    batches = shutil.disk_usage(SHARED).free // 2 // ranks_on_host() // max(1, batch_bytes)
+    return max(0, min(most, (batches - 1) // 2))
+
+
+def check_shared_memory(batch_bytes: int, *, num_workers: int, place: str = SHARED) -> None:
+    """Check that the shared memory of this host is large enough for the batches that all its ranks' workers pass.
+
+    When it is full, a batch is lost and the trainer waits for it forever.
+
+    Raises:
+        ConfigError: there is not enough for the batches in flight.
+    """
+    if not os.path.isdir(place):
+        return
+    ranks = ranks_on_host()
+    needed, free = ranks * batch_bytes * (2 * num_workers + 1), shutil.disk_usage(place).free
+    if needed > free:
+        of = f"the {ranks} ranks of this host need" if ranks > 1 else "this rank needs"
+        raise ConfigError(
+            f"loader.num_workers={num_workers}: {of} about {needed / 2**20:.1f} MiB of {place}, and {free / 2**20:.1f} are free: make it "
+            "larger (docker --shm-size, a Kubernetes emptyDir with medium: Memory), or set fewer workers or a smaller micro_batch_size"
+        )

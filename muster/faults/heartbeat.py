@@ -49,7 +49,7 @@ ABANDONED_S = 4.0  # longer than any live rank is silent
 FREED_S = 10.0
 JOIN_S = 5.0
 """Within so long, a rank gets an error that waited for one that was ended and is restarted in place; else it is ended, too."""
-EMERGENCY = "emergency save"
+EMERGENCY = "emergency"
 """The phase in which a rank that has heard of a loss saves its last step, or waits for another one to (recovery/emergency_checkpoint.py)."""
 DESERTED_S = 8.0
 """Longer than ranks that have heard of a loss wait for a replacement and save, upon which those that wait for them hear of it."""

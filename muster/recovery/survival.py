@@ -29,12 +29,11 @@ from muster.errors import RankLost
 from muster.process import handle_of
 from muster.recovery.supervisor import Incarnation
 from muster.world.environment import Environment
-from muster.world.incarnations import Incarnations
 from muster.world.rendezvous import port
 from muster.world.rendezvous.meeting import Membership
 from muster.world.rendezvous.network import connect
 from muster.world.store_client import Connections
-from muster.world.store_keys import StoreKeys
+from muster.world.store_keys import Incarnations, StoreKeys
 
 if TYPE_CHECKING:
     from muster.world.group import World

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch.distributed import DistBackendError, DistStoreError, PrefixStore, Store
 
-from muster.world.incarnations import Incarnations
 from muster.world.node_memory import FIRST, LOST, POSTED, STOP, LastTimes, NodeMemory
 from muster.world.store_client import Client, Connections
 
@@ -293,3 +292,25 @@ def within(seconds: float, ask: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(seconds)
     return answers[0] if answers else None
+
+
+class Incarnations:
+    """The replacements in one launch.
+
+    Args:
+        store: a client of the rendezvous store.
+        launch: the first attempt of the launch.
+        known: the number of replacements among the ranks of this group.
+    """
+
+    def __init__(self, store: Store, launch: str, *, known: int = 0):
+        self.launch, self.known = launch, known
+        self._store = PrefixStore(launch, store)
+
+    def announce(self) -> None:
+        """Count this process as a replacement."""
+        self._store.add("incarnations", 1)
+
+    def is_one_lost(self) -> bool:
+        """Whether a rank of this group has died and is restarted in place. Answered at once."""
+        return int(self._store.add("incarnations", 0)) > self.known

@@ -22,11 +22,11 @@ from kit.until import until
 from kit.warm import run as start
 
 from muster.launcher.spec import UNSHARED
-from muster.train.config import choices, mode
+from muster.train.config import choices, sweeper
 from muster.train.config import compose as composition
 from muster.train.config.compose import compose, run_each
 from muster.train.config.differences import to_dict
-from muster.train.config.sweep_folder import folder_name
+from muster.train.config.sweeper import folder_name
 
 OWN = ["optimizer._target_=torch.optim.Adam", "model._target_=kit.parts.models.Stateful"]
 HOSTILE = [
@@ -108,7 +108,7 @@ def test_a_sweep_that_is_asked_for_without_m(place, tmp_path, monkeypatch):
     (folder / "experiment").mkdir(parents=True, exist_ok=True)
     (folder / "experiment/rates.yaml").write_text(SWEEP)
     line = ["hydra.mode=MULTIRUN", "optimizer.lr=0.1,0.2"] if place == "command line" else ["+experiment=rates"]
-    for module in (composition, mode, choices) if folder == kit else ():
+    for module in (composition, sweeper, choices) if folder == kit else ():
         monkeypatch.setattr(module, "conf_folder", lambda: kit)
     monkeypatch.setattr(sys, "argv", ["muster", *line, *(["--config-dir", str(folder)] if folder != kit else [])])
     jobs = []

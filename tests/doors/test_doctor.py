@@ -121,8 +121,10 @@ def compiled(monkeypatch):
 
 
 def on_gpu(local_rank):
-    place = SimpleNamespace(local_rank=local_rank)
-    return CHECKS["compiler"].look(SimpleNamespace(device=torch.device("cuda", 0), place=place), Visit("runs/run"))
+    environment = SimpleNamespace(local_rank=local_rank)
+    return CHECKS["compiler"].look(
+        SimpleNamespace(device=torch.device("cuda", 0), environment=environment), Visit("runs/run")
+    )
 
 
 def broken(_):

@@ -11,7 +11,7 @@ from muster.errors import ConfigError
 from muster.report.results import Result, best_in, ranked
 from muster.report.sweep import SweptJob, print_table
 from muster.train.config.command_line import readable
-from muster.train.config.sweep_folder import folder_of
+from muster.train.config.sweeper import folder_of
 
 QUIET = ("log.report=false", "log.tensorboard=false", "log.progress=none")
 

@@ -15,7 +15,7 @@ from kit.job import run
 from PIL import Image
 from torchvision.transforms import v2
 
-from muster.data import loader, workers
+from muster.data import loader
 from muster.data.loader import LoaderConfig, batches
 from muster.data.onto_device import one_ahead, onto
 from muster.data.stream import Stream
@@ -187,8 +187,8 @@ def host(monkeypatch):
     def has(*, cores, ranks, free):
         usage = namedtuple("usage", "free")
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-        monkeypatch.setattr(workers.os.path, "isdir", lambda _: True)
-        monkeypatch.setattr(workers.shutil, "disk_usage", lambda _: usage(free))
+        monkeypatch.setattr(loader.os.path, "isdir", lambda _: True)
+        monkeypatch.setattr(loader.shutil, "disk_usage", lambda _: usage(free))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
 
     return has
@@ -197,22 +197,22 @@ def host(monkeypatch):
 @pytest.mark.unit
 def test_a_rank_has_its_share_of_the_cores_as_far_as_shared_memory_has_room(host):
     host(cores=96, ranks=8, free=1000 * GIB)
-    assert workers.by_default(GIB // 64) == 12
+    assert loader.by_default(GIB // 64) == 12
     host(cores=256, ranks=8, free=1000 * GIB)
-    assert workers.by_default(GIB // 64) == workers.MOST
+    assert loader.by_default(GIB // 64) == loader.MOST
     host(cores=96, ranks=8, free=GIB)  # of which half are for 8 ranks: 4 batches each, one of them at the trainer
-    assert workers.by_default(GIB // 64) == 1
+    assert loader.by_default(GIB // 64) == 1
     host(cores=4, ranks=8, free=64 << 20)  # docker's default
-    assert workers.by_default(GIB // 64) == 0
+    assert loader.by_default(GIB // 64) == 0
 
 
 @pytest.mark.unit
 def test_shared_memory_is_checked_for_all_ranks_of_a_host(host):
     host(cores=8, ranks=1, free=GIB)
-    workers.check_shared_memory(GIB // 16, num_workers=4)
+    loader.check_shared_memory(GIB // 16, num_workers=4)
     host(cores=8, ranks=2, free=GIB)
     with pytest.raises(ConfigError, match=r"the 2 ranks of this host need about 1152\.0 MiB of /dev/shm, and 1024\.0"):
-        workers.check_shared_memory(GIB // 16, num_workers=4)
+        loader.check_shared_memory(GIB // 16, num_workers=4)
 
 
 class Numbers(torch.utils.data.IterableDataset):

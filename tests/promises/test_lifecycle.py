@@ -23,7 +23,7 @@ class Alone:
 
     rank, size, is_first, device = 0, 1, True, torch.device("cpu")
     attempt, agents = "attempt", ["agent"]
-    place = SimpleNamespace(local_world_size=1, nodes=1)
+    environment = SimpleNamespace(local_world_size=1, nodes=1)
 
     def __init__(self, said):
         self.said = said

@@ -27,10 +27,8 @@ from muster.train.config.command_line import arranged, parsed, swept_keys
 from muster.train.config.explain import explain, no_folder
 from muster.train.config.help import help_template
 from muster.train.config.keys import GROUPS, Config
-from muster.train.config.mode import quick_mode
 from muster.train.config.parts import TARGET
-from muster.train.config.sweep_folder import folder_of
-from muster.train.config.sweeper import quiet_sweeper
+from muster.train.config.sweeper import folder_of, quick_mode, quiet_sweeper
 
 LOOKS = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 OWN = "own"

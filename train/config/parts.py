@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -202,3 +203,8 @@ def signature(target: Any) -> dict[str, inspect.Parameter]:
         return dict(inspect.signature(target).parameters)
     except ValueError:  # some C callables have none
         return {"kwargs": inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)}
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name is one of the patterns, lies in a module that is, or fits one with `*`."""
+    return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 
 from muster.errors import ConfigError
+from muster.redact import redacted
+from muster.train.config.choices import conf_folder
+from muster.train.config.command_line import parsed
 
 ITS_OWN = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+LONGEST_NAME = 200
+"""Maximum length of a folder name in bytes; file systems allow 255."""
+SET_NOTHING = {"pkg://hydra.conf", "structured://"}
+"""Places of Hydra's search path in which `hydra.mode` is null."""
+composed_mode = Hydra.get_mode
 
 
 def elsewhere(given: str) -> str:
@@ -40,3 +53,51 @@ def sweep(self: Any, arguments: list[str]) -> Any:
         found.append(self.launcher.launch(batch, initial_job_idx=sum(map(len, found))))
         _ = [each.return_value for each in found[-1]]  # re-raises a job's exception
     return found
+
+
+def folder_of(overrides: Sequence[str]) -> str:
+    """Return a folder name for the job of a sweep with these swept overrides; empty if there are none.
+
+    `optimizer.lr=0.1` and `model.hidden=[64,32]` give `lr-0.1_hidden-64-32`. Keys whose last parts are equal stand whole.
+    """
+    keys = [str(each.key_or_group) for each in parsed(overrides)]
+    last = [key.rpartition(".")[2] for key in keys]
+    values = [_plain(redacted(text).partition("=")[2]) for text in overrides]
+    names = [key if last.count(short) > 1 else short for key, short in zip(keys, last, strict=True)]
+    return folder_name("_".join(f"{name}-{value}" for name, value in zip(names, values, strict=True)))
+
+
+def folder_name(text: str) -> str:
+    """Return a folder name that is unique for `text`; a digest stands for characters that a plain name cannot have."""
+    plain = re.sub(r"[^\w.+-]+", "_", text, flags=re.ASCII)
+    if plain == text and len(plain) < LONGEST_NAME:
+        return plain
+    return f"{plain[:LONGEST_NAME]}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:6]}"
+
+
+def _plain(value: str) -> str:
+    """Return a value without its quotes; a list as its items."""
+    if value[:1] == "[" and value[-1:] == "]":
+        return re.sub(r"\s*,\s*", "-", value[1:-1].strip())
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+
+
+def quick_mode() -> None:
+    """Stop Hydra from composing the config twice, first only to read `hydra.mode`: a third of a start without imports."""
+    Hydra.get_mode = mode
+
+
+def mode(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+    """Return `hydra.mode`; None if no override and no YAML of the search path can set it. Replaces Hydra.get_mode."""
+    places = {
+        each.path.removeprefix("file://") for each in self.config_loader.get_search_path().get_path()
+    } - SET_NOTHING
+    is_set = any("hydra" in each for each in overrides) or places != {str(conf_folder())}
+    if is_set or any(map(_may_set, conf_folder().rglob("*.yaml"))):
+        return composed_mode(self, config_name, overrides)
+    return None
+
+
+def _may_set(path: Path) -> bool:
+    text = path.read_text(errors="replace")
+    return "hydra" in text and "mode" in text.replace("model", "")

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from muster.errors import DataError
-from muster.train.data.download import download
-from muster.train.data.images import Images
+from muster.train.data.images import Images, download
 
 
 class Cifar10(Images):

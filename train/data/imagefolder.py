@@ -23,7 +23,7 @@ class ImageFolder:
         from torchvision import datasets
         from torchvision.transforms import v2
 
-        from muster.train.data.pictures import read_rgb
+        from muster.train.data.images import read_rgb
 
         folder = Path(root) / ("train" if train else "val")
         if not folder.is_dir():

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from muster.data.fingerprint import hash_of
+from muster.errors import DataError
 from muster.plan import Keys, mix
 
 
@@ -82,3 +85,31 @@ def shift_and_flip(images: Tensor, keys: Keys, *, shift: int, flip: bool, fill: 
     columns = torch.arange(width).expand(count, width)
     columns = right[:, None] + torch.where(mirrored[:, None], width - 1 - columns, columns)
     return padded[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def rgb(picture: Image.Image) -> Image.Image:
+    """Return a picture in mode RGB; one of 16 bits is scaled, where `convert` would cut its values off at 255.
+
+    Raises:
+        ValueError: nothing says what range its values have.
+    """
+    if picture.mode.startswith("I;16"):
+        picture = Image.fromarray((np.asarray(picture).astype(np.uint32) // 257).astype(np.uint8))
+    elif picture.mode in ("I", "F"):
+        raise ValueError(f"its pixels are of PIL's mode {picture.mode}, whose range nothing says: store 8 or 16 bits")
+    return picture.convert("RGB")
+
+
+def read_rgb(path: str) -> Image.Image:
+    """Return the picture in a file in mode RGB. Raises OSError, SyntaxError, ValueError."""
+    with Image.open(path) as picture:
+        return rgb(picture)
+
+
+def download(fetch: Any, what: str) -> None:
+    """Call `fetch`. Raises DataError, which says which files to place where instead, if it fails."""
+    try:
+        fetch()
+    except (OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(": ") if str(error).strip() else type(error).__name__
+        raise DataError(f"download failed ({reason}): place {what}, or set data.root to where it is") from error

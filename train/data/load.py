@@ -20,7 +20,7 @@ from muster.errors import ConfigError, DataError
 from muster.origin import defined, described, is_own, place
 from muster.plan import Weights
 from muster.train.config.keys import Config
-from muster.train.config.parts import Part, build, checked_values, locate, signature
+from muster.train.config.parts import Part, build, callable_of, checked_values, locate, signature
 from muster.world.group import World
 
 
@@ -157,3 +157,14 @@ def _num_classes(dataset: Any) -> int | None:
             f"write self.num_classes = {classes if isinstance(classes, Integral) else '...'}, or self.classes = [...]"
         )
     raise DataError(f"the data set's {said}{defined(dataset)}: {remedy}")
+
+
+def origin_of_samples(config: Config, dataset: Any) -> str:
+    """Return where user code makes, collates and splits samples (file and line); empty if no user code does."""
+    loader = config.loader
+    own = {name: callable_of(f"loader.{name}", getattr(loader, name)) for name in ("collate_fn", "batch")}
+    through = [f"loader.{name}{where}" for name, each in own.items() if (where := defined(each, "__call__"))]
+    made = defined(dataset, "__getitem__", "__iter__").strip(" ()")
+    if not through:
+        return made
+    return f"{made or config.data.target} through {' and '.join(through)}"

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import DataError
-from muster.train.data.download import download
-from muster.train.data.images import Images
+from muster.train.data.images import Images, download
 
 
 class Mnist(Images):

@@ -26,7 +26,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from muster.data.fingerprint import hash_of
 from muster.errors import DataError
 from muster.files import replace_file
-from muster.train.data.pictures import rgb
+from muster.train.data.images import rgb
 
 INDEX = "muster-index.json"
 PICTURES = ("jpg", "jpeg", "png")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from muster.train.models.images import image_shape
+from muster.train.models.inputs import image_shape
 
 
 class ConvNet(nn.Sequential):

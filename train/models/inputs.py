@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,3 +67,12 @@ def _range(values: Tensor) -> dict[str, Any]:
         return {}
     low, high = values.min().item(), values.max().item()
     return {"low": low, "high": high} if math.isfinite(low) and math.isfinite(high) else {}
+
+
+def image_shape(input_shape: Sequence[int], *, model: str) -> tuple[int, int, int]:
+    """Return `input_shape` as (C, H, W). Raises ConfigError if the data's inputs are not images."""
+    if len(input_shape) != 3:
+        raise ConfigError(
+            f"model={model} expects images [C, H, W], but the data's inputs are {list(input_shape)}: choose another model or data"
+        )
+    return input_shape[0], input_shape[1], input_shape[2]

@@ -11,8 +11,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from muster.checkpoint.trained import COMPILED, EXTRA, plain
 from muster.errors import ConfigError, nearest
+from muster.train.config.parts import matches
 from muster.train.models.frozen import keep_in_evaluation
-from muster.train.patterns import matches
 
 MOST_PATTERNS = 8
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

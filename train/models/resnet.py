@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from muster.train.models.images import image_shape
+from muster.train.models.inputs import image_shape
 
 
 def resnet18(*, input_shape: Sequence[int], num_classes: int) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from muster.errors import ConfigError
 from muster.train.models.attention import Attention
-from muster.train.models.images import image_shape
+from muster.train.models.inputs import image_shape
 
 
 class Vit(nn.Module):

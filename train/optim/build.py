@@ -11,9 +11,8 @@ from torch import nn
 
 from muster.errors import ConfigError, nearest, one_line
 from muster.train.config.keys import Precision
-from muster.train.config.parts import Part, build, locate, signature
+from muster.train.config.parts import Part, build, locate, matches, signature
 from muster.train.optim import fused
-from muster.train.patterns import matches
 
 MATCH = "match"
 NEEDED = ("param_groups", "state", "step", "zero_grad", "load_state_dict")

@@ -28,12 +28,12 @@ from muster.train.objectives.counted import counted, weighed
 from muster.train.objectives.loss import loss_of
 from muster.train.objectives.measure import sums
 from muster.train.strategies.base import Recipe
-from muster.train.strategies.partition.combinations import refuse
 from muster.train.strategies.partition.stages import Stages, move, subset
 from muster.train.strategies.replicas.broadcast import begin_alike
 from muster.train.strategies.state import refuse_extra_state
 from muster.train.strategies.step.gradient import average, complete, total_norm
 from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping
+from muster.train.strategies.supported_keys import refuse
 from muster.world.group import World
 from muster.world.layout import DATA, Layout
 

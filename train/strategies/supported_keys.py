@@ -88,3 +88,17 @@ def _is_super(node: ast.expr) -> bool:
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id == "super"
     return isinstance(node, ast.Attribute) and node.attr == "optimizer_step"
+
+
+def refuse(config: Config, strategy: str) -> None:
+    """Raise ConfigError for options that do not combine with a `strategy` that partitions the model itself."""
+    if config.compile:
+        raise ConfigError(
+            f"compile=true cannot be combined with strategy={strategy}: leave it out, or use strategy=ddp"
+        )
+    if config.channels_last:
+        raise ConfigError(
+            f"channels_last=true cannot be combined with strategy={strategy}: leave it out, or use strategy=ddp"
+        )
+    if config.precision is Precision.fp16:
+        raise ConfigError(f"precision=fp16 cannot be combined with strategy={strategy}: use fp32 or bf16")

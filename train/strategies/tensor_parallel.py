@@ -23,10 +23,10 @@ from muster.train.config.keys import Config
 from muster.train.strategies.base import Recipe
 from muster.train.strategies.fsdp import ShardedStep, units_of
 from muster.train.strategies.partition.collective_order import Lockstep
-from muster.train.strategies.partition.combinations import refuse
 from muster.train.strategies.replicas.broadcast import begin_alike
 from muster.train.strategies.step.gradient import average, complete, refuse_hooks
 from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping
+from muster.train.strategies.supported_keys import refuse
 from muster.world.group import World
 from muster.world.layout import DATA, Layout
 

@@ -38,11 +38,11 @@ from torch.distributed import DistError, HashStore, Store
 
 from muster.errors import MusterError, of_code, say
 from muster.world.environment import Environment, agents_compare_clocks, launcher
-from muster.world.incarnations import Incarnations
 from muster.world.rendezvous.lobby import Lobby
 from muster.world.rendezvous.network import STOP_S, Abandoned, Stopped, Unheard, attend, connect
 from muster.world.rendezvous.shared_file import SharedFile
 from muster.world.store_client import Connections
+from muster.world.store_keys import Incarnations
 
 CLOCKS_APART_S = 2.0
 LEAST_TICK_S, TICK_S = 0.002, 0.05

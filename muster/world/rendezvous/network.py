@@ -19,7 +19,6 @@ from muster.errors import ConfigError, Preempted, RankLost, one_line, say
 from muster.process import is_supervised
 from muster.world.environment import Environment
 from muster.world.rendezvous import port as port_of_store
-from muster.world.rendezvous.listener import listener
 from muster.world.rendezvous.reach import address_of, own_address
 from muster.world.store_keys import CLIENTS
 
@@ -94,7 +93,11 @@ def open_store_at(host: str, environment: Environment, *, timeout_s: float, host
     Raises RuntimeError, ValueError, OSError.
     """
     port = int(os.environ["MASTER_PORT"])
-    at = (port_of_store.use() or listener(host, port, is_one_node=environment.is_one_node)) if hosts else None
+    at = (
+        (port_of_store.use() or port_of_store.listener(host, port, is_one_node=environment.is_one_node))
+        if hosts
+        else None
+    )
     # As env:// does, but without its wait for all clients: the meeting names the missing ranks.
     store = TCPStore(
         host,

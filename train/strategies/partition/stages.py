@@ -19,7 +19,6 @@ from torch import fx, nn
 
 from muster.errors import ConfigError, nearest, one_line
 from muster.train.models.frozen import set_mode
-from muster.train.strategies.partition.blocks import blocks
 
 
 class Stages:
@@ -220,3 +219,18 @@ def _tensors(model: nn.Module, targets: Iterable[str]) -> dict[str, Any]:
 
 def _within(name: str, target: str) -> bool:
     return not target or name == target or name.startswith(f"{target}.")
+
+
+def blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost elements of the model's ModuleLists and Sequentials by name, in order.
+
+    A ModuleList or Sequential that is an element itself is replaced by its own elements.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{block}.") for block in found)
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if name and not inside and isinstance(parent, nn.ModuleList | nn.Sequential):
+            if not isinstance(module, nn.ModuleList | nn.Sequential):
+                found[name] = module
+    return found
