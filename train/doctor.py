@@ -48,7 +48,7 @@ def main() -> None:
 def visited(config: Config, given: argparse.Namespace) -> int:
     """Run all checks on all ranks and report them on rank 0. Return 0, or 1 if training cannot work.
 
-    Collective: every rank must call it. Raises MusterError.
+    Collective. Raises MusterError.
     """
     world = start(group_options(config), Environment.from_env(config.dist.init_method))
     results = examine(world, visit_of(config, expected=given.expect, quick=given.quick))

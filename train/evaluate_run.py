@@ -107,7 +107,7 @@ def carry_out(
     show: Print | None,
     trained_in: int,
 ) -> Ending:
-    """Print the metrics of `source`'s weights on `split`. Collective: every rank must call it. Raises MusterError."""
+    """Print the metrics of `source`'s weights on `split`. Collective. Raises MusterError."""
     world = peers.world
     set_numerics(config)
     data = load(config, world)

@@ -39,7 +39,7 @@ def measure(
 ) -> dict[str, float] | None:
     """Return the means over the samples of `test`; None if the ranks stopped before the end.
 
-    Collective: every rank must call it.
+    Collective.
 
     Args:
         config: the run's config.

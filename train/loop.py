@@ -150,7 +150,7 @@ class Run:
 
 
 def train(run: Run) -> Ending:
-    """Train from `run.step` to the end, and return how training ended. Collective: every rank must call it.
+    """Train from `run.step` to the end, and return how training ended. Collective.
 
         try an evaluation, repeat one that a stop cut short
         for each step that is left, until the ranks agree to stop:
@@ -190,7 +190,7 @@ def train(run: Run) -> Ending:
 
 
 def end_step(run: Run) -> None:
-    """Log, evaluate and save, as far as each is due at this step and is not done. Collective: every rank must call it.
+    """Log, evaluate and save, as far as each is due at this step and is not done. Collective.
 
     Before the first step of an attempt this repeats an evaluation during which an earlier one was stopped, and does what
     a rank that died has cut short.
@@ -228,7 +228,7 @@ def steps(run: Run) -> Iterator[list[Batch]]:
 
 
 def weigh(run: Run, batches: list[Batch]) -> list[Batch]:
-    """Return the micro-batches with their weights in the loss of the step. Collective: every rank must call it."""
+    """Return the micro-batches with their weights in the loss of the step. Collective."""
     return run.counts.weigh(batches, alone=run.strategy.is_alone(run.step))
 
 
@@ -252,7 +252,7 @@ def is_time_to_evaluate(run: Run) -> bool:
 
 
 def evaluate(run: Run) -> None:
-    """Evaluate the test split, every sample exactly once at any world size. Collective: every rank must call it."""
+    """Evaluate the test split, every sample exactly once at any world size. Collective."""
     if run.course.data.test is None or run.config.eval.every_steps == "off" or run.progress.evaluated == run.step > 0:
         return
     started = time.perf_counter()
@@ -270,7 +270,7 @@ def evaluate(run: Run) -> None:
 
 
 def stop_if_diverged(run: Run) -> None:
-    """Raise Diverged if the loss of the steps since the last `train` line is not finite. Collective: every rank must call it."""
+    """Raise Diverged if the loss of the steps since the last `train` line is not finite. Collective."""
     if run.config.on_nonfinite is NonFinite.stop and not math.isfinite(run.world.sum(run.window.own_loss())[0]):
         raise diverged(run)
 
@@ -279,7 +279,7 @@ def try_evaluation(run: Run) -> None:
     """Evaluate `eval.sanity_batches` before the first step: a broken evaluation ends the run now, not an epoch later.
 
     Has no side effects: generators, metrics and buffers are unchanged, only the callback hook `on_trial` is called,
-    and nothing is compiled. A resumed run skips it. Collective: every rank must call it.
+    and nothing is compiled. A resumed run skips it. Collective.
     """
     most = run.config.eval.sanity_batches
     if not most or run.step or run.course.data.test is None or run.config.eval.every_steps == "off":
@@ -298,7 +298,7 @@ def try_evaluation(run: Run) -> None:
 
 
 def measure_test(run: Run, *, begin: Callable[[], bool], most: int | None = None) -> dict[str, float] | None:
-    """Return the means over the test split, as `muster.train.evaluation.measure` does. Collective: every rank must call it."""
+    """Return the means over the test split, as `muster.train.evaluation.measure` does. Collective."""
     test, measures = run.course.data.test, run.measures
     return measure(run.config, test, run.strategy, run.world, measures, begin=begin, most=most)
 
@@ -339,7 +339,7 @@ def is_time_to_save(run: Run) -> bool:
 def log(run: Run, result: StepResult) -> None:
     """Report the steps since the last line. The only place in the loop that waits for the device.
 
-    Collective: every rank must call it.
+    Collective.
     """
     own, of_window = run.window.own_loss(), run.window.samples  # waits for the device
 
@@ -357,7 +357,7 @@ def log(run: Run, result: StepResult) -> None:
 
 
 def save(run: Run) -> None:
-    """Start to write a checkpoint of this step. Collective: every rank must call it.
+    """Start to write a checkpoint of this step. Collective.
 
     Raises Diverged instead of saving weights that are not finite: at the next save, or when the run ends.
     """

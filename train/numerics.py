@@ -30,7 +30,7 @@ def set_numerics(config: Config) -> None:
 
 
 def kinds_of(world: World) -> list[str]:
-    """Return the kinds of processor that the ranks compute on. Collective: every rank must call it."""
+    """Return the kinds of processor that the ranks compute on. Collective."""
     return sorted({*world.gather(kind_of(world))})
 
 

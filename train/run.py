@@ -97,7 +97,7 @@ def lifecycle(config: Config | ConfigError, preemption: Preemption, survival: Su
 def join(
     config: Config | ConfigError, preemption: Preemption, kept: RunHandOver | None = None
 ) -> tuple[World, Strategy]:
-    """Build the strategy and form the process group. Collective: every rank must call it.
+    """Build the strategy and form the process group. Collective.
 
     Raises ConfigError on all ranks if one rank's config is wrong.
     """
@@ -128,7 +128,7 @@ def find_environment(config: Config | ConfigError) -> Environment:
 
 
 def consult(config: Config, world: World) -> None:
-    """Run the doctor's quick checks. Collective: every rank must call it.
+    """Run the doctor's quick checks. Collective.
 
     Raises:
         ConfigError: a check fails.
@@ -158,7 +158,7 @@ def open_run(
 ) -> Iterator[tuple[Run, RunFolder]]:
     """Build all parts of a run and restore the newest checkpoint, or the state of the furthest rank that is alive.
 
-    Collective: every rank must call it. Raises MusterError.
+    Collective. Raises MusterError.
     """
     kept = kept or RunHandOver(None)
     set_numerics(config)
@@ -253,7 +253,7 @@ def open_run(
 
 
 def carry_out(run: Run, life: Lifecycle, folder: RunFolder) -> None:
-    """Train to the end, unless the run has already finished. Collective: every rank must call it.
+    """Train to the end, unless the run has already finished. Collective.
 
     Raises MusterError, as `muster.train.loop.train` does.
     """
@@ -276,7 +276,7 @@ def carry_out(run: Run, life: Lifecycle, folder: RunFolder) -> None:
 
 
 def finish(run: Run, folder: RunFolder) -> None:
-    """Write model.pt and best.json. Collective: every rank must call it.
+    """Write model.pt and best.json. Collective.
 
     Raises StorageError.
     """

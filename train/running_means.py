@@ -82,7 +82,7 @@ class Window:
         return [float(self._sums.get(name, 0.0)) for name in (LOSS, LOSS_OF)]
 
     def close(self, loss: float, of: float) -> tuple[float, dict[str, float]]:
-        """Return the mean loss and the mean metrics, and reset. Collective: every rank must call it.
+        """Return the mean loss and the mean metrics, and reset. Collective.
 
         loss, of: sum of losses over all ranks, and of what their mean is over.
         """
@@ -100,7 +100,7 @@ class Window:
         return logged
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint. Collective: every rank must call it."""
+        """Return the state for a checkpoint. Collective."""
         own = self.own()
         shared = {**own, "sums": self._world.sum_named(own["sums"])}
         return {NAME: shared, f"{own_prefix(self._world.rank)}{NAME}": own}

@@ -69,22 +69,22 @@ class Training(Trainee):
         """The step whose beginning `changes` has seen."""
 
     def state(self) -> dict[str, Any]:
-        """Return the flat state for a checkpoint. Collective: every rank must call it."""
+        """Return the flat state for a checkpoint. Collective."""
         return {**self.strategy.state(), **self.callbacks.state(), **self.window.state()}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Return the tensors to read the `saved` ones into. Collective: every rank must call it."""
+        """Return the tensors to read the `saved` ones into. Collective."""
         return self.strategy.targets(saved) | self.callbacks.targets(saved)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a saved state. Collective: every rank must call it."""
+        """Load a saved state. Collective."""
         self.callbacks.load(state)
         self.window.load(state)
         others = ("callbacks/", "loop/", f"{own_prefix(self.world.rank)}loop/")
         self.strategy.load({name: value for name, value in state.items() if not name.startswith(others)})
 
     def begin(self) -> None:
-        """Begin before the first step. Collective: every rank must call it."""
+        """Begin before the first step. Collective."""
         self.progress = self._reached(None)
 
     def resume(self, saved: Saved) -> None:

@@ -56,7 +56,7 @@ class Attempt:
         return self.peers.begin(phase, self.step)
 
     def log(self, own: Sequence[float], line: Callable[[list[float]], dict[str, Any]]) -> None:
-        """Write a `train` record of the steps since the last one. Collective: every rank must call it.
+        """Write a `train` record of the steps since the last one. Collective.
 
         own: numbers to add up over the ranks. line: makes the fields of the record from their sums.
         """
@@ -75,7 +75,7 @@ class Attempt:
     def save(
         self, state: Callable[[], dict[str, Any]], position: dict[str, Any], *, finite: Collection[str] = ()
     ) -> None:
-        """Start to write a checkpoint of this step. Collective: every rank must call it.
+        """Start to write a checkpoint of this step. Collective.
 
         state: returns the state to save. position: entries of the manifest about the progress. finite: names of tensors
         of the state that must be finite.

@@ -186,7 +186,7 @@ class Lifecycle:
         return heartbeat
 
     def claim(self, options: RunOptions, *, opens: Callable[[RunOptions, World, Lease | None], RunFolder]) -> RunFolder:
-        """met -> claimed: claim the run's folder, and return what `opens` finds in it. Collective: every rank must call it.
+        """met -> claimed: claim the run's folder, and return what `opens` finds in it. Collective.
 
         outcome.json then has this attempt as the running one. Undone by giving up the claim, or by leaving it to the
         restart that torchrun's agent is about to make, or to the next attempt of these ranks.
@@ -225,7 +225,7 @@ class Lifecycle:
         return Peers(self._world, self._heartbeat, self._agreement)
 
     def end(self, ending: Ending, *, report: bool = True) -> None:
-        """running -> ended: record the end that all ranks have come to. Collective: every rank must call it.
+        """running -> ended: record the end that all ranks have come to. Collective.
 
         report: False if the report is there already.
 

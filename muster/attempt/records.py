@@ -76,7 +76,7 @@ def _made(said: str, make: Callable[..., Logger], offered: dict[str, Any]) -> Lo
 
 
 def hosts_of(world: World) -> list[str]:
-    """Return the host of each rank. Collective: every rank must call it."""
+    """Return the host of each rank. Collective."""
     return world.gather(socket.gethostname())
 
 

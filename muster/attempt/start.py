@@ -41,7 +41,7 @@ class Start(ABC):
         """Give `trainee` the state that the attempt begins with. Collective. Raises MusterError."""
 
     def open_records(self, world: World, opened: Callable[[list[str]], Metrics]) -> Metrics:
-        """Return the records: those of the attempt before only if its state is handed on. Collective: every rank must call it.
+        """Return the records: those of the attempt before only if its state is handed on. Collective.
 
         opened: opens them, and gets the host of each rank.
         """
@@ -49,7 +49,7 @@ class Start(ABC):
         return self.kept.open_records(lambda: opened(hosts), anew=not isinstance(self, Rejoin))
 
     def tell(self, running: Attempt, notes: Iterable[str], *, save: Callable[[], object], **facts: Any) -> None:
-        """Record how the attempt begins, with `facts` and `notes`. Collective: every rank must call it.
+        """Record how the attempt begins, with `facts` and `notes`. Collective.
 
         save: saves the step, if a rank's death has cut its save short.
         """
@@ -88,7 +88,7 @@ class Rejoin(Start):
 
 
 def begin(life: Lifecycle, world: World, options: RunOptions, kept: HandOver, *, refusal: Refusal) -> Start:
-    """Claim the run's folder, and return where the attempt begins. Collective: every rank must call it.
+    """Claim the run's folder, and return where the attempt begins. Collective.
 
     Raises:
         MusterError: see `claim_folder` and `open_folder`.

@@ -67,7 +67,7 @@ class Checkpoints:
     def save(self, *, state: dict[str, Any], position: dict[str, Any], finite: Collection[str] = ()) -> None:
         """Copy this rank's share of `state` and write it in the background, after waiting for the previous save.
 
-        Collective: every rank must call it.
+        Collective.
 
         Args:
             state: the state that this rank owns or replicates; see strategies/base.py.
@@ -314,7 +314,7 @@ def newest(storage: Storage, world: World, *, on_bad: Callable[[str], None], own
 def verify(storage: Storage, step: int, world: World) -> Saved:
     """Compare every file of a checkpoint with its manifest, in parallel over the ranks, and return the checkpoint.
 
-    Collective: every rank must call it.
+    Collective.
 
     Raises:
         Damaged: on every rank; names a damaged file and its damage.
@@ -342,7 +342,7 @@ def verify(storage: Storage, step: int, world: World) -> Saved:
 def restore(saved: Saved, trained: Trained) -> None:
     """Restore `trained` and the random number generators; each rank reads only the bytes that it needs.
 
-    Collective: every rank must call it.
+    Collective.
 
     Raises:
         ConfigError: the checkpoint is of another model or optimizer.

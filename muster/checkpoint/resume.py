@@ -19,7 +19,7 @@ def find_checkpoint(
 ) -> tuple[Saved | None, list[str]]:
     """Return the run's newest valid checkpoint, else the one that `resume` names; and the damage to bad checkpoints.
 
-    Collective: every rank must call it.
+    Collective.
 
     Args:
         place: storage of the run's own checkpoints.

@@ -32,16 +32,16 @@ class Trained(Protocol):
     world: World
 
     def state(self) -> dict[str, Any]:
-        """Return the flat state: this rank's tensors and plain values by name. Collective: every rank must call it."""
+        """Return the flat state: this rank's tensors and plain values by name. Collective."""
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Return the tensors to read the `saved` ones into, in this rank's layout; tensors left out are not read.
 
-        Collective: every rank must call it.
+        Collective.
         """
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a saved state: the filled `targets` and plain values. Collective: every rank must call it."""
+        """Load a saved state: the filled `targets` and plain values. Collective."""
 
 
 def plain(name: str) -> str:

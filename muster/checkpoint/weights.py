@@ -46,7 +46,7 @@ class Evaluated:
 
 
 def write_weights(path: Path, weights: Mapping[str, Any], *, writes: bool) -> MusterError | None:
-    """Write `weights` to `path` on rank 0, which `writes`. Collective: every rank must call it.
+    """Write `weights` to `path` on rank 0, which `writes`. Collective.
 
     Rank 0 receives sharded tensors one piece at a time and keeps them in a file: no rank holds a whole one in memory.
 
@@ -82,7 +82,7 @@ def _save(whole: dict[str, Any], draft: Path) -> None:
 
 
 def _places(weights: Mapping[str, Any]) -> dict[str, list[Place | None]]:
-    """Return the ranks' places in each sharded tensor. Collective: every rank must call it.
+    """Return the ranks' places in each sharded tensor. Collective.
 
     A place is None if the rank has no piece, or the same piece as an earlier rank.
     """

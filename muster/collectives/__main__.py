@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def form_group(environment: Environment, device: torch.device) -> str:
-    """Form the process group and return its backend on `device`. Collective: every rank must call it."""
+    """Form the process group and return its backend on `device`. Collective."""
     choose_interface(environment)
     if device.type != "cuda":
         dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -50,7 +50,7 @@ def form_group(environment: Environment, device: torch.device) -> str:
 
 
 def measure(options: Options, environment: Environment) -> None:
-    """Form the process group, measure, and write the results. Collective: every rank must call it.
+    """Form the process group, measure, and write the results. Collective.
 
     Raises MusterError.
     """

@@ -34,7 +34,7 @@ class Collective:
     algorithm: Algorithm | None = None
 
     def is_exact(self, link: Link, count: int, device: torch.device) -> bool:
-        """Return True if the result for `count` float32 values is correct. Collective: every rank must call it."""
+        """Return True if the result for `count` float32 values is correct. Collective."""
         pattern = (torch.arange(count, device=device) % PATTERN).float()
         return torch.equal(self.call(pattern * weight(link.rank), link), self.expected(pattern, link.size))
 

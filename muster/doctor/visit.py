@@ -35,7 +35,7 @@ def examine(world: World, visit: Visit) -> list[dict[str, Any]]:
 
     An error within a check ends only that check; see `judged`.
 
-    Collective: every rank must call it.
+    Collective.
     """
     results = []
     for check in all_checks():

@@ -73,7 +73,7 @@ class Bootstrap:
         return self._world
 
     def enter(self) -> None:
-        """Form the group and claim the folder. Collective: every rank must call it.
+        """Form the group and claim the folder. Collective.
 
         Raises:
             ConfigError: a job is open in this process.

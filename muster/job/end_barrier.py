@@ -21,7 +21,7 @@ POLLS_PER_S = 2000.0  # of all ranks together
 
 
 def end_alike(world: World, heartbeat: Heartbeat, step: int) -> None:
-    """Wait until the loops of all ranks have ended. Collective: every rank must call it.
+    """Wait until the loops of all ranks have ended. Collective.
 
     Args:
         world: the ranks.

@@ -37,7 +37,7 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return the means of `measure` over `dataset`; None if the ranks agreed to stop before the end.
 
-    Collective: every rank must call it. See `Job.evaluate`.
+    Collective. See `Job.evaluate`.
 
     loader: how samples are fetched, and this rank's share of them. begin: is called before each batch and before the
     sums; False means to stop there.

@@ -136,11 +136,11 @@ class LoopServices:
         self.peers = bootstrap.life.run()
 
     def refuse_unequal(self) -> None:
-        """Raise ConfigError if the ranks' parameters differ. Collective: every rank must call it."""
+        """Raise ConfigError if the ranks' parameters differ. Collective."""
         check_replicas(self.tracked.named, self.world, tolerance=0.0, what="the parameter", remedy=BUILD_ALIKE)
 
     def refuse_others(self, saved: Saved) -> None:
-        """Raise ConfigError if a checkpoint is of other tracked objects. Collective: every rank must call it."""
+        """Raise ConfigError if a checkpoint is of other tracked objects. Collective."""
         self._refuse("tracked", self.tracked.names, "track the same names")
         self._refuse_built(saved)
         self._refuse_of_ranks(saved)
@@ -170,7 +170,7 @@ class LoopServices:
         return max(0, self.reached.step - 1) // self.batch_source.steps_per_epoch if self.batch_source else 0
 
     def open(self, batch_source: BatchSource | None) -> None:
-        """Open records and checkpoints. Collective: every rank must call it.
+        """Open records and checkpoints. Collective.
 
         batch_source: the batches of the loop; None if it has batches of its own.
 
@@ -275,7 +275,7 @@ class LoopServices:
             self.totals.add(values, weight=weight)
 
     def advance(self, *, samples: int) -> None:
-        """Count a step of `samples` samples of all ranks, and log if it is time to. Collective: every rank must call it."""
+        """Count a step of `samples` samples of all ranks, and log if it is time to. Collective."""
         self.tracked.accumulation.count()
         self.is_within = True
         self.reached.step += 1
@@ -289,7 +289,7 @@ class LoopServices:
         return self.reached.step % self.options.log_every == 0 or self.is_over
 
     def end_step(self) -> None:
-        """Save at the interval, after the body of the loop has ended. Collective: every rank must call it."""
+        """Save at the interval, after the body of the loop has ended. Collective."""
         is_due = self.reached.step % self.options.save_every == 0 and not self.is_over
         self.owes_save, self._is_asked_to_save = is_due or self._is_asked_to_save, False
         if not self._has_looked and self.world.is_first:
@@ -363,7 +363,7 @@ class LoopServices:
         return self.is_within and not self.has_left
 
     def ask_to_save(self) -> None:
-        """Save this step: now, or once the loop's body has ended. Collective: every rank must call it."""
+        """Save this step: now, or once the loop's body has ended. Collective."""
         if self._owes_body:  # a resume would go on with the next batch, and never do the rest of the body
             self._is_asked_to_save = True
         else:
@@ -387,7 +387,7 @@ class LoopServices:
         return is_asked
 
     def save(self) -> None:
-        """Start to write a checkpoint of this step. Collective: every rank must call it. Raises Diverged, StorageError."""
+        """Start to write a checkpoint of this step. Collective. Raises Diverged, StorageError."""
         if not self.tracked.is_finite():
             raise self._diverged("a weight is")
         check_replicas(self.tracked.named, self.world, tolerance=TOLERANCE, what="the parameter", remedy=TRAIN_ALIKE)
@@ -413,7 +413,7 @@ class LoopServices:
         return self._owes_body and self.world.lowest(time.monotonic() > self._latest) is None
 
     def stop(self) -> NoReturn:
-        """Save the step at which all ranks have stopped. Collective: every rank must call it. Raises AgreedStop.
+        """Save the step at which all ranks have stopped. Collective. Raises AgreedStop.
 
         A step whose body has not ended is not saved: the resumed run repeats it from the checkpoint before.
         """
@@ -422,11 +422,11 @@ class LoopServices:
         raise AgreedStop(self.running.stopped(is_saved=not self._owes_body))
 
     def end_stopped(self, stop: AgreedStop) -> None:
-        """Record the end of an attempt that has stopped. Collective: every rank must call it."""
+        """Record the end of an attempt that has stopped. Collective."""
         self.bootstrap.life.end(stop.ending)
 
     def end_done(self) -> None:
-        """Save the last step and record that the run is done. Collective: every rank must call it."""
+        """Save the last step and record that the run is done. Collective."""
         step, saved, running = self.reached.step, self.start.saved, self.running
         self.peers.heartbeat.enter("end", step)
         end_alike(self.world, self.peers.heartbeat, step)
@@ -514,7 +514,7 @@ class LoopServices:
             self.trainee.note_buffers()
 
     def see_batch(self, batch: Any) -> None:
-        """Note the first batch of a loader of the loop's own if all ranks have the same. Collective: every rank must call it."""
+        """Note the first batch of a loader of the loop's own if all ranks have the same. Collective."""
         if self._has_seen_batch or self.world.size == 1 or not isinstance(self.batch_source, LoaderSource):
             return
         self._has_seen_batch, digests = True, self.world.gather(hash_of(look(batch)))

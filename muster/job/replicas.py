@@ -98,7 +98,7 @@ def names_of_buffers(modules: Mapping[str, nn.Module]) -> set[str]:
 def kept_buffers(buffers: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
     """Return the buffers to save: rank 0's, and where they differ also those of each other rank, as its own state.
 
-    Collective: every rank must call it.
+    Collective.
     """
     digests = world.gather([*buffers, digest_of(buffers.values())])
     if all(each == digests[0] for each in digests) or world.is_first:
@@ -107,7 +107,7 @@ def kept_buffers(buffers: Mapping[str, Tensor], world: World) -> dict[str, Tenso
 
 
 def check_replicas(named: Mapping[str, Tensor], world: World, *, tolerance: float, what: str, remedy: str) -> None:
-    """Compare each replicated tensor with rank 0's. Collective: every rank must call it.
+    """Compare each replicated tensor with rank 0's. Collective.
 
     Raises:
         ConfigError: a tensor differs by more than `tolerance` times its largest element.

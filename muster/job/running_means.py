@@ -42,14 +42,14 @@ class RunningMeans:
             self._plain()
 
     def close(self) -> dict[str, float]:
-        """Return the means over all ranks, and begin anew. Waits for the device. Collective: every rank must call it."""
+        """Return the means over all ranks, and begin anew. Waits for the device. Collective."""
         own, self._sums = self._plain(), {}
         sums = self._world.sum_named(own)
         names = [name for name in sums if not name.endswith(WEIGHT)]
         return {name: sums[name] / sums[f"{name}{WEIGHT}"] for name in names if sums.get(f"{name}{WEIGHT}")}
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint. Collective: every rank must call it."""
+        """Return the state for a checkpoint. Collective."""
         own = self._plain()
         return {NAME: self._world.sum_named(own), f"{own_prefix(self._world.rank)}{NAME}": own}
 

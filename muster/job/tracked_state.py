@@ -176,12 +176,12 @@ class Tracked:
         return [each for each in found if getattr(each, "optimizer", None) is optimizer and id(each) not in kept]
 
     def is_finite(self) -> bool:
-        """Return True if all parameters are finite on all ranks. Collective: every rank must call it."""
+        """Return True if all parameters are finite on all ranks. Collective."""
         own = all(is_finite(own_piece(each.detach())) for each in self.parameters())
         return self.world.lowest(not own) is None
 
     def state(self) -> dict[str, Any]:
-        """Return the flat state for a checkpoint. Collective: every rank must call it."""
+        """Return the flat state for a checkpoint. Collective."""
         found = self._of_modules()
         for names in self.world.gather(sorted(self._changed())):
             self._changed_buffers.update(names)  # of any rank, so that all ranks save the same
@@ -410,7 +410,7 @@ class Tracked:
     def _of_others(self, gradients: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the state of the other objects, and what is no tensor of a module or an optimizer; by rank where it differs.
 
-        Collective: every rank must call it.
+        Collective.
         """
         values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
         values[GRADIENTS] = {name: host_copy(packed(each)) for name, each in gradients.items() if not in_pieces(each)}

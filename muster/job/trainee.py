@@ -113,7 +113,7 @@ class JobTrainee(Trainee):
         self._told: list[str] = []
 
     def state(self) -> dict[str, Any]:
-        """Return the flat state for a checkpoint. Collective: every rank must call it."""
+        """Return the flat state for a checkpoint. Collective."""
         return {**self._tracked.state(), **self._services.totals.state()}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ class JobTrainee(Trainee):
         return self._services.running
 
     def follow(self) -> None:
-        """Note from now on what only this rank knows. Collective: every rank must call it."""
+        """Note from now on what only this rank knows. Collective."""
         super().follow()
         self._say_lost()
         self.running.records.repeat_body(self._told)
@@ -163,7 +163,7 @@ class JobTrainee(Trainee):
         self._note()
 
     def _say_lost(self) -> None:
-        """Record whose loss of the last step is lost, if the state was handed over. Collective: every rank must call it."""
+        """Record whose loss of the last step is lost, if the state was handed over. Collective."""
         step = self._services.reached.step
         if self._is_handed and (rank := self.world.lowest(self._is_lost)) is not None:
             text = f"rank {rank} has died before it could report its loss of step {step}: the next train line is without it"
@@ -178,7 +178,7 @@ class JobTrainee(Trainee):
     def end_step(self) -> None:
         """Note that a step and the loop's body have ended: the state is whole, until a parameter changes.
 
-        Collective: every rank must call it.
+        Collective.
         """
         if self._left_to_compare:  # also on a rank that has refused by itself: the others wait for it
             self._left_to_compare -= 1
@@ -263,7 +263,7 @@ class JobTrainee(Trainee):
     # In the next attempt.
 
     def take_over(self, state: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Load the state of the furthest rank, and this rank's own from its journal. Collective: every rank must call it.
+        """Load the state of the furthest rank, and this rank's own from its journal. Collective.
 
         Raises:
             RankLost: a rank has not noted what only it knew, or has parameters of its own.

@@ -105,7 +105,7 @@ def claim_folder(
     on_request: Callable[[str], object],
     stands: Callable[[], bool],
 ) -> Lease | None:
-    """Claim the run's folder and return the claim; None on other ranks than 0. Collective: every rank must call it.
+    """Claim the run's folder and return the claim; None on other ranks than 0. Collective.
 
     Args:
         options: where the folder is.
@@ -137,7 +137,7 @@ def open_folder(options: RunOptions, world: World, held: Lease | None, *, refusa
     """Choose the checkpoint to resume from, and record that this attempt runs in the folder that it has claimed.
 
     The command is refused before anything of the run is changed. Rank 0 reads and chooses for all ranks: two ranks
-    that read the folder themselves may see different files. Collective: every rank must call it.
+    that read the folder themselves may see different files. Collective.
 
     Raises:
         MusterError: the folder belongs to another run, is damaged, or cannot be written; see errors.py.
@@ -158,7 +158,7 @@ def open_folder(options: RunOptions, world: World, held: Lease | None, *, refusa
 def keep_folder(options: RunOptions, world: World, held: Lease | None) -> RunFolder:
     """Record that this attempt goes on with the run in the folder that it has claimed, whose state its ranks hold.
 
-    Collective: every rank must call it. Raises MusterError.
+    Collective. Raises MusterError.
     """
     path = options.output_dir
     _see_claim(path, world, held)

@@ -180,7 +180,7 @@ class HandOver:
             raise
 
     def furthest(self, world: World) -> int | None:
-        """Return the rank whose state is handed on; None if no rank has one. Collective: every rank must call it."""
+        """Return the rank whose state is handed on; None if no rank has one. Collective."""
         self.source = None
         if not world.again:
             return None
@@ -273,7 +273,7 @@ def _save_alone(trainee: Trainee) -> None:
 
 
 def spread(state: Mapping[str, Any], world: World, source: int) -> dict[str, Any]:
-    """Return the flat state of rank `source`: its tensors and plain values by name. Collective: every rank must call it."""
+    """Return the flat state of rank `source`: its tensors and plain values by name. Collective."""
     is_source = world.rank == source
     tensors = {name: each.detach() for name, each in state.items() if isinstance(each, Tensor)} if is_source else {}
     blob = io.BytesIO()

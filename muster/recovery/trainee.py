@@ -73,7 +73,7 @@ class Trainee(Trained):
         return self._survival.journal
 
     def follow(self) -> None:
-        """Note from now on what only this rank has. Collective: every rank must call it."""
+        """Note from now on what only this rank has. Collective."""
         self.is_followed = True
 
     def refuse(self, why: str) -> None:

@@ -28,7 +28,7 @@ def exists() -> bool:
 
 
 def borrow(options: GroupOptions) -> World:
-    """Return the ranks of the existing default group. Collective: every rank must call it.
+    """Return the ranks of the existing default group. Collective.
 
     Raises:
         ConfigError: ranks differ in `options.alike`.

@@ -262,7 +262,7 @@ def start(
     membership: Membership | None = None,
     on_meeting: Callable[[StoreKeys], object] = lambda _: None,
 ) -> World:
-    """Meet the other ranks and form the process group. Collective: every rank must call it.
+    """Meet the other ranks and form the process group. Collective.
 
     Raises:
         ConfigError: a rank is missing, or differs in config, code or torch version; a device or backend is not
@@ -349,7 +349,7 @@ def alone(device: torch.device) -> World:
 def form_group(
     options: GroupOptions, environment: Environment, store_keys: StoreKeys, *, backend: str, device: torch.device
 ) -> None:
-    """Form torch's process group. Collective: every rank must call it.
+    """Form torch's process group. Collective.
 
     Afterwards its collectives wait as long as the heartbeat allows.
 

@@ -71,7 +71,7 @@ class Layout:
         return not any(place for name, place in self.coordinates(rank).items() if name not in self.samples_over)
 
     def mesh(self, device_type: str) -> Any:
-        """Return the grid as torch's DeviceMesh, with the same dimension names. Collective: every rank must call it.
+        """Return the grid as torch's DeviceMesh, with the same dimension names. Collective.
 
         Its groups wait as long as the default group.
         """

@@ -59,7 +59,7 @@ class Data:
 
 
 def load(config: Config, world: World) -> Data:
-    """Build both splits. Collective: every rank must call it.
+    """Build both splits. Collective.
 
     One of the ranks that see the same folder downloads while the others wait.
 

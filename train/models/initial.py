@@ -20,7 +20,7 @@ from muster.world.group import World
 def first_weights(config: Config, world: World) -> dict[str, Any] | None:
     """Return the state dict that `init_from` names, or None. One rank of a host downloads while the others wait.
 
-    Collective: every rank must call it. Raises MusterError.
+    Collective. Raises MusterError.
     """
     if not config.init_from:
         return None

@@ -34,7 +34,7 @@ class BySlice:
         update_watched(own, lambda: own.update(outputs, targets), name=self.name, trial=trial)
 
     def compute(self) -> Any:
-        """Return the value over all slices of all ranks. Collective: every rank must call it."""
+        """Return the value over all slices of all ranks. Collective."""
         mine = {number: each.to("cpu") for number, each in self._copies.items()}
         everybodys: list[Any] = [mine]
         if dist.is_initialized():

@@ -197,7 +197,7 @@ class Measures:
             self.named = kept
 
     def compute(self, world: World) -> dict[str, float]:
-        """Return all values since the last reset by name, and reset. Collective: every rank must call it.
+        """Return all values since the last reset by name, and reset. Collective.
 
         Raises:
             ConfigError: a value is not a number, two metrics give one name, or a metric of the user's own does not add up.
@@ -235,7 +235,7 @@ class Measures:
             raise self._of_own_samples(name, f"{name} {said}")
 
     def _of_all(self, values: dict[str, float], of: Mapping[str, str], world: World) -> dict[str, float]:
-        """Return rank 0's values. Collective: every rank must call it.
+        """Return rank 0's values. Collective.
 
         of: the name of the metric that has given each value. A metric that communicates may give NaN on other ranks: it
             computes on rank 0 alone. One that does not, and gives the same on all, must not depend on the samples.

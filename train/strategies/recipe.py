@@ -34,7 +34,7 @@ def recipe(
     measures: Measures | None = None,
     weights: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """Return the recipe of the model, the objective and the optimizer. Collective: every rank must call it.
+    """Return the recipe of the model, the objective and the optimizer. Collective.
 
     weights: the model's first weights, of which names that match `init_ignore` are left out.
     """

@@ -79,7 +79,7 @@ class Throughput:
 
 
 def throughput(config: Config, data: Data, world: World) -> Throughput:
-    """Return what a training sample is worth. Collective: every rank must call it."""
+    """Return what a training sample is worth. Collective."""
     tokens = getattr(data.train, "tokens_per_sample", None)
     names = world.gather(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else []
     peaks = [peak_flops(name, dtype=multiplied(config)) for name in names]

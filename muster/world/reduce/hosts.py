@@ -40,7 +40,7 @@ class Hosts:
 
 
 def find_hosts(world: World, wanted: str, *, within_s: float = 60.0) -> Hosts | None:
-    """Return the hosts if sums should go by hosts, as `dist.hierarchical` says. Collective: every rank must call it.
+    """Return the hosts if sums should go by hosts, as `dist.hierarchical` says. Collective.
 
     within_s: seconds in which groups are formed: one of the ranks may die meanwhile.
 
@@ -74,7 +74,7 @@ def find_hosts(world: World, wanted: str, *, within_s: float = 60.0) -> Hosts | 
 
 
 def _group(groups: list[list[int]], within_s: float) -> dist.ProcessGroup:
-    """Form all `groups`, and return that of this rank. Collective: every rank must call it."""
+    """Form all `groups`, and return that of this rank. Collective."""
     formed = [dist.new_group(ranks, timeout=timedelta(seconds=within_s)) for ranks in groups]
     own = next(each for each in formed if isinstance(each, dist.ProcessGroup))
     timeouts.set_timeout(own)
@@ -84,7 +84,7 @@ def _group(groups: list[list[int]], within_s: float) -> dist.ProcessGroup:
 def _is_slow(world: World, hosts: Hosts) -> bool:
     """Measure memory and network, with all ranks at a time, and return whether the network is much slower.
 
-    Collective: every rank must call it.
+    Collective.
     """
     data = torch.ones(BYTES // hosts.number * hosts.number, dtype=torch.uint8)
     copy = torch.empty_like(data)
@@ -102,7 +102,7 @@ def _is_slow(world: World, hosts: Hosts) -> bool:
 
 
 def _seconds(world: World, do: Callable[[], object]) -> float:
-    """Return the mean over ranks of the least seconds that `do` takes. Collective: every rank must call it."""
+    """Return the mean over ranks of the least seconds that `do` takes. Collective."""
     seen = []
     for _ in range(TIMES + 1):  # the first connects
         world.barrier()

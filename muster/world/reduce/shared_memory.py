@@ -69,7 +69,7 @@ class SharedMemory:
         self._limit = ctypes.create_string_buffer(struct.pack("qq", 0, int(SLEEP_S * 1e9)))
 
     def add_up(self, vector: Tensor, *, scale: float = 1.0) -> None:
-        """Replace `vector`, [n], by the sum over ranks of `vector` times `scale`. Collective: every rank must call it."""
+        """Replace `vector`, [n], by the sum over ranks of `vector` times `scale`. Collective."""
         ones = [1] * self.size
         if self.size > 2 and self.size * vector.nbytes > SHORT_BYTES:
             self.exchange([vector], ones, in_order, into=vector, scale=scale)
@@ -91,7 +91,7 @@ class SharedMemory:
         into: Tensor,
         scale: float = 1.0,
     ) -> None:
-        """Combine all ranks' vectors into one, the same on every rank. Collective: every rank must call it.
+        """Combine all ranks' vectors into one, the same on every rank. Collective.
 
         Args:
             mine: this rank's vectors, [n] each, of one dtype.
@@ -203,7 +203,7 @@ def in_order(rows: Rows) -> None:
 def share_memory(world: World) -> SharedMemory | None:
     """Map memory shared by all ranks; None unless all are processes of one host and train on its CPUs.
 
-    Collective: every rank must call it.
+    Collective.
     """
     if world.size == 1 or world.device.type != "cpu":
         return None

@@ -82,7 +82,7 @@ def meet(
 ) -> Met:
     """Find the other ranks, and check that all are present, alike and without error.
 
-    Collective: every rank must call it.
+    Collective.
 
     Args:
         environment: this process's position.

@@ -28,7 +28,7 @@ _left: Future[None] = Future()
 
 
 def start(world: World) -> None:
-    """Start this rank's RPC agent, which answers calls from now on. Collective: every rank must call it."""
+    """Start this rank's RPC agent, which answers calls from now on. Collective."""
     _choose_interface(world.environment)
     scheme, store = f"board-{world.attempt}", world.store_keys.rpc_store()
     found = (store, world.rank, world.size)
@@ -84,7 +84,7 @@ def watch(rank: int, on_lost: Callable[[int], object]) -> None:
 
 
 def close() -> None:
-    """Leave in order; afterwards no rank may make calls. Collective: every rank must call it."""
+    """Leave in order; afterwards no rank may make calls. Collective."""
     _left.set_result(None)
     rpc.shutdown(timeout=CLOSE_S)
 
