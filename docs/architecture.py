@@ -26,7 +26,7 @@ GROUPS = {
     "muster/files, clock, plan": "redact errors origin imported flat files process clock plan",
     "train/config": "config numerics",
     "train/data, models, objectives, optim": "data models objectives optim",
-    "train/run, loop": "throughput running_means evaluation progress intervals loop callbacks trainee announce resume settings "
+    "train/run, loop": "throughput running_means evaluation progress intervals loop callbacks trainee first_records resume settings "
     "in_process_restart validate run",
     "train/python -m train, tools": "saved_weights evaluate_run evaluate load export doctor __main__ entry",
 }

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muster.faults import output
+from muster.faults import lost_output
 from muster.faults.preemption import Preemption
 from muster.process import end
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Run what sys.argv describes and end this process with the run's exit code (see muster/errors.py)."""
-    output.endure()
+    lost_output.endure()
     preemption = Preemption()
     preemption.install()  # before the slow imports: a signal during startup is handled like any other
     gc.disable()  # until training begins: collections take a sixth of the time to import torch

@@ -14,7 +14,7 @@ from muster.doctor.lint import lint
 from muster.doctor.show import show, verdict, write
 from muster.doctor.visit import examine
 from muster.errors import MusterError, tell
-from muster.faults import output
+from muster.faults import lost_output
 from muster.process import end
 from muster.train.config.compose import compose
 from muster.train.config.keys import Config
@@ -27,7 +27,7 @@ FAILED = 1
 
 def main() -> None:
     """Run the command line and end this process with its exit code."""
-    output.endure()
+    lost_output.endure()
     parser = argparse.ArgumentParser(prog="muster doctor", description=__doc__)
     parser.add_argument("--expect", type=int, metavar="RANKS", help="expected number of ranks")
     parser.add_argument("--quick", action="store_true", help="skip the speed measurements")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from muster.errors import MusterError
-from muster.faults import output
+from muster.faults import lost_output
 from muster.faults.preemption import Preemption
 from muster.process import end
 
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--split", choices=["test", "train"], default="test")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     given, overrides = parser.parse_known_args()
-    output.endure()
+    lost_output.endure()
     preemption = Preemption()
     preemption.install()
     from muster.train.evaluate_run import evaluate  # imports torch, which --help does without

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from muster.data.split import TARGETS
 from muster.errors import ConfigError, MusterError, one_line, say, tell
-from muster.faults import output
+from muster.faults import lost_output
 from muster.files import replace_file
 from muster.origin import located
 from muster.train.load import filled, from_data, open_source, parser_of, record_of
@@ -252,5 +252,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    output.endure()
+    lost_output.endure()
     sys.exit(main())

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from muster.data.drawn import Watch
+from muster.data.draw_detection import Watch
 from muster.errors import say
 from muster.recovery.hand_over import HandOver
 from muster.recovery.survival import Survival, why_no_survival

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from muster.errors import ConfigError, MusterError, tell
-from muster.faults import output
+from muster.faults import lost_output
 from muster.job.tracked_state import unwrapped
 from muster.loggers import jsonl
 from muster.train.data.load import load as load_data
 from muster.train.models.inputs import described
-from muster.train.models.record import ModelRecord
+from muster.train.models.model_json import ModelRecord
 from muster.train.saved_weights import Source, chosen_run, config_of, is_of_job
 from muster.world.dtensor import in_pieces
 from muster.world.group import alone
@@ -186,5 +186,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    output.endure()
+    lost_output.endure()
     sys.exit(main())

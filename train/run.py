@@ -21,18 +21,18 @@ from muster.lease.run_folder import RunFolder
 from muster.process import freeze
 from muster.recovery.survival import Survival
 from muster.timing.clock import Clock
-from muster.train.announce import announced
 from muster.train.callbacks.all import Callbacks
 from muster.train.config.command_line import given
 from muster.train.config.keys import Config, Dist
 from muster.train.config.parts import build
 from muster.train.data.load import origin_of_samples
 from muster.train.evaluation import refuse_unevaluated
+from muster.train.first_records import announced
 from muster.train.in_process_restart import RunHandOver
 from muster.train.intervals import Intervals
 from muster.train.loop import Run, save, train
 from muster.train.models.initial import first_weights
-from muster.train.models.record import note_model
+from muster.train.models.model_json import note_model
 from muster.train.numerics import kinds_of, set_numerics
 from muster.train.objectives.build import build_measures
 from muster.train.objectives.counted import refuse_divided

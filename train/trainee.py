@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from muster.attempt.attempt import Attempt
-from muster.checkpoint.changes import Changes, place
+from muster.checkpoint.change_detection import Changes, place
 from muster.checkpoint.manager import restore
 from muster.checkpoint.storage import Saved
 from muster.checkpoint.trained import EXTRA, SavedTensor, own_prefix

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from muster.errors import ConfigError, one_line, say
-from muster.faults import output
+from muster.faults import lost_output
 from muster.train.config.compose import run_each
 from muster.train.config.keys import Config
 
@@ -40,5 +40,5 @@ def main(given: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    output.endure()
+    lost_output.endure()
     sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,7 @@ from bench.scale.show import Prediction, draw, show
 from bench.scale.strategies import STRATEGIES
 from muster.collectives.table import write_json
 from muster.errors import MusterError, say, tell
-from muster.faults import output
+from muster.faults import lost_output
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,5 +44,5 @@ def leave(prediction: Prediction, job: ScaledJob, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    output.endure()
+    lost_output.endure()
     sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ from muster.collectives.measure import Bench, Figures
 from muster.collectives.plot import draw
 from muster.collectives.table import show, write_json
 from muster.errors import ConfigError, MusterError, say, tell
-from muster.faults import agent, output
+from muster.faults import agent, lost_output
 from muster.world.environment import Environment
 from muster.world.rendezvous.network import choose_interface
 
@@ -83,5 +83,5 @@ def leave(figures: Figures, options: Options) -> None:
 
 
 if __name__ == "__main__":
-    output.endure()
+    lost_output.endure()
     sys.exit(main(sys.argv[1:]))

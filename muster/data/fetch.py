@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
-from muster.data.drawn import ALL, TORCH, Looks, Watch
+from muster.data.draw_detection import ALL, TORCH, Looks, Watch
 from muster.data.generators import kept_generators, seed_generators
 from muster.data.own_generators import OwnGenerators
 from muster.data.split import split

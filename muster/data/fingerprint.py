@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from muster.data.drawn import Looks, Watch
+from muster.data.draw_detection import Looks, Watch
 from muster.data.generators import kept_generators, seed_generators
 from muster.data.own_generators import OwnGenerators
 

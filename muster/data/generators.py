@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from muster.data.drawn import ALL, NUMPY, PYTHON, TORCH, Others, Watch
+from muster.data.draw_detection import ALL, NUMPY, PYTHON, TORCH, Others, Watch
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from muster import process
 from muster.errors import final, say
-from muster.faults import output
+from muster.faults import lost_output
 from muster.redact import redacted
 
 POLL_S = 0.1
@@ -123,5 +123,5 @@ def _state(pid: int) -> tuple[str, int]:
 
 
 if __name__ == "__main__":
-    output.endure()
+    lost_output.endure()
     main()

@@ -2,7 +2,7 @@
 
 In a collective all ranks wait for the last one, so when one rank hangs all stand still, and the collective's own
 timeout cannot tell which rank hangs. Here each rank posts its current phase (phase.py) to the store. Rank 0 alone reads
-all of them, and posts its assessment (blame.py) with its own phase. A rank that has stood still for longer than its
+all of them, and posts its assessment (rank_at_fault.py) with its own phase. A rank that has stood still for longer than its
 phase allows reads rank 0's post: the ranks that hang print where their code stands and leave, the others leave after
 them, and the launcher restarts all. If rank 0 posts nothing new, rank 0 is lost. A stopped process is ended by its
 watchdog timer (watchdog.py), which must be re-armed regularly.
@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING
 
 from muster.clock import SYSTEM, SystemClock
 from muster.errors import RankLost, say, traceback_of
-from muster.faults.blame import fault, silence
+from muster.faults.heartbeat_summary import Echo, Eye, Survey
 from muster.faults.phase import Phase, Phases, code_position, cuda_is_busy
+from muster.faults.rank_at_fault import fault, silence
 from muster.faults.stillness import Stillness
-from muster.faults.survey import Echo, Eye, Survey
 from muster.faults.watchdog import Watchdog
 from muster.world.environment import Environment, store_is_agents
 

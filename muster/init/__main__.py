@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from muster.errors import MusterError, say, storage_error, tell
-from muster.faults import output
+from muster.faults import lost_output
 from muster.files import create_file
 from muster.init.project import SUBSTRATES, files, project
 
@@ -107,5 +107,5 @@ def compared(path: Path, text: str) -> str:
 
 
 if __name__ == "__main__":
-    output.endure()
+    lost_output.endure()
     sys.exit(main())

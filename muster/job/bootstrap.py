@@ -12,7 +12,7 @@ import torch.distributed as dist
 from muster.attempt.lifecycle import Lifecycle, State
 from muster.attempt.start import Fresh, Start, begin
 from muster.errors import ConfigError, RankLost
-from muster.faults import agent, output
+from muster.faults import agent, lost_output
 from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import Preemption
 from muster.job.options import JobOptions, check_options, group_options_of, run_options_of
@@ -155,7 +155,7 @@ class Bootstrap:
     def _install(self) -> None:
         if self.kept.survival:  # its supervisor has done so
             return
-        output.endure()
+        lost_output.endure()
         agent.die_with_it()
         with contextlib.suppress(ValueError):  # not in the main thread: a stop comes from another rank then
             before: dict[int, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}

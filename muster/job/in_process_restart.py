@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from muster.errors import ConfigError
-from muster.faults import agent, output
+from muster.faults import agent, lost_output
 from muster.faults.preemption import Preemption
 from muster.job.bootstrap import Bootstrap, Parted
 from muster.job.options import JobOptions
@@ -44,7 +44,7 @@ def run(job: J, enter: Callable[[J, Bootstrap], object]) -> None:
     if not isinstance(journal, StepJournal):
         enter(job, Bootstrap(job, seeds_steps=True, why_no_survival=journal))
         return
-    output.endure()
+    lost_output.endure()
     agent.die_with_it()
     preemption, before = Preemption(), {number: signal.getsignal(number) for number in STOP_SIGNALS}
     preemption.install()

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
 from muster.attempt.attempt import Attempt
-from muster.checkpoint.changes import Changes, Place, place
+from muster.checkpoint.change_detection import Changes, Place, place
 from muster.checkpoint.manager import restore
 from muster.checkpoint.state import host_copy
 from muster.checkpoint.storage import Saved

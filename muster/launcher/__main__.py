@@ -26,7 +26,7 @@ from typing import Any
 
 from muster import outcome
 from muster.errors import ConfigError, Held, nearest, one_line, say
-from muster.faults import output
+from muster.faults import lost_output
 from muster.files import replace_file
 from muster.launcher import bad_nodes, execute, slurm
 from muster.launcher.check import check, check_apart
@@ -237,5 +237,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    output.endure()
+    lost_output.endure()
     sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from muster import outcome, process
-from muster.faults import output
+from muster.faults import lost_output
 from muster.launcher.check import answer
 from muster.launcher.spec import Dynamic, Spec
 from muster.launcher.torchrun import take_signals_between_looks
@@ -98,5 +98,5 @@ def first(failures: dict[int, Any], folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    output.endure()
+    lost_output.endure()
     sys.exit(main(sys.argv[1:]))

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import ConfigError, MusterError, final, one_line, say, traceback_of
-from muster.faults import agent, output
+from muster.faults import agent, lost_output
 from muster.process import end, launcher_pid
 
 
 def main(given: list[str]) -> None:
     """Call the function, and write its value or its error to FOLDER."""
-    output.endure()
+    lost_output.endure()
     agent.die_with_it()
     folder, rank = Path(given[0]), int(os.environ["RANK"])
     failed = folder / f"failed-{rank}"

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from muster.errors import ConfigError, one_line, say
-from muster.faults import output
+from muster.faults import lost_output
 from muster.loggers.base import Logger
 from muster.redact import redacted_all
 from muster.timing.clock import Times
@@ -154,7 +154,7 @@ class Metrics:
             self.recent.append({"kind": kind, **fields})
             for logger in [*self._loggers]:
                 self._surely(logger, partial(logger.log, {"kind": kind, **fields}))
-        if not self._output_lost and (why := output.lost()):
+        if not self._output_lost and (why := lost_output.lost()):
             self._output_lost = why
             self.event("note", text=f"{why}: output is dropped, and the run continues")
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from muster.checkpoint.changes import Changes, Place, place
+from muster.checkpoint.change_detection import Changes, Place, place
 from muster.checkpoint.manager import Checkpoints
 from muster.checkpoint.storage import Saved
 from muster.checkpoint.trained import Trained

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from muster.errors import MusterError, say, storage_error
-from muster.faults import output
+from muster.faults import lost_output
 from muster.loggers import jsonl
 from muster.origin import located
 from muster.report.history import History
@@ -54,5 +54,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    output.endure()
+    lost_output.endure()
     sys.exit(main())

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from muster import outcome
-from muster.faults import output
+from muster.faults import lost_output
 from muster.loggers.console import OF_A_STEP, describe, several, speeds
 from muster.loggers.jsonl import NAME
 from muster.origin import located
@@ -42,7 +42,7 @@ def watch(folders: Sequence[Path], *, once: bool = False) -> int:
             while True:
                 is_over = all(map(_is_done, folders))  # looked at first: the last view shows the end
                 live.update(Group(*(_surely_shown(folder, console.width) for folder in folders)), refresh=True)
-                if is_over or not output.has_reader():
+                if is_over or not lost_output.has_reader():
                     return 0
                 time.sleep(EVERY_S)
     except KeyboardInterrupt:

@@ -24,11 +24,11 @@ from muster.world.device import choose_backend, choose_device
 from muster.world.environment import Environment, leave_store
 from muster.world.group_options import GroupOptions
 from muster.world.node_memory import node_memory
-from muster.world.reduce.hosts import Hosts, find_hosts
+from muster.world.reduce.hierarchical import Hosts, find_hosts
 from muster.world.reduce.shared_memory import POST, SharedMemory, share_memory
+from muster.world.rendezvous.connectivity import closed
 from muster.world.rendezvous.meeting import Membership, meet
 from muster.world.rendezvous.network import check_descriptors, choose_interface
-from muster.world.rendezvous.reach import closed
 from muster.world.rendezvous.shared_file import SharedFile
 from muster.world.store_keys import StoreKeys
 

@@ -78,7 +78,7 @@ class StoreKeys:
         """Return a separate connection for torch's RPC agents, because they change its timeout."""
         return PrefixStore("rpc", self._own.clone())
 
-    # Reachability, if no process group could be formed (reach.py)
+    # Reachability, if no process group could be formed (connectivity.py)
 
     def post_reach(self, text: str) -> None:
         """Post the address at which this rank can be reached."""

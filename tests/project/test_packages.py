@@ -16,7 +16,7 @@ RUNTIME = (
 # The trainer, muster.train: config -> data -> model -> strategy -> loop.
 TRAINER = (
     "config", "numerics", "data", "models", "objectives", "optim", "strategies", "throughput", "running_means", "evaluation", "progress", "intervals", "loop",
-    "callbacks", "trainee", "announce", "resume", "settings", "in_process_restart", "validate", "run", "saved_weights", "evaluate_run", "evaluate", "load", "export", "doctor", "__main__", "entry",
+    "callbacks", "trainee", "first_records", "resume", "settings", "in_process_restart", "validate", "run", "saved_weights", "evaluate_run", "evaluate", "load", "export", "doctor", "__main__", "entry",
 )  # fmt: skip
 FRONT = ("muster/__init__", "muster/__main__")
 """The public names and the command, which may import all."""
@@ -137,6 +137,6 @@ def test_a_cycle_is_seen():
 def test_no_two_modules_import_each_other():
     """Neither at the top, nor within a function, nor for a type: a cycle that is hidden so is one, too."""
     graph = {name: edges(path) for name, path in MODULES.items()}
-    for maker in ("hosts", "shared_memory"):  # a world has what they make of it
+    for maker in ("hierarchical", "shared_memory"):  # a world has what they make of it
         graph[f"muster.world.reduce.{maker}"].remove("muster.world.group")
     assert cycle(graph) == []

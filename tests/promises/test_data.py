@@ -12,7 +12,7 @@ from kit.job import run
 from kit.ranks import on_ranks
 from PIL import Image
 
-from muster.data.drawn import Watch
+from muster.data.draw_detection import Watch
 from muster.data.fetch import Fetch
 from muster.data.fingerprint import fingerprint, note_of
 from muster.data.generators import kept_generators, seed_generators, state_of_generators

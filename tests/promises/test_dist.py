@@ -21,8 +21,8 @@ from torch.distributed import TCPStore
 from muster.errors import ConfigError, CrashLoop, DataError, MusterError, Preempted, RankLost, final, of_code
 from muster.faults.preemption import Agreement, Preemption
 from muster.world.environment import Environment
-from muster.world.rendezvous.lobby import Lobby
 from muster.world.rendezvous.meeting import meet
+from muster.world.rendezvous.meeting_keys import Lobby
 from muster.world.rendezvous.network import Stopped, check_descriptors
 from muster.world.rendezvous.port import listener
 from muster.world.store_keys import StoreKeys

@@ -94,7 +94,7 @@ def exchanged(per_host):
     from muster.world.environment import Environment
     from muster.world.group import start
     from muster.world.group_options import GroupOptions
-    from muster.world.reduce.hosts import find_hosts
+    from muster.world.reduce.hierarchical import find_hosts
     from muster.world.reduce.tree import TreeSum
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -164,14 +164,14 @@ def decided(network_s):
     from muster.world.environment import Environment
     from muster.world.group import start
     from muster.world.group_options import GroupOptions
-    from muster.world.reduce import hosts
+    from muster.world.reduce import hierarchical
 
     rank = int(os.environ["RANK"])
     world = start(GroupOptions(shared_memory=False), Environment(rank, 4, rank % 2, 2, rank // 2))
-    assert hosts.find_hosts(world, "auto") is None, "two ranks on a host are too few"
-    hosts.FEWEST, seconds = 2, iter([0.001, network_s])
-    hosts._seconds = lambda *_: next(seconds)
-    return hosts.find_hosts(world, "auto") is not None
+    assert hierarchical.find_hosts(world, "auto") is None, "two ranks on a host are too few"
+    hierarchical.FEWEST, seconds = 2, iter([0.001, network_s])
+    hierarchical._seconds = lambda *_: next(seconds)
+    return hierarchical.find_hosts(world, "auto") is not None
 
 
 @pytest.mark.nightly

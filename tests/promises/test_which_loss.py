@@ -46,7 +46,7 @@ def by_hand(trained, first, steps):
     """The weights after plain PyTorch's steps with the full batch."""
     config, objective = trained.config, trained.strategy.optimizer_step.recipe.objective
     from muster.train.config.parts import build
-    from muster.train.models.record import filled_in
+    from muster.train.models.model_json import filled_in
 
     model = build(config.model, **filled_in(config.model, trained.data))
     model.load_state_dict({name: torch.as_tensor(value) for name, value in first.items()})

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from muster import process
-from muster.train.objectives.confined import confine
 from muster.train.objectives.samples import bytes_per_sample, few, repeated, telling
+from muster.train.objectives.sandbox import confine
 from muster.train.objectives.undeclared import equal, undeclared
 from muster.train.objectives.uniform_ranks import Untried, uniform_ranks
 

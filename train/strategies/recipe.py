@@ -13,8 +13,8 @@ from muster.plan import Plan
 from muster.train.config.keys import Config, FrozenMode
 from muster.train.config.parts import build
 from muster.train.data.load import Data
+from muster.train.models.model_json import filled_in
 from muster.train.models.prepare import prepared
-from muster.train.models.record import filled_in
 from muster.train.objectives.build import build_objective
 from muster.train.objectives.measure import Measures
 from muster.train.optim.build import Named, build_optimizer, grouped_options

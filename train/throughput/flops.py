@@ -11,7 +11,7 @@ from muster.train.config.keys import Config
 from muster.train.config.parts import build
 from muster.train.data.batches import first_inputs
 from muster.train.data.load import Data
-from muster.train.models.record import filled_in
+from muster.train.models.model_json import filled_in
 from muster.train.strategies.step.call import Call
 
 PASSES = 3

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.plan import leaves_of
-from muster.world.reduce.hosts import Hosts
+from muster.world.reduce.hierarchical import Hosts
 from muster.world.reduce.shared_memory import SharedMemory
 
 Node = tuple[int, int]

@@ -38,7 +38,7 @@ from torch.distributed import DistError, HashStore, Store
 
 from muster.errors import MusterError, of_code, say
 from muster.world.environment import Environment, agents_compare_clocks, launcher
-from muster.world.rendezvous.lobby import Lobby
+from muster.world.rendezvous.meeting_keys import Lobby
 from muster.world.rendezvous.network import STOP_S, Abandoned, Stopped, Unheard, attend, connect
 from muster.world.rendezvous.shared_file import SharedFile
 from muster.world.store_client import Connections

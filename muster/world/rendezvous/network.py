@@ -19,7 +19,7 @@ from muster.errors import ConfigError, Preempted, RankLost, one_line, say
 from muster.process import is_supervised
 from muster.world.environment import Environment
 from muster.world.rendezvous import port as port_of_store
-from muster.world.rendezvous.reach import address_of, own_address
+from muster.world.rendezvous.connectivity import address_of, own_address
 from muster.world.store_keys import CLIENTS
 
 SPARE_DESCRIPTORS = 128  # files, pipes of loader workers, libraries

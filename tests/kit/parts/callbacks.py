@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from muster.errors import StorageError
-from muster.faults import output
+from muster.faults import lost_output
 from muster.train.callbacks.base import Callback
 from muster.train.callbacks.ema import UPDATES, Ema
 from muster.world.dtensor import own_piece
@@ -42,7 +42,7 @@ class Unheard(Callback):
     """Has training stand in step 1 until nobody reads its output."""
 
     def on_step_end(self, run):
-        while output.has_reader():
+        while lost_output.has_reader():
             time.sleep(0.05)
 
 

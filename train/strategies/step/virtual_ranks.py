@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.checkpoint.changes import Changes
+from muster.checkpoint.change_detection import Changes
 from muster.data.generators import key_of, seed_generators
 from muster.data.loader import Batch
 from muster.errors import ConfigError

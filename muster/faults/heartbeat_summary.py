@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from muster.clock import SYSTEM, SystemClock
-from muster.faults.blame import Outlook, outlook
 from muster.faults.phase import Phase
+from muster.faults.rank_at_fault import Outlook, outlook
 
 if TYPE_CHECKING:
     from muster.world.group import World
