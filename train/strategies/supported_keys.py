@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from typing import Any
 
 from muster.errors import ConfigError
@@ -22,22 +19,20 @@ MADE_BY = {
     "metrics": {"evaluate"},
 }
 """Config key -> the strategy methods that implement it."""
-METHODS = set().union(*MADE_BY.values())
 CONSTANT = "muster.train.optim.constant."
 
 
 def honoured(kind: type) -> frozenset[str]:
     """The config keys that the strategy class `kind` supports.
 
-    Starts from the `honours` of the nearest class in the MRO that declares it. A subclass below that class loses the
-    keys of a method that it overrides, unless the override calls the overridden method.
+    Those in the `honours` of the nearest class in the MRO that declares it. A subclass below that class loses the keys of a
+    method that it overrides: only its author knows whether it still implements them.
     """
     lost: set[str] = set()
     for each in kind.__mro__:
         if "honours" in vars(each):
             return frozenset(vars(each)["honours"]) - lost
-        replaced = {name for name in METHODS & vars(each).keys() if not _extends(name, vars(each)[name])}
-        lost |= {key for key, methods in MADE_BY.items() if methods & replaced}
+        lost |= {key for key, methods in MADE_BY.items() if methods & vars(each).keys()}
     return frozenset()
 
 
@@ -48,8 +43,8 @@ def check_honoured(config: Config, strategy: Any) -> None:
         if key not in kept:
             name = type(strategy).__name__
             raise ConfigError(
-                f"{key}={value} is not supported by strategy {name}, which would ignore it: leave it out, or, "
-                f'if its own {" and ".join(sorted(MADE_BY[key]))} implements it, declare honours = {{"{key}"}} in class {name}'
+                f"{key}={value} is not supported by strategy {name}, which would ignore it: leave it out, or, if its own "
+                f'{" and ".join(sorted(MADE_BY[key]))} implements it, or calls super(), declare honours = {{"{key}"}} in class {name}'
             )
 
 
@@ -66,28 +61,6 @@ def given(config: Config) -> dict[str, Any]:
         "metrics": "{" + ",".join(config.metrics) + "}" if config.metrics else None,
     }
     return {key: value for key, value in asked.items() if value is not None}
-
-
-def _extends(name: str, method: Any) -> bool:
-    """Return True if a subclass's method calls the method of the same name that it overrides."""
-    function: Any = method.fget if isinstance(method, property) else method
-    if not callable(function):
-        return False
-    function = inspect.unwrap(function)
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == name and _is_super(node.value) for node in ast.walk(tree)
-    )
-
-
-def _is_super(node: ast.expr) -> bool:
-    """Return True for `super()`, or for `self.optimizer_step`, which implements all parts of a step."""
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Name) and node.func.id == "super"
-    return isinstance(node, ast.Attribute) and node.attr == "optimizer_step"
 
 
 def refuse(config: Config, strategy: str) -> None:

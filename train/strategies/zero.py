@@ -25,6 +25,8 @@ from muster.world.group import World
 class Zero(ConfiguredReplicas):
     """DDP with partitioned optimizer state; plain training on one rank."""
 
+    honours = ConfiguredReplicas.honours
+
     def build(self, recipe: Recipe, world: World) -> None:
         """Build the model under DDP with a partitioned optimizer. Collective."""
         if world.size > 1:
