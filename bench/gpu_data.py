@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from muster.plan import Keys
+from muster.sample_plan import Keys
 from muster.train.data.images import Images
 
 SIZE = 10_000_000

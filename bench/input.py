@@ -22,7 +22,7 @@ from torchvision import datasets, transforms
 from torchvision.io import write_jpeg
 
 from muster.data.loader import LoaderConfig, batches
-from muster.plan import Plan, Share
+from muster.sample_plan import Plan, Share
 from muster.train.data.imagefolder import ImageFolder
 from muster.train.data.images import Images
 

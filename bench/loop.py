@@ -35,7 +35,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from bench.peers import Loop, installed
 from muster.attempt.lifecycle import Lifecycle
 from muster.faults.preemption import Preemption
-from muster.plan import Plan
+from muster.sample_plan import Plan
 from muster.train.config.compose import compose
 from muster.train.config.parts import build
 from muster.train.data.load import Data

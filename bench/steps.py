@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from muster.data.loader import batches
-from muster.plan import Plan
+from muster.sample_plan import Plan
 from muster.train.config.compose import compose
 from muster.train.config.parts import build
 from muster.train.data.batches import loader_config

@@ -13,7 +13,7 @@ from torch import nn
 from muster.attempt.lifecycle import Ending, Lifecycle, Peers
 from muster.errors import ConfigError
 from muster.faults.preemption import Preemption
-from muster.plan import Plan
+from muster.sample_plan import Plan
 from muster.train.config.choices import values
 from muster.train.config.command_line import readable
 from muster.train.config.compose import of_run

@@ -14,7 +14,7 @@ from muster.data.loader import Batch
 from muster.errors import ConfigError
 from muster.loggers.metrics import check_names
 from muster.origin import defined
-from muster.plan import Plan
+from muster.sample_plan import Plan
 from muster.train.config.keys import Config
 from muster.train.config.parts import locate
 from muster.train.data.batches import micro_batches

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from muster.data.split import TARGETS
+from muster.data.inputs_and_targets import TARGETS
 from muster.errors import ConfigError, MusterError, one_line, say, tell
 from muster.faults import lost_output
 from muster.files import replace_file

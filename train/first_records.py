@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from muster.checkpoint.storage import Saved
+from muster.checkpoint.commit import Saved
 from muster.data.fingerprint import note_of
 from muster.errors import say
 from muster.recovery.survival import WHY_NOT

@@ -21,7 +21,7 @@ from muster.data.loader import Batch
 from muster.errors import ConfigError, Diverged
 from muster.loggers.metrics import Metrics, check_names
 from muster.origin import described
-from muster.plan import Plan
+from muster.sample_plan import Plan
 from muster.train.config.keys import Config, NonFinite, Precision
 from muster.train.data.batches import micro_batches
 from muster.train.evaluation import best_mode, measure

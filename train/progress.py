@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from muster.plan import Plan
+from muster.sample_plan import Plan
 from muster.train.config.keys import Config
 from muster.train.data.load import Data
 from muster.train.strategies.base import StepResult

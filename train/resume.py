@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from muster.checkpoint.commit import Saved, Storage
 from muster.checkpoint.schemas import direction_before, is_better, read_best
-from muster.checkpoint.storage import Saved, Storage
 from muster.errors import ConfigError, DataError, MusterError, say
-from muster.lease.run_folder import RunOptions
+from muster.lease.open_folder import RunOptions
 from muster.train.config.differences import differences, to_dict
 from muster.train.config.keys import Config
 from muster.train.config.parts import TARGET, locate, signature

@@ -17,7 +17,7 @@ from muster.attempt.start import Fresh, begin
 from muster.checkpoint.weights import write_weights
 from muster.errors import BadHost, ConfigError, Diverged, MusterError, say
 from muster.faults.preemption import Preemption
-from muster.lease.run_folder import RunFolder
+from muster.lease.open_folder import RunFolder
 from muster.process import freeze
 from muster.recovery.survival import Survival
 from muster.timing.clock import Clock

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muster.checkpoint.trained import SavedTensor, own_prefix
 from muster.loggers.metrics import check_names
-from muster.plan import leaves_of
+from muster.sample_plan import leaves_of
 from muster.train.objectives.measure import means_of_slices
 from muster.train.strategies.base import StepResult
 from muster.train.throughput.figures import OF_LINES

@@ -14,8 +14,8 @@ from torch import nn
 
 from muster import outcome
 from muster.checkpoint.backends.base import STEP, name
+from muster.checkpoint.commit import Saved, Storage
 from muster.checkpoint.schemas import read_best
-from muster.checkpoint.storage import Saved, Storage
 from muster.checkpoint.weights import Evaluated, lists_beside, modules_of, read_evaluated, read_weights
 from muster.errors import ConfigError, MusterError, say
 from muster.redact import redacted

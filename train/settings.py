@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from muster.doctor.base import Visit
-from muster.lease.run_folder import RunOptions
+from muster.lease.open_folder import RunOptions
 from muster.loggers.base import Logger
 from muster.train.config.differences import comparable, to_dict
 from muster.train.config.keys import Config

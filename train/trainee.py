@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from muster.attempt.attempt import Attempt
-from muster.checkpoint.change_detection import Changes, place
+from muster.checkpoint.commit import Saved
 from muster.checkpoint.manager import restore
-from muster.checkpoint.storage import Saved
+from muster.checkpoint.tensor_versions import Changes, place
 from muster.checkpoint.trained import EXTRA, SavedTensor, own_prefix
 from muster.data.stream import Stream
 from muster.errors import RankLost, StorageError
-from muster.plan import Plan
 from muster.recovery.emergency_checkpoint import check_finite
 from muster.recovery.survival import Survival
 from muster.recovery.trainee import Trainee
+from muster.sample_plan import Plan
 from muster.train.callbacks.all import Callbacks
 from muster.train.data.load import Data
 from muster.train.loop import Run, epoch, is_time_to_evaluate, is_time_to_log, position

@@ -8,7 +8,7 @@ from typing import Any
 
 from muster.attempt.lifecycle import Ending, HasStep, Peers
 from muster.checkpoint.manager import Checkpoints
-from muster.lease.run_folder import RunFolder, RunOptions
+from muster.lease.open_folder import RunFolder, RunOptions
 from muster.loggers.metrics import Metrics
 from muster.timing.clock import Clock, gathered, spread
 from muster.world.group import World

@@ -29,7 +29,7 @@ from muster.faults import agent
 from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import Agreement, Preemption
 from muster.lease.folder_lease import Lease
-from muster.lease.run_folder import RunFolder, RunOptions, claim_folder, note_end
+from muster.lease.open_folder import RunFolder, RunOptions, claim_folder, note_end
 from muster.process import end, forget_frames, is_supervised, without_sigchld
 from muster.recovery.survival import Survival, is_of_peer
 from muster.world import flight_recorder

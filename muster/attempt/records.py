@@ -9,7 +9,7 @@ from typing import Any
 
 from muster import outcome
 from muster.errors import MusterError, one_line, say
-from muster.lease.run_folder import RunFolder
+from muster.lease.open_folder import RunFolder
 from muster.loggers import trainjob
 from muster.loggers.base import Logger
 from muster.loggers.console import console

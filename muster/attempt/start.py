@@ -10,8 +10,8 @@ from typing import Any
 from muster.attempt.attempt import Attempt
 from muster.attempt.lifecycle import Lifecycle
 from muster.attempt.records import hosts_of, record_start
-from muster.checkpoint.storage import Saved
-from muster.lease.run_folder import Refusal, RunFolder, RunOptions, keep_folder, open_folder
+from muster.checkpoint.commit import Saved
+from muster.lease.open_folder import Refusal, RunFolder, RunOptions, keep_folder, open_folder
 from muster.loggers.metrics import Metrics
 from muster.recovery.emergency_checkpoint import make_up
 from muster.recovery.hand_over import HandOver

@@ -1,1 +1,1 @@
-"""Atomic checkpoints: manager.py saves, storage.py commits, state.py defines the format, backends/ are the storage."""
+"""Atomic checkpoints: manager.py saves, commit.py commits, state.py defines the format, backends/ are the storage."""

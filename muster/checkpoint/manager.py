@@ -1,6 +1,6 @@
 """Asynchronous saving of checkpoints, and the search for the one to resume from.
 
-Every rank copies its share of the state and writes the copy in the background; rank 0 then commits. storage.py is the
+Every rank copies its share of the state and writes the copy in the background; rank 0 then commits. commit.py is the
 commit protocol; state.py divides the state among the ranks.
 """
 
@@ -22,9 +22,9 @@ from torch.distributed import DistError, DistNetworkError
 
 from muster import outcome
 from muster.checkpoint.backends.base import name
+from muster.checkpoint.commit import Files, Lost, Saved, Storage, Unclear, place_of
 from muster.checkpoint.schemas import BEST, INDEX, read_best
 from muster.checkpoint.state import RankShare, Shares, file_of, read, saved_tensors
-from muster.checkpoint.storage import Files, Lost, Saved, Storage, Unclear, place_of
 from muster.checkpoint.trained import Trained, own_prefix
 from muster.checkpoint.weights import unreadable
 from muster.errors import Damaged, Diverged, MusterError, NoValidCheckpoint, StorageError, say, traceback_of

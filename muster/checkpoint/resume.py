@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from muster.checkpoint.backends.base import STEP
+from muster.checkpoint.commit import Saved, Storage
 from muster.checkpoint.manager import newest, verify
-from muster.checkpoint.storage import Saved, Storage
 from muster.errors import ConfigError, NoValidCheckpoint
 from muster.world.group import World
 

@@ -14,12 +14,12 @@ from torch.utils.data import Dataset, default_collate
 
 from muster.data.draw_detection import ALL, TORCH, Looks, Watch
 from muster.data.generators import kept_generators, seed_generators
+from muster.data.inputs_and_targets import split
 from muster.data.own_generators import OwnGenerators
-from muster.data.split import split
 from muster.data.stream import Stream
 from muster.errors import DataError, MusterError, one_line, say
 from muster.origin import NOTE, defined, described, located
-from muster.plan import Indices, Keys, MicroBatch, mix, sample_keys
+from muster.sample_plan import Indices, Keys, MicroBatch, mix, sample_keys
 
 UNREADABLE = (
     ValueError, KeyError, IndexError, EOFError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError

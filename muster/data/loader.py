@@ -21,8 +21,8 @@ from muster.data.fetch import Fetch
 from muster.data.onto_device import onto
 from muster.data.stream import Stream, read_whole
 from muster.errors import ConfigError, DataError
-from muster.plan import MicroBatch, Plan, Share
 from muster.process import ranks_on_host
+from muster.sample_plan import MicroBatch, Plan, Share
 
 SIGCHLD_S = 1.0
 """Time in seconds within which the signal of a worker's death arrives."""

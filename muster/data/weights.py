@@ -11,7 +11,7 @@ import torch
 from muster.data.fingerprint import hash_of
 from muster.data.stream import Stream
 from muster.errors import ConfigError
-from muster.plan import Weights
+from muster.sample_plan import Weights
 
 
 def weights_of(given: Any, dataset: Sized, *, said: str) -> tuple[Weights, str]:

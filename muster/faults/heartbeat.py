@@ -5,10 +5,10 @@ timeout cannot tell which rank hangs. Here each rank posts its current phase (ph
 all of them, and posts its assessment (rank_at_fault.py) with its own phase. A rank that has stood still for longer than its
 phase allows reads rank 0's post: the ranks that hang print where their code stands and leave, the others leave after
 them, and the launcher restarts all. If rank 0 posts nothing new, rank 0 is lost. A stopped process is ended by its
-watchdog timer (watchdog.py), which must be re-armed regularly.
+watchdog timer (kernel_timer.py), which must be re-armed regularly.
 
 A rank that has failed says so to the others, and a launcher by SIGTERM. A rank whose main thread waits in C, as on NCCL
-it does, hears neither, and torchrun kills it 30 s later. So a rank whose main thread stands still (stillness.py) leaves
+it does, hears neither, and torchrun kills it 30 s later. So a rank whose main thread stands still (main_thread.py) leaves
 a few seconds after the store says that another one has failed, or if after a SIGTERM another one is silent. On a GPU
 neither may come: with a static rendezvous, the other nodes' launchers go on, and the store ends with its node. There it also
 leaves if the store is gone, or another rank is silent for longer.
@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING
 from muster.clock import SYSTEM, SystemClock
 from muster.errors import RankLost, say, traceback_of
 from muster.faults.heartbeat_summary import Echo, Eye, Survey
+from muster.faults.kernel_timer import Watchdog
+from muster.faults.main_thread import Stillness
 from muster.faults.phase import Phase, Phases, code_position, cuda_is_busy
 from muster.faults.rank_at_fault import fault, silence
-from muster.faults.stillness import Stillness
-from muster.faults.watchdog import Watchdog
 from muster.world.environment import Environment, store_is_agents
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from muster.data.own_generators import KINDS, seed_one
 from muster.data.stream import Stream
 from muster.data.weights import weights_of
 from muster.errors import ConfigError
-from muster.plan import Plan
+from muster.sample_plan import Plan
 from muster.world.counts import counted as checked
 
 PARTS = ("sampler", "batch_sampler", "dataset", "data_source")

@@ -16,7 +16,7 @@ from muster.job.batch_source import at_least_one, is_loader, with_length
 from muster.job.replicas import digest_of, of_rank_0
 from muster.loggers.metrics import check_names
 from muster.origin import described
-from muster.plan import Plan
+from muster.sample_plan import Plan
 from muster.world.counts import OF, means, unpaired
 from muster.world.dtensor import in_pieces
 from muster.world.group import World

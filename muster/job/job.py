@@ -27,7 +27,7 @@ from muster.job.replicas import settle_buckets
 from muster.job.running_means import number_of
 from muster.job.tracked_state import Tracked
 from muster.loggers.metrics import check_names
-from muster.plan import Share
+from muster.sample_plan import Share
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from muster import outcome
 from muster.attempt.attempt import Attempt, open_checkpoints
 from muster.attempt.lifecycle import Ending
 from muster.attempt.records import open_records, report
-from muster.checkpoint.storage import Saved
+from muster.checkpoint.commit import Saved
 from muster.checkpoint.trained import own_prefix, plain
 from muster.checkpoint.weights import write_weights
 from muster.data.fingerprint import fingerprint, hash_of, look, note_of

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from muster.errors import ConfigError
-from muster.lease.run_folder import RunOptions
+from muster.lease.open_folder import RunOptions
 from muster.loggers.base import Logger
 from muster.world.group_options import GroupOptions
 

@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
 from muster.attempt.attempt import Attempt
-from muster.checkpoint.change_detection import Changes, Place, place
+from muster.checkpoint.commit import Saved
 from muster.checkpoint.manager import restore
 from muster.checkpoint.state import host_copy
-from muster.checkpoint.storage import Saved
+from muster.checkpoint.tensor_versions import Changes, Place, place
 from muster.checkpoint.trained import SavedTensor
 from muster.data.fingerprint import hash_of, look
 from muster.data.generators import key_of, seed_generators

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from muster import outcome
+from muster.checkpoint.commit import Storage
 from muster.checkpoint.schemas import read_marker
-from muster.checkpoint.storage import Storage
 from muster.errors import Damaged
 from muster.files import create_file
 

@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from muster.checkpoint.storage import Lost, Storage
+from muster.checkpoint.commit import Lost, Storage
 from muster.errors import say
 from muster.lease.fencing import Claim, StorageEntries, newest
 from muster.outcome import DONE, Outcome

@@ -11,7 +11,7 @@ import yaml
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from muster.flat import flatten
+from muster.dotted_names import flatten
 from muster.loggers.base import Logger
 from muster.loggers.tensorboard import scalars
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from muster.flat import flatten
+from muster.dotted_names import flatten
 from muster.loggers.base import Logger
 
 COORDINATES = ("kind", "step", "epoch", "samples")

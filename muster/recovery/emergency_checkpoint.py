@@ -22,7 +22,7 @@ from muster.checkpoint.state import is_finite
 from muster.errors import MusterError, StorageError, say
 from muster.files import DRAFT
 from muster.lease.folder_lease import newest_claim
-from muster.lease.run_folder import RunFolder
+from muster.lease.open_folder import RunFolder
 from muster.loggers.jsonl import NAME, tail
 from muster.loggers.metrics import is_same
 from muster.recovery.trainee import Steps

@@ -23,7 +23,7 @@ from torch import Tensor
 from muster.checkpoint.trained import SavedTensor
 from muster.errors import RankLost
 from muster.faults.heartbeat import EMERGENCY
-from muster.lease.run_folder import RunFolder
+from muster.lease.open_folder import RunFolder
 from muster.loggers.jsonl import NAME, tail
 from muster.loggers.metrics import Metrics, is_same
 from muster.process import without_sigchld

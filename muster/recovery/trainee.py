@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from muster.checkpoint.change_detection import Changes, Place, place
+from muster.checkpoint.commit import Saved
 from muster.checkpoint.manager import Checkpoints
-from muster.checkpoint.storage import Saved
+from muster.checkpoint.tensor_versions import Changes, Place, place
 from muster.checkpoint.trained import Trained
 from muster.errors import one_line
 from muster.loggers.metrics import Metrics

@@ -13,12 +13,12 @@ from typing import Any
 import yaml
 
 from muster import outcome
-from muster.flat import flatten
+from muster.dotted_names import flatten
 from muster.loggers import jsonl
-from muster.plan import Plan
 from muster.redact import redacted_all
 from muster.report import results
 from muster.report.results import Result
+from muster.sample_plan import Plan
 from muster.timing import timing_file as timing
 
 Line = dict[str, Any]

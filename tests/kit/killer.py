@@ -4,7 +4,7 @@ import os
 
 from kit.faults import fault, planned
 from kit.front import run
-from muster.checkpoint import storage as protocol
+from muster.checkpoint import commit as protocol
 from muster.checkpoint.backends import folder as storage
 
 [(_, point, step, _)] = planned()

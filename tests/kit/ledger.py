@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-from muster.plan import Plan
+from muster.sample_plan import Plan
 
 RECORDED = (
     "data._target_=kit.parts.data.Numbered",

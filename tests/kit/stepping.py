@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from muster.data.loader import batches
-from muster.plan import Plan
+from muster.sample_plan import Plan
 from muster.train.config.compose import compose
 from muster.train.config.parts import build
 from muster.train.data.batches import loader_config

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.unit
 
 # The runtime, muster/, which knows no Hydra, no strategy and no model.
 RUNTIME = (
-    "redact", "origin", "errors", "imported", "flat", "files", "process", "clock", "plan", "data", "world", "outcome", "faults",
+    "redact", "origin", "errors", "imported", "dotted_names", "files", "process", "clock", "sample_plan", "data", "world", "outcome", "faults",
     "timing", "checkpoint", "loggers", "launcher", "report", "lease", "recovery", "attempt", "job", "doctor", "collectives", "init",
 )  # fmt: skip
 # The trainer, muster.train: config -> data -> model -> strategy -> loop.
@@ -50,7 +50,7 @@ def imported(source: str) -> set[str]:
 
 def test_every_arrow_is_seen():
     source = "import os, muster.train.run\nfrom muster import plan, job as j\ndef f():\n    from muster.world.group import World as W"
-    assert imported(source) == {"muster.train.run", "muster.plan", "muster.job", "muster.world.group.World"}
+    assert imported(source) == {"muster.train.run", "muster.sample_plan", "muster.job", "muster.world.group.World"}
     assert package_of("muster.train.run") == "train/run" and package_of("muster.world.group.World") == "muster/world"
 
 

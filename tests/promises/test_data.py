@@ -18,7 +18,7 @@ from muster.data.fingerprint import fingerprint, note_of
 from muster.data.generators import kept_generators, seed_generators, state_of_generators
 from muster.data.loader import LoaderConfig, batches
 from muster.errors import DataError
-from muster.plan import MicroBatch, Plan, Share, sample_keys
+from muster.sample_plan import MicroBatch, Plan, Share, sample_keys
 from muster.train.data.cifar10 import Cifar10, read_cifar_batch
 from muster.train.data.digits import Digits
 from muster.train.data.imagefolder import ImageFolder

@@ -20,8 +20,8 @@ from kit.until import until
 
 from muster.data.loader import _plainly
 from muster.launcher.spec import UNSHARED
-from muster.plan import Plan
 from muster.process import without_sigchld
+from muster.sample_plan import Plan
 
 LINE = (*RECORDED, "batch_size=10", "checkpoint.every_steps=10")
 

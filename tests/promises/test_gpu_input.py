@@ -20,7 +20,7 @@ from muster.data.loader import LoaderConfig, batches
 from muster.data.onto_device import one_ahead, onto
 from muster.data.stream import Stream
 from muster.errors import ConfigError, DataError
-from muster.plan import Plan, Share
+from muster.sample_plan import Plan, Share
 from muster.train.data.digits import Digits
 from muster.train.data.imagefolder import ImageFolder
 from muster.train.data.shards import Shards

@@ -16,10 +16,10 @@ from torch.distributed import TCPStore
 from muster.clock import SYSTEM
 from muster.faults.heartbeat import DESERTED_S, EMERGENCY, HEARD_S, Heartbeat, period_s
 from muster.faults.heartbeat_summary import Echo, Survey
+from muster.faults.main_thread import Stillness, main_thread
 from muster.faults.phase import FIRST_S, LONG_S, Phase, Phases, cuda_is_busy
 from muster.faults.preemption import Preemption
 from muster.faults.rank_at_fault import NAMED, Outlook, fault, last, outlook, silence
-from muster.faults.stillness import Stillness, main_thread
 from muster.process import STOP_SIGNALS
 from muster.world.environment import Environment
 from muster.world.exposed_communication import Waiting

@@ -12,7 +12,7 @@ from kit.parts.holes import Holes, Line, Squares, filled, left_out
 from kit.ranks import on_ranks
 
 from muster.data.fetch import Fetch, unsplit
-from muster.plan import MicroBatch
+from muster.sample_plan import MicroBatch
 from muster.train.objectives.classification import Classification
 from muster.train.objectives.measure import Measures
 

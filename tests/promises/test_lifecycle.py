@@ -13,7 +13,7 @@ from muster.attempt import lifecycle
 from muster.attempt.lifecycle import FOLLOWS, Ending, Lifecycle, State
 from muster.errors import DataError, RankLost
 from muster.faults.preemption import Preemption
-from muster.lease.run_folder import RunOptions, open_folder
+from muster.lease.open_folder import RunOptions, open_folder
 
 pytestmark = pytest.mark.unit
 

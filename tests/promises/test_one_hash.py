@@ -14,7 +14,7 @@ from kit.loopback import nodes
 from kit.ranks import on_ranks
 
 from muster.errors import ConfigError
-from muster.plan import Share, leaves_of
+from muster.sample_plan import Share, leaves_of
 from muster.train.config.choices import options
 from muster.train.config.compose import compose
 from muster.train.config.parts import build

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.plan import Permutation, Plan, Share, Weights, sample_keys
+from muster.sample_plan import Permutation, Plan, Share, Weights, sample_keys
 
 pytestmark = pytest.mark.unit
 
@@ -90,7 +90,7 @@ def test_sample_keys_depend_on_sample_epoch_and_seed_alone():
 
 def test_a_rank_computes_its_own_slice_only(monkeypatch):
     """The whole global batch on every rank would be 15 ms a step at 1,024 ranks."""
-    from muster import plan as room
+    from muster import sample_plan as room
 
     computed, permute = [], Permutation.__call__
     monkeypatch.setattr(room.Permutation, "__call__", lambda self, at: computed.append(len(at)) or permute(self, at))

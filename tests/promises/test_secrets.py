@@ -17,7 +17,7 @@ from kit.job import ROOT, environment, run
 from kit.warm import run as start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from muster.checkpoint.storage import Storage
+from muster.checkpoint.commit import Storage
 from muster.errors import StorageError, traceback_of
 from muster.redact import redacted, redacted_all, without
 from muster.train.config.compose import compose

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kit.job import run
 
-from muster.checkpoint.change_detection import Changes
+from muster.checkpoint.tensor_versions import Changes
 
 MODEL = "model._target_=kit.parts.state."
 LINE = ("batch_size=31", "optimizer.lr=0.05", "checkpoint.every_steps=4", "eval.every_steps=6")

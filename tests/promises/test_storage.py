@@ -19,11 +19,11 @@ from kit.clock import ManualClock
 from kit.job import QUIET, command, environment, finish, free_port, on_nodes, reached, run, saved, start, wait_for
 from kit.until import until
 
+from muster.checkpoint import commit as protocol
 from muster.checkpoint import manager
-from muster.checkpoint import storage as protocol
 from muster.checkpoint.backends.folder import Directory
+from muster.checkpoint.commit import Lost, Storage, Unclear
 from muster.checkpoint.state import read
-from muster.checkpoint.storage import Lost, Storage, Unclear
 from muster.errors import StorageError
 from muster.lease.storage_lease import StorageLease
 from muster.outcome import Outcome

@@ -24,10 +24,10 @@ from kit.ranks import on_ranks
 from kit.until import until
 from torch.distributed import DistBackendError
 
-from muster.checkpoint.storage import Saved, Storage
+from muster.checkpoint.commit import Saved, Storage
 from muster.data.generators import Draws
 from muster.launcher.spec import UNSHARED
-from muster.lease.run_folder import RunFolder, RunOptions, _newest
+from muster.lease.open_folder import RunFolder, RunOptions, _newest
 from muster.outcome import Outcome
 from muster.recovery import survival
 from muster.recovery.emergency_checkpoint import save_emergency

@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from muster.flat import flatten
+from muster.dotted_names import flatten
 from muster.redact import redacted_all
 from muster.train.config.constraints import FREE, LOCAL, Mark
 from muster.train.config.keys import GROUPS, Config, keys

@@ -12,7 +12,7 @@ from muster.data.fetch import Fetch
 from muster.data.generators import kept_generators
 from muster.data.loader import Batch, LoaderConfig, batches
 from muster.data.stream import Stream
-from muster.plan import MicroBatch, Plan, Share
+from muster.sample_plan import MicroBatch, Plan, Share
 from muster.train.config.keys import BadSample, Config
 from muster.train.config.parts import callable_of
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muster.plan import Keys, mix
+from muster.sample_plan import Keys, mix
 from muster.train.data.generated import Generated
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from muster.plan import Keys
+from muster.sample_plan import Keys
 
 
 class Generated(ABC):

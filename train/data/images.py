@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muster.data.fingerprint import hash_of
 from muster.errors import DataError
-from muster.plan import Keys, mix
+from muster.sample_plan import Keys, mix
 
 
 class Images:

@@ -18,7 +18,7 @@ from muster.data.stream import Stream
 from muster.data.weights import weights_of
 from muster.errors import ConfigError, DataError
 from muster.origin import defined, described, is_own, place
-from muster.plan import Weights
+from muster.sample_plan import Weights
 from muster.train.config.keys import Config
 from muster.train.config.parts import Part, build, callable_of, checked_values, locate, signature
 from muster.world.group import World

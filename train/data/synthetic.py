@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from muster.plan import Keys, mix
+from muster.sample_plan import Keys, mix
 from muster.train.data.generated import Generated
 
 TERMS, CHOICES = 3, 32

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muster.data.fingerprint import hash_of
 from muster.errors import DataError
-from muster.plan import Keys
+from muster.sample_plan import Keys
 
 
 class Text:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muster.data.fingerprint import hash_of
 from muster.errors import DataError
-from muster.plan import Keys
+from muster.sample_plan import Keys
 
 LOOKED_AT = 1 << 20
 """Number of tokens at the beginning of each file that are checked when it is opened; the others when they are read."""

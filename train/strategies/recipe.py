@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from muster.plan import Plan
+from muster.sample_plan import Plan
 from muster.train.config.keys import Config, FrozenMode
 from muster.train.config.parts import build
 from muster.train.data.load import Data

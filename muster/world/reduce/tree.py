@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.plan import leaves_of
+from muster.sample_plan import leaves_of
 from muster.world.reduce.hierarchical import Hosts
 from muster.world.reduce.shared_memory import SharedMemory
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.checkpoint.change_detection import Changes
+from muster.checkpoint.tensor_versions import Changes
 from muster.data.generators import key_of, seed_generators
 from muster.data.loader import Batch
 from muster.errors import ConfigError
-from muster.plan import leaves_of
+from muster.sample_plan import leaves_of
 from muster.train.strategies.base import Recipe
 from muster.train.strategies.replicas.broadcast import begin_alike
 from muster.train.strategies.replicas.buffers import differs, from_float64, in_float64, is_averaged

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from muster import outcome
+from muster.checkpoint.commit import SEEN_WITHIN_S, Saved, Storage
 from muster.checkpoint.resume import find_checkpoint
-from muster.checkpoint.storage import SEEN_WITHIN_S, Saved, Storage
 from muster.errors import CrashLoop, MusterError, RankLost, StorageError, say, storage_error
 from muster.files import replace_file
 from muster.lease import folder_lease
