@@ -41,12 +41,12 @@ class Start(ABC):
         """Give `trainee` the state that the attempt begins with. Collective. Raises MusterError."""
 
     def open_records(self, world: World, opened: Callable[[list[str]], Metrics]) -> Metrics:
-        """Return the records: those of the attempt before only if its state is handed on. Collective.
+        """Return new records, in place of those of the attempt before. Collective.
 
         opened: opens them, and gets the host of each rank.
         """
-        hosts = hosts_of(world)
-        return self.kept.open_records(lambda: opened(hosts), anew=not isinstance(self, Rejoin))
+        self.kept.close_records()
+        return self.kept.open_records(partial(opened, hosts_of(world)))
 
     def tell(self, running: Attempt, notes: Iterable[str], *, save: Callable[[], object], **facts: Any) -> None:
         """Record how the attempt begins, with `facts` and `notes`. Collective.
@@ -82,6 +82,9 @@ class Rejoin(Start):
     def restore(self, trainee: Trainee) -> None:
         self.kept.hand_on(trainee)
         self.newest_step = self.kept.newest_step
+
+    def open_records(self, world: World, opened: Callable[[list[str]], Metrics]) -> Metrics:
+        return self.kept.open_records(partial(opened, hosts_of(world)))
 
     def tell(self, running: Attempt, notes: Iterable[str], *, save: Callable[[], object], **facts: Any) -> None:
         self.kept.go_on(running, self.folder.path, save=save)

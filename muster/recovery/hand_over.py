@@ -82,12 +82,16 @@ class HandOver:
         self.mark, self.state, self.why_lost = None, {}, ""
         self._trainee, self._folder = trainee, folder
 
-    def open_records(self, opened: Callable[[], Metrics], *, anew: bool) -> Metrics:
-        """Return the records of the attempt before, or if there are none, or `anew` is true, others in their place."""
-        if self.records and anew:
-            self.records.close(*self._closing)
-        self.records = opened() if anew or not self.records else self.records
+    def open_records(self, opened: Callable[[], Metrics]) -> Metrics:
+        """Return the records of the attempt before, or if there are none, those that `opened` returns."""
+        self.records = self.records or opened()
         return self.records
+
+    def close_records(self) -> None:
+        """Close the records of the attempt before, if there are some: its state is not handed on."""
+        if self.records:
+            self.records.close(*self._closing)
+        self.records = None
 
     # Between two attempts.
 

@@ -49,7 +49,7 @@ def imported(source: str) -> set[str]:
 
 
 def test_every_arrow_is_seen():
-    source = "import os, muster.train.run\nfrom muster import plan, job as j\ndef f():\n    from muster.world.group import World as W"
+    source = "import os, muster.train.run\nfrom muster import sample_plan, job as j\ndef f():\n    from muster.world.group import World as W"
     assert imported(source) == {"muster.train.run", "muster.sample_plan", "muster.job", "muster.world.group.World"}
     assert package_of("muster.train.run") == "train/run" and package_of("muster.world.group.World") == "muster/world"
 
