@@ -15,7 +15,7 @@ from kit.faults import fail_at
 from kit.job import ROOT, Result, environment, finish, free_port, reached, wait_for
 from kit.ledger import assert_exact
 
-from muster.job.batch_source import LoadedFeed
+from muster.job.batch_source import LoaderSource
 from muster.launcher.spec import UNSHARED
 from muster.report.figures import marks
 from muster.report.history import History
@@ -468,7 +468,7 @@ def test_a_sampler_is_shuffled_anew_each_epoch_also_inside_a_batch_sampler(neste
     loader = torch.utils.data.DataLoader(data, **how)
 
     def samples(step):
-        loaded = LoadedFeed(loader, total_steps=12, device=torch.device("cpu"), seed=0)
+        loaded = LoaderSource(loader, total_steps=12, device=torch.device("cpu"), seed=0)
         return [portion.batch.tolist() for portion in loaded.portions(step)]
 
     whole = samples(0)
