@@ -23,7 +23,7 @@ PAGE = ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- packages: begin; `make architecture` draws this -->", "<!-- packages: end -->"
 LAYERS = {"trainer": "train/", "runtime": "muster/"}
 GROUPS = {
-    "muster/files, clock, sample_plan": "redact origin errors imported dotted_names files process clock sample_plan",
+    "muster/files, clock, sample_plan": "redact code_location errors import_by_path dotted_names files process clock sample_plan",
     "train/config": "config numerics",
     "train/data, models, objectives, optim": "data models objectives optim",
     "train/run, loop": "throughput running_means evaluation progress intervals loop callbacks trainee first_records resume settings "

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-from muster.origin import located
+from muster.code_location import located
 from muster.redact import redacted
 
 

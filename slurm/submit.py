@@ -45,7 +45,7 @@ from muster.train.config.choices import conf_folder
 from muster.train.config.command_line import parsed, readable
 from muster.train.config.compose import compose as compose_run
 from muster.train.config.compose import searched
-from muster.train.config.explain import explain
+from muster.train.config.error_messages import explain
 from muster.train.config.sweeper import folder_of
 
 

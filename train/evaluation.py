@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from muster.checkpoint.schemas import direction_before
+from muster.code_location import defined
 from muster.data.generators import kept_generators, key_of, seed_generators
 from muster.data.loader import Batch
 from muster.errors import ConfigError
 from muster.loggers.metrics import check_names
-from muster.origin import defined
 from muster.sample_plan import Plan
 from muster.train.config.keys import Config
 from muster.train.config.parts import locate

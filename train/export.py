@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from muster.code_location import located
 from muster.data.inputs_and_targets import TARGETS
 from muster.errors import ConfigError, MusterError, one_line, say, tell
 from muster.faults import lost_output
 from muster.files import replace_file
-from muster.origin import located
 from muster.train.load import filled, from_data, open_source, parser_of, record_of
 from muster.train.models.inputs import Form, described, example
 from muster.train.saved_weights import Source

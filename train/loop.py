@@ -16,11 +16,11 @@ from muster.attempt.attempt import Attempt
 from muster.attempt.lifecycle import Ending
 from muster.checkpoint.schemas import is_better
 from muster.checkpoint.trained import Trained
+from muster.code_location import described
 from muster.data.generators import kept_generators
 from muster.data.loader import Batch
 from muster.errors import ConfigError, Diverged
 from muster.loggers.metrics import Metrics, check_names
-from muster.origin import described
 from muster.sample_plan import Plan
 from muster.train.config.keys import Config, NonFinite, Precision
 from muster.train.data.batches import micro_batches

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster import outcome
+from muster.code_location import kind_and_message, place
 from muster.errors import (
     BadHost,
     CrashLoop,
@@ -34,7 +35,6 @@ from muster.faults import agent
 from muster.faults.heartbeat import BEAT_S, Heartbeat
 from muster.lease.folder_lease import Lease, newest_claim
 from muster.loggers.jsonl import append_event
-from muster.origin import kind_and_message, place
 from muster.outcome import Outcome
 from muster.recovery.survival import is_of_peer
 from muster.redact import redacted

@@ -12,13 +12,13 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, default_collate
 
+from muster.code_location import NOTE, defined, described, located
 from muster.data.draw_detection import ALL, TORCH, Looks, Watch
 from muster.data.generators import kept_generators, seed_generators
 from muster.data.inputs_and_targets import split
 from muster.data.own_generators import OwnGenerators
 from muster.data.stream import Stream
 from muster.errors import DataError, MusterError, one_line, say
-from muster.origin import NOTE, defined, described, located
 from muster.sample_plan import Indices, Keys, MicroBatch, mix, sample_keys
 
 UNREADABLE = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from muster.code_location import defined, described
 from muster.errors import DataError
-from muster.origin import defined, described
 
 TARGETS = ("labels", "label", "targets", "target")
 

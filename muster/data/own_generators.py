@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from muster.code_location import is_own
 from muster.data.generators import mixed
-from muster.origin import is_own
 
 MOST, MOST_OF_ONE = 10_000, 1_000
 """Objects that are looked at in all, and in one container: generators lie near the top."""

@@ -14,11 +14,11 @@ from typing import Any
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker
 
+from muster.code_location import defined
 from muster.data.fingerprint import DRAWN, LOOKED_AT, hash_of, look
 from muster.data.generators import kept_generators, seed_generators
 from muster.data.own_generators import OwnGenerators
 from muster.errors import ConfigError, DataError
-from muster.origin import defined
 
 
 class Stream:

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch.distributed import DistError
 
+from muster.code_location import located
 from muster.doctor import checks
 from muster.doctor.base import Check, Facts, Finding, Visit, whereabouts
 from muster.errors import MusterError
-from muster.origin import located
 from muster.redact import redacted_all
 from muster.world.group import World
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from muster.code_location import described
 from muster.data.generators import kept_generators, key_of, seed_generators
 from muster.data.loader import LoaderConfig, batches
 from muster.errors import ConfigError
 from muster.job.batch_source import at_least_one, is_loader, with_length
 from muster.job.replicas import digest_of, of_rank_0
 from muster.loggers.metrics import check_names
-from muster.origin import described
 from muster.sample_plan import Plan
 from muster.world.counts import OF, means, unpaired
 from muster.world.dtensor import in_pieces

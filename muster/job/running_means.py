@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from muster.checkpoint.trained import SavedTensor, own_prefix
+from muster.code_location import described
 from muster.errors import ConfigError
-from muster.origin import described
 from muster.world.dtensor import in_pieces
 from muster.world.group import World
 

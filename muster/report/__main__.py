@@ -6,10 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from muster.code_location import located
 from muster.errors import MusterError, say, storage_error
 from muster.faults import lost_output
 from muster.loggers import jsonl
-from muster.origin import located
 from muster.report.history import History
 from muster.report.page import NAME, write_page
 from muster.report.results import RECORDS, runs_in

@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from muster import outcome
+from muster.code_location import located
 from muster.faults import lost_output
 from muster.loggers.console import OF_A_STEP, describe, several, speeds
 from muster.loggers.jsonl import NAME
-from muster.origin import located
 from muster.report.failure import command, has_failed, resumes, where
 from muster.report.figures import duration
 from muster.report.history import History

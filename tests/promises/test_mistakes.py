@@ -7,7 +7,7 @@ import pytest
 from kit.job import ROOT, run
 from torch._utils import KeyErrorMessage
 
-from muster.origin import described, kind_and_message
+from muster.code_location import described, kind_and_message
 
 SOURCE = ROOT / "tests/kit/parts/mistakes.py"
 OWN = "kit.parts.mistakes"

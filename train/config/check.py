@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from muster.errors import ConfigError
 from muster.train.config.choices import options
 from muster.train.config.constraints import not_finite, out_of_range
-from muster.train.config.explain import unknown_key
+from muster.train.config.error_messages import unknown_key
 from muster.train.config.keys import GROUPS, SEVERAL, Config, keys
 from muster.train.config.parts import Part, callable_of, checked_values
 

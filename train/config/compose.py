@@ -24,7 +24,7 @@ from muster.redact import redacted
 from muster.train.config.check import check
 from muster.train.config.choices import conf_folder
 from muster.train.config.command_line import arranged, parsed, swept_keys
-from muster.train.config.explain import explain, no_folder
+from muster.train.config.error_messages import explain, no_folder
 from muster.train.config.help import help_template
 from muster.train.config.keys import GROUPS, Config
 from muster.train.config.parts import TARGET

@@ -16,9 +16,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
+from muster.code_location import located
 from muster.errors import ConfigError, nearest
-from muster.imported import imported
-from muster.origin import located
+from muster.import_by_path import imported
 from muster.train.config.constraints import FREE, LOCAL, not_finite, out_of_range
 
 TARGET = "_target_"

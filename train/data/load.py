@@ -12,12 +12,12 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
+from muster.code_location import defined, described, is_own, place
 from muster.data.fetch import Fetch, remedy
 from muster.data.fingerprint import fingerprint
 from muster.data.stream import Stream
 from muster.data.weights import weights_of
 from muster.errors import ConfigError, DataError
-from muster.origin import defined, described, is_own, place
 from muster.sample_plan import Weights
 from muster.train.config.keys import Config
 from muster.train.config.parts import Part, build, callable_of, checked_values, locate, signature

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from muster.code_location import defined
 from muster.data.stream import Stream
 from muster.errors import ConfigError, MusterError
 from muster.files import replace_file
-from muster.origin import defined
 from muster.train.config.differences import to_dict
 from muster.train.config.keys import Config
 from muster.train.config.parts import Part, build, locate, signature

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from muster.code_location import defined, name_of
 from muster.errors import ConfigError
-from muster.origin import defined, name_of
 from muster.train.config.parts import Part, bound, build
 from muster.train.objectives.measure import Measures
 from muster.world.group import World

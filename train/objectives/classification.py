@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from muster.code_location import described
 from muster.errors import ConfigError, DataError
-from muster.origin import described
 from muster.train.objectives.counted import labels
 
 NO_LABELS = (

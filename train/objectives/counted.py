@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from muster.code_location import defined, name_of
 from muster.errors import ConfigError
-from muster.origin import defined, name_of
 from muster.train.config.keys import Config
 from muster.world.counts import counted as checked
 

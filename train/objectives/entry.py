@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from muster.code_location import described
 from muster.errors import ConfigError
-from muster.origin import described
 
 LOGITS = "logits"
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muster.code_location import defined, described, is_raised_by_own, kind_and_message, name_of
 from muster.errors import ConfigError, MusterError
-from muster.origin import defined, described, is_raised_by_own, kind_and_message, name_of
 
 
 def loss_of(objective: Any, outputs: Any, targets: Any, *, model: Any, trains: bool = True) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from muster.checkpoint.schemas import direction
+from muster.code_location import defined, described, is_raised_by_own, kind_and_message, name_of
 from muster.errors import ConfigError, MusterError, say
-from muster.origin import defined, described, is_raised_by_own, kind_and_message, name_of
 from muster.train.objectives.by_slice import BySlice, by_slice
 from muster.train.objectives.counted import Count, counted, times
 from muster.train.objectives.entry import entry, logits_of, scalars

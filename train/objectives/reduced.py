@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from muster.code_location import defined, name_of
 from muster.errors import ConfigError
-from muster.origin import defined, name_of
 from muster.train.objectives.samples import few
 from muster.train.objectives.trial import Trial
 from muster.train.objectives.undeclared import equal, undeclared

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from muster.code_location import located
 from muster.errors import ConfigError
-from muster.origin import located
 from muster.train.config.parts import Part, bound, build, locate, signature
 
 OWN = {"params", "lr", "initial_lr"}

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muster.code_location import defined, described, name_of
 from muster.data.loader import Batch
 from muster.errors import ConfigError, nearest
-from muster.origin import defined, described, name_of
 from muster.train.config.keys import Config
 from muster.train.objectives.counted import weighed
 from muster.train.strategies.base import Recipe, StepResult

@@ -7,7 +7,7 @@ from pathlib import Path
 from muster.checkpoint.backends.base import Backend
 from muster.checkpoint.backends.folder import Directory
 from muster.checkpoint.backends.fsspec import ObjectStore
-from muster.imported import imported
+from muster.import_by_path import imported
 
 
 def at(place: str) -> Backend:

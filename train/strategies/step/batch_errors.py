@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from muster.code_location import defined, described, is_own, kind_and_message, place
 from muster.errors import ConfigError
-from muster.origin import defined, described, is_own, kind_and_message, place
 
 DTYPES = re.compile(
     r"the same dtype|expected (scalar type|m1 and m2)|one of the following scalar types|Input type .* and (weight|bias) type|"

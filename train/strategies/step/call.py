@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from muster.code_location import defined
 from muster.data.inputs_and_targets import TARGETS
 from muster.errors import ConfigError, MusterError
-from muster.origin import defined
 from muster.train.strategies.step.batch_errors import why_refused
 
 

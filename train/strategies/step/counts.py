@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from muster.code_location import name_of
 from muster.data.loader import Batch
 from muster.errors import ConfigError
-from muster.origin import name_of
 from muster.train.objectives.counted import Labels, count_of, counted, is_known
 from muster.world.group import World
 

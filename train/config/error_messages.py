@@ -13,8 +13,8 @@ import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from muster.code_location import located
 from muster.errors import ConfigError, nearest, one_line
-from muster.origin import located
 from muster.train.config.choices import hydra_groups, options, values
 from muster.train.config.command_line import divided, readable
 from muster.train.config.differences import to_dict

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from muster.code_location import located
 from muster.errors import ConfigError, nearest
-from muster.origin import located
 
 
 def imported(target: str, *, said: str) -> Any:
