@@ -5,12 +5,7 @@
 #   on_nodes=(...)   additional flags of srun
 #   there=(...)      prefix of the command on each node
 #   prepare='...'    shell commands to run before either of them
-set -euo pipefail # not before: the scripts of conda and modules do not tolerate it
-
-# Otherwise srun passes on only what sbatch exported, which sites and users can restrict.
-export SLURM_EXPORT_ENV=ALL
-HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export HEAD
+source slurm/ask.sh
 eval "$prepare"
 
 # Shortly before the time limit Slurm sends USR1 to this script only; a preemption or scancel sends TERM to all processes.
@@ -21,7 +16,7 @@ trap 'told=told; [ -z "$srun" ] || scancel --signal=TERM "$job" || scancel --sig
 trap 'told=told' TERM
 
 # A wrong override, or a script that is not there, ends the job here with exit code 2, in seconds, before any node starts and without a requeue.
-plan=$("${here[@]}" python3 -m muster launch plan "$@")
+plan=$(ask plan "$@")
 eval "$plan" # job, run, before, srun_flags
 export job
 if [ -f "/proc/$$/fd/1" ]; then # the report links it
@@ -85,7 +80,7 @@ if [ "$code" -ne 0 ]; then
     usable=$(sinfo --noheader --Node --states=idle,allocated,mixed,completing --partition="${SLURM_JOB_PARTITION:-}" --format='%N %f %G %c %m' | sort -u) || usable=
     excluded=$(sed -nE 's/.*ExcNodeList=([^ (]+).*/\1/p' <<<"$state")
   fi
-  if verdict=$("${here[@]}" python3 -m muster launch verdict "$run" "$before" "$code" "$told" "$lost" "$nodes" "$usable" "$(names "$excluded")"); then
+  if verdict=$(ask verdict "$run" "$before" "$code" "$told" "$lost" "$nodes" "$usable" "$(names "$excluded")"); then
     eval "$verdict" # code, requeue, line, bad
   fi
   echo "muster: $line"

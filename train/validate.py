@@ -1,4 +1,4 @@
-"""`python -m train.accepts [--json] [overrides]`: check if `python -m train` accepts them, and print the run's folder.
+"""`python -m muster.train.validate [--json] [overrides]`: check if `python -m train` accepts them, and print the run's folder.
 
 Exit code 0, with the folder's absolute path on standard output, or 2, with the reason on standard error. With `--json`
 standard output is {"folder": ...} or {"refused": [exit code, reason]}.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from muster.errors import ConfigError, one_line, say
 from muster.faults import lost_output
+from muster.launcher.answer import give
 from muster.train.config.compose import run_each
 from muster.train.config.keys import Config
 
@@ -32,7 +33,7 @@ def main(given: list[str]) -> int:
             folder, code = str(Path(config.output_dir).resolve()), 0
             answer = json.dumps({"folder": folder}) if as_json else folder
         if as_json or not code:
-            print(answer, file=sys.__stdout__, flush=True)
+            give(answer)
         return code
 
     with contextlib.redirect_stdout(sys.stderr):

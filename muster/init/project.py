@@ -15,7 +15,7 @@ from muster.launcher.script import MARK, script_of
 KIT_IMAGE = "muster:cpu"
 PACKAGE = Path(__file__).resolve().parents[1]
 SUBSTRATES = {
-    "slurm": ("ddp.sbatch", "container.sbatch", "doctor.sbatch", "job.sh", "submit.py"),
+    "slurm": ("ddp.sbatch", "container.sbatch", "doctor.sbatch", "ask.sh", "job.sh", "submit.py"),
     "docker": ("compose.yaml",),
     "k8s": (
         "pytorchjob.yaml", "volume.yaml", "network-policy.yaml", "trainjob/trainjob.yaml", "indexed-job/indexed-job.yaml"

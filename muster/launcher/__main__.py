@@ -29,6 +29,7 @@ from muster.errors import ConfigError, Held, nearest, one_line, say
 from muster.faults import lost_output
 from muster.files import replace_file
 from muster.launcher import bad_nodes, execute, slurm
+from muster.launcher.answer import give
 from muster.launcher.check import check, check_apart
 from muster.launcher.script import Script, script_of
 from muster.launcher.spec import (
@@ -159,7 +160,7 @@ def plan(given: Sequence[str]) -> int:
         run, before = "\n".join(map(str, folders)), json.dumps(were if were[1:] else were[0])
     answer = {"job": job, "run": run, "before": before, "srun_flags": flags}
     exported = [f"export {text}" for text in slurm.assignments(slurm.srun_environment(os.environ)).splitlines()]
-    say("\n".join([slurm.assignments(answer), *exported]), sys.stdout)
+    give("\n".join([slurm.assignments(answer), *exported]))
     return 0
 
 
@@ -206,7 +207,7 @@ def verdict(given: Sequence[str]) -> int:
         "line": f"{common(folders) if before else run}: {end.line}",
         "bad": bad,
     }
-    say(slurm.assignments(answer), sys.stdout)
+    give(slurm.assignments(answer))
     return 0
 
 

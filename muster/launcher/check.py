@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from muster.launcher.answer import asked
 from muster.launcher.spec import ACCEPTS
 
 
@@ -22,14 +23,14 @@ def check(overrides: Sequence[str]) -> int:
 
 def check_apart(overrides: Sequence[str]) -> tuple[int, list[Path]]:
     """Return the exit code and the run's folder, or those of a sweep's runs; prints the reason of a refusal."""
-    done = subprocess.run(_line(overrides), stdout=subprocess.PIPE, text=True, check=False)
-    return done.returncode, [Path(line) for line in done.stdout.splitlines()]
+    code, folders = asked(_line(overrides))
+    return code, [Path(line) for line in folders.splitlines()]
 
 
 def answer(overrides: Sequence[str]) -> dict[str, Any]:
     """Return `{"folder": ...}`, or `{"refused": [exit code, reason]}`."""
-    done = subprocess.run(_line(["--json", *overrides]), stdout=subprocess.PIPE, text=True, check=False)
-    lines = done.stdout.splitlines()
+    _, found = asked(_line(["--json", *overrides]))
+    lines = found.splitlines()
     return dict(json.loads(lines[-1])) if lines else {"refused": [1, "the overrides could not be checked: see above"]}
 
 

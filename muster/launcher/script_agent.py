@@ -210,12 +210,19 @@ def _die_with(parent: int) -> None:
 
 
 def _copy(source: IO[bytes], sink: IO[bytes], rank: int) -> None:
-    """Copy a rank's output, each line in one write. A progress bar's carriage return ends a line."""
-    mark, rest = f"[{rank}] ".encode(), b""
+    """Copy a rank's output, each line in one write. A progress bar's carriage return ends a line.
+
+    A line without an end is searched for one only where it has grown: the rank waits while this reads.
+    """
+    mark, rest = f"[{rank}] ".encode(), list[bytes]()
     while chunk := source.read1():  # type: ignore[attr-defined]
-        *lines, rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", rest + chunk)
-        _write(sink, b"".join(mark + line for line in lines))
-    _write(sink, mark + rest + b"\n" if rest else b"")
+        *lines, last = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", chunk)
+        if lines:
+            lines[0] = b"".join([*rest, lines[0]])
+            _write(sink, b"".join(mark + line for line in lines))
+            rest = []
+        rest += [last] if last else []
+    _write(sink, mark + b"".join(rest) + b"\n" if rest else b"")
 
 
 def _write(sink: IO[bytes], text: bytes) -> None:

@@ -13,6 +13,8 @@ from muster.train.strategies.tensor_parallel import TensorParallel
 class WatchedTensor(TensorParallel):
     """Tensor parallelism over two ranks that records a digest of the full weights after every step."""
 
+    honours = TensorParallel.honours
+
     def __init__(self):
         super().__init__(tensor=2, shard=False, plan=None)
 

@@ -1,0 +1,31 @@
+"""Answers of a command to the script that has started it, on a standard output to which others print, too.
+
+Banners, `sitecustomize` and C libraries print there before any code of the kit runs. The caller sets ANSWER to a word that nobody
+else knows; the answer stands between two lines with it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Sequence
+
+ANSWER = "MUSTER_ANSWER"
+"""Variable with the word; without one, as in a terminal, the answer alone is printed."""
+
+
+def give(text: str) -> None:
+    """Print `text` as the answer, or a part of it."""
+    mark = os.environ.get(ANSWER)
+    print(f"\n{mark}\n{text}\n{mark}" if mark else text, file=sys.__stdout__, flush=True)
+
+
+def asked(line: Sequence[str]) -> tuple[int, str]:
+    """Run a command; return its exit code and its answer. What else it prints goes to standard error."""
+    mark = secrets.token_hex(16)
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, env={**os.environ, ANSWER: mark}, check=False)
+    parts = done.stdout.split(f"\n{mark}\n")
+    sys.stderr.write("".join(parts[::2]))
+    return done.returncode, "\n".join(parts[1::2])
