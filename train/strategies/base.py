@@ -248,7 +248,12 @@ def check_slices(config: Config, strategy: Strategy, world_size: int) -> None:
         return
     said = f"virtual_world_size={slices}"
     if "virtual_world_size" not in honoured(type(strategy)):
-        raise ConfigError(f"{said} requires strategy=ddp or strategy=single: use one of them, or leave it out")
+        kind = type(strategy)
+        is_own = not kind.__module__.startswith("muster.")
+        own = (
+            f"; if {kind.__name__} only calls super()'s methods, declare honours = Ddp.honours in it" if is_own else ""
+        )
+        raise ConfigError(f"{said} requires strategy=ddp or strategy=single: use one of them, or leave it out{own}")
     if config.device is not Device.cpu and torch.cuda.is_available() and not config.deterministic:
         raise ConfigError(
             f"{said} on GPUs requires deterministic=true: other kernels add up in any order; or device=cpu"

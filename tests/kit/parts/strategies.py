@@ -38,6 +38,8 @@ class Recorded(Plain):
     Each parameter has a bucket of its own, so that communication overlaps with the backward pass.
     """
 
+    honours = Ddp.honours
+
     def __init__(self):
         super().__init__()
         self.bucket_cap_mb = 1e-6
