@@ -189,7 +189,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def _replace(path: Path, attempt: Outcome) -> None:
     text = _text(attempt)
-    replace_file(path, lambda draft: draft.write_text(text))
+    replace_file(path, lambda draft: draft.write_text(text, encoding="utf-8"))
 
 
 def _text(attempt: Outcome) -> str:

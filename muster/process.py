@@ -83,7 +83,7 @@ def _end_deaf_children() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error when a worker has ended
     for each in multiprocessing.active_children():
         with contextlib.suppress(OSError):
-            status = Path(f"/proc/{each.pid}/status").read_text()
+            status = Path(f"/proc/{each.pid}/status").read_text(encoding="utf-8")
             ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
             if each.daemon and ignored >> (signal.SIGTERM - 1) & 1:
                 each.kill()
@@ -177,7 +177,7 @@ def command_line() -> list[str]:
     words = list(sys.orig_argv)
     if "RANK" in os.environ:
         try:
-            words = Path(f"/proc/{launcher_pid()}/cmdline").read_text().rstrip("\0").split("\0")
+            words = Path(f"/proc/{launcher_pid()}/cmdline").read_text(encoding="utf-8").rstrip("\0").split("\0")
         except OSError:
             return []
     if not words or any(word.startswith("muster.launcher.") for word in words):

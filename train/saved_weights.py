@@ -175,7 +175,7 @@ class Source:
 def config_of(folder: Path) -> dict[str, Any]:
     """Read config.yaml of the run in `folder`. Raises ConfigError."""
     try:
-        config = yaml.safe_load((folder / CONFIG).read_text())
+        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         config = None
     if not isinstance(config, dict):

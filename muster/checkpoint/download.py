@@ -68,7 +68,10 @@ def local_copy(url: str, *, ask: bool = True) -> Path:
                 say(f"muster: init_from: {place} has not changed: {_described(kept)}, from {folder / kept['file']}")
             else:
                 kept = _download(answer, folder, place)
-                replace_file(index, lambda draft: draft.write_text(json.dumps({"url": place, **kept}, indent=1)))
+                replace_file(
+                    index,
+                    lambda draft: draft.write_text(json.dumps({"url": place, **kept}, indent=1), encoding="utf-8"),
+                )
                 say(f"muster: init_from: {place} was downloaded: {_described(kept)}, to {folder / kept['file']}")
     except StorageError:
         raise
@@ -89,7 +92,7 @@ def local_copy(url: str, *, ask: bool = True) -> Path:
 def _kept(index: Path) -> dict[str, Any]:
     """Return the record of the cached copy; empty if there is none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        noted = json.loads(index.read_text())
+        noted = json.loads(index.read_text(encoding="utf-8"))
         if (index.parent / Path(noted["file"]).name).is_file():
             return {
                 **noted,

@@ -225,7 +225,7 @@ class Checkpoints:
     def note_best(self, best: dict[str, Any]) -> None:
         """Write the best evaluation and its checkpoint's path to best.json in the run's folder. Rank 0 only."""
         facts = {**best, "path": self.storage.path(best["step"])}
-        replace_file(self.folder / BEST, lambda draft: draft.write_text(json.dumps(facts)))
+        replace_file(self.folder / BEST, lambda draft: draft.write_text(json.dumps(facts), encoding="utf-8"))
 
     def _step_of_best(self) -> int | None:
         """Return the step that best.json names: of an attempt that looked for a best one, as this one does not, or not yet."""

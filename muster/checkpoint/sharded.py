@@ -5,9 +5,8 @@ Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from muster.errors import StorageError
-
-Index = dict[str, Any]
-"""{"tensors": name -> {size, dtype, pieces: [{offsets, sizes, file, at}]}, "values": name -> {file, at}}.
-
-at: offset in bytes.
-"""
+from muster.checkpoint.index import Index, OwnPiece, Read, WritePlan, dtype_of
 
 
 class Sharded:
@@ -81,43 +74,3 @@ def _metadata(entry: dict[str, Any]) -> TensorStorageMetadata:
             ChunkStorageMetadata(torch.Size(piece["offsets"]), torch.Size(piece["sizes"])) for piece in entry["pieces"]
         ],
     )
-
-
-class OwnPiece(NamedTuple):
-    """One rank's piece of a tensor of `size`: the block of shape `sizes` that begins at `offsets`."""
-
-    name: str
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Size of the piece in bytes."""
-        return math.prod(self.sizes) * self.dtype.itemsize
-
-
-class WritePlan(NamedTuple):
-    """The tensor pieces that one rank writes, and the names of its plain values."""
-
-    pieces: list[OwnPiece]
-    values: list[str]
-
-
-class Read(NamedTuple):
-    """A read of the block of shape `lengths` at `offsets` of a saved `piece` (see Index) `into` a tensor so shaped."""
-
-    piece: dict[str, Any]
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    into: Tensor
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the torch.dtype of this name, without `torch.`. Raises StorageError."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise StorageError(f"the index of the checkpoint names {name}, which is not a tensor dtype")
-    return dtype

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.checkpoint.sharded import Index, OwnPiece, Read, WritePlan, dtype_of
+from muster.checkpoint.index import Index, OwnPiece, Read, WritePlan, dtype_of
 from muster.checkpoint.trained import SavedTensor
 from muster.errors import Diverged, StorageError
 from muster.world.dtensor import in_pieces, own_piece

@@ -50,7 +50,7 @@ def written_bytes() -> int | None:
     Source: proc_pid_io(5), wchar.
     """
     try:
-        counters = dict(line.split(": ") for line in COUNTERS.read_text().splitlines())
+        counters = dict(line.split(": ") for line in COUNTERS.read_text(encoding="utf-8").splitlines())
     except OSError:
         return None
     return int(counters["wchar"])

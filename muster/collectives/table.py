@@ -91,7 +91,7 @@ def write_json(path: Path, figures: dict[str, Any]) -> None:
     except OSError as error:
         raise storage_error("make the folder", error) from error
     text = json.dumps(figures, indent=1) + "\n"
-    replace_file(path, lambda draft: draft.write_text(text))
+    replace_file(path, lambda draft: draft.write_text(text, encoding="utf-8"))
 
 
 THEORY = {each.name: partial(_in_theory, each) for each in ALGORITHMS}

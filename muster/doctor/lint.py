@@ -25,7 +25,7 @@ def lint(paths: list[Path]) -> list[str]:
         kinds = ("*.sbatch", "*.sh", "*.yaml", "*.yml")
         files = sorted(file for kind in kinds for file in path.rglob(kind)) if path.is_dir() else [path]
         for file in files:
-            text = file.read_text(errors="replace")
+            text = file.read_text(errors="replace", encoding="utf-8")
             rules = MANIFEST if file.suffix in (".yaml", ".yml") else BATCH
             found += [f"{file}:{line}: {said}" for rule in rules for line, said in rule(text)]
     return found

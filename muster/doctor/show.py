@@ -111,7 +111,7 @@ def write(results: Sequence[dict[str, Any]], folder: Path) -> None:
     text = json.dumps(
         {"ok": not failed, "verdict": verdict(results), "failed": failed, "checks": list(results)}, indent=1
     )
-    replace_file(folder / "doctor.json", lambda draft: draft.write_text(text + "\n"))
+    replace_file(folder / "doctor.json", lambda draft: draft.write_text(text + "\n", encoding="utf-8"))
     if len(speeds := matrix(results)) > 1:
         _draw(speeds, folder / "links.png")
 

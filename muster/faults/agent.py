@@ -36,7 +36,7 @@ def tell(text: str) -> None:
             "message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
         }
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps(message))
+            Path(path).write_text(json.dumps(message), encoding="utf-8")
 
 
 def goes_on(yes: bool) -> None:
@@ -116,7 +116,7 @@ def _is_there() -> bool:
 def _state(pid: int) -> tuple[str, int]:
     """Return a process's state (R, S, T, Z...) and its parent's pid; ("", 0) if it is gone. See proc_pid_stat(5)."""
     try:
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        state, parent = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
     except OSError:
         return "", 0
     return state, int(parent)

@@ -79,16 +79,17 @@ def _enduring(number: int, now: TextIO | None) -> TextIO:
     """Return a stream like `now` whose writes cannot fail; a stream on another file (a test's) stays as it is."""
     if now is None:  # the stream was closed when Python started
         _lost[number] = "it is closed"
-        return open(os.devnull, "w")
+        return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(now, io.TextIOWrapper) or now.fileno() != number:
         return now
     with contextlib.suppress(OSError):
         now.flush()
     raw: Any = Enduring(number, "w", closefd=False)
+    can_all = now.encoding.lower() == "utf-8" and now.errors != "strict"  # not in a locale like C
     return io.TextIOWrapper(
         raw if now.write_through else io.BufferedWriter(raw),
         now.encoding,
-        now.errors,
+        now.errors if can_all else "backslashreplace",
         line_buffering=now.line_buffering,
         write_through=now.write_through,
     )

@@ -93,7 +93,7 @@ def compared(path: Path, text: str) -> str:
         StorageError: the file cannot be read.
     """
     try:
-        there = path.read_text(errors="replace")
+        there = path.read_text(errors="replace", encoding="utf-8")
     except OSError as error:
         raise storage_error("read", error, path) from error
     lines = difflib.unified_diff(

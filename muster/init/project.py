@@ -143,15 +143,19 @@ def files(given: Project, substrates: Sequence[str]) -> dict[str, str]:
     """Return the text of each file of the project, by its path. Raises ConfigError."""
     if unknown := [each for each in substrates if each not in SUBSTRATES]:
         raise ConfigError(f"muster init {unknown[0]}: no such substrate; {nearest(unknown[0], SUBSTRATES)}")
-    found = {given.example: (PACKAGE / "init/examples" / given.example).read_text()} if given.example else {}
+    found = (
+        {given.example: (PACKAGE / "init/examples" / given.example).read_text(encoding="utf-8")}
+        if given.example
+        else {}
+    )
     for substrate in substrates:
         for name in SUBSTRATES[substrate]:
-            found[f"{substrate}/{name}"] = filled(given, (templates() / substrate / name).read_text())
+            found[f"{substrate}/{name}"] = filled(given, (templates() / substrate / name).read_text(encoding="utf-8"))
     if "slurm" in substrates:
         found["slurm/logs/.gitignore"] = "*\n!.gitignore\n"  # Slurm does not create the folder of a job's output
     if has_image(substrates):
         found |= {"docker/Dockerfile": DOCKERFILE.format(kit=KIT_IMAGE), ".dockerignore": DOCKERIGNORE}
-        found["docker/wheel.Dockerfile"] = (templates() / "docker/wheel.Dockerfile").read_text()
+        found["docker/wheel.Dockerfile"] = (templates() / "docker/wheel.Dockerfile").read_text(encoding="utf-8")
     return found | {"MUSTER.md": readme(given, substrates)}
 
 

@@ -466,7 +466,7 @@ class LoopServices:
     def _write_config(self, facts: Mapping[str, Any]) -> None:
         known = {"loader": {"drop_last": facts["drop_last"]}} if "drop_last" in facts else {}
         text = as_yaml(self.options, **facts, **known)
-        replace_file(self.folder.path / "config.yaml", lambda draft: draft.write_text(text))
+        replace_file(self.folder.path / "config.yaml", lambda draft: draft.write_text(text, encoding="utf-8"))
 
     def _refuse_data(self, facts: Mapping[str, Any]) -> None:
         """Raise if the batches differ between ranks, or from those of the checkpoint."""

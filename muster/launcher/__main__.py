@@ -89,7 +89,7 @@ def note_end(path: Path, script: Script, code: int) -> None:
     """Write how a script ended, for the rendezvous store, which ends with it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"script": script.name, "exit_code": code, "time": round(time.time(), 3)}
-    replace_file(path, lambda draft: draft.write_text(json.dumps(record) + "\n"))
+    replace_file(path, lambda draft: draft.write_text(json.dumps(record) + "\n", encoding="utf-8"))
 
 
 def was_held(spec: Spec, overrides: Sequence[str], *, since: float) -> bool:

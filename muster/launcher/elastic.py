@@ -32,7 +32,7 @@ def main(given: list[str]) -> int:
         line = ["muster.launcher.rank", str(folder)]
     else:
         plan = plan_of(overrides)
-        (folder / "plan.json").write_text(json.dumps(plan))
+        (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
         if "refused" in plan:
             return 2
         line = ["muster", *overrides]
@@ -77,7 +77,7 @@ def run(spec: Spec, line: list[str], folder: Path) -> int:
     except SignalException as error:  # from the caller, or from a rank that a restart cannot help (faults/agent.py)
         code, failures = 128 + int(error.sigval), {}
     process.ignore(signal.SIGTERM)
-    (folder / "failure.json").write_text(json.dumps(first(failures, folder)))
+    (folder / "failure.json").write_text(json.dumps(first(failures, folder)), encoding="utf-8")
     return code
 
 
@@ -89,7 +89,7 @@ def first(failures: dict[int, Any], folder: Path) -> dict[str, Any]:
     for rank, failure in sorted(failures.items()):
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the agent ends the other ranks by SIGTERM
             return {"rank": rank, "exit_code": 1, "message": f"killed by {failure.signal_name()}"}
-    if said := [json.loads(path.read_text()) for path in folder.glob("failed-*")]:
+    if said := [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("failed-*")]:
         return dict(min(said, key=lambda each: each["time"]))
     for rank, failure in sorted(failures.items()):
         message = failure.message["message"] if isinstance(failure.message, dict) else "gave no reason"

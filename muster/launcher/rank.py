@@ -32,7 +32,7 @@ def main(given: list[str]) -> None:
         code = error.exit_code if isinstance(error, MusterError) else 1
         said = {"time": time.monotonic(), "rank": rank, "exit_code": code, "message": f"{kind}{one_line(error)}"}
         draft = folder / f".failed-{rank}"
-        draft.write_text(json.dumps(said))
+        draft.write_text(json.dumps(said), encoding="utf-8")
         draft.rename(failed)
         if code in final():
             os.kill(launcher_pid(), signal.SIGTERM)  # end the agent: a restart would fail in the same way

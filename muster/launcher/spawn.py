@@ -270,7 +270,7 @@ class SpawnEnd:
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.folder / name
-        read: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return read
 
 

@@ -171,7 +171,9 @@ def _ask(folder: Path, own: Claimant, holder: dict[str, Any]) -> Callable[[], No
     if holder.get("meets_at") != own.meets_at:
         return lambda: None
     with contextlib.suppress(OSError):
-        wanted.write_text(json.dumps({"job": own.job, "meets_at": own.meets_at, "host": socket.gethostname()}))
+        wanted.write_text(
+            json.dumps({"job": own.job, "meets_at": own.meets_at, "host": socket.gethostname()}), encoding="utf-8"
+        )
     return lambda: _remove(wanted)
 
 
@@ -280,7 +282,7 @@ class Lease:
     def _request(self) -> str:
         """Return which other part of this job asks for the run; empty if none does."""
         try:
-            request = json.loads((self.folder / ".wanted").read_text())
+            request = json.loads((self.folder / ".wanted").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return ""
         is_known = self.own.job and isinstance(request, dict)
@@ -305,7 +307,7 @@ def show(folder: Path, text: str) -> None:
     draft = draft_of(folder / ".alive")
     with contextlib.suppress(OSError):
         try:
-            draft.write_text(text)
+            draft.write_text(text, encoding="utf-8")
             os.replace(draft, folder / ".alive")
         finally:
             draft.unlink(missing_ok=True)

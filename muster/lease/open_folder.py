@@ -245,7 +245,7 @@ def _take_over(
             "time, raise max_idle_preemptions, and run the same command again"
         )
     if options.config:
-        replace_file(path / "config.yaml", lambda draft: draft.write_text(options.config))
+        replace_file(path / "config.yaml", lambda draft: draft.write_text(options.config, encoding="utf-8"))
     return before.outcome == outcome.DONE and (path / "model.pt").exists()
 
 

@@ -19,7 +19,7 @@ class Csv(Logger):
         for kind in ("train", "eval"):
             path = folder / f"{kind}.csv"
             if path.exists():
-                rows = [row for row in csv.reader(path.read_text().splitlines()) if row]
+                rows = [row for row in csv.reader(path.read_text(encoding="utf-8").splitlines()) if row]
                 self._columns[kind] = rows[0]
                 at, whole = rows[0].index("step"), [row for row in rows[1:] if len(row) == len(rows[0])]
                 self._write(kind, [rows[0], *(row for row in whole if int(row[at]) <= step)])
@@ -33,10 +33,12 @@ class Csv(Logger):
         if kind not in self._columns:
             self._columns[kind] = list(values)
             self._write(kind, [self._columns[kind]])
-        with path.open("a", newline="") as file:
+        with path.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerow([values.get(name, "") for name in self._columns[kind]])
 
     def _write(self, kind: str, rows: list[list[str]]) -> None:
         text = io.StringIO()
         csv.writer(text).writerows(rows)
-        replace_file(self._folder / f"{kind}.csv", lambda draft: draft.write_text(text.getvalue(), newline=""))
+        replace_file(
+            self._folder / f"{kind}.csv", lambda draft: draft.write_text(text.getvalue(), newline="", encoding="utf-8")
+        )

@@ -33,11 +33,11 @@ class Mlflow(Logger):
         self._client = _client(where)
         kept = folder / "mlflow-run-id"
         if kept.exists():
-            self._id = kept.read_text()
+            self._id = kept.read_text(encoding="utf-8")
             self._client.update_run(self._id, status="RUNNING")
         else:
             self._id = self._begin(folder, name, experiment)
-            kept.write_text(self._id)
+            kept.write_text(self._id, encoding="utf-8")
         self._newest = {
             key: max(point.step for point in self._client.get_metric_history(self._id, key))
             for key in self._client.get_run(self._id).data.metrics
@@ -60,7 +60,7 @@ class Mlflow(Logger):
         found = self._client.get_experiment_by_name(experiment)
         number = found.experiment_id if found else self._client.create_experiment(experiment)
         run_id: str = self._client.create_run(number, run_name=name).info.run_id
-        config = flatten(yaml.safe_load((folder / "config.yaml").read_text()))
+        config = flatten(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
         self._client.log_batch(run_id, params=[Param(key, str(value)[:LONGEST]) for key, value in config.items()])
         return run_id
 

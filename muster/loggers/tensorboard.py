@@ -50,7 +50,7 @@ class TensorBoard(Logger):
             step=step + 1, session_log=SessionLog(status=SessionLog.START)
         )  # hides later steps of earlier files
         if begins and (folder / "config.yaml").exists():
-            self._tell_config(yaml.safe_load((folder / "config.yaml").read_text()))
+            self._tell_config(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
 
     def log(self, record: dict[str, Any]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]

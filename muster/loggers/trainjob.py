@@ -91,7 +91,7 @@ class TrainJob(Logger):
             context = ssl.create_default_context(cafile=self._certificate)
             words = {
                 "Content-Type": "application/json",
-                "Authorization": f"Bearer {Path(self._token).read_text().strip()}",
+                "Authorization": f"Bearer {Path(self._token).read_text(encoding='utf-8').strip()}",
             }
             request = Request(self._url, json.dumps(self.status()).encode(), words, method="POST")
             with urlopen(request, timeout=ANSWERS_S, context=context):

@@ -32,11 +32,11 @@ class Wandb(Logger):
     ):
         kept = folder / "wandb-run-id"
         if not kept.exists():
-            kept.write_text(secrets.token_hex(4))
+            kept.write_text(secrets.token_hex(4), encoding="utf-8")
         settings = wandb.Settings(silent=True, console="off", x_disable_stats=True)
         self._run = wandb.init(
-            project=project, entity=entity, mode=mode, name=name, dir=str(folder), id=kept.read_text(), resume="allow",
-            config=yaml.safe_load((folder / "config.yaml").read_text()), settings=settings,
+            project=project, entity=entity, mode=mode, name=name, dir=str(folder), id=kept.read_text(encoding="utf-8"), resume="allow",
+            config=yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), settings=settings,
         )  # fmt: skip
 
     def log(self, record: dict[str, Any]) -> None:

@@ -114,6 +114,6 @@ def _is_saved(folder: Path, step: int) -> bool:
 
 def _takes(marker: Path) -> bool:
     with contextlib.suppress(FileExistsError):
-        marker.open("x").close()
+        marker.open("x", encoding="utf-8").close()
         return True
     return False

@@ -47,10 +47,10 @@ def write_page(histories: Sequence[History], path: Path) -> Path:
     else:
         title = f"{len(histories)} runs"
         body = compared(ranked(histories), page, path.parent)
-    text = Template(Path(__file__).with_name("page.html").read_text()).substitute(
+    text = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8")).substitute(
         title=escape(title), body="\n".join(body), figures=_json(page.figures), script=plotly()
     )
-    replace_file(path, lambda draft: draft.write_text(text))
+    replace_file(path, lambda draft: draft.write_text(text, encoding="utf-8"))
     return path
 
 

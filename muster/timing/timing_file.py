@@ -128,7 +128,7 @@ class Timing:
         if self._failed:
             return
         try:
-            with self._path.open("a") as file:
+            with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **fields}) + "\n")
         except OSError as error:
             self._failed = True
@@ -147,7 +147,7 @@ def began() -> float:
     if sys.platform != "linux":
         return time.time()
     try:
-        ticks = int(Path(f"/proc/{beginning_pid()}/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(Path(f"/proc/{beginning_pid()}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
         return max(_ended, time.time() - age)
     except (OSError, AttributeError, ValueError, IndexError):
@@ -203,7 +203,7 @@ def processor() -> str:
 
     found = None
     with contextlib.suppress(OSError):
-        found = re.search(r"^vendor_id\s*: (\S+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found = re.search(r"^vendor_id\s*: (\S+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     return f"{found[1] if found else platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 

@@ -142,7 +142,7 @@ def _began(pid: int) -> str:
 def _state(pid: int) -> tuple[str, str]:
     """Return a process's state (R, S, T...) and start time; empty if it is gone or a zombie. See proc_pid_stat(5)."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return "", ""
     return ("", "") if fields[0] == "Z" else (fields[0], fields[19])
@@ -193,7 +193,11 @@ def job_name() -> str:
 def rendezvous_at() -> str:
     """Return the endpoint at which torchrun's agents meet, as given to this agent; empty if it cannot be seen."""
     try:
-        words = Path(f"/proc/{process.launcher_pid()}/cmdline").read_text().split("\0") if "RANK" in os.environ else []
+        words = (
+            Path(f"/proc/{process.launcher_pid()}/cmdline").read_text(encoding="utf-8").split("\0")
+            if "RANK" in os.environ
+            else []
+        )
     except OSError:
         words = []
     if not any(re.search(r"(^|/)torchrun(\.py)?$|^torch\.distributed\.run$", word) for word in words):

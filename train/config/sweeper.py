@@ -99,5 +99,5 @@ def mode(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
 
 
 def _may_set(path: Path) -> bool:
-    text = path.read_text(errors="replace")
+    text = path.read_text(errors="replace", encoding="utf-8")
     return "hydra" in text and "mode" in text.replace("model", "")

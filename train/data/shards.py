@@ -135,7 +135,7 @@ def index(folder: Path, *, write: bool = False) -> list[Sample]:
     samples = [sample for shard in shards for sample in _read(shard)]
     if write and os.access(folder, os.W_OK):
         text = json.dumps({"shards": stamps, "digest": _digest(samples), "samples": samples})
-        replace_file(kept, lambda draft: draft.write_text(text))
+        replace_file(kept, lambda draft: draft.write_text(text, encoding="utf-8"))
     return samples
 
 
@@ -145,7 +145,7 @@ def _kept(path: Path, stamps: dict[str, list[int]]) -> list[Sample] | None:
     A tar file is padded to 10 KiB, so different samples may give a file of the same size.
     """
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         if found["shards"] != stamps or found["digest"] != _digest(found["samples"]):
             return None
         return [

@@ -103,7 +103,7 @@ def note_model(folder: Path, config: Config, data: Data) -> None:
     if before and _is_same(before, now):
         return
     text = (ModelRecord.of(config, data) if _is_read_at_start(data.train) else now).to_json()
-    replace_file(folder / NAME, lambda draft: draft.write_text(text))
+    replace_file(folder / NAME, lambda draft: draft.write_text(text, encoding="utf-8"))
 
 
 def _is_read_at_start(dataset: Any) -> bool:

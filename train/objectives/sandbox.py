@@ -92,7 +92,7 @@ def _filter(descriptor: int) -> list[tuple[int, int, int, int]]:
 def _protect_shared_memory() -> None:
     """Make memory that is shared with other processes read-only: a write then ends this process."""
     assert process.LIBC
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         span, modes, *_ = line.split()
         if "w" in modes and modes.endswith("s"):
             start, end = (int(each, 16) for each in span.split("-"))

@@ -120,7 +120,7 @@ def _in_child(
     with open(os.devnull, "r+b") as nothing:
         for stream in range(3):
             os.dup2(nothing.fileno(), stream)
-    sys.stdout = sys.stderr = open(os.devnull, "w")
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")
     torch.set_num_threads(1)  # the threads of this process are not here
     copy._deepcopy_dispatch[Tensor] = _clone  # type: ignore[attr-defined]  # torch's own way imports torch._dynamo, of 1.3 s
     world_size = dist.get_world_size() if dist.is_initialized() else 1

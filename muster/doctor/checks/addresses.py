@@ -98,5 +98,7 @@ def is_loopback(address: str) -> bool:
 
 def mtus() -> dict[str, int]:
     """Return the MTU of each interface in bytes. Linux only."""
-    found = {path.parent.name: path.read_text().strip() for path in Path("/sys/class/net").glob("*/mtu")}
+    found = {
+        path.parent.name: path.read_text(encoding="utf-8").strip() for path in Path("/sys/class/net").glob("*/mtu")
+    }
     return {name: int(size) for name, size in found.items() if size.isdigit()}

@@ -69,11 +69,11 @@ class Memory(Check):
 
 def free() -> float:
     """Return the available memory in bytes: of the machine, or the rest of its cgroup's limit if that is less."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     available = float(lines["MemAvailable"].split()[0]) * 1024
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
     except OSError:
         return available
     return available if limit == "max" else min(available, int(limit) - used)

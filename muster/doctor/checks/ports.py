@@ -21,7 +21,7 @@ class Ports(Check):
     name = "ports"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
-        first, last = map(int, RANGE.read_text().split())
+        first, last = map(int, RANGE.read_text(encoding="utf-8").split())
         return {
             "range": f"{first} to {last}",
             "free": last - first + 1 - len([port for port in listened() if first <= port <= last]),
@@ -60,6 +60,6 @@ def listened() -> set[int]:
     """Return the TCP ports of this host that are in use."""
     found = set[int]()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        lines = table.read_text().splitlines()[1:] if table.exists() else []
+        lines = table.read_text(encoding="utf-8").splitlines()[1:] if table.exists() else []
         found |= {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
     return found

@@ -61,7 +61,7 @@ class Processors(Check):
 def quota() -> float | None:
     """Return the number of processors that the cgroup allows (cpu.max in cgroup v2); None if it sets no limit."""
     try:
-        most, _, period = Path("/sys/fs/cgroup/cpu.max").read_text().partition(" ")
+        most, _, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").partition(" ")
     except OSError:
         return None
     return None if most == "max" else int(most) / int(period)

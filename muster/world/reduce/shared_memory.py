@@ -241,7 +241,7 @@ def _host() -> str | None:
     if why_none() or not hasattr(os, "pidfd_open"):
         return None
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
         return f"{boot}/{spaces}/{os.getuid()}"
     except OSError:

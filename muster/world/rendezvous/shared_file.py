@@ -80,7 +80,7 @@ class SharedFile:
         self._lock = self._awaited(self._try_lock)
         if self._lock is None:
             with contextlib.suppress(OSError):
-                holder = self._named("lock").read_text()
+                holder = self._named("lock").read_text(encoding="utf-8")
             raise Unheard(
                 f"another launch ({holder or 'unknown'}) is at work with dist.init_method=file://{self.path}: end it, or "
                 "give each launch a path of its own"
@@ -111,7 +111,7 @@ class SharedFile:
         while not self._met.wait(max(POLL_S, self.environment.world_size / LOOKS_PER_S)):
             for rank in range(1, self.environment.world_size):
                 with contextlib.suppress(OSError, StorageError):  # no hello yet, or the rank will miss its answer
-                    word = self._named(f"hello-{rank}").read_text()
+                    word = self._named(f"hello-{rank}").read_text(encoding="utf-8")
                     if answered.get(rank) != word:
                         self._write(f"answer-{rank}", f"{word} {name}")
                         answered[rank] = word
@@ -124,7 +124,7 @@ class SharedFile:
             if not self._named(f"hello-{rank}").exists():
                 self._write(f"hello-{rank}", word)
             with contextlib.suppress(FileNotFoundError):
-                its_word, _, name = self._named(f"answer-{rank}").read_text().partition(" ")
+                its_word, _, name = self._named(f"answer-{rank}").read_text(encoding="utf-8").partition(" ")
                 return name if its_word == word else None
             return None
 
@@ -150,7 +150,7 @@ class SharedFile:
         return store
 
     def _write(self, suffix: str, text: str) -> None:
-        replace_file(self._named(suffix), lambda draft: draft.write_text(text))
+        replace_file(self._named(suffix), lambda draft: draft.write_text(text, encoding="utf-8"))
 
     def _named(self, suffix: str) -> Path:
         return self.path.with_name(f"{self.path.name}.{suffix}")
