@@ -48,6 +48,9 @@ from muster.train.config.compose import searched
 from muster.train.config.error_messages import explain
 from muster.train.config.sweeper import folder_of
 
+CPUS_FOR_SRUN = ("export ${SLURM_CPUS_PER_TASK:+SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK}",)
+"""Of Slurm 22.05 to 23.02, whose srun does not inherit --cpus-per-task from the job."""
+
 
 @dataclass
 class Cluster:
@@ -293,7 +296,7 @@ def make_executor(cluster: Cluster, *, submits: bool = True) -> submitit.AutoExe
         "name": "muster", "nodes": cluster.nodes, "tasks_per_node": 1, "timeout_min": cluster.timeout_min,
         "gpus_per_node": cluster.gpus_per_node or None, "cpus_per_task": cluster.cpus_per_task, "mem_gb": cluster.mem_gb,
         "slurm_partition": cluster.partition, "slurm_account": cluster.account, "slurm_qos": cluster.qos,
-        "slurm_constraint": cluster.constraint, "slurm_setup": list(cluster.setup) or None,
+        "slurm_constraint": cluster.constraint, "slurm_setup": [*CPUS_FOR_SRUN, *cluster.setup],
         "slurm_signal_delay_s": cluster.signal_delay_s, "slurm_array_parallelism": cluster.array_parallelism,
     }  # fmt: skip
     executor.update_parameters(**{key: value for key, value in parameters.items() if value is not None})

@@ -33,7 +33,7 @@ def main(given: list[str]) -> int:
             folder, code = str(Path(config.output_dir).resolve()), 0
             answer = json.dumps({"folder": folder}) if as_json else folder
         if as_json or not code:
-            give(answer)
+            give(answer, sys.__stdout__)
         return code
 
     with contextlib.redirect_stdout(sys.stderr):

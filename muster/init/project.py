@@ -178,7 +178,7 @@ def filled(given: Project, template: str) -> str:
         (r" *- name=muster\n *- model=convnet\n *- epochs=20", args),
         (r", target: cpu, args: \{.*?\}\}", "}"),
         (r"\$\{COMPOSE_PROJECT_NAME:-muster\}", f"${{COMPOSE_PROJECT_NAME:-{given.name}}}"),
-        (r"\$\{ARGS:-\}", f"${{ARGS:-{json.dumps(shlex.join(given.words))[1:-1]}}}"),
+        (r"\$\{ARGS:-\}", f"${{ARGS:-{in_compose(shlex.join(given.words))}}}"),
         (r"(?<=job-name=)muster$", given.name),
         (r"(?<=\"name\": \")muster(?=\")", given.name),  # of the job that submit.py submits
         (r"muster-node-1", f"{given.name}-node-1"),
@@ -186,6 +186,18 @@ def filled(given: Project, template: str) -> str:
     for old, new in changes:
         template = re.sub(old, lambda _, new=new: new, template, flags=re.MULTILINE)  # type: ignore[misc]
     return template
+
+
+def in_compose(words: str) -> str:
+    """Return `words` as the default of a variable within a quoted string of compose.yaml. Raises ConfigError.
+
+    compose puts a variable's value in place of each $NAME, and takes $$ for a dollar; a default ends at its first brace.
+    """
+    if "}" in words:
+        raise ConfigError(
+            f"--script={words} has a }}, at which compose.yaml would cut it off: put these words into a script"
+        )
+    return json.dumps(words)[1:-1].replace("$", "$$")
 
 
 def quoted(word: str) -> str:

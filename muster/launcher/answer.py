@@ -11,15 +11,16 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 ANSWER = "MUSTER_ANSWER"
 """Variable with the word; without one, as in a terminal, the answer alone is printed."""
 
 
-def give(text: str) -> None:
-    """Print `text` as the answer, or a part of it."""
+def give(text: str, to: TextIO | None = None) -> None:
+    """Print `text` as the answer, or a part of it. `to`: standard output, if `sys.stdout` is none now."""
     mark = os.environ.get(ANSWER)
-    print(f"\n{mark}\n{text}\n{mark}" if mark else text, file=sys.__stdout__, flush=True)
+    print(f"\n{mark}\n{text}\n{mark}" if mark else text, file=to, flush=True)
 
 
 def asked(line: Sequence[str]) -> tuple[int, str]:

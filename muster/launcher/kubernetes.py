@@ -15,14 +15,16 @@ TIMINGS = Timings(join_timeout=600)  # pods pull images, and may be scheduled on
 def pytorchjob(env: Mapping[str, str]) -> Spec:
     """Build the spec of a PyTorchJob pod: Training Operator v1, elastic. Raises ConfigError.
 
-    The operator sets `PET_*` from the job's elasticPolicy. Worker 0 holds the store.
+    The operator sets `PET_*` from the job's elasticPolicy. Worker 0 holds the store. With hostNetwork a pod's HOSTNAME is its
+    node's, so the manifest gives its name, too.
     """
     endpoint = text(env, "PET_RDZV_ENDPOINT")
     host = endpoint.rpartition(":")[0]
+    own = env.get("POD_NAME") or text(env, "HOSTNAME")
     rendezvous = Dynamic(
         endpoint=endpoint,
         id=env.get("PET_RDZV_ID") or host,
-        is_host=text(env, "HOSTNAME") == host.split(".")[0],
+        is_host=own.split(".")[0] == host.split(".")[0],
         timings=TIMINGS,
         # A pod that ends is replaced at once. While a quota refuses a pod, the operator makes no Service until one has ended.
         awaits_host=False,
@@ -31,10 +33,10 @@ def pytorchjob(env: Mapping[str, str]) -> Spec:
     return _pod(env, text(env, "PET_NNODES"), text(env, "PET_NPROC_PER_NODE"), restarts, rendezvous, head=host)
 
 
-def trainjob(env: Mapping[str, str]) -> Spec:
-    """Build the spec of a TrainJob pod: Trainer v2, static rendezvous. Raises ConfigError.
+def static(env: Mapping[str, str]) -> Spec:
+    """Build the spec of a pod with a static rendezvous: of a TrainJob (Trainer v2), or a PyTorchJob without elasticPolicy.
 
-    The job is restarted as a whole, so no agent restarts its ranks.
+    The job is restarted as a whole, so no agent restarts its ranks. Raises ConfigError.
     """
     rendezvous = Static(
         master_addr=text(env, "PET_MASTER_ADDR"),

@@ -17,8 +17,9 @@ GRACE_S = 120  # as --signal=B:USR1@120 in the batch scripts, and submit.py's si
 def spec(env: Mapping[str, str], *, nproc: int | None = None) -> Spec:
     """Build the spec of one agent per node, with a process for each GPU from Slurm, or `NPROC`. Raises ConfigError."""
     job = whole(env, "SLURM_JOB_ID")
-    nproc = nproc or whole(env, "SLURM_GPUS_ON_NODE", default=0) or whole(env, "NPROC", default=1, least=1)
-    cpus = whole(env, "SLURM_CPUS_PER_TASK", default=1, least=1)
+    nproc = nproc or processes(env)
+    per_gpu = whole(env, "SLURM_CPUS_PER_GPU", default=0)
+    cpus = whole(env, "SLURM_CPUS_PER_TASK", default=per_gpu * nproc or 1, least=1)
     return Spec(
         nnodes=nnodes(env),
         nproc=str(nproc),
@@ -33,6 +34,21 @@ def spec(env: Mapping[str, str], *, nproc: int | None = None) -> Spec:
         threads=whole(env, "OMP_NUM_THREADS", default=-(-cpus // nproc), least=1),
         job=job_id(env),
     )
+
+
+def processes(env: Mapping[str, str]) -> int:
+    """Return the number of processes of a node: one for each GPU, or `NPROC`. Raises ConfigError.
+
+    Tasks are nodes here: the agent of each starts the processes.
+    """
+    count = whole(env, "SLURM_GPUS_ON_NODE", default=0) or whole(env, "NPROC", default=1, least=1)
+    tasks = whole(env, "SLURM_NTASKS_PER_NODE", default=1)
+    if tasks not in (1, count):
+        raise ConfigError(
+            f"--ntasks-per-node={tasks} has no effect: a node has one agent, which starts {count} processes, one for each GPU or "
+            f"NPROC. Leave it out; on nodes without GPUs give --cpus-per-task and --export=ALL,NPROC={tasks}"
+        )
+    return count
 
 
 def job_id(env: Mapping[str, str]) -> str:
@@ -75,7 +91,11 @@ def most_excluded(env: Mapping[str, str]) -> int:
 
 
 def srun_flags(env: Mapping[str, str]) -> list[str]:
-    """Return srun's flags: one task per node; an elastic job outlives lost nodes, any other ends with the first."""
+    """Return srun's flags: one task per node; an elastic job outlives lost nodes, any other ends with the first.
+
+    Raises ConfigError: the job asks for more tasks per node.
+    """
+    processes(env)
     elastic = ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
     fixed = ["--kill-on-bad-exit=0", "--wait=120"]
     tasks = [f"--ntasks={whole(env, 'SLURM_JOB_NUM_NODES', least=1)}", "--ntasks-per-node=1"]

@@ -41,7 +41,9 @@ THIS_MACHINE = Substrate("this machine", ("NPROC",), loopback.this_machine, verd
 SUBSTRATES = (
     Substrate("Slurm", ("SLURM_JOB_ID",), slurm.spec, verdict.SLURM),
     Substrate("PyTorchJob", ("PET_RDZV_ENDPOINT",), kubernetes.pytorchjob, verdict.PYTORCHJOB),
-    Substrate("TrainJob", ("PET_MASTER_ADDR",), kubernetes.trainjob, verdict.TRAINJOB),
+    Substrate("TrainJob", ("PET_MASTER_ADDR", "JOB_COMPLETION_INDEX"), kubernetes.static, verdict.TRAINJOB),
+    # Master and Worker without an elasticPolicy: its pods are the operator's, which restarts them by their exit codes.
+    Substrate("PyTorchJob", ("PET_MASTER_ADDR",), kubernetes.static, verdict.PYTORCHJOB),
     Substrate("Indexed Job", ("JOB_COMPLETION_INDEX",), kubernetes.indexed_job, verdict.INDEXED_JOB),
     Substrate(
         "compose",

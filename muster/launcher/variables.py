@@ -9,14 +9,17 @@ from muster.errors import ConfigError
 
 def text(env: Mapping[str, str], name: str) -> str:
     """Return the variable's value. Raises ConfigError if it is not set or empty."""
-    if not env.get(name):
-        raise ConfigError(f"{name} is not set: the launcher sets it, or the manifest that starts this node")
-    return env[name]
+    if not (given := env.get(name, "").strip()):  # a file with line ends of Windows leaves a carriage return
+        by = "the launcher sets it, or the manifest that starts this node"
+        if "SLURM_JOB_ID" in env:
+            by = "in an interactive allocation start all nodes by `bash slurm/ddp.sbatch`, which sets it"
+        raise ConfigError(f"{name} is not set: {by}")
+    return given
 
 
 def whole(env: Mapping[str, str], name: str, *, default: int | None = None, least: int = 0) -> int:
     """Return the variable as a whole number of at least `least`; an empty one counts as not set. Raises ConfigError."""
-    given = env.get(name) or (text(env, name) if default is None else str(default))
+    given = env.get(name, "").strip() or (text(env, name) if default is None else str(default))
     if not given.isascii() or not given.isdigit() or int(given) < least:
         raise ConfigError(f"{name}={given} is not valid: use a whole number of at least {least}")
     return int(given)
@@ -24,7 +27,7 @@ def whole(env: Mapping[str, str], name: str, *, default: int | None = None, leas
 
 def one_of(env: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
     """Return the variable, one of `choices`; empty if it is not set. Raises ConfigError."""
-    given = env.get(name, "")
+    given = env.get(name, "").strip()
     if given and given not in choices:
         raise ConfigError(f"{name}={given} is not valid; valid: {', '.join(choices)}")
     return given

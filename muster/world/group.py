@@ -28,7 +28,7 @@ from muster.world.reduce.hierarchical import Hosts, find_hosts
 from muster.world.reduce.shared_memory import POST, SharedMemory, share_memory
 from muster.world.rendezvous.connectivity import closed
 from muster.world.rendezvous.meeting import Membership, meet
-from muster.world.rendezvous.network import check_descriptors, choose_interface
+from muster.world.rendezvous.network import check_descriptors, check_interface, choose_interface
 from muster.world.rendezvous.shared_file import SharedFile
 from muster.world.store_keys import StoreKeys
 
@@ -282,6 +282,7 @@ def start(
         device = choose_device(options, environment)
         backend = choose_backend(options, device)
         check_descriptors(environment)
+        check_interface()
     except ConfigError as error:
         meet(environment, alike=options.alike, error=error, timeout_s=timeout_s, stopping=stopping)
         raise

@@ -74,7 +74,7 @@ GOLDEN = {
         f"--rdzv-id=mine --rdzv-conf=is_host=1,{POD} --local-addr=10.1.0.7 -m train",
     ),
     "trainjob": (
-        kubernetes.trainjob(TRAINJOB),
+        kubernetes.static(TRAINJOB),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=80 OMP_NUM_THREADS=1 torchrun --nnodes=2 "
         "--nproc-per-node=1 --max-restarts=0 --master-addr=muster-node-0-0.muster --master-port=29500 --node-rank=1 "
         "--local-addr=10.1.0.8 -m train",
@@ -170,7 +170,7 @@ def test_what_is_missing_or_garbled_is_named():
         (slurm.spec, {**SLURM, "GRACE_S": "5"}, "GRACE_S=5 leaves no time"),
         (kubernetes.pytorchjob, {**PYTORCHJOB, "PET_NNODES": "1:"}, "nnodes=1: "),
         (kubernetes.pytorchjob, {**PYTORCHJOB, "PET_NPROC_PER_NODE": "two"}, "nproc=two"),
-        (kubernetes.trainjob, {**TRAINJOB, "PET_NODE_RANK": "-1"}, "PET_NODE_RANK=-1"),
+        (kubernetes.static, {**TRAINJOB, "PET_NODE_RANK": "-1"}, "PET_NODE_RANK=-1"),
         (kubernetes.indexed_job, {**INDEXED, "POD_IP": ""}, "POD_IP is not set"),
         (compose.spec, {**COMPOSE, "NODES": "²"}, "NODES=² is not valid"),
         (here, {"PATH": "/bin"}, "no launcher's variables are set.*torchrun --standalone"),
@@ -435,7 +435,7 @@ def test_each_substrate_names_its_job_the_same_on_every_node_and_over_restarts()
             "slurm:70012",
         ),
         kubernetes.pytorchjob: (PYTORCHJOB, {"HOSTNAME": "muster-worker-0"}, "kubernetes:muster-worker-0"),
-        kubernetes.trainjob: (TRAINJOB, {"PET_NODE_RANK": "0"}, "kubernetes:muster-node-0-0.muster"),
+        kubernetes.static: (TRAINJOB, {"PET_NODE_RANK": "0"}, "kubernetes:muster-node-0-0.muster"),
         kubernetes.indexed_job: (INDEXED, {"JOB_COMPLETION_INDEX": "1"}, "kubernetes:muster-0.muster"),
     }
     for make, (env, change, job) in others.items():

@@ -35,9 +35,9 @@ SEEN = ("log.report=true", "log.every_steps=5")
 LATE = ("model._target_=kit.parts.own.Late", "max_steps=200", *SEEN)
 
 
-def tool(*arguments, cwd, columns=80):
+def tool(*arguments, cwd, columns=80, **more):
     line = [sys.executable, "-m", "train.report", *map(str, arguments)]
-    env = environment(COLUMNS=str(columns), TERM="dumb")
+    env = environment(COLUMNS=str(columns), TERM="dumb", **more)
     return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True)
 
 
@@ -383,6 +383,17 @@ def test_the_live_view_fits_the_terminal(tmp_path, columns):
     assert "step 40/40" in lines[0] and "goodput" in lines[0] and lines[0].startswith("run done")
     assert re.search(r"loss [\d.]+ [▁-█]+ +accuracy", lines[1]) and "2 ranks" in lines[1]
     assert "done: " in lines[2] and "has not started" in lines[3]
+    plain = {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }  # what has no place in this locale is escaped
+    assert "goodput" in tool("--watch", "--once", "run", cwd=tmp_path, **plain).stdout
+    page = (tmp_path / "run/report.html").read_bytes()
+    assert (
+        tool("run", cwd=tmp_path, **plain).returncode == 0
+        and (tmp_path / "run/report.html").read_bytes()[:500] == page[:500]
+    )
 
 
 def test_the_live_view_follows_a_run_to_its_end(tmp_path):

@@ -23,7 +23,7 @@ from muster.faults.preemption import Agreement, Preemption
 from muster.world.environment import Environment
 from muster.world.rendezvous.meeting import meet
 from muster.world.rendezvous.meeting_keys import Lobby
-from muster.world.rendezvous.network import Stopped, check_descriptors
+from muster.world.rendezvous.network import Stopped, check_descriptors, check_interface
 from muster.world.rendezvous.port import listener
 from muster.world.store_keys import StoreKeys
 
@@ -479,3 +479,12 @@ def test_hosts_that_cannot_reach_each_other_are_named(tmp_path, two_hosts):
     assert first.code == 1 and "(10.88.1.1) cannot open a connection to rank 1 on" in first.out, first.out
     assert "(10.88.2.1): open all ports" in first.out and "GLOO_SOCKET_IFNAME" in first.out, first.out
     assert results[1].code == 1, results[1].out
+
+
+@pytest.mark.unit
+def test_an_interface_that_a_host_has_not_is_named_before_the_ranks_meet(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,none0")
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME names none0, and .* has only .*lo"):
+        check_interface()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    check_interface()

@@ -188,6 +188,15 @@ def check_descriptors(environment: Environment) -> None:
     )
 
 
+def check_interface() -> None:
+    """Raise ConfigError if GLOO_SOCKET_IFNAME names an interface that this host has not: no restart helps."""
+    there = [name for _, name in socket.if_nameindex()]
+    if strange := {*filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))} - {*there}:
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME names {', '.join(sorted(strange))}, and {socket.gethostname()} has only {', '.join(there)}"
+        )
+
+
 def choose_interface(environment: Environment) -> None:
     """Set GLOO_SOCKET_IFNAME to the interface that leads to the master, if the job spans nodes and it is not set.
 
