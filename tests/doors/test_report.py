@@ -389,11 +389,8 @@ def test_the_live_view_fits_the_terminal(tmp_path, columns):
         "PYTHONCOERCECLOCALE": "0",
     }  # what has no place in this locale is escaped
     assert "goodput" in tool("--watch", "--once", "run", cwd=tmp_path, **plain).stdout
-    page = (tmp_path / "run/report.html").read_bytes()
-    assert (
-        tool("run", cwd=tmp_path, **plain).returncode == 0
-        and (tmp_path / "run/report.html").read_bytes()[:500] == page[:500]
-    )
+    assert tool("run", cwd=tmp_path, **plain).returncode == 0
+    assert not (tmp_path / "run/report.html").read_text(encoding="utf-8").isascii()
 
 
 def test_the_live_view_follows_a_run_to_its_end(tmp_path):
