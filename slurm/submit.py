@@ -48,7 +48,7 @@ from muster.train.config.compose import searched
 from muster.train.config.error_messages import explain
 from muster.train.config.sweeper import folder_of
 
-CPUS_FOR_SRUN = ("export ${SLURM_CPUS_PER_TASK:+SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK}",)
+CPUS_FOR_SRUN = ('[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',)
 """Of Slurm 22.05 to 23.02, whose srun does not inherit --cpus-per-task from the job."""
 
 
