@@ -17,8 +17,8 @@ LOOKED_AT = 8
 DRAWN = "drawn"
 """In place of a hash if a sample differs from itself, because it draws from a generator that is not seen."""
 OWN_DRAWS = (
-    "the data set draws from a generator that is not seen, or takes a state of the global ones unseen: a resumed run, or a rank that is born "
-    "again, draws other numbers, as does each rank; draw from an attribute of the data set (self.rng = np.random.default_rng()) or from "
+    "the data set draws from a generator that is not seen, or takes a state of the global ones unseen: a resumed run, or a rank that is "
+    "restarted in place, draws other numbers, as does each rank; draw from an attribute of the data set (self.rng = np.random.default_rng()) or from "
     "the global generators of torch, NumPy or Python, which are seeded for each sample"
 )
 
