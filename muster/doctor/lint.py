@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from muster.errors import ConfigError
+from muster.errors import ConfigError, one_line
 from muster.launcher.spec import SHUTDOWN
 
 Rule = Callable[[str], Iterator[tuple[int, str]]]
@@ -25,7 +25,7 @@ def lint(paths: list[Path]) -> list[str]:
         kinds = ("*.sbatch", "*.sh", "*.yaml", "*.yml")
         files = sorted(file for kind in kinds for file in path.rglob(kind)) if path.is_dir() else [path]
         for file in files:
-            text = file.read_text(errors="replace", encoding="utf-8")
+            text = file.read_bytes().decode(errors="replace")  # with its line ends as they are
             rules = MANIFEST if file.suffix in (".yaml", ".yml") else BATCH
             found += [f"{file}:{line}: {said}" for rule in rules for line, said in rule(text)]
     return found
@@ -57,9 +57,17 @@ def processors_lost(text: str) -> Iterator[tuple[int, str]]:
 
 
 def no_warning(text: str) -> Iterator[tuple[int, str]]:
-    """Find torchrun jobs without --signal, which the time limit kills before they can save."""
-    if re.search(r"^#SBATCH", text, re.M) and "torchrun" in text and not re.search(r"^#SBATCH\s+--signal", text, re.M):
+    """Find training jobs without --signal, which the time limit kills before they can save."""
+    trains = re.search(r"^[^#\n]*(?:\btorchrun\b|\blaunch node\b|\b(?:source|\.) \S*job\.sh\b)", text, re.M)
+    if re.search(r"^#SBATCH", text, re.M) and trains and not re.search(r"^#SBATCH\s+--signal", text, re.M):
         yield 1, "no #SBATCH --signal=B:USR1@120: the time limit kills the run before it can save"
+
+
+def line_ends_of_windows(text: str) -> Iterator[tuple[int, str]]:
+    """Find carriage returns at the end of a line: sbatch refuses such a script, and bash takes them for a part of the word."""
+    if "\r\n" in text:
+        at = text.count("\n", 0, text.index("\r\n")) + 1
+        yield at, "the line ends with a carriage return, as on Windows: save the file with Unix line ends (dos2unix)"
 
 
 def flag_over_variable(text: str) -> Iterator[tuple[int, str]]:
@@ -83,6 +91,84 @@ def manifests(text: str) -> list[Any]:
         return [document for document in yaml.safe_load_all(text) if isinstance(document, dict)]
     except yaml.YAMLError:
         return []
+
+
+def unreadable(text: str) -> Iterator[tuple[int, str]]:
+    """Find text that is not YAML."""
+    try:
+        for _ in yaml.safe_load_all(text):
+            pass
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        yield (mark.line + 1 if mark else 1), f"not valid YAML, so nothing else is checked: {one_line(error)}"
+
+
+def inside(value: Any, key: str) -> Iterator[Any]:
+    """Yield what stands under `key`, at any depth of a document."""
+    for name, each in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+        if name == key:
+            yield each
+        yield from inside(each, key)
+
+
+def variables(value: Any) -> dict[str, Any]:
+    """Return the environment variables of a pod's containers: their values, or None for those that come from elsewhere."""
+    names = [each for env in inside(value, "env") if isinstance(env, list) for each in env if isinstance(each, dict)]
+    return {str(each.get("name")): each.get("value") for each in names}
+
+
+def line_of(text: str, pattern: str) -> int:
+    """Return the number of the first line that matches, or 1."""
+    return next((number for number, line in enumerate(text.splitlines(), 1) if re.search(pattern, line)), 1)
+
+
+def not_by_exit_code(text: str) -> Iterator[tuple[int, str]]:
+    """Find PyTorchJobs whose pods are not restarted by their exit codes."""
+    for document in manifests(text):
+        for policy in inside(document, "restartPolicy") if document.get("kind") == "PyTorchJob" else ():
+            if policy != "ExitCode":
+                yield (
+                    line_of(text, rf"restartPolicy:\s*[\"']?{policy}\b"),
+                    f"restartPolicy {policy}: "
+                    + (
+                        "a preempted pod is not restarted"
+                        if policy == "Never"
+                        else "a wrong config is started again for ever"
+                    )
+                    + ": write ExitCode, by which 128 and above start a pod again and lower codes fail the job",
+                )
+
+
+def host_without_name(text: str) -> Iterator[tuple[int, str]]:
+    """Find PyTorchJobs with hostNetwork whose pods do not know their own names."""
+    for document in manifests(text):
+        shares = document.get("kind") == "PyTorchJob" and True in inside(document, "hostNetwork")
+        if shares and "POD_NAME" not in variables(document):
+            yield (
+                line_of(text, r"hostNetwork:"),
+                "with hostNetwork a pod's HOSTNAME is its node's, so no pod knows that it holds the rendezvous: "
+                "add POD_NAME from fieldRef metadata.name to env",
+            )
+
+
+def counts_differ(text: str) -> Iterator[tuple[int, str]]:
+    """Find Indexed Jobs whose variables NNODES and HEAD do not fit the Job."""
+    for document in manifests(text):
+        spec = document.get("spec")
+        if document.get("kind") != "Job" or not isinstance(spec, dict) or spec.get("completionMode") != "Indexed":
+            continue
+        env, counts = variables(spec), {key: spec.get(key) for key in ("completions", "parallelism")}
+        counts["NNODES"] = env.get("NNODES")
+        if len({str(count) for count in counts.values() if count is not None}) > 1:
+            given = ", ".join(f"{key} {count}" for key, count in counts.items())
+            yield (
+                line_of(text, r"\bNNODES\b|^\s*parallelism:"),
+                f"{given}: the three must be one number, that of the pods which train together",
+            )
+        first = f"{(document.get('metadata') or {}).get('name')}-0.{next(inside(spec, 'subdomain'), None)}"
+        head = env.get("HEAD")
+        if head is not None and head != first and not str(head).startswith(f"{first}."):
+            yield line_of(text, r"\bHEAD\b"), f"HEAD={head} is not pod 0 of this Job: write {first}"
 
 
 def grace_too_short(text: str) -> Iterator[tuple[int, str]]:
@@ -124,5 +210,21 @@ def trainer_missing(text: str) -> Iterator[tuple[int, str]]:
             )
 
 
-BATCH: tuple[Rule, ...] = (blank_in_directive, directive_too_late, processors_lost, no_warning, flag_over_variable)
-MANIFEST: tuple[Rule, ...] = (grace_too_short, service_as_endpoint, trainer_missing, flag_over_variable)
+BATCH: tuple[Rule, ...] = (
+    blank_in_directive,
+    directive_too_late,
+    processors_lost,
+    no_warning,
+    flag_over_variable,
+    line_ends_of_windows,
+)
+MANIFEST: tuple[Rule, ...] = (
+    unreadable,
+    grace_too_short,
+    service_as_endpoint,
+    trainer_missing,
+    flag_over_variable,
+    not_by_exit_code,
+    host_without_name,
+    counts_differ,
+)

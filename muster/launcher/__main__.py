@@ -43,7 +43,7 @@ from muster.launcher.spec import (
     this_torchrun,
 )
 from muster.launcher.substrate import THIS_MACHINE, Substrate, find, here
-from muster.launcher.verdict import SLURM, before_and_after, decide, decide_script, identity
+from muster.launcher.verdict import SLURM, UNMET, before_and_after, decide, decide_script, identity
 from muster.loggers import jsonl
 
 DOCTOR_WAITS_S = 30
@@ -134,6 +134,11 @@ def doctor(given: Sequence[str]) -> int:
     if str(spec.nproc).isdigit() and not any(word.startswith("--expect") for word in words):
         words = ["--expect", str(int(most) * int(spec.nproc)), *words]
     say(printed(spec, command(spec, words, torchrun=this_torchrun(), module="muster.train.doctor")), sys.stdout)
+    if isinstance(spec.rendezvous, Dynamic):
+        if spec.rendezvous.is_host:
+            execute.check_port(spec.rendezvous)
+        elif not execute.await_host(spec.rendezvous):
+            return UNMET
     line = command(spec, words, torchrun=steady_torchrun(), module="muster.train.doctor")
     return subprocess.run(line, env={**os.environ, **environment(spec)}, check=False).returncode
 

@@ -18,8 +18,9 @@ MAX_RESTARTS = 100  # nodes are killed deliberately here
 
 
 def own_address() -> str:
-    """Return this container's address; unlike its name, the whole network knows it."""
-    return socket.gethostbyname(socket.gethostname())
+    """Return this container's address, of IPv4 if it has one; unlike its name, the whole network knows it."""
+    found = [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)]
+    return str(min(found, key=lambda address: ":" in str(address)))
 
 
 def spec(env: Mapping[str, str], *, address: Callable[[], str] = own_address) -> Spec:

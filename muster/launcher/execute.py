@@ -19,9 +19,20 @@ from typing import Any
 from muster import outcome, process
 from muster.errors import ConfigError, Preempted, say
 from muster.launcher.script import Script
-from muster.launcher.spec import MARGIN_S, Dynamic, Spec, command, environment, printed, steady_torchrun, this_torchrun
-from muster.launcher.verdict import Policy, Requeues, Verdict, before_and_after, decide, decide_script
+from muster.launcher.spec import (
+    MARGIN_S,
+    Dynamic,
+    Spec,
+    command,
+    environment,
+    is_free,
+    printed,
+    steady_torchrun,
+    this_torchrun,
+)
+from muster.launcher.verdict import UNMET, Policy, Requeues, Verdict, before_and_after, decide, decide_script
 from muster.world.environment import JOB, NODES
+from muster.world.rendezvous.interfaces import interface_to, knows_itself_as_loopback
 
 LAST_WORDS_S = MARGIN_S - 2
 POLL_S = 0.2
@@ -87,7 +98,7 @@ def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folders: Sequen
 def run_script(spec: Spec, script: Script, *, policy: Policy, requeues: Requeues | None = None) -> AgentEnd:
     """Start the agent of a user's own script, wait for it, and judge its end by its exit code. Raises ConfigError."""
     signals = _handled(policy)
-    code = _run_agent(spec, script.given, signals, {SCRIPT: "1"})
+    code = _run_agent(spec, script.given, signals, {SCRIPT: "1", **_interface(spec)})
     verdict = decide_script(code, told=bool(signals.came), policy=policy, requeues=requeues)
     said = {0: outcome.DONE, Preempted.exit_code: outcome.PREEMPTED}.get(code, "failed")
     return AgentEnd(verdict, tuple(signals.came), {"outcome": said, "exit_code": code})
@@ -111,8 +122,11 @@ def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals, extra: Ma
     env = {**NO_HANGUP, **os.environ, "PYTHONUNBUFFERED": "1", NODES: spec.nnodes, **environment(spec), **(extra or {})}
     if spec.job_name:
         env[JOB] = spec.job_name
-    if isinstance(spec.rendezvous, Dynamic) and spec.rendezvous.awaits_host and not spec.rendezvous.is_host:
-        _await_host(spec.rendezvous, signals)
+    if isinstance(spec.rendezvous, Dynamic):
+        if spec.rendezvous.is_host:
+            check_port(spec.rendezvous)
+        elif spec.rendezvous.awaits_host and not await_host(spec.rendezvous, signals.came):
+            return UNMET
     if signals.came:  # no agent is there yet, to which Slurm or a terminal would have sent it, too
         return Preempted.exit_code
     signals.agent = subprocess.Popen(line, env=env, preexec_fn=_as_child)
@@ -121,25 +135,59 @@ def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals, extra: Ma
     return 128 - code if code < 0 else code
 
 
-def _await_host(rendezvous: Dynamic, signals: Signals) -> None:
-    """Wait until the rendezvous host listens, a stop signal has come, or `join_timeout` is over. Raises ConfigError.
+def _interface(spec: Spec) -> dict[str, str]:
+    """Return what has a script's gloo announce an address that other hosts reach, where this host's own name has none.
+
+    Ranks of the kit choose their interface themselves.
+    """
+    if spec.nnodes == "1" or "GLOO_SOCKET_IFNAME" in os.environ or not knows_itself_as_loopback():
+        return {}
+    at = spec.rendezvous
+    found = interface_to(_address(at.endpoint)[0] if isinstance(at, Dynamic) else at.master_addr)
+    return {"GLOO_SOCKET_IFNAME": found} if found else {}
+
+
+def check_port(rendezvous: Dynamic) -> None:
+    """Wait until the port of this node's store is free, for an agent that still ends. Raises ConfigError if it stays in use."""
+    _, port = _address(rendezvous.endpoint)
+    deadline = time.monotonic() + SAID_AFTER_S
+    while not is_free(port):
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"port {port} of {socket.gethostname()}, at which the nodes meet, is in use by another process: give all nodes "
+                "a free one in MASTER_PORT, or a PyTorchJob in elasticPolicy.rdzvPort"
+            )
+        time.sleep(POLL_S)
+
+
+def await_host(rendezvous: Dynamic, came: Sequence[int] = ()) -> bool:
+    """Wait until the rendezvous host listens, and return True; False if it has not come within `join_timeout`, with a line.
 
     Without the wait, nodes can miss each other again and again: torchrun tries its host twice for `read_timeout` and then
     ends, and each pod of an Indexed Job that ends is replaced later than the one before.
+
+    Args:
+        rendezvous: where the host listens.
+        came: the stop signals so far; one that is added ends the wait.
     """
-    longest, came = rendezvous.timings.join_timeout, threading.Event()
+    longest, listens = rendezvous.timings.join_timeout, threading.Event()
     # In a thread, as no signal interrupts a look-up of a name. It ends within seconds of the host's coming.
-    asking = threading.Thread(target=_ask, args=(_address(rendezvous.endpoint), came), name="host", daemon=True)
+    asking = threading.Thread(target=_ask, args=(_address(rendezvous.endpoint), listens), name="host", daemon=True)
     asking.start()
     began, is_said = time.monotonic(), False
-    while not came.wait(POLL_S) and not signals.came and (seconds := time.monotonic() - began) < longest:
+    while not listens.wait(POLL_S) and not came and (seconds := time.monotonic() - began) < longest:
         if seconds > SAID_AFTER_S and not is_said:
             is_said = True
             say(f"muster: waits up to {longest} s for the node that holds the rendezvous, {rendezvous.endpoint}")
-    if not came.is_set() and not signals.came:
-        say(f"muster: the node that holds the rendezvous, {rendezvous.endpoint}, has not come within {longest} s")
-    came.set()
+    has_come = listens.is_set() or bool(came)
+    if not has_come:
+        say(
+            f"muster: the node that holds the rendezvous, {rendezvous.endpoint}, has not come within {longest} s: see that "
+            "node's log, and whether this one can reach the port"
+        )
+    listens.set()
     asking.join(CONNECT_S)
+    return has_come
 
 
 def _address(endpoint: str) -> tuple[str, int]:
@@ -152,12 +200,12 @@ def _address(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _ask(at: tuple[str, int], came: threading.Event) -> None:
-    """Connect to `at` again and again until it succeeds, which sets `came`, or somebody else has set that."""
-    while not came.is_set():
+def _ask(at: tuple[str, int], listens: threading.Event) -> None:
+    """Connect to `at` again and again until it succeeds, which sets `listens`, or somebody else has set that."""
+    while not listens.is_set():
         with contextlib.suppress(OSError), socket.create_connection(at, timeout=CONNECT_S):
-            came.set()
-        came.wait(POLL_S)
+            listens.set()
+        listens.wait(POLL_S)
 
 
 def _as_child() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from muster.launcher.spec import Dynamic, Spec, Static, Timings
-from muster.launcher.variables import text, whole
+from muster.launcher.spec import Dynamic, Spec, Static, Timings, endpoint
+from muster.launcher.variables import port, text, whole
 
 PORT = 29500
 MAX_RESTARTS = 100  # pods come and go while the job lives; a crash loop ends with exit code 7
@@ -18,11 +18,11 @@ def pytorchjob(env: Mapping[str, str]) -> Spec:
     The operator sets `PET_*` from the job's elasticPolicy. Worker 0 holds the store. With hostNetwork a pod's HOSTNAME is its
     node's, so the manifest gives its name, too.
     """
-    endpoint = text(env, "PET_RDZV_ENDPOINT")
-    host = endpoint.rpartition(":")[0]
+    at = text(env, "PET_RDZV_ENDPOINT")
+    host = at.rpartition(":")[0]
     own = env.get("POD_NAME") or text(env, "HOSTNAME")
     rendezvous = Dynamic(
-        endpoint=endpoint,
+        endpoint=at,
         id=env.get("PET_RDZV_ID") or host,
         is_host=own.split(".")[0] == host.split(".")[0],
         timings=TIMINGS,
@@ -55,7 +55,7 @@ def indexed_job(env: Mapping[str, str]) -> Spec:
     """
     head = text(env, "HEAD")
     is_host = whole(env, "JOB_COMPLETION_INDEX") == 0
-    rendezvous = Dynamic(endpoint=f"{head}:{PORT}", id=head, is_host=is_host, timings=TIMINGS)
+    rendezvous = Dynamic(endpoint=endpoint(head, port(env, default=PORT)), id=head, is_host=is_host, timings=TIMINGS)
     return _pod(env, f"1:{whole(env, 'NNODES', least=1)}", text(env, "NPROC"), MAX_RESTARTS, rendezvous, head=head)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from muster.errors import ConfigError
 from muster.launcher import bad_nodes
-from muster.launcher.spec import Dynamic, Spec
-from muster.launcher.variables import text, whole
+from muster.launcher.spec import Dynamic, Spec, endpoint, is_free
+from muster.launcher.variables import port, text, whole
 from muster.launcher.verdict import Requeues
 
+FIRST_PORT, PORTS, TRIED = 10000, 20000, 100
 GRACE_S = 120  # as --signal=B:USR1@120 in the batch scripts, and submit.py's signal_delay_s
 
 
@@ -25,7 +26,7 @@ def spec(env: Mapping[str, str], *, nproc: int | None = None) -> Spec:
         nproc=str(nproc),
         max_restarts=whole(env, "MAX_RESTARTS", default=3),
         rendezvous=Dynamic(
-            endpoint=f"{text(env, 'HEAD')}:{port(job)}",
+            endpoint=endpoint(text(env, "HEAD"), port(env, default=port_of(job))),
             id=f"{job}.{whole(env, 'SLURM_RESTART_COUNT', default=0)}",
             is_host=whole(env, "SLURM_NODEID") == 0,
         ),
@@ -56,9 +57,20 @@ def job_id(env: Mapping[str, str]) -> str:
     return f"slurm:{env['SLURM_JOB_ID']}" if env.get("SLURM_JOB_ID") else ""
 
 
-def port(job: int) -> int:
+def port_of(job: int) -> int:
     """Return a port by job id, so that jobs on one node differ; lies below the range of outgoing connections."""
-    return 10000 + job % 20000
+    return FIRST_PORT + job % PORTS
+
+
+def free_port(env: Mapping[str, str]) -> int:
+    """Return the port of the rendezvous: MASTER_PORT, or from `port_of` on the first that is free here, on the first node.
+
+    Raises ConfigError.
+    """
+    if env.get("MASTER_PORT"):
+        return port(env, default=FIRST_PORT)
+    job = whole(env, "SLURM_JOB_ID")
+    return next((at for at in (port_of(job + more) for more in range(TRIED)) if is_free(at)), port_of(job))
 
 
 def nnodes(env: Mapping[str, str]) -> str:
@@ -103,8 +115,12 @@ def srun_flags(env: Mapping[str, str]) -> list[str]:
 
 
 def srun_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return srun's variables: since Slurm 22.05 srun does not inherit --cpus-per-task from the job."""
-    return {"SRUN_CPUS_PER_TASK": env["SLURM_CPUS_PER_TASK"]} if env.get("SLURM_CPUS_PER_TASK") else {}
+    """Return srun's variables: the port of the rendezvous and, as srun does not inherit it since Slurm 22.05, --cpus-per-task.
+
+    Raises ConfigError.
+    """
+    cpus = {"SRUN_CPUS_PER_TASK": env["SLURM_CPUS_PER_TASK"]} if env.get("SLURM_CPUS_PER_TASK") else {}
+    return {"MASTER_PORT": str(free_port(env)), **cpus}
 
 
 def assignments(values: Mapping[str, str | Sequence[str]]) -> str:

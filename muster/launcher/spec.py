@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
 import shutil
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +49,23 @@ class Timings:
 
     def __str__(self) -> str:
         return ",".join(f"{key}={value}" for key, value in vars(self).items())
+
+
+def endpoint(host: str, port: int) -> str:
+    """Return `host:port`, with an address of IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def is_free(port: int) -> bool:
+    """Return whether a store could listen at `port` of this host; 0 is any free one."""
+    dual = socket.has_dualstack_ipv6()
+    try:
+        socket.create_server(
+            ("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
+        ).close()
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE
+    return True
 
 
 @dataclass(frozen=True)

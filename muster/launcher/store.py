@@ -43,8 +43,7 @@ def main(given: Sequence[str]) -> None:
 
     from torch.distributed import TCPStore
 
-    # torch's own socket would listen on all interfaces
-    listener = socket.create_server((arguments.host, arguments.port))
+    listener = _listener(arguments.host, arguments.port)  # torch's own socket would listen on all interfaces
     store = TCPStore(
         arguments.host or "0.0.0.0",
         listener.getsockname()[1],
@@ -67,6 +66,13 @@ def main(given: Sequence[str]) -> None:
         if word not in (None, outcome.RUNNING) and time.monotonic() - since >= patience:
             print(f"the run has ended: {word}", flush=True)
             return
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at `host`, or at all addresses of IPv4 and IPv6 if it is empty."""
+    if not host and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _written(path: Path) -> float:

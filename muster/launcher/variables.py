@@ -17,11 +17,14 @@ def text(env: Mapping[str, str], name: str) -> str:
     return given
 
 
-def whole(env: Mapping[str, str], name: str, *, default: int | None = None, least: int = 0) -> int:
-    """Return the variable as a whole number of at least `least`; an empty one counts as not set. Raises ConfigError."""
+def whole(
+    env: Mapping[str, str], name: str, *, default: int | None = None, least: int = 0, most: int | None = None
+) -> int:
+    """Return the variable as a whole number from `least` to `most`; an empty one counts as not set. Raises ConfigError."""
     given = env.get(name, "").strip() or (text(env, name) if default is None else str(default))
-    if not given.isascii() or not given.isdigit() or int(given) < least:
-        raise ConfigError(f"{name}={given} is not valid: use a whole number of at least {least}")
+    if not given.isascii() or not given.isdigit() or int(given) < least or (most is not None and int(given) > most):
+        span = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ConfigError(f"{name}={given} is not valid: use a whole number {span}")
     return int(given)
 
 
@@ -31,3 +34,8 @@ def one_of(env: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
     if given and given not in choices:
         raise ConfigError(f"{name}={given} is not valid; valid: {', '.join(choices)}")
     return given
+
+
+def port(env: Mapping[str, str], *, default: int) -> int:
+    """Return the port of MASTER_PORT, at which the nodes meet. Raises ConfigError."""
+    return whole(env, "MASTER_PORT", default=default, least=1, most=65535)

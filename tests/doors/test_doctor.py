@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -251,13 +252,14 @@ srun torchrun -m train
         (("#SBATCH --signal=B:USR1@120\n", ""), 1, "--signal=B:USR1@120"),
         (("srun torchrun", "echo begins\n#SBATCH --time=1\nsrun torchrun"), 7, "after the first command"),
         (("srun torchrun", "export PET_NNODES=2\nsrun torchrun --nnodes=4"), 7, "wins over PET_NNODES"),
+        (("=2\n", "=2\r\n"), 2, "carriage return"),
     ],
 )
 @pytest.mark.unit
 def test_mistakes_in_a_batch_script(tmp_path, change, line, says):
     (tmp_path / "job.sbatch").write_text(SBATCH)
     assert lint([tmp_path]) == []
-    (tmp_path / "job.sbatch").write_text(SBATCH.replace(*change))
+    (tmp_path / "job.sbatch").write_bytes(SBATCH.replace(*change).encode())
     found = lint([tmp_path])
     assert len(found) == 1 and found[0].startswith(f"{tmp_path}/job.sbatch:{line}: ") and says in found[0], found
 
@@ -292,6 +294,47 @@ def test_mistakes_in_a_manifest(tmp_path, change, says):
     (tmp_path / "job.yaml").write_text(MANIFEST.replace(*change))
     found = lint([tmp_path])
     assert len(found) == 1 and says in found[0], found
+
+
+@pytest.mark.parametrize(
+    "path, change, line, says",
+    [
+        ("slurm/ddp.sbatch", ("#SBATCH --signal=B:USR1@120\n", ""), 1, "--signal=B:USR1@120"),
+        ("k8s/base/pytorchjob.yaml", ("restartPolicy: ExitCode", "restartPolicy: OnFailure"), 28, "write ExitCode"),
+        ("k8s/base/pytorchjob.yaml", ("restartPolicy: ExitCode", "restartPolicy: Never"), 28, "preempted pod"),
+        ("k8s/base/pytorchjob.yaml", ("POD_NAME", "NAME_OF_POD"), None, None),
+        ("k8s/base/pytorchjob.yaml", ("        spec:\n", "        spec: {\n"), None, "not valid YAML"),
+        (
+            "k8s/indexed-job/indexed-job.yaml",
+            ("completions: 2", "completions: 4"),
+            None,
+            "completions 4, parallelism 2",
+        ),
+        ("k8s/indexed-job/indexed-job.yaml", ('NNODES, value: "2"', 'NNODES, value: "3"'), None, "NNODES 3"),
+        ("k8s/indexed-job/indexed-job.yaml", ("muster-0.muster}", "muster}"), None, "write muster-0.muster"),
+        ("k8s/indexed-job/indexed-job.yaml", ("muster-0.muster}", "muster-0.muster.team.svc}"), None, None),
+    ],
+)
+@pytest.mark.unit
+def test_one_change_of_what_we_ship_is_found(tmp_path, path, change, line, says):
+    shipped, copy = (ROOT / path).read_text(), tmp_path / Path(path).name
+    copy.write_text(shipped)
+    assert lint([copy]) == [] and change[0] in shipped
+    copy.write_text(shipped.replace(*change))
+    found = lint([copy])
+    assert bool(found) == bool(says), found
+    assert not says or (says in found[0] and (line is None or found[0].startswith(f"{copy}:{line}: "))), found
+
+
+@pytest.mark.unit
+def test_a_pod_on_its_nodes_network_is_told_its_name(tmp_path):
+    shipped, copy = (ROOT / "k8s/base/pytorchjob.yaml").read_text(), tmp_path / "job.yaml"
+    shares = shipped.replace("enableServiceLinks: false", "hostNetwork: true")
+    copy.write_text(shares)
+    assert lint([copy]) == []
+    copy.write_text(shares.replace("POD_NAME", "NAME_OF_POD"))
+    [found] = lint([copy])
+    assert "add POD_NAME" in found
 
 
 def test_what_we_ship_has_no_mistake(tmp_path):

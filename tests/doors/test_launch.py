@@ -20,6 +20,7 @@ from kit.until import until
 from muster.errors import ConfigError, Held, final
 from muster.faults.agent import STUCK_S
 from muster.launcher import bad_nodes, compose, execute, kubernetes, loopback, script_agent, slurm, torchrun, verdict
+from muster.launcher import variables as given_variables
 from muster.launcher.__main__ import main
 from muster.launcher.spec import MARGIN_S, Timings, command, for_script, printed
 from muster.launcher.spec import environment as variables
@@ -184,16 +185,29 @@ def test_what_is_missing_or_garbled_is_named():
 def test_what_srun_is_told():
     assert slurm.srun_flags(SLURM) == ["--ntasks=4", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=120"]
     assert slurm.srun_flags({**SLURM, "MIN_NODES": "1"})[2:] == ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
-    assert slurm.srun_environment(SLURM) == {"SRUN_CPUS_PER_TASK": "7"} and slurm.srun_environment({}) == {}
+    assert slurm.srun_environment({**SLURM, "MASTER_PORT": "4711"}) == {
+        "MASTER_PORT": "4711",
+        "SRUN_CPUS_PER_TASK": "7",
+    }
+    assert slurm.spec({**SLURM, "MASTER_PORT": "4711"}).rendezvous.endpoint.endswith(":4711")
     assert slurm.job_name({**SLURM, "SLURM_ARRAY_JOB_ID": "70010", "SLURM_ARRAY_TASK_ID": "2"}) == "70010_2"
     assert slurm.job_name(SLURM) == "70012"
-    assert {slurm.port(job) for job in (0, 19999, 20000, 10**7)} <= {*range(10000, 30000)}
+    assert {slurm.port_of(job) for job in (0, 19999, 20000, 10**7)} <= {*range(10000, 30000)}
+
+
+@pytest.mark.unit
+def test_a_port_in_use_on_the_first_node_is_passed_over():
+    taken = slurm.port_of(int(SLURM["SLURM_JOB_ID"]))
+    assert slurm.srun_environment(SLURM)["MASTER_PORT"] == str(taken)
+    with socket.create_server(("", taken)):
+        assert slurm.srun_environment(SLURM)["MASTER_PORT"] == str(taken + 1)
 
 
 @pytest.mark.unit
 def test_apptainer_passes_on_whatever_the_launcher_reads():
     """Its container sees no variable of the job by itself."""
-    read = {*re.findall(r'env(?:\[|, |\.get\()["\']([A-Z_]+)', Path(slurm.__file__).read_text())}
+    text = "".join(Path(each.__file__).read_text() for each in (slurm, given_variables))
+    read = {*re.findall(r'env(?:\[|, |\.get\()["\']([A-Z_]+)', text)}
     passed = set(re.search(r'PASS_ENV="(.*)\$', (ROOT / "slurm/container.sbatch").read_text())[1].split())
     assert {"HEAD", "NPROC", "SLURMD_NODENAME", "SLURM_JOB_ID"} <= read, "the pattern finds them"
     assert {name for name in read if not name.startswith("SLURM_")} <= passed

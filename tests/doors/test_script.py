@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -149,6 +150,30 @@ def test_a_host_that_has_no_name_is_one_line(tmp_path):
         tmp_path, mine.write(tmp_path).name, **SLURM | {"HEAD": "a..b"}, SLURM_JOB_ID="7", SLURM_NODEID="1"
     )
     assert code == 2 and "a..b is not a host's name" in out.splitlines()[-1] and "Traceback" not in out, out
+
+
+@pytest.mark.parametrize("command", [("node", "--", "my.py"), ("doctor", "--quick")], ids=["node", "doctor"])
+def test_a_node_that_holds_the_rendezvous_and_never_comes_is_named(tmp_path, command):
+    """By a launcher of 2 s of patience: the wait of 300 s is the same."""
+    (tmp_path / "my.py").touch()
+    impatient = "import sys; from muster.launcher import __main__ as launch, slurm, spec; " + (
+        "slurm.Dynamic = lambda **given: spec.Dynamic(**given, timings=spec.Timings(join_timeout=2)); "
+        "sys.exit(launch.main(sys.argv[1:]))"
+    )
+    env = environment(**SLURM, SLURM_JOB_ID=str(free_port() - 10000), SLURM_NODEID="1", NPROC="1")
+    done = subprocess.run(
+        [sys.executable, "-c", impatient, *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert "has not come within 2 s: see that node's log" in done.stderr and "Traceback" not in done.stderr, done
+    assert done.returncode in (1, 69), done
+
+
+def test_a_port_in_use_ends_the_node_that_would_listen_there_in_one_line(tmp_path):
+    (tmp_path / "my.py").touch()
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, out = launch(tmp_path, "my.py", **SLURM, MASTER_PORT=port, SLURM_JOB_ID="7", SLURM_NODEID="0")
+    assert code == 2 and f"port {port} of " in out.splitlines()[-1] and "Traceback" not in out, out
 
 
 @pytest.mark.nightly(but=["2"])

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 LINK = "link0"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
 @contextlib.contextmanager
-def two_hosts(*, mbit: int | None = None, blind: bool = False) -> Iterator[list[str]]:
+def two_hosts(
+    *, mbit: int | None = None, blind: bool = False, addresses: tuple[str, str] = ADDRESSES
+) -> Iterator[list[str]]:
     """Give the names of two network namespaces, which root alone can make. mbit: the speed of the link in each direction.
 
-    blind: give each host a second interface, `other`, that leads nowhere.
+    blind: give each host a second interface, `other`, that leads nowhere. addresses: of IPv4 or IPv6.
     """
     names = [f"muster-{os.getpid()}-{letter}" for letter in "ab"]
     a, b = names
@@ -27,7 +31,7 @@ def two_hosts(*, mbit: int | None = None, blind: bool = False) -> Iterator[list[
     for number, name in enumerate(names, 1):
         lines += [
             f"ip -n {name} link set lo up",
-            f"ip -n {name} addr add {ADDRESSES[number - 1]}/24 dev {LINK}",
+            f"ip -n {name} addr add {addresses[number - 1]}/{'64 nodad' if ':' in addresses[0] else '24'} dev {LINK}",
             f"ip -n {name} link set {LINK} up",
         ]
         if blind:
@@ -51,6 +55,12 @@ def two_hosts(*, mbit: int | None = None, blind: bool = False) -> Iterator[list[
 def inside(host: str, *line: str) -> list[str]:
     """Return the command `line` for `host`."""
     return ["nsenter", f"--net=/run/netns/{host}", *line]
+
+
+def named(host: str, name: str, known: Path, *line: str) -> list[str]:
+    """Return the command `line` for `host` under a host's name of its own, with the file `known` as its /etc/hosts."""
+    own = f'hostname {name} && mount --bind {shlex.quote(str(known))} /etc/hosts && exec "$@"'
+    return inside(host, "unshare", "--uts", "--mount", "bash", "-c", own, "bash", *line)
 
 
 def sent(host: str) -> int:

@@ -29,7 +29,6 @@ from muster.world.environment import Environment
 from muster.world.flight_recorder import VARIABLES, variable
 from muster.world.group_options import GroupOptions
 from muster.world.layout import Layout, form_alone
-from muster.world.rendezvous import network
 from muster.world.rendezvous.network import choose_interface
 
 pytestmark = pytest.mark.unit
@@ -45,7 +44,7 @@ def variables(monkeypatch):
 
 
 def test_nccl_takes_the_interface_that_leads_to_the_master_as_gloo_does(variables):
-    variables.setattr(network, "own_address", lambda: "127.0.0.1")
+    variables.setenv("MASTER_ADDR", "127.0.0.1")
     choose_interface(Environment(rank=0, world_size=2, local_rank=0, local_world_size=1))
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
     variables.setenv("NCCL_SOCKET_IFNAME", "ib0")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from muster.doctor.base import Check, Facts, Finding, Visit, by_value, one_a_host
 from muster.world.group import World
+from muster.world.rendezvous.interfaces import is_loopback
 
 
 class Addresses(Check):
@@ -89,11 +89,6 @@ def resolved(name: str) -> list[str]:
         )
     except OSError:
         return []
-
-
-def is_loopback(address: str) -> bool:
-    """Return True for a loopback address; a zone (`%eth0`) is ignored."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def mtus() -> dict[str, int]:

@@ -6,12 +6,11 @@ The store needs one port of one host; gloo and NCCL connect every pair of hosts,
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
-import struct
 from concurrent.futures import ThreadPoolExecutor
 
+from muster.world.rendezvous.interfaces import own_address
 from muster.world.store_keys import StoreKeys
 
 OTHERS_S = 8.0
@@ -28,8 +27,10 @@ def closed(store_keys: StoreKeys) -> str:
     Every rank that got no process group calls it. It takes at most `2 x OTHERS_S + CONNECT_S` seconds.
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError):
-        own = own_address()
-        with socket.create_server((own, 0), backlog=store_keys.size) as listener:
+        own = own_address(os.environ["MASTER_ADDR"])
+        with socket.create_server(
+            (own, 0), family=socket.AF_INET6 if ":" in own else socket.AF_INET, backlog=store_keys.size
+        ) as listener:
             store_keys.post_reach(f"{socket.gethostname()} {own} {listener.getsockname()[1]}")
             others = store_keys.reaches(OTHERS_S)
             hosts = {text.split()[1]: (rank, *text.split()) for rank, text in sorted(others.items(), reverse=True)}
@@ -56,19 +57,3 @@ def answers_at(address: str, port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def own_address() -> str:
-    """Return the IPv4 address of GLOO_SOCKET_IFNAME, or of the interface that leads to the master. Raises OSError."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if name := os.environ.get("GLOO_SOCKET_IFNAME"):
-            return address_of(name.split(",")[0], probe)
-        probe.connect((os.environ["MASTER_ADDR"], 9))  # connect() on UDP sends nothing; it only looks up the route
-        return str(probe.getsockname()[0])
-
-
-def address_of(interface: str, probe: socket.socket) -> str:
-    """Return the IPv4 address of `interface`. Raises OSError if it has none."""
-    request = struct.pack("256s", interface[:15].encode())
-    reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-    return socket.inet_ntoa(reply[20:24])

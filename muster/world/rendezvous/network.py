@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import resource
@@ -19,7 +18,7 @@ from muster.errors import ConfigError, Preempted, RankLost, one_line, say
 from muster.process import is_supervised
 from muster.world.environment import Environment
 from muster.world.rendezvous import port as port_of_store
-from muster.world.rendezvous.connectivity import address_of, own_address
+from muster.world.rendezvous.interfaces import interface_to
 from muster.world.store_keys import CLIENTS
 
 SPARE_DESCRIPTORS = 128  # files, pipes of loader workers, libraries
@@ -205,19 +204,10 @@ def choose_interface(environment: Environment) -> None:
     """
     if environment.is_one_node or environment.shared_file:
         return
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        _find_interface()
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (found := interface_to(os.environ["MASTER_ADDR"])):
+        os.environ["GLOO_SOCKET_IFNAME"] = found
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")  # "=": this name, not all that begin with it
-
-
-def _find_interface() -> None:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        address = own_address()
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                if address_of(name, probe) == address:
-                    os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def _resolved(host: str, environment: Environment) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
 
 from muster.errors import ConfigError
 from muster.world.environment import Environment
+from muster.world.rendezvous.interfaces import is_loopback
 
 _ports: dict[tuple[str, str], socket.socket] = {}
 """This process's own (MASTER_ADDR, MASTER_PORT), with the socket until a store listens with it, here or in a child."""
@@ -79,7 +79,7 @@ def listener(host: str, port: int, *, is_one_node: bool = False) -> socket.socke
     """
     with contextlib.suppress(socket.gaierror):
         found = {info[4][0]: info[0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-        loopback = {address for address in found if ipaddress.ip_address(str(address)).is_loopback}
+        loopback = {address for address in found if is_loopback(str(address))}
         if loopback and (is_one_node or host in found or host == "localhost"):
             found = {address: found[address] for address in sorted(loopback, key=lambda each: ":" in str(each))[:1]}
         elif loopback:
