@@ -40,6 +40,7 @@ from muster.world.environment import (
     record_name,
     rendezvous_at,
     restarts_left,
+    tasks_apart,
 )
 
 RENEW_S = 1.0
@@ -191,7 +192,13 @@ def newest_claim(folder: Path) -> tuple[int, dict[str, Any]]:
 
 
 def in_use(folder: Path, holder: dict[str, Any]) -> ConfigError:
-    """Return the error for a folder that another job uses."""
+    """Return the error for a folder that another job uses, or another task of the srun that started this process."""
+    if holder.get("launcher") == record_name() and (tasks := tasks_apart()) > 1:
+        return ConfigError(
+            f"srun has started {tasks} tasks of this command, which know nothing of each other, and another one of them uses "
+            f"output_dir={folder}: `sbatch slurm/ddp.sbatch`, or `srun --ntasks-per-node=1 python -m muster launch node`, "
+            "starts the ranks of one run"
+        )
     return ConfigError(
         f"output_dir={folder} is in use by another job on {holder.get('host')} (attempt {holder.get('attempt')}, "
         f"launcher {holder.get('launcher')}): stop it, or give this one another name"

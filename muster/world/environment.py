@@ -175,6 +175,12 @@ def job() -> str:
     return f"slurm:{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
 
 
+def tasks_apart() -> int:
+    """Return of how many tasks of one srun this process is one that no launcher has made a rank; 1 if it is none."""
+    count = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    return int(count) if count.isdigit() and "WORLD_SIZE" not in os.environ else 1
+
+
 def record_name() -> str:
     """Return the launcher's name in a rank's records, by which `muster launch` finds its own: see `Outcome.launcher`."""
     return os.environ.get(JOB) or job() or launcher()

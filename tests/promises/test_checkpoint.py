@@ -217,6 +217,17 @@ def test_two_jobs_in_one_folder(tmp_path):
     assert not list((tmp_path / "run").glob(".*"))
 
 
+def test_a_task_of_srun_beside_its_own_is_told_how_ranks_are_started(tmp_path):
+    task = {"SLURM_JOB_ID": "5", "SLURM_STEP_NUM_TASKS": "2"}
+    endless = ("model._target_=kit.parts.models.Slow", "data._target_=kit.parts.data.Numbered", "max_steps=100000")
+    first = start(tmp_path / "run", *endless, env={**task, "SLURM_PROCID": "0"})
+    wait_for(tmp_path / "run", reached(10), process=first)
+    second = run(tmp_path / "run", *endless, ok=False, env={**task, "SLURM_PROCID": "1"})
+    assert second.code == 2 and "srun has started 2 tasks of this command" in second.said[0], second.out
+    first.send_signal(signal.SIGTERM)
+    assert finish(first, tmp_path / "run").code == 75
+
+
 @pytest.mark.nightly
 def test_two_launches_with_the_same_rendezvous_id(tmp_path):
     """People give every launch the same id: it does not make the second job the first, nor `never` a restart of it."""
