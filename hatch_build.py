@@ -35,6 +35,7 @@ class Inside(BuildHookInterface):
         else:
             for folder, place in PLACES.items():
                 build_data["force_include"] |= self.files(folder, place)
+            build_data["force_include"]["constraints.txt"] = "muster/templates/docker/constraints.txt"
 
     def files(self, folder: str, place: str) -> dict[str, str]:
         """Return the files in `folder`, without those behind links to folders, and their paths in `place`."""

@@ -1,9 +1,10 @@
 # The kit's image from its wheel, for a project without a clone of the kit:
 #
-#   cp torch_muster-*.whl docker/
+#   cp torch_muster-*.whl docker/      # from a clone also: cp constraints.txt docker/
 #   docker build -f docker/wheel.Dockerfile -t muster:cpu docker
 #
-# For PyTorch's CPU wheels, a proxy and InfiniBand see the kit's own Dockerfile: the same arguments and secrets work here.
+# constraints.txt beside it has the versions that the kit was tested with; `muster init` writes both. For the base image's digest,
+# PyTorch's CPU wheels, a proxy and InfiniBand see the kit's own Dockerfile: the same arguments and secrets work here.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
@@ -19,7 +20,7 @@ ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # The root file system may be read-only: caches go to /tmp, a run's files to /job/runs.
 ENV HOME=/tmp MPLCONFIGDIR=/tmp/matplotlib TORCHINDUCTOR_CACHE_DIR=/tmp/inductor TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL TORCH_INDEX
-COPY *.whl /opt/
+COPY *.whl constraints.txt /opt/
 # hadolint ignore=DL3013,DL3042
 RUN --mount=type=secret,id=ca,target=/run/secrets/ca \
     --mount=type=secret,id=pip,target=/run/secrets/pip.conf \
@@ -28,9 +29,9 @@ RUN --mount=type=secret,id=ca,target=/run/secrets/ca \
  && if [ -e /run/secrets/pip.conf ]; then export PIP_CONFIG_FILE=/run/secrets/pip.conf; fi \
  && if [ -e /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi \
  && if [ -n "${TORCH_INDEX:-}" ]; then \
-      pip install --no-deps --index-url "$TORCH_INDEX" torch torchvision; \
+      pip install -c /opt/constraints.txt --no-deps --index-url "$TORCH_INDEX" torch torchvision; \
     fi \
- && pip install /opt/*.whl
+ && pip install -c /opt/constraints.txt /opt/*.whl
 RUN install -d -o muster -g muster /job/runs && echo "PATH=/opt/venv/bin:\$PATH" > /etc/profile.d/muster.sh
 WORKDIR /job
 ENTRYPOINT ["tini", "--"]

@@ -7,6 +7,7 @@ Public names:
     Job: exact resume, one writer, preemption and records for a training loop of one's own.
     launch: start processes on this machine from a script or a notebook, without a launcher.
     load: a run's model with its weights, in a script or a notebook.
+    submit: submit a run to Slurm through submitit, as slurm/submit.py does.
     callbacks: hooks beside the trainer's loop; `callbacks.Callback` is the base class.
 """
 
@@ -20,16 +21,18 @@ if TYPE_CHECKING:
     from muster.launcher.spawn import launch as launch
     from muster.train import callbacks as callbacks
     from muster.train.load import load as load
+    from muster.train.submit import submit as submit
 
 PUBLIC = {
     "Job": "muster.job.job:Job",
     "callbacks": "muster.train.callbacks",
     "launch": "muster.launcher.spawn:launch",
     "load": "muster.train.load:load",
+    "submit": "muster.train.submit:submit",
 }
 """The public names. Each is imported on first use, because most processes need none of them."""
 
-__all__ = ["Job", "callbacks", "launch", "load"]
+__all__ = ["Job", "callbacks", "launch", "load", "submit"]
 
 
 def __getattr__(name: str) -> Any:

@@ -33,14 +33,15 @@ def main() -> int:
         "--script", default="", metavar="'my.py --lr 1e-3'", help="a script that you have, with its arguments"
     )
     parser.add_argument("--name", help="name of the job (default: the folder's)")
-    parser.add_argument("--image", help="image of the job (default: NAME:latest)")
+    parser.add_argument("--image", help="image of the job (default: NAME:1)")
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each node, with a process for each")
     parser.add_argument(
         "--check", action="store_true", help="write nothing, and show what differs from the kit's files"
     )
     given = parser.parse_args()
     here = Path.cwd()
     try:
-        mine = project(here, name=given.name, image=given.image, loop=given.loop, script=given.script)
+        mine = project(here, name=given.name, image=given.image, loop=given.loop, script=given.script, gpus=given.gpus)
         wanted = files(mine, given.substrates or [*SUBSTRATES])
         if (here / mine.example).is_file():  # a user's own from the first edit on
             del wanted[mine.example]

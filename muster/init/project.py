@@ -33,7 +33,30 @@ FROM ${{KIT}}
 #   USER 1000:1000
 COPY --chown=1000:1000 . /job
 """
-DOCKERIGNORE = "runs\n.venv\n.git\n**/__pycache__\n"
+IGNORES = {
+    ".gitignore": """\
+.env
+.venv/
+__pycache__/
+mlruns/
+runs/
+wandb/
+# Data sets. Delete the line if this is a package of yours.
+/data/
+""",
+    ".dockerignore": """\
+**/.env
+**/.git
+**/.venv
+**/__pycache__
+**/mlruns
+**/wandb
+runs
+# Data sets. Delete the line if this is a package of yours.
+data
+""",
+}
+"""What neither a repository nor an image should have: secrets, environments, data and what runs write."""
 README = """\
 # {name} on Muster
 
@@ -53,8 +76,8 @@ AFTER = (
 )
 AFTER_A_JOB = '`muster report --watch --once {run}`, its page `{run}/report.html`, and `muster.load("{run}", into=model)` in a notebook'
 AFTER_A_SCRIPT = "what the script itself has written. Alone on this machine, `NPROC=2 muster launch node {words}` does what a cluster's\nnodes do"
-JOBS_RUN = "runs/my-loop"
-"""The folder that examples/my_loop.py names."""
+EXAMPLE_RUN = "runs/my-loop"
+"""The folder that examples/my_loop.py names; a project's copy has its own name."""
 BEGINS_ANEW = "run one\nagain to resume: a script that saves nothing begins anew"
 IMAGES = """\
 Images: the first is the kit's, built once from the wheel of Muster that you have installed, or in a clone of Muster by
@@ -72,7 +95,7 @@ OPERATOR = """\
 
 """
 ROWS = {
-    "slurm": "| Slurm | `sbatch slurm/ddp.sbatch {words}` |\n",
+    "slurm": "| Slurm | `sbatch slurm/ddp.sbatch` |\n| Slurm, through submitit | `python slurm/submit.py cluster.nodes=2` |\n",
     "docker": "| containers | `docker compose -f docker/compose.yaml up --build` |\n",
     "k8s": "| Kubernetes | `kubectl apply -f k8s/` |\n",
 }
@@ -81,6 +104,11 @@ EXAMPLES = {
     True: ([MARK, "my_loop.py"], "my_loop.py"),
 }
 
+
+OWN_WORDS = """\
+# This project's job, before the arguments of sbatch, unless these name another script after --.
+case " $* " in *" -- "*) ;; *) set -- {words} "$@" ;; esac
+"""
 
 NOT_TEXT = ("y", "yes", "n", "no", "on", "off", "true", "false", "null")
 """Words that YAML reads as something else than text."""
@@ -92,19 +120,22 @@ class Project:
 
     name: of the job and its objects in Kubernetes: lower-case letters, digits and hyphens. image: of its containers.
     words: what follows `muster launch node`: overrides without the run's name, or `--` and a script.
-    example: path of the example's file; empty for a script that is there already.
+    example: path of the example's file; empty for a script that is there already. gpus: of each node, 0 for CPUs alone.
     """
 
     name: str
     image: str
     words: Sequence[str]
     example: str
+    gpus: int = 0
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name) or self.name in NOT_TEXT:
             raise ConfigError(
                 f"name={self.name!r} cannot name a job in Kubernetes: give --name with lower-case letters, digits and hyphens, such as --name=my-job"
             )
+        if self.gpus < 0:
+            raise ConfigError(f"--gpus={self.gpus} is out of range: give the number of GPUs of a node, or 0")
 
     @property
     def named(self) -> list[str]:
@@ -112,14 +143,16 @@ class Project:
         return [*self.words] if self.words[0] == "--" else [f"name={self.name}", *self.words]
 
 
-def project(folder: Path, *, name: str | None, image: str | None, loop: bool, script: str = "") -> Project:
+def project(
+    folder: Path, *, name: str | None, image: str | None, loop: bool, script: str = "", gpus: int = 0
+) -> Project:
     """Return the project in `folder`, whose job is its own `script` or an example.
 
     Without a name it is called as the folder is. Raises ConfigError.
     """
     name = name or re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     words, example = own(script) if script else EXAMPLES[loop]
-    return Project(name, image or f"{name}:latest", words, example)
+    return Project(name, image or f"{name}:1", words, example, gpus)
 
 
 def own(script: str) -> tuple[list[str], str]:
@@ -143,20 +176,26 @@ def files(given: Project, substrates: Sequence[str]) -> dict[str, str]:
     """Return the text of each file of the project, by its path. Raises ConfigError."""
     if unknown := [each for each in substrates if each not in SUBSTRATES]:
         raise ConfigError(f"muster init {unknown[0]}: no such substrate; {nearest(unknown[0], SUBSTRATES)}")
-    found = (
-        {given.example: (PACKAGE / "init/examples" / given.example).read_text(encoding="utf-8")}
-        if given.example
-        else {}
-    )
+    found = {".gitignore": IGNORES[".gitignore"]}
+    if given.example:
+        text = (PACKAGE / "init/examples" / given.example).read_text(encoding="utf-8")
+        found[given.example] = text.replace(EXAMPLE_RUN, f"runs/{given.name}")
     for substrate in substrates:
         for name in SUBSTRATES[substrate]:
             found[f"{substrate}/{name}"] = filled(given, (templates() / substrate / name).read_text(encoding="utf-8"))
     if "slurm" in substrates:
         found["slurm/logs/.gitignore"] = "*\n!.gitignore\n"  # Slurm does not create the folder of a job's output
     if has_image(substrates):
-        found |= {"docker/Dockerfile": DOCKERFILE.format(kit=KIT_IMAGE), ".dockerignore": DOCKERIGNORE}
-        found["docker/wheel.Dockerfile"] = (templates() / "docker/wheel.Dockerfile").read_text(encoding="utf-8")
+        found |= {"docker/Dockerfile": DOCKERFILE.format(kit=KIT_IMAGE), ".dockerignore": IGNORES[".dockerignore"]}
+        for name in ("wheel.Dockerfile", "constraints.txt"):
+            found[f"docker/{name}"] = built_from(name).read_text(encoding="utf-8")
     return found | {"MUSTER.md": readme(given, substrates)}
+
+
+def built_from(name: str) -> Path:
+    """Return the path of a file that the kit's image is built from: the versions lie at the root of a clone."""
+    inside = templates() / "docker" / name
+    return inside if inside.is_file() else templates() / name
 
 
 def has_image(substrates: Sequence[str]) -> bool:
@@ -170,6 +209,7 @@ def filled(given: Project, template: str) -> str:
     args = "\n".join(f"{indent}- {quoted(word)}" for word in given.named)
     changes = (
         (rf"image: {KIT_IMAGE}", f"image: {given.image}"),
+        *(on_gpus(given.gpus) if given.gpus else ()),
         (r"(?<=name: )muster$", given.name),
         (r"(?<=instance: )muster\b", given.name),
         (r"(?<=subdomain: )muster$", given.name),
@@ -180,12 +220,28 @@ def filled(given: Project, template: str) -> str:
         (r"\$\{COMPOSE_PROJECT_NAME:-muster\}", f"${{COMPOSE_PROJECT_NAME:-{given.name}}}"),
         (r"\$\{ARGS:-\}", f"${{ARGS:-{in_compose(shlex.join(given.words))}}}"),
         (r"(?<=job-name=)muster$", given.name),
-        (r"(?<=\"name\": \")muster(?=\")", given.name),  # of the job that submit.py submits
+        (r'name="muster", words=\[\]', f'name="{given.name}", words={[*given.named]!r}'),  # of submit.py
+        (r"^source slurm/job\.sh$", f"{OWN_WORDS.format(words=shlex.join(given.named))}source slurm/job.sh"),
+        (r"\$\{RUN:-compose\}", f"${{RUN:-{given.name}}}"),
         (r"muster-node-1", f"{given.name}-node-1"),
     )
     for old, new in changes:
         template = re.sub(old, lambda _, new=new: new, template, flags=re.MULTILINE)  # type: ignore[misc]
     return template
+
+
+def on_gpus(count: int) -> list[tuple[str, str]]:
+    """Return the changes of the templates for nodes with `count` GPUs each, and a process for each GPU."""
+    own = f'requests: {{cpu: "{4 * count}", memory: {16 * count}Gi, nvidia.com/gpu: "{count}"}}'
+    return [
+        (r"^#SBATCH --ntasks-per-node=1$", f"#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node={count}"),
+        (r'(?<=nprocPerNode: )"1"', f'"{count}"'),
+        (r"(?<=numProcPerNode: )1", str(count)),
+        (r'(?<=name: NPROC, value: )"1"', f'"{count}"'),
+        (r'requests: \{cpu: "1", memory: 2Gi\}', own),
+        (r'limits: \{cpu: "2", memory: 4Gi\}', own.replace("requests", "limits")),
+        (r"(?<=medium: Memory, sizeLimit: )1Gi", f"{2 * count}Gi"),
+    ]
 
 
 def in_compose(words: str) -> str:
@@ -209,10 +265,10 @@ def readme(given: Project, substrates: Sequence[str]) -> str:
     """Return the project's page of commands."""
     words = shlex.join(given.named)
     script = script_of(given.words)
-    rows = "".join(ROWS[each].format(words=words) for each in SUBSTRATES if each in substrates)
+    rows = "".join(ROWS[each] for each in SUBSTRATES if each in substrates)
     after = AFTER_A_SCRIPT.format(words=words)
     if given.example:
-        after = AFTER_A_JOB.format(run=JOBS_RUN) if script else AFTER.format(run=f"runs/{given.name}")
+        after = (AFTER_A_JOB if script else AFTER).format(run=f"runs/{given.name}")
     return README.format(
         name=given.name,
         after=after,

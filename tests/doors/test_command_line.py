@@ -464,11 +464,9 @@ def test_muster_refuses_a_tool_that_there_is_not(tmp_path):
 
 @pytest.mark.unit
 def test_submit_keeps_values_and_refuses_in_a_line(tmp_path):
-    sys.path.insert(0, str(ROOT / "slurm"))
-    from submit import expand, quoted
-
     from muster.errors import ConfigError
     from muster.train.config.command_line import parsed
+    from muster.train.submit import expand, quoted
 
     assert [parsed([f"x={quoted(text)}"])[0].value() for text in HOSTILE] == HOSTILE
     with pytest.raises(ConfigError, match="cannot read the override 'x=a=b'"):

@@ -34,7 +34,7 @@ def test_no_name_of_the_kits_own_example_is_left(place, loop):
                 words = str(each).replace("'app.kubernetes.io/part-of': 'muster'", "").replace("muster', 'launch", "")
                 assert "muster" not in words and "convnet" not in words and "my-job" in words, words
     compose = yaml.safe_load(wanted["docker/compose.yaml"])
-    assert compose["name"] == "my-job" and compose["services"]["node"]["image"] == "my-job:latest"
+    assert compose["name"] == "my-job" and compose["services"]["node"]["image"] == "my-job:1"
     assert compose["services"]["node"]["build"] == {"context": "..", "dockerfile": "docker/Dockerfile"}
     pods = yaml.safe_load(wanted["k8s/pytorchjob.yaml"])["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     args = pods["containers"][0]["args"]
@@ -54,7 +54,7 @@ def test_the_words_of_a_script_stay_what_they_are_everywhere(place, monkeypatch)
     assert pods["containers"][0]["args"] == words
     given = yaml.safe_load(wanted["docker/compose.yaml"])["services"]["node"]["environment"]["ARGS"]
     assert shlex.split(given.removeprefix("${ARGS:-").removesuffix("}")) == words
-    assert f"`sbatch slurm/ddp.sbatch {shlex.join(words)}`" in wanted["MUSTER.md"]
+    assert f'set -- {shlex.join(words)} "$@"' in wanted["slurm/ddp.sbatch"] and repr(words) in wanted["slurm/submit.py"]
     with pytest.raises(ConfigError, match=r"gone\.py is not a file"):
         project(place, name=None, image=None, loop=False, script="gone.py")
 
@@ -64,7 +64,9 @@ def test_whoever_needs_an_image_gets_what_builds_it(place):
     mine = project(place, name=None, image="registry.example/me/job:1", loop=True)
     for substrate, has_image in (("slurm", False), ("docker", True), ("k8s", True)):
         wanted = files(mine, [substrate])
-        assert ({"docker/Dockerfile", "docker/wheel.Dockerfile", ".dockerignore"} <= wanted.keys()) == has_image
+        assert (
+            {"docker/Dockerfile", "docker/wheel.Dockerfile", "docker/constraints.txt", ".dockerignore"} <= wanted.keys()
+        ) == has_image
         assert ("docker build -f docker/Dockerfile -t registry.example/me/job:1 ." in wanted["MUSTER.md"]) == has_image
 
 
@@ -138,6 +140,45 @@ def test_the_example_trains_by_the_command_that_is_printed(place):
 
 def test_submit_prints_its_batch_script_in_a_project_without_slurm(place):
     init(place, "slurm", "--loop")
-    line = [sys.executable, "slurm/submit.py", "--dry-run", "cluster.nodes=2", "--", "my_loop.py"]
-    done = subprocess.run(line, cwd=place, env=environment(), capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0 and "#SBATCH --job-name=my-job" in done.stdout, done.stderr
+    for words, submitted in (((), "-- my_loop.py"), (("--", "my_loop.py", "--lr", "1"), "-- my_loop.py --lr 1")):
+        line = [sys.executable, "slurm/submit.py", "--dry-run", "cluster.nodes=2", *words]
+        done = subprocess.run(line, cwd=place, env=environment(), capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0 and "#SBATCH --job-name=my-job" in done.stdout, done.stderr
+        assert done.stdout.endswith(f"# job 0: {submitted}\n"), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "started"),
+    [
+        ("--loop", [], ["--", "my_loop.py"]),
+        ("--loop", ["--lr", "a b"], ["--", "my_loop.py", "--lr", "a b"]),
+        ("--loop", ["--", "other.py"], ["--", "other.py"]),
+        (
+            "--trainer",
+            ["batch_size=8"],
+            ["name=my-job", "data._target_=mine.Points", "model._target_=mine.Net", "batch_size=8"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("script", ["ddp", "container"])
+def test_a_batch_script_starts_the_project_s_own_job(place, script, kind, given, started):
+    init(place, "slurm", kind)
+    (place / "slurm/job.sh").write_text('printf "%s\\n" "$@"\n')
+    line = ["bash", f"slurm/{script}.sbatch", *given]
+    env = environment(SLURM_SUBMIT_DIR=str(place), IMAGE="none.sif")
+    done = subprocess.run(line, cwd=place, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == started, done.stderr
+
+
+@pytest.mark.unit
+def test_gpus_are_asked_for_wherever_a_process_gets_one(place):
+    wanted = files(project(place, name=None, image=None, loop=True, gpus=8), [*SUBSTRATES])
+    for name in ("pytorchjob.yaml", "trainjob/trainjob.yaml", "indexed-job/indexed-job.yaml"):
+        text = wanted[f"k8s/{name}"]
+        assert text.count('nvidia.com/gpu: "8"') == 2 and "sizeLimit: 16Gi" in text, text
+        assert any(each in text for each in ('nprocPerNode: "8"', "numProcPerNode: 8", 'NPROC, value: "8"')), text
+        assert all(yaml.safe_load_all(text))
+    for script in ("ddp", "container"):
+        assert "\n#SBATCH --gpus-per-node=8\n" in wanted[f"slurm/{script}.sbatch"]
+    with pytest.raises(ConfigError, match="--gpus=-1 is out of range"):
+        project(place, name=None, image=None, loop=True, gpus=-1)

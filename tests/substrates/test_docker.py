@@ -295,7 +295,8 @@ def test_the_kits_image_from_its_wheel_trains_in_a_read_only_root(engine, wheel,
     (tmp_path / "bare.Dockerfile").write_text(bare)
     docker(engine, "build", "-f", str(tmp_path / "bare.Dockerfile"), "-t", base, str(tmp_path))
     (tmp_path / "docker").mkdir()
-    shutil.copy(ROOT / "docker/wheel.Dockerfile", tmp_path / "docker")
+    for name in ("docker/wheel.Dockerfile", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / "docker")
     shutil.copy(wheel, tmp_path / "docker")
     bundle = os.environ.get("SSL_CERT_FILE", "")
     secrets = ["--secret", f"id=ca,src={bundle}"] if Path(bundle).is_file() else []

@@ -303,10 +303,10 @@ def test_the_lines_of_the_readme_as_printed(space, kubernetes, tmp_path):
 def test_a_newcomers_own_loop_by_the_commands_that_init_printed(space, kubernetes, engine, newcomer, tmp_path):
     """In the image that its project builds; a pod is deleted, and the run goes on where it stopped."""
     newcomer.moves_to(space.volume)
-    [build] = re.findall("^docker build .* my-job:latest .*$", (newcomer.project / "MUSTER.md").read_text(), re.M)
+    [build] = re.findall("^docker build .* my-job:1 .*$", (newcomer.project / "MUSTER.md").read_text(), re.M)
     done = subprocess.run(["bash", "-c", build], cwd=newcomer.project, env=engine, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    done = kubernetes.script("add", "my-job:latest", timeout_s=300, env=engine)
+    done = kubernetes.script("add", "my-job:1", timeout_s=300, env=engine)
     assert done.returncode == 0, done.stderr
     line = ["env", f"KUBECONFIG={configured(space, tmp_path)}", "bash", "-c", newcomer.printed("Kubernetes")]
     done = kubernetes.script("on", *line, cwd=newcomer.project)
