@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,8 @@ GPUS = ("/dev/nvidiactl", "/dev/kfd")
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 SCRIPT = "MUSTER_SCRIPT"
 """Variable that tells torchrun.py that the ranks run a user's own script; that file imports nothing of the kit."""
+CAUSE = "MUSTER_CAUSE"
+"""Variable with the file in which script_agent.py writes what a rank failed with."""
 NO_HANGUP = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT"}
 """For torchrun: closing a terminal (SIGHUP) must not end the agent."""
 
@@ -98,10 +101,13 @@ def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folders: Sequen
 def run_script(spec: Spec, script: Script, *, policy: Policy, requeues: Requeues | None = None) -> AgentEnd:
     """Start the agent of a user's own script, wait for it, and judge its end by its exit code. Raises ConfigError."""
     signals = _handled(policy)
-    code = _run_agent(spec, script.given, signals, {SCRIPT: "1", **_interface(spec)})
-    verdict = decide_script(code, told=bool(signals.came), policy=policy, requeues=requeues)
-    said = {0: outcome.DONE, Preempted.exit_code: outcome.PREEMPTED}.get(code, "failed")
-    return AgentEnd(verdict, tuple(signals.came), {"outcome": said, "exit_code": code})
+    with tempfile.TemporaryDirectory(prefix="muster-") as folder:
+        cause = Path(folder, "cause")
+        code = _run_agent(spec, script.given, signals, {SCRIPT: "1", CAUSE: str(cause), **_interface(spec)})
+        said = cause.read_text(encoding="utf-8") if cause.is_file() else ""
+    verdict = decide_script(code, told=bool(signals.came), said=said, policy=policy, requeues=requeues)
+    word = {0: outcome.DONE, Preempted.exit_code: outcome.PREEMPTED}.get(code, "failed")
+    return AgentEnd(verdict, tuple(signals.came), {"outcome": word, "exit_code": code})
 
 
 def _handled(policy: Policy) -> Signals:

@@ -8,6 +8,9 @@ file, but the agent knows its ranks' exit codes. This one exits with
     69     the nodes did not meet, or lost each other
     1-74   a rank failed with this code, the largest of several; 1 stands for a signal and for any other code
 
+An error of the script's own code, such as a name that is not defined, that ends two starts in a row within a minute, would
+end every other start as well: the agent fails at once. It writes what a rank failed with to the file CAUSE.
+
 The agent ends the other ranks of a node that fails by SIGTERM. Their exit codes do not count: a script that saves on
 SIGTERM and always fails would be run again for ever.
 
@@ -27,6 +30,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -39,12 +43,22 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.launcher import api as launcher
 
 COME_BACK, UNMET, LARGEST = 75, 69, 74  # EX_TEMPFAIL and EX_UNAVAILABLE of sysexits.h
+CAUSE = "MUSTER_CAUSE"
+"""Variable with the path of the file in which the launcher looks for the cause; execute.py repeats the name."""
+EARLY_S = 60.0
+OF_CODE = (
+    "ArgumentError|AssertionError|AttributeError|FileNotFoundError|ImportError|IndentationError|IndexError|KeyError|"
+    "ModuleNotFoundError|NameError|NotImplementedError|SyntaxError|TabError|TypeError|ValueError|ZeroDivisionError"
+)
+"""Errors that a start finds again. Any other may come from the network, a disk or another rank."""
+TAIL = 40  # lines of a rank's errors that are kept
 STEADY_S = 600.0
 """After ranks have worked for this long, a failure is the first in a row again."""
 POLL_S = 0.2
 LEAVES_S = 2.0  # from the first closed connection of a rank that leaves to the end of its process
 STUCK_S = 30.0  # longer than any read_timeout that the launchers pass in --rdzv-conf
 LAST_LINES_S = 2.0  # a process that a rank has left behind may hold its output open
+MOST = 300  # characters of a line that are kept
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
 
@@ -70,9 +84,10 @@ def main() -> int:
         for each in ranks:
             each.end_output()
     ended = {each.rank: each.proc.poll() for each in ranks if told or not each.is_told}
-    for rank, code in ended.items():
-        if code not in (0, None):
-            print(f"muster: rank {rank} {_described(code)}", file=sys.stderr, flush=True)
+    for each in ranks:
+        if ended.get(each.rank) not in (0, None):
+            print(f"muster: {each.described()}", file=sys.stderr, flush=True)
+    _note_cause([each for each in ranks if ended.get(each.rank) not in (0, None, COME_BACK)])
     return exit_code({rank: code for rank, code in ended.items() if code is not None}, told=told)
 
 
@@ -93,8 +108,13 @@ def exit_code(ended: Mapping[int, int], *, told: bool) -> int:
     return max((code for code in failed if 0 < code <= LARGEST and code != UNMET), default=1)
 
 
-def _described(code: int) -> str:
-    return f"left with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+def _note_cause(failed: list[Rank]) -> None:
+    """Write what the ranks failed with: an error of a rank's code first, as that of another may be its consequence."""
+    path = os.environ.get(CAUSE)
+    if path and failed:
+        first = min(failed, key=lambda each: (not each.is_of_code(), not each.cause()))
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            file.write(first.described())
 
 
 class ScriptAgent(LocalElasticAgent):
@@ -105,6 +125,7 @@ class ScriptAgent(LocalElasticAgent):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.began = 0.0
+        self.early = ""  # the error of the script's code that has ended the newest start early
         self.looks: int | None = None  # how often it has looked at its ranks; None while it waits for other nodes
         ScriptAgent.newest = self
         threading.Thread(target=self._watch, daemon=True).start()
@@ -139,11 +160,30 @@ class ScriptAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         self.looks = (self.looks or 0) + 1 if result.state == WorkerState.HEALTHY else None
         if result.is_failed():
-            if any(each.proc.poll() == COME_BACK for each in self.ranks() if not each.is_told):
+            failed = [each for each in self.ranks() if each.proc.poll() and not each.is_told]
+            if any(each.proc.poll() == COME_BACK for each in failed):
                 self._remaining_restarts = 0
             elif time.monotonic() - self.began > STEADY_S:
                 self._remaining_restarts = worker_group.spec.max_restarts
+            elif self._ended_alike(failed):
+                self._remaining_restarts = 0
+            self._say_restart(failed, worker_group.spec.max_restarts)
         return result
+
+    def _ended_alike(self, failed: list[Rank]) -> bool:
+        """Whether this start and the one before ended early with the same error of the script's own code."""
+        for each in failed:
+            each.end_output()
+        before, lasted = self.early, time.monotonic() - self.began
+        found = sorted({each.cause() for each in failed if each.is_of_code()})
+        self.early = "; ".join(found) if lasted < EARLY_S else ""
+        return bool(self.early) and self.early == before
+
+    def _say_restart(self, failed: list[Rank], most: int) -> None:
+        if failed and self._remaining_restarts:
+            said = "; ".join(each.described() for each in failed)
+            number = most - self._remaining_restarts + 1
+            print(f"muster: {said}: all ranks restart ({number} of at most {most})", file=sys.stderr, flush=True)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *more: Any, **named: Any) -> None:
         super()._shutdown(signal.SIGTERM, *more, **named)  # after Ctrl-C too: SIGTERM is what a script handles
@@ -180,12 +220,17 @@ class Rank(SubprocessHandler):
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
         self.rank, alone, parent = int(env["RANK"]), env["WORLD_SIZE"] == "1", os.getpid()
-        pipe = None if alone else subprocess.PIPE
+        # On a terminal, one rank alone keeps it for its progress bars, and its error stays in sight.
+        out = None if alone else subprocess.PIPE
+        err = None if alone and sys.stderr.isatty() else subprocess.PIPE
         process = subprocess.Popen(
-            args, env=env, stdout=pipe, stderr=pipe, start_new_session=True, preexec_fn=lambda: _die_with(parent)
+            args, env=env, stdout=out, stderr=err, start_new_session=True, preexec_fn=lambda: _die_with(parent)
         )
-        streams = [] if alone else [(process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)]
-        self.output = [threading.Thread(target=_copy, args=(*each, self.rank), daemon=True) for each in streams]
+        mark, self.tail = "" if alone else f"[{self.rank}] ", deque[bytes](maxlen=TAIL)
+        streams: list[tuple[Any, ...]] = [(process.stdout, sys.stdout.buffer, mark)] if out else []
+        if err:
+            streams.append((process.stderr, sys.stderr.buffer, mark, self.tail))
+        self.output = [threading.Thread(target=_copy, args=each, daemon=True) for each in streams]
         for each in self.output:
             each.start()
         return process
@@ -194,6 +239,28 @@ class Rank(SubprocessHandler):
         """Send the signal to the rank and to the processes that it started."""
         self.is_told = True
         super().close(death_sig)
+
+    def described(self) -> str:
+        """Say how this rank ended, and with which error at which line, if its last lines say so."""
+        code = self.proc.poll() or 0
+        how = f"left with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+        return f"rank {self.rank} {how}" + (f": {self.cause()}" if code > 0 and self.cause() else "")
+
+    def cause(self) -> str:
+        """Return `FILE:LINE: ERROR` of the traceback that ends what this rank wrote to standard error; empty without one."""
+        # torch's excepthook begins each line with the rank.
+        lines = [re.sub(r"^\[rank\d+\]: ", "", line.decode(errors="replace").rstrip()) for line in self.tail]
+        places = [at for at, line in enumerate(lines) if re.match(r'  File ".+", line \d+', line)]
+        if not places:
+            return ""
+        own = [at for at in places if "site-packages" not in lines[at] and "/lib/python" not in lines[at]] or places
+        place = re.match(r'  File "(.+)", line (\d+)', lines[own[-1]])
+        error = next((line for line in lines[places[-1] + 1 :] if re.match(r"[\w.]+(:|$)", line)), "")
+        return f"{place[1]}:{place[2]}: {error}"[:MOST] if place and error else ""
+
+    def is_of_code(self) -> bool:
+        """Whether this rank ended with an error of the script's own code."""
+        return bool(re.search(rf":\d+: ([\w.]+\.)?({OF_CODE})(:|$)", self.cause()))
 
     def end_output(self) -> None:
         """Wait for the last lines of a rank that has ended."""
@@ -209,17 +276,21 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _copy(source: IO[bytes], sink: IO[bytes], rank: int) -> None:
-    """Copy a rank's output, each line in one write. A progress bar's carriage return ends a line.
+def _copy(source: IO[bytes], sink: IO[bytes], before: str, tail: deque[bytes] | None = None) -> None:
+    """Copy a rank's output, each line in one write after `before`. A progress bar's carriage return ends a line.
+
+    `tail` keeps the last lines.
 
     A line without an end is searched for one only where it has grown: the rank waits while this reads.
     """
-    mark, rest = f"[{rank}] ".encode(), list[bytes]()
+    mark, rest = before.encode(), list[bytes]()
     while chunk := source.read1():  # type: ignore[attr-defined]
         *lines, last = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", chunk)
         if lines:
             lines[0] = b"".join([*rest, lines[0]])
             _write(sink, b"".join(mark + line for line in lines))
+            if tail is not None:
+                tail.extend(line[:MOST] for line in lines)
             rest = []
         rest += [last] if last else []
     _write(sink, mark + b"".join(rest) + b"\n" if rest else b"")

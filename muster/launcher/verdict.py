@@ -112,7 +112,13 @@ class Requeues:
 
 
 def decide_script(
-    agent_code: int, *, told: bool, lost: str = "", policy: Policy, requeues: Requeues | None = None
+    agent_code: int,
+    *,
+    told: bool,
+    lost: str = "",
+    said: str = "",
+    policy: Policy,
+    requeues: Requeues | None = None,
 ) -> Verdict:
     """Judge how a user's own script ended, by exit codes alone.
 
@@ -120,6 +126,7 @@ def decide_script(
         agent_code: the exit code of the node's agent (script_agent.py), or the largest of all nodes'.
         told: whether a signal asked the launcher to stop.
         lost: the names of lost nodes, if any.
+        said: how a rank of this node ended, and with which error.
         policy: the substrate's policy.
         requeues: the bound of a job that requeues itself.
     """
@@ -132,7 +139,7 @@ def decide_script(
     if agent_code == UNMET or agent_code > SIGNALLED:
         line = "the nodes did not meet, or lost each other: see the agents' messages above"
         return Verdict(policy.restarts_as or 1, False, line)
-    line = f"failed (exit code {agent_code})"
+    line = f"failed (exit code {agent_code})" + (f": {said}" if said else "")
     if told:
         line = f"told to stop, and ended with exit code {agent_code}: save on SIGTERM and leave with 75 to be run again"
     if told and not policy.requeues:  # a pod that is told to stop is replaced, whatever its script makes of it

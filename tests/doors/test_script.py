@@ -90,13 +90,14 @@ def test_a_script_that_always_fails_ends(tmp_path):
     assert code == 3 and mine.attempts(tmp_path, rank=1) == [0, 0, 0], out
     assert out.splitlines()[-2:] == [
         "muster: rank 1 left with exit code 3",
-        "muster: my script.py: failed (exit code 3)",
+        "muster: my script.py: failed (exit code 3): rank 1 left with exit code 3",
     ]
 
 
 def test_a_killed_rank_is_started_again(tmp_path):
     code, out = launch(tmp_path, mine.write(tmp_path).name, f"--out={tmp_path}", "--fault=once")
     assert code == 0 and mine.attempts(tmp_path, rank=1) == [0, 0], out
+    assert "\nmuster: rank 1 was ended by SIGKILL: all ranks restart (1 of at most 3)\n" in out, out
 
 
 @pytest.mark.nightly
@@ -117,6 +118,25 @@ def test_a_rank_that_was_only_ended_with_a_failed_one_asks_for_nothing(tmp_path)
     )
     code, out = launch(tmp_path, "one.py", MAX_RESTARTS="0")
     assert code == 4 and "muster: rank 1 left with exit code 4" in out and "rank 0 left" not in out, out
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error", "starts"), [("2", "KeyError", 2), ("1", "KeyError", 2), ("2", "OSError", 4)]
+)
+def test_an_error_of_the_script_s_own_code_ends_it_at_the_second_start_and_is_the_last_line(
+    tmp_path, ranks, error, starts
+):
+    """Another error, of a disk or of the network, may be gone at the next start."""
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        f"if os.environ['RANK'] == '{int(ranks) - 1}':\n"
+        "    open('starts', 'a').write('x')\n"
+        f"    raise {error}('lr')\n"
+    )
+    code, out = launch(tmp_path, "mine.py", NPROC=ranks)
+    assert code == 1 and (tmp_path / "starts").read_text() == "x" * starts, out
+    said = f"failed (exit code 1): rank {int(ranks) - 1} left with exit code 1: {tmp_path}/mine.py:4: {error}: "
+    assert said in out.splitlines()[-1], out
 
 
 def test_a_module_s_error_is_shown_once_with_its_rank(tmp_path):
