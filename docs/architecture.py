@@ -28,7 +28,7 @@ GROUPS = {
     "train/data, models, objectives, optim": "data models objectives optim",
     "train/run, loop": "throughput running_means evaluation progress intervals loop callbacks trainee first_records resume settings "
     "in_process_restart validate run",
-    "train/python -m train, tools": "saved_weights evaluate_run evaluate load export doctor __main__ entry",
+    "train/python -m train, tools": "saved_weights evaluate_run evaluate load export submit doctor __main__ entry",
 }
 """Packages that are one node of the picture: neighbors in the order, so that the picture has no cycle."""
 NODE = {f"{name.partition('/')[0]}/{each}": name for name, members in GROUPS.items() for each in members.split()}

@@ -82,7 +82,8 @@ BEGINS_ANEW = "run one\nagain to resume: a script that saves nothing begins anew
 IMAGES = """\
 Images: the first is the kit's, built once from the wheel of Muster that you have installed, or in a clone of Muster by
 `docker build -f docker/Dockerfile --target cpu -t {kit} .`. The second is this project's; compose builds it by itself. Push it to
-where the nodes of Kubernetes pull from, with its full name as `image:` in `k8s/`.
+where the nodes of Kubernetes pull from, with its full name as `image:` in `k8s/`, and give each build a tag of its own: a node keeps an
+image that it has.
 ```
 cp PATH/TO/torch_muster-*.whl docker/ && docker build -f docker/wheel.Dockerfile -t {kit} docker
 docker build -f docker/Dockerfile -t {image} .
@@ -222,6 +223,7 @@ def filled(given: Project, template: str) -> str:
         (r"(?<=job-name=)muster$", given.name),
         (r'name="muster", words=\[\]', f'name="{given.name}", words={[*given.named]!r}'),  # of submit.py
         (r"^source slurm/job\.sh$", f"{OWN_WORDS.format(words=shlex.join(given.named))}source slurm/job.sh"),
+        (r"RUN=compose  ", f"RUN={given.name}  "),
         (r"\$\{RUN:-compose\}", f"${{RUN:-{given.name}}}"),
         (r"muster-node-1", f"{given.name}-node-1"),
     )
