@@ -102,8 +102,8 @@ class Job(JobOptions):
         except AgreedStop as stop:
             return stop
 
-    def run(self, function: Callable[[Job], object]) -> None:
-        """Call `function(job)` in the `with` block of this job: a rank that a signal kills is restarted in place.
+    def run(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call `function(job, *arguments)` in the `with` block of this job: a rank that a signal kills is restarted in place.
 
             muster.Job("runs/mine", save_every=100).run(main)
 
@@ -120,7 +120,7 @@ class Job(JobOptions):
         def enter(job: Job, bootstrap: Bootstrap) -> None:
             job._bootstrap = bootstrap
             with job:
-                function(job)
+                function(job, *arguments)
 
         run(self, enter)
 

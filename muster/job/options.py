@@ -142,4 +142,7 @@ def _tensorboard(*, folder: Path, step: int, **_: Any) -> Logger:
 def _prometheus(port: int, *, name: str, step: int, total_steps: int, **_: Any) -> Logger:
     from muster.loggers.prometheus import Prometheus
 
-    return Prometheus(name, step, total_steps, port=port)
+    class OfJob(Prometheus):
+        key = "metrics_port"
+
+    return OfJob(name, step, total_steps, port=port)

@@ -80,6 +80,10 @@ class Tracked:
         for name, optimizer in self.optimizers.items():
             self._refuse_unnamed(name, optimizer)
         self.accumulation = Accumulation(self.optimizers, self._names)
+        self._used_lr: Any = None
+        first = next(iter(self.optimizers.values()), None)
+        if first and hasattr(first, "_optimizer_step_pre_hooks"):  # wrappers of other libraries have none
+            first.register_step_pre_hook(self._note_lr)
         for name, value in self._of_modules().items():
             if not isinstance(value, Tensor):
                 _check_plain(name, value)
@@ -97,9 +101,15 @@ class Tracked:
 
     @property
     def lr(self) -> float | None:
-        """The learning rate of the first group of the first optimizer; None without one."""
+        """The learning rate of the first group of the first optimizer, in its last step if it has made one; None without one."""
         groups = next((optimizer.param_groups for optimizer in self.optimizers.values()), [])
-        return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+        used = groups[0].get("lr") if self._used_lr is None and groups else self._used_lr
+        return None if used is None else float(used)
+
+    def _note_lr(self, optimizer: Optimizer, *_: object) -> None:
+        """Remember the rate that a step uses: a schedule has set the next one before the loop counts the step."""
+        rate = optimizer.param_groups[0].get("lr")
+        self._used_lr = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
     def rates(self) -> dict[str, float]:
         """Return the present numbers of all optimizers' groups, and of schedules: `{"optimizer.1.lr": 0.1, "schedule.best": 2.0}`."""

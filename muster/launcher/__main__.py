@@ -154,6 +154,8 @@ def store(given: Sequence[str]) -> int:
 def plan(given: Sequence[str]) -> int:
     """Print what slurm/job.sh needs to start the nodes: job, run, before, srun_flags. Raises ConfigError."""
     flags, job = slurm.srun_flags(os.environ), slurm.job_name(os.environ)
+    if note := slurm.note_of_components(os.environ):
+        say(f"muster: {note}")
     if script := script_of(given):
         script.check()
         run, before = script.name, ""

@@ -114,6 +114,16 @@ def srun_flags(env: Mapping[str, str]) -> list[str]:
     return [*tasks, *(elastic if env.get("MIN_NODES") else fixed)]
 
 
+def note_of_components(env: Mapping[str, str]) -> str:
+    """Return what a heterogeneous job has to know: srun joins none of its components; empty for any other job."""
+    if (count := whole(env, "SLURM_HET_SIZE", default=1)) < 2:
+        return ""
+    return (
+        f"of this heterogeneous job's {count} components, the run has the nodes of the first ({env['SLURM_JOB_NUM_NODES']}); "
+        "the others stay idle"
+    )
+
+
 def srun_environment(env: Mapping[str, str]) -> dict[str, str]:
     """Return srun's variables: the port of the rendezvous and, as srun does not inherit it since Slurm 22.05, --cpus-per-task.
 

@@ -30,6 +30,9 @@ class Prometheus(Logger):
     Source: https://prometheus.github.io/client_python/
     """
 
+    key = "metrics.port"
+    """What the user calls the port."""
+
     def __init__(self, name: str, step: int, total_steps: int, *, port: Annotated[int, Ge(1)], host: str = "127.0.0.1"):
         registry = CollectorRegistry()
 
@@ -56,8 +59,9 @@ class Prometheus(Logger):
         self._step.set(step)
         try:
             self._server, self._thread = start_http_server(port, host, registry)
-        except OSError as error:
-            raise OSError(f"metrics.port={port} on {host}: {error.strerror or error}; give another port") from error
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise OSError(f"{self.key}={port} on {host}: {reason}; give another port") from error
 
     def log(self, record: dict[str, Any]) -> None:
         self._time.set_to_current_time()

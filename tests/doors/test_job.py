@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -137,6 +138,10 @@ def test_a_sharded_model_is_killed_and_resumes_also_on_fewer_ranks(place):
 def test_a_finished_run_is_not_trained_again(place):
     folder = place("done")
     before = run(folder, ranks=2)
+    rates = [line["lr"] for line in before.lines("train")]
+    assert rates == pytest.approx([0.005 * (1 + math.cos(math.pi * step / 40)) for step in range(STEPS)]), (
+        "the rate of each step, not the one that the schedule has set for the next"
+    )
     again = run(folder, ranks=2)
     assert again.out.count(f"the script goes on after step {STEPS}") == 2
     assert again.sha256 == before.sha256 and again.losses == before.losses
@@ -1416,4 +1421,4 @@ for steps in (4, 8):
             job.step()
 """)
     again = run(folder, script="notebook", to="")
-    assert [line["lr"] for line in again.lines("train")] == [0.1 * 0.5**step for step in range(1, 9)]
+    assert [line["lr"] for line in again.lines("train")] == [0.1 * 0.5**step for step in range(8)]

@@ -192,6 +192,9 @@ def test_what_srun_is_told():
     assert slurm.spec({**SLURM, "MASTER_PORT": "4711"}).rendezvous.endpoint.endswith(":4711")
     assert slurm.job_name({**SLURM, "SLURM_ARRAY_JOB_ID": "70010", "SLURM_ARRAY_TASK_ID": "2"}) == "70010_2"
     assert slurm.job_name(SLURM) == "70012"
+    assert slurm.note_of_components(SLURM) == "" and "3 components" in slurm.note_of_components(
+        {**SLURM, "SLURM_HET_SIZE": "3"}
+    )
     assert {slurm.port_of(job) for job in (0, 19999, 20000, 10**7)} <= {*range(10000, 30000)}
 
 

@@ -347,6 +347,8 @@ def test_a_port_in_use_is_one_line_with_what_to_give(tmp_path):
         result = run(tmp_path / "run", "max_steps=1", f"metrics.port={port}")
     assert len(result.said) == 1 and result.lines("train"), result.out
     assert f"metrics.port={port} on 127.0.0.1: Address already in use; give another port" in result.said[0]
+    beyond = run(tmp_path / "beyond", "max_steps=1", "metrics.port=70000")
+    assert "metrics.port=70000 on 127.0.0.1: bind(): port must be 0-65535" in beyond.said[0], beyond.out
 
 
 def test_a_store_s_port_in_use_is_one_line_with_what_to_give(tmp_path):

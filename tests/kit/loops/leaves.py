@@ -20,9 +20,9 @@ if "FREEZES" in os.environ:
 DATA = torch.utils.data.TensorDataset(torch.arange(32.0)[:, None] / 32)
 
 
-def main(job):
+def main(job, lr):
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     job.track(model=model, optimizer=optimizer)
     for (inputs,) in job.batches(DATA, batch_size=8, epochs=3, num_workers=1):
         fault("begin", job.steps_done)
@@ -36,5 +36,5 @@ def main(job):
     LEFT.begin_thread()
 
 
-muster.Job(sys.argv[1], save_every=100, tensorboard=False, timeout_s=20).run(main)
+muster.Job(sys.argv[1], save_every=100, tensorboard=False, timeout_s=20).run(main, 0.05)
 sys.stdout.write(f"after {LEFT.steps} steps {gc.get_freeze_count()}\n")  # in one write: both ranks have one output
