@@ -58,7 +58,9 @@ def processors_lost(text: str) -> Iterator[tuple[int, str]]:
 
 def no_warning(text: str) -> Iterator[tuple[int, str]]:
     """Find training jobs without --signal, which the time limit kills before they can save."""
-    trains = re.search(r"^[^#\n]*(?:\btorchrun\b|\blaunch node\b|\b(?:source|\.) \S*job\.sh\b)", text, re.M)
+    trains = re.search(
+        r"^[^#\n]*(?:\btorchrun\b|\blaunch node\b|(?:^|[\s;&])(?:source|\.) \S*slurm/job\.sh\b)", text, re.M
+    )
     if re.search(r"^#SBATCH", text, re.M) and trains and not re.search(r"^#SBATCH\s+--signal", text, re.M):
         yield 1, "no #SBATCH --signal=B:USR1@120: the time limit kills the run before it can save"
 
@@ -96,8 +98,9 @@ def manifests(text: str) -> list[Any]:
 def unreadable(text: str) -> Iterator[tuple[int, str]]:
     """Find text that is not YAML."""
     try:
-        for _ in yaml.safe_load_all(text):
-            pass
+        if "{{" not in text:  # a template of Helm, for example
+            for _ in yaml.parse(text):
+                pass
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         yield (mark.line + 1 if mark else 1), f"not valid YAML, so nothing else is checked: {one_line(error)}"
@@ -125,7 +128,9 @@ def line_of(text: str, pattern: str) -> int:
 def not_by_exit_code(text: str) -> Iterator[tuple[int, str]]:
     """Find PyTorchJobs whose pods are not restarted by their exit codes."""
     for document in manifests(text):
-        for policy in inside(document, "restartPolicy") if document.get("kind") == "PyTorchJob" else ():
+        replicas = next(inside(document, "pytorchReplicaSpecs"), None) if document.get("kind") == "PyTorchJob" else None
+        for each in replicas.values() if isinstance(replicas, dict) else ():
+            policy = each.get("restartPolicy", "OnFailure") if isinstance(each, dict) else "ExitCode"
             if policy != "ExitCode":
                 yield (
                     line_of(text, rf"restartPolicy:\s*[\"']?{policy}\b"),
@@ -142,7 +147,8 @@ def not_by_exit_code(text: str) -> Iterator[tuple[int, str]]:
 def host_without_name(text: str) -> Iterator[tuple[int, str]]:
     """Find PyTorchJobs with hostNetwork whose pods do not know their own names."""
     for document in manifests(text):
-        shares = document.get("kind") == "PyTorchJob" and True in inside(document, "hostNetwork")
+        is_elastic = document.get("kind") == "PyTorchJob" and any(inside(document, "elasticPolicy"))
+        shares = is_elastic and True in inside(document, "hostNetwork")
         if shares and "POD_NAME" not in variables(document):
             yield (
                 line_of(text, r"hostNetwork:"),
@@ -159,7 +165,7 @@ def counts_differ(text: str) -> Iterator[tuple[int, str]]:
             continue
         env, counts = variables(spec), {key: spec.get(key) for key in ("completions", "parallelism")}
         counts["NNODES"] = env.get("NNODES")
-        if len({str(count) for count in counts.values() if count is not None}) > 1:
+        if env.get("NNODES") and len({str(count) for count in counts.values() if count is not None}) > 1:
             given = ", ".join(f"{key} {count}" for key, count in counts.items())
             yield (
                 line_of(text, r"\bNNODES\b|^\s*parallelism:"),

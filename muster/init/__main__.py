@@ -43,8 +43,9 @@ def main() -> int:
     try:
         mine = project(here, name=given.name, image=given.image, loop=given.loop, script=given.script, gpus=given.gpus)
         wanted = files(mine, given.substrates or [*SUBSTRATES])
-        if (here / mine.example).is_file():  # a user's own from the first edit on
-            del wanted[mine.example]
+        for name in filter(None, (mine.example, ".gitignore")):
+            if (here / name).is_file():  # a user's own from the first edit on
+                wanted.pop(name, None)
         return check(here, wanted) if given.check else write(here, wanted)
     except MusterError as error:
         tell(error)

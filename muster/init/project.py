@@ -223,6 +223,8 @@ def filled(given: Project, template: str) -> str:
         (r"(?<=job-name=)muster$", given.name),
         (r'name="muster", words=\[\]', f'name="{given.name}", words={[*given.named]!r}'),  # of submit.py
         (r"^source slurm/job\.sh$", f"{OWN_WORDS.format(words=shlex.join(given.named))}source slurm/job.sh"),
+        # A Job's own outcome.json lies there, and its script may go on after it: launch.json says when that has ended.
+        *([(r"^ *- --until-end-of=.*\n", "")] if given.words[0] == MARK else ()),
         (r"RUN=compose  ", f"RUN={given.name}  "),
         (r"\$\{RUN:-compose\}", f"${{RUN:-{given.name}}}"),
         (r"muster-node-1", f"{given.name}-node-1"),

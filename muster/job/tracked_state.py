@@ -82,6 +82,7 @@ class Tracked:
         self.accumulation = Accumulation(self.optimizers, self._names)
         self._used_lr: Any = None
         first = next(iter(self.optimizers.values()), None)
+        first = getattr(first, "optimizer", first)  # Accelerate's wrapper has no hooks of its own
         if first and hasattr(first, "_optimizer_step_pre_hooks"):  # wrappers of other libraries have none
             first.register_step_pre_hook(self._note_lr)
         for name, value in self._of_modules().items():

@@ -135,9 +135,8 @@ def doctor(given: Sequence[str]) -> int:
         words = ["--expect", str(int(most) * int(spec.nproc)), *words]
     say(printed(spec, command(spec, words, torchrun=this_torchrun(), module="muster.train.doctor")), sys.stdout)
     if isinstance(spec.rendezvous, Dynamic):
-        if spec.rendezvous.is_host:
-            execute.check_port(spec.rendezvous)
-        elif not execute.await_host(spec.rendezvous):
+        met = execute.await_port if spec.rendezvous.is_host else execute.await_host
+        if not met(spec.rendezvous):
             return UNMET
     line = command(spec, words, torchrun=steady_torchrun(), module="muster.train.doctor")
     return subprocess.run(line, env={**os.environ, **environment(spec)}, check=False).returncode

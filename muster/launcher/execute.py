@@ -130,7 +130,8 @@ def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals, extra: Ma
         env[JOB] = spec.job_name
     if isinstance(spec.rendezvous, Dynamic):
         if spec.rendezvous.is_host:
-            check_port(spec.rendezvous)
+            if not await_port(spec.rendezvous, signals.came):
+                return UNMET
         elif spec.rendezvous.awaits_host and not await_host(spec.rendezvous, signals.came):
             return UNMET
     if signals.came:  # no agent is there yet, to which Slurm or a terminal would have sent it, too
@@ -153,17 +154,31 @@ def _interface(spec: Spec) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": found} if found else {}
 
 
-def check_port(rendezvous: Dynamic) -> None:
-    """Wait until the port of this node's store is free, for an agent that still ends. Raises ConfigError if it stays in use."""
-    _, port = _address(rendezvous.endpoint)
-    deadline = time.monotonic() + SAID_AFTER_S
-    while not is_free(port):
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"port {port} of {socket.gethostname()}, at which the nodes meet, is in use by another process: give all nodes "
-                "a free one in MASTER_PORT, or a PyTorchJob in elasticPolicy.rdzvPort"
-            )
+def await_port(rendezvous: Dynamic, came: Sequence[int] = ()) -> bool:
+    """Wait until the port of this node's store is free, and return True; False if it is in use for `join_timeout`, with a line.
+
+    It may be that of an agent before this one that still saves, or of another job's pod on this node's network.
+
+    Args:
+        rendezvous: where this node is to listen.
+        came: the stop signals so far; one that is added ends the wait.
+    """
+    (_, port), longest, began, is_said = (
+        _address(rendezvous.endpoint),
+        rendezvous.timings.join_timeout,
+        time.monotonic(),
+        False,
+    )
+    used = f"port {port} of {socket.gethostname()}, at which the nodes meet, is in use by another process"
+    while not is_free(port) and not came:
+        if (seconds := time.monotonic() - began) > longest:
+            say(f"muster: {used}: give all nodes a free one in MASTER_PORT, or a PyTorchJob in elasticPolicy.rdzvPort")
+            return False
+        if seconds > SAID_AFTER_S and not is_said:
+            is_said = True
+            say(f"muster: waits up to {longest} s: {used}")
         time.sleep(POLL_S)
+    return True
 
 
 def await_host(rendezvous: Dynamic, came: Sequence[int] = ()) -> bool:

@@ -164,7 +164,7 @@ class ScriptAgent(LocalElasticAgent):
             if any(each.proc.poll() == COME_BACK for each in failed):
                 self._remaining_restarts = 0
             elif time.monotonic() - self.began > STEADY_S:
-                self._remaining_restarts = worker_group.spec.max_restarts
+                self._remaining_restarts, self.early = worker_group.spec.max_restarts, ""
             elif self._ended_alike(failed):
                 self._remaining_restarts = 0
             self._say_restart(failed, worker_group.spec.max_restarts)
@@ -172,8 +172,9 @@ class ScriptAgent(LocalElasticAgent):
 
     def _ended_alike(self, failed: list[Rank]) -> bool:
         """Whether this start and the one before ended early with the same error of the script's own code."""
+        deadline = time.monotonic() + LAST_LINES_S
         for each in failed:
-            each.end_output()
+            each.end_output(deadline)
         before, lasted = self.early, time.monotonic() - self.began
         found = sorted({each.cause() for each in failed if each.is_of_code()})
         self.early = "; ".join(found) if lasted < EARLY_S else ""
@@ -247,25 +248,34 @@ class Rank(SubprocessHandler):
         return f"rank {self.rank} {how}" + (f": {self.cause()}" if code > 0 and self.cause() else "")
 
     def cause(self) -> str:
-        """Return `FILE:LINE: ERROR` of the traceback that ends what this rank wrote to standard error; empty without one."""
+        """Return `FILE:LINE: ERROR` of the last traceback that this rank wrote to standard error; empty without one."""
+        return ": ".join(filter(None, self._error()))[:MOST]
+
+    def _error(self) -> tuple[str, str]:
+        """Return `FILE:LINE` and the error of the last traceback; both empty without one."""
         # torch's excepthook begins each line with the rank.
         lines = [re.sub(r"^\[rank\d+\]: ", "", line.decode(errors="replace").rstrip()) for line in self.tail]
+        begins = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+        lines = lines[begins[-1] :] if begins else lines
         places = [at for at, line in enumerate(lines) if re.match(r'  File ".+", line \d+', line)]
         if not places:
-            return ""
+            return "", ""
         own = [at for at in places if "site-packages" not in lines[at] and "/lib/python" not in lines[at]] or places
         place = re.match(r'  File "(.+)", line (\d+)', lines[own[-1]])
-        error = next((line for line in lines[places[-1] + 1 :] if re.match(r"[\w.]+(:|$)", line)), "")
-        return f"{place[1]}:{place[2]}: {error}"[:MOST] if place and error else ""
+        error = next((line for line in lines[places[-1] + 1 :] if re.match(r"[A-Za-z_][\w.]*(:|$)", line)), "")
+        return (f"{place[1]}:{place[2]}", error) if place and error else ("", "")
 
     def is_of_code(self) -> bool:
-        """Whether this rank ended with an error of the script's own code."""
-        return bool(re.search(rf":\d+: ([\w.]+\.)?({OF_CODE})(:|$)", self.cause()))
+        """Whether this rank left by an error of the script's own code, which no other error has led to."""
+        chained = any(b"the direct cause of" in line or b"During handling of" in line for line in self.tail)
+        found = re.match(rf"([\w.]+\.)?({OF_CODE})(:|$)", self._error()[1])
+        return (self.proc.poll() or 0) > 0 and not chained and bool(found)
 
-    def end_output(self) -> None:
-        """Wait for the last lines of a rank that has ended."""
+    def end_output(self, deadline: float | None = None) -> None:
+        """Wait for the last lines of a rank that has ended, until `deadline` on the monotonic clock."""
+        deadline = deadline or time.monotonic() + LAST_LINES_S
         for each in self.output:
-            each.join(LAST_LINES_S)
+            each.join(max(0.0, deadline - time.monotonic()))
 
 
 def _die_with(parent: int) -> None:

@@ -63,14 +63,13 @@ def port_of(job: int) -> int:
 
 
 def free_port(env: Mapping[str, str]) -> int:
-    """Return the port of the rendezvous: MASTER_PORT, or from `port_of` on the first that is free here, on the first node.
+    """Return the port of the rendezvous: MASTER_PORT, or from `port_of` on, the first that is free here, on the first node.
 
     Raises ConfigError.
     """
-    if env.get("MASTER_PORT"):
-        return port(env, default=FIRST_PORT)
     job = whole(env, "SLURM_JOB_ID")
-    return next((at for at in (port_of(job + more) for more in range(TRIED)) if is_free(at)), port_of(job))
+    tried = [port(env, default=port_of(job)), *(port_of(job + more) for more in range(TRIED))]
+    return next(filter(is_free, tried), tried[0])
 
 
 def nnodes(env: Mapping[str, str]) -> str:

@@ -196,7 +196,7 @@ def in_use(folder: Path, holder: dict[str, Any]) -> ConfigError:
     if holder.get("launcher") == record_name() and (tasks := tasks_apart()) > 1:
         return ConfigError(
             f"srun has started {tasks} tasks of this command, which know nothing of each other, and another one of them uses "
-            f"output_dir={folder}: `sbatch slurm/ddp.sbatch`, or `srun --ntasks-per-node=1 python -m muster launch node`, "
+            f"output_dir={folder}: `sbatch slurm/ddp.sbatch`, or in an allocation `bash slurm/ddp.sbatch`, "
             "starts the ranks of one run"
         )
     return ConfigError(
