@@ -33,7 +33,6 @@ from muster.launcher.spec import (
 )
 from muster.launcher.verdict import UNMET, Policy, Requeues, Verdict, before_and_after, decide, decide_script
 from muster.world.environment import JOB, NODES
-from muster.world.rendezvous.interfaces import interface_to, knows_itself_as_loopback
 
 LAST_WORDS_S = MARGIN_S - 2
 POLL_S = 0.2
@@ -45,6 +44,8 @@ SCRIPT = "MUSTER_SCRIPT"
 """Variable that tells torchrun.py that the ranks run a user's own script; that file imports nothing of the kit."""
 CAUSE = "MUSTER_CAUSE"
 """Variable with the file in which script_agent.py writes what a rank failed with."""
+MEETS_AT = "MUSTER_MEETS_AT"
+"""Variable with the host of the rendezvous, for script_agent.py."""
 NO_HANGUP = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT"}
 """For torchrun: closing a terminal (SIGHUP) must not end the agent."""
 
@@ -103,7 +104,7 @@ def run_script(spec: Spec, script: Script, *, policy: Policy, requeues: Requeues
     signals = _handled(policy)
     with tempfile.TemporaryDirectory(prefix="muster-") as folder:
         cause = Path(folder, "cause")
-        code = _run_agent(spec, script.given, signals, {SCRIPT: "1", CAUSE: str(cause), **_interface(spec)})
+        code = _run_agent(spec, script.given, signals, {SCRIPT: "1", CAUSE: str(cause), **_meets_at(spec)})
         said = cause.read_text(encoding="utf-8") if cause.is_file() else ""
     verdict = decide_script(code, told=bool(signals.came), said=said, policy=policy, requeues=requeues)
     word = {0: outcome.DONE, Preempted.exit_code: outcome.PREEMPTED}.get(code, "failed")
@@ -142,16 +143,12 @@ def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals, extra: Ma
     return 128 - code if code < 0 else code
 
 
-def _interface(spec: Spec) -> dict[str, str]:
-    """Return what has a script's gloo announce an address that other hosts reach, where this host's own name has none.
-
-    Ranks of the kit choose their interface themselves.
-    """
-    if spec.nnodes == "1" or "GLOO_SOCKET_IFNAME" in os.environ or not knows_itself_as_loopback():
+def _meets_at(spec: Spec) -> dict[str, str]:
+    """Return what has the agents of a script choose the interface of its ranks. Ranks of the kit choose it themselves."""
+    if spec.nnodes == "1" or "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
     at = spec.rendezvous
-    found = interface_to(_address(at.endpoint)[0] if isinstance(at, Dynamic) else at.master_addr)
-    return {"GLOO_SOCKET_IFNAME": found} if found else {}
+    return {MEETS_AT: _address(at.endpoint)[0] if isinstance(at, Dynamic) else at.master_addr}
 
 
 def await_port(rendezvous: Dynamic, came: Sequence[int] = ()) -> bool:

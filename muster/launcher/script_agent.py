@@ -32,6 +32,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import IO, Any
 
 from torch.distributed import run
@@ -45,6 +46,11 @@ from torch.distributed.launcher import api as launcher
 COME_BACK, UNMET, LARGEST = 75, 69, 74  # EX_TEMPFAIL and EX_UNAVAILABLE of sysexits.h
 CAUSE = "MUSTER_CAUSE"
 """Variable with the path of the file in which the launcher looks for the cause; execute.py repeats the name."""
+MEETS_AT = "MUSTER_MEETS_AT"
+"""Variable with the host of the rendezvous, if the interface of the ranks is not chosen yet; execute.py repeats the name."""
+interfaces: Any = None
+"""muster/world/rendezvous/interfaces.py, which torchrun.py has loaded by its path, too."""
+ADDRESS_S = 10.0  # all agents have met, and post their addresses next
 EARLY_S = 60.0
 OF_CODE = (
     "ArgumentError|AssertionError|AttributeError|FileNotFoundError|ImportError|IndentationError|IndexError|KeyError|"
@@ -135,8 +141,29 @@ class ScriptAgent(LocalElasticAgent):
         return [*getattr(self._pcontext, "subprocess_handlers", {}).values()]
 
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
+        self._choose_interface(worker_group)
         self.began = time.monotonic()
         return super()._start_workers(worker_group)
+
+    def _choose_interface(self, worker_group: WorkerGroup) -> None:
+        """Have gloo announce an address that other hosts reach, where this host's own name has a loopback address."""
+        host, store, hosts = os.environ.get(MEETS_AT), worker_group.store, worker_group.group_world_size or 1
+        if not host or not store or hosts == 1:
+            return
+
+        def exchange(address: str) -> str:
+            if address:
+                store.set("muster/address", address)
+            if store.add("muster/addresses", 1) == hosts:
+                store.set("muster/addresses/all", "1")
+            if not address:
+                store.wait(["muster/addresses/all"], timedelta(seconds=ADDRESS_S))
+                address = store.get("muster/address").decode() if store.check(["muster/address"]) else ""
+            return address
+
+        found = interfaces.interface_to(host, exchange)
+        if found and interfaces.is_known_as_loopback():
+            os.environ["GLOO_SOCKET_IFNAME"] = found
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Restart the ranks, unless one of them is about to fail by itself: then torch's loop finds its exit code next.

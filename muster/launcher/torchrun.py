@@ -94,14 +94,22 @@ def take_signals_between_looks() -> None:
     subprocess.Popen.poll = look  # type: ignore[method-assign]
 
 
-def script_agent() -> ModuleType:
-    """Load script_agent.py by its path."""
-    spec = importlib.util.spec_from_file_location("script_agent", Path(__file__).with_name("script_agent.py"))
+def loaded(path: Path) -> ModuleType:
+    """Load a file of the kit by its path."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules["script_agent"] = module
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+def run_script() -> int:
+    """Run a user's own script on this node's ranks, and return the exit code."""
+    here = Path(__file__).parent
+    agent = loaded(here / "script_agent.py")
+    agent.interfaces = loaded(here.parent / "world" / "rendezvous" / "interfaces.py")
+    return int(agent.main())
 
 
 if __name__ == "__main__":
@@ -109,4 +117,4 @@ if __name__ == "__main__":
 
     compare_no_clocks()
     take_signals_between_looks()
-    sys.exit(script_agent().main() if os.environ.pop(SCRIPT, "") else main())
+    sys.exit(run_script() if os.environ.pop(SCRIPT, "") else main())

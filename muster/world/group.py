@@ -357,7 +357,7 @@ def form_group(
     Raises:
         RankLost: the group was not formed within `dist.start_timeout_s`, or broke.
     """
-    choose_interface(environment)
+    choose_interface(environment, store_keys)
     if "nccl" in backend:
         flight_recorder.switch_on()
     hook = sys.excepthook

@@ -23,6 +23,7 @@ from muster.world.store_client import Client, Connections
 CLIENTS = 4
 """Store connections of each rank: one for the process group, two for `StoreKeys`, one for the meeting."""
 ANSWER_S = 1.0
+ADDRESS_S = 10.0  # all ranks have met, and post it next
 BYE_S = 10.0
 POLL_S = 0.02
 LEAVING_PER_S = 5000.0  # polls of the store by all leaving ranks together
@@ -77,6 +78,21 @@ class StoreKeys:
     def rpc_store(self) -> Store:
         """Return a separate connection for torch's RPC agents, because they change its timeout."""
         return PrefixStore("rpc", self._own.clone())
+
+    # The network interface (rendezvous/interfaces.py)
+
+    def exchange_address(self, address: str) -> str:
+        """Post this host's address for the others, and return it; for "", return one that another rank has posted, or "".
+
+        Only the call with "" waits, up to `ADDRESS_S`, until all ranks have called. Raises DistStoreError.
+        """
+        if address:
+            self._quick.set("address", address)
+        self._quick.count("addresses", of=self.size)
+        if not address:
+            self._patient.await_all("addresses", ADDRESS_S)
+            address = self._quick.get("address") if self._quick.check("address") else ""
+        return address
 
     # Reachability, if no process group could be formed (connectivity.py)
 

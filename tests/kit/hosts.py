@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -11,15 +12,17 @@ from pathlib import Path
 
 LINK = "link0"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+NAME_SERVERS = re.findall(r"(?m)^nameserver\s+([\d.]+)", Path("/etc/resolv.conf").read_text(encoding="utf-8"))
 
 
 @contextlib.contextmanager
 def two_hosts(
-    *, mbit: int | None = None, blind: bool = False, addresses: tuple[str, str] = ADDRESSES
+    *, mbit: int | None = None, blind: bool = False, default: bool = False, addresses: tuple[str, str] = ADDRESSES
 ) -> Iterator[list[str]]:
     """Give the names of two network namespaces, which root alone can make. mbit: the speed of the link in each direction.
 
-    blind: give each host a second interface, `other`, that leads nowhere. addresses: of IPv4 or IPv6.
+    blind: give each host a second interface, `other`, that leads nowhere; default: with the default route, as of a VPN.
+    addresses: of IPv4 or IPv6.
     """
     names = [f"muster-{os.getpid()}-{letter}" for letter in "ab"]
     a, b = names
@@ -41,6 +44,9 @@ def two_hosts(
                 f"ip -n {name} link set other up",
                 f"ip -n {name} link set blind up",
             ]
+        if default:  # no answer is waited for from a name server that cannot be reached
+            lines += [f"ip -n {name} route add unreachable {each}" for each in NAME_SERVERS if each[:4] != "127."]
+            lines.append(f"ip -n {name} route add default dev other")
         if mbit:
             lines.append(f"tc -n {name} qdisc add dev {LINK} root tbf rate {mbit}mbit burst 256kb latency 50ms")
     try:

@@ -22,17 +22,21 @@ OF_SIX = ("fd77::1", "fd77::2")
 
 @pytest.fixture
 def launched(tmp_path):
-    """Launch a job on two hosts that know themselves by `own`, and each other by its address. Gives both outputs."""
+    """Launch a job on two hosts that know themselves by `own`, and each other by its address.
+
+    Their default routes lead nowhere, unless they have IPv6.
+    """
 
     def launch(*words, addresses, own=None, head="host-a"):
         job = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": str(free_port() - 10000), "GRACE_S": "30", "HEAD": head}
         processes = []
-        with hosts.two_hosts(addresses=addresses) as names:
+        four = ":" not in addresses[0]
+        with hosts.two_hosts(addresses=addresses, blind=four, default=four) as names:
             for node, host in enumerate(names):
                 name = f"host-{'ab'[node]}"
                 known = tmp_path / f"hosts-{node}"
                 lines = [f"{address} host-{letter}" for address, letter in zip(addresses, "ab", strict=True)]
-                lines[node] = f"{own or addresses[node]} {name}"
+                lines[node] = "\n".join(f"{each} {name}" for each in own or [addresses[node]])
                 known.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
                 env = environment(
                     **job, SLURM_NODEID=str(node), SLURMD_NODENAME=addresses[node] if own is None else name
@@ -60,13 +64,17 @@ def launched(tmp_path):
 def test_hosts_that_know_themselves_as_127_0_1_1_train_together(tmp_path, launched, net):
     """As on Debian. Of two addresses gloo connects to the smaller: with 10.*, 127.0.0.1 would never be connected to."""
     launched(
-        f"output_dir={tmp_path / 'run'}", *QUIET, "max_steps=2", addresses=(f"{net}.1", f"{net}.2"), own="127.0.1.1"
+        f"output_dir={tmp_path / 'run'}", *QUIET, "max_steps=2", addresses=(f"{net}.1", f"{net}.2"), own=["127.0.1.1"]
     )
 
 
-def test_a_script_s_hosts_that_know_themselves_as_127_0_1_1_meet(tmp_path, launched):
+@pytest.mark.nightly(but=["alone"])
+@pytest.mark.parametrize(
+    "own", [["127.0.1.1"], ["127.0.1.1", "192.168.77.1"], ["::1", "192.168.77.1"]], ids=["alone", "first", "IPv6"]
+)
+def test_a_script_s_hosts_that_know_themselves_as_127_0_1_1_meet(tmp_path, launched, own):
     (tmp_path / "my.py").write_text(SCRIPT)
-    launched("--", "my.py", addresses=("192.168.77.1", "192.168.77.2"), own="127.0.1.1")
+    launched("--", "my.py", addresses=("192.168.77.1", "192.168.77.2"), own=own)
 
 
 @pytest.mark.nightly
@@ -78,6 +86,6 @@ def test_hosts_with_ipv6_alone_train_together(tmp_path, launched, head):
 @pytest.mark.unit
 def test_the_interface_that_leads_to_a_loopback_address_is_the_loopback_s(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert interfaces.own_address("127.0.0.1") == "127.0.0.1" and interfaces.interface_to("127.0.0.1") == "lo"
+    assert interfaces.own_address("127.0.0.1") == "127.0.0.1" and interfaces.interface_to("127.0.0.1", str) == "lo"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert interfaces.own_address("anywhere") == "127.0.0.1"

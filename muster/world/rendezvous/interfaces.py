@@ -1,4 +1,4 @@
-"""The network interface that leads to the other hosts. Without torch: the launcher asks for it, too."""
+"""The network interface that leads to the other hosts. Without torch, and without the kit: torchrun.py loads it by its path."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 SIOCGIFADDR = 0x8915
 GLOBAL = "00"
 """The scope in /proc/net/if_inet6 of an address that other hosts may use."""
-ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses of no host (RFC 5737, RFC 3849): the route to them is the default route."""
 
 
 def own_address(master: str) -> str:
-    """Return the address of GLOO_SOCKET_IFNAME, or of the interface that leads to `master`. Raises OSError if there is none.
-
-    The master's own name may lead to itself by the loopback interface, as 127.0.1.1 does on Debian. Its address is then that
-    of the default route, or of the first other interface that has one.
-    """
+    """Return the address of GLOO_SOCKET_IFNAME, or of the interface that leads to `master`. Raises OSError if there is none."""
     if name := os.environ.get("GLOO_SOCKET_IFNAME"):
         return _address_of(name.split(",")[0])
-    found = _source(master)
-    if not is_loopback(found) or _is_local(master):
-        return found
-    for target in ELSEWHERE:
-        with contextlib.suppress(OSError):
-            return _source(target)
-    return next((address for _, address in addresses() if not is_loopback(address)), found)
+    return _source(master)
 
 
-def interface_to(master: str) -> str:
-    """Return the name of the interface that leads to `master`; empty if that is not known."""
-    with contextlib.suppress(OSError):
+def interface_to(master: str, exchange: Callable[[str], str]) -> str:
+    """Return the name of the interface that leads to the other hosts; empty if that is not known.
+
+    It is the one that leads to `master`. The master's own name may lead to itself by the loopback interface, as 127.0.1.1 does
+    on Debian: the master's host takes the interface that leads to an address by which another host reaches it.
+
+    Args:
+        master: a name or an address of the first host.
+        exchange: posts this host's address for the others and returns it. For "" it waits for all, and returns an address
+            that another one has posted, or "". May raise OSError or RuntimeError.
+    """
+    with contextlib.suppress(OSError, RuntimeError):
         address = own_address(master)
+        if not _is_local(master):
+            other = exchange("" if is_loopback(address) else address)
+            address = _source(other) if other and is_loopback(address) else address
         return next((name for name, each in addresses() if each == address), "")
     return ""
 
@@ -61,13 +62,12 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def knows_itself_as_loopback() -> bool:
-    """Return whether this host's own name, which gloo announces to other hosts, has loopback addresses alone, or none."""
+def is_known_as_loopback() -> bool:
+    """Return whether gloo may announce a loopback address to other hosts: this host's own name stands for one, or for none."""
     try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
+        return any(is_loopback(str(info[4][0])) for info in socket.getaddrinfo(socket.gethostname(), None))
     except OSError:
         return True
-    return all(map(is_loopback, found))
 
 
 def _is_local(host: str) -> bool:
@@ -78,16 +78,18 @@ def _is_local(host: str) -> bool:
 
 
 def _source(host: str) -> str:
-    """Return the address from which this host sends to `host`. Raises OSError if there is no route."""
-    error: OSError = OSError(f"no route to {host}")
+    """Return the address from which this host sends to `host`, of several not a loopback one, then IPv4. Raises OSError."""
+    error, found = OSError(f"no route to {host}"), []
     for family, kind, _, _, at in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         try:
             with socket.socket(family, kind) as probe:
                 probe.connect(at)  # connect() on UDP sends nothing; it only looks up the route
-                return str(probe.getsockname()[0])
+                found.append(str(probe.getsockname()[0]))
         except OSError as refused:
             error = refused
-    raise error
+    if not found:
+        raise error
+    return min(found, key=lambda address: (is_loopback(address), ":" in address))
 
 
 def _address_of(interface: str) -> str:

@@ -19,7 +19,7 @@ from muster.process import is_supervised
 from muster.world.environment import Environment
 from muster.world.rendezvous import port as port_of_store
 from muster.world.rendezvous.interfaces import interface_to
-from muster.world.store_keys import CLIENTS
+from muster.world.store_keys import CLIENTS, StoreKeys
 
 SPARE_DESCRIPTORS = 128  # files, pipes of loader workers, libraries
 WATCH_S = 0.05
@@ -196,15 +196,16 @@ def check_interface() -> None:
         )
 
 
-def choose_interface(environment: Environment) -> None:
-    """Set GLOO_SOCKET_IFNAME to the interface that leads to the master, if the job spans nodes and it is not set.
+def choose_interface(environment: Environment, store_keys: StoreKeys) -> None:
+    """Set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts, if the job spans nodes and it is not set. Collective.
 
     gloo uses the address that the host's own name resolves to, which on many systems is 127.0.1.1. NCCL, which takes the
     first interface that is up, gets the same one unless NCCL_SOCKET_IFNAME is set.
     """
     if environment.is_one_node or environment.shared_file:
         return
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (found := interface_to(os.environ["MASTER_ADDR"])):
+    found = interface_to(os.environ["MASTER_ADDR"], store_keys.exchange_address)
+    if "GLOO_SOCKET_IFNAME" not in os.environ and found:
         os.environ["GLOO_SOCKET_IFNAME"] = found
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={chosen}")  # "=": this name, not all that begin with it
