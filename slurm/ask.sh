@@ -12,8 +12,13 @@ export HEAD
 mark=answer-$RANDOM$RANDOM$RANDOM$RANDOM
 ask() {
   local said code=0
-  said=$(export MUSTER_ANSWER=$mark && eval "${prepare:-}" && "${here[@]}" python3 -m muster launch "$@") || code=$?
-  sed "/^$mark\$/,/^$mark\$/d" <<<"$said" >&2
-  sed -n "/^$mark\$/,/^$mark\$/{//!p;}" <<<"$said"
+  said=$(export MUSTER_ANSWER=$mark && eval "${prepare:-}" && ${here[@]+"${here[@]}"} python3 -m muster launch "$@" | tr -d '\r') || code=$?
+  if [ "$(grep -cx "$mark" <<<"$said")" -eq 2 ]; then
+    sed "/^$mark\$/,/^$mark\$/d" <<<"$said" >&2
+    sed -n "/^$mark\$/,/^$mark\$/{//!p;}" <<<"$said"
+  else
+    echo "$said" >&2
+    [ "$code" -ne 0 ] || { echo "muster: python3 -m muster launch $1 gave no answer: see above" >&2 && code=1; }
+  fi
   return "$code"
 }

@@ -47,7 +47,7 @@ code=75 # of a job that was stopped before it started
 ENDED=$(mktemp) || ENDED=/dev/null # for the exit code of the first node, which is this one
 export ENDED
 if [ -z "$told" ]; then
-  srun "${srun_flags[@]}" "${on_nodes[@]}" bash -c "$node" node "$prepare" "${there[@]}" python3 -m muster launch node "$@" &
+  srun "${srun_flags[@]}" ${on_nodes[@]+"${on_nodes[@]}"} bash -c "$node" node "$prepare" ${there[@]+"${there[@]}"} python3 -m muster launch node "$@" &
   srun=$!
   code=0
   wait "$srun" || code=$?

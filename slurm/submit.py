@@ -8,4 +8,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone's own
 import muster
 
 if __name__ == "__main__":
-    sys.exit(muster.submit(sys.argv[1:], name="muster", words=[]))
+    sys.exit(muster.submit(sys.argv[1:], name="muster", words=[], cluster=[]))

@@ -151,7 +151,9 @@ def still_running() -> bool:
     return "JobState=RUNNING" in subprocess.run(line, capture_output=True, text=True, check=False).stdout
 
 
-def submit(given: Sequence[str], *, name: str = "muster", words: Sequence[str] = ()) -> int:
+def submit(
+    given: Sequence[str], *, name: str = "muster", words: Sequence[str] = (), cluster: Sequence[str] = ()
+) -> int:
     """Submit a run, print its job id, logs and folder, and follow it with --wait. Returns the exit code.
 
     Args:
@@ -159,6 +161,7 @@ def submit(given: Sequence[str], *, name: str = "muster", words: Sequence[str] =
         name: the job's name in Slurm.
         words: the project's own job, if `given` names no script: overrides that come before those of `given`, or `--` and a
             script with its arguments.
+        cluster: the project's own overrides of `cluster`; those of `given` come after them.
     """
     parser = argparse.ArgumentParser(
         prog="python slurm/submit.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -177,24 +180,25 @@ def submit(given: Sequence[str], *, name: str = "muster", words: Sequence[str] =
         if each.key_or_group.partition(".")[0] == "cluster"
     ]
     of_run = [text for text in arguments.overrides if text not in of_cluster]
+    of_cluster = [*cluster, *of_cluster]
     if MARK not in given:
         of_run = [*words, *of_run]
     own = arguments.config_dir and arguments.config_dir.absolute()
     try:
-        cluster = compose_cluster(of_cluster, config_dir=own)
+        resources = compose_cluster(of_cluster, config_dir=own)
         if script := script_of([*of_run, *given[at:]]):
-            agents = [agent_of(script, cluster, multirun=arguments.multirun)]
+            agents = [agent_of(script, resources, multirun=arguments.multirun)]
         else:
-            agents = agents_of(expand(of_run) if arguments.multirun else [of_run], cluster, config_dir=own)
+            agents = agents_of(expand(of_run) if arguments.multirun else [of_run], resources, config_dir=own)
     except ConfigError as error:
         tell(error)
         return error.exit_code
     try:
-        executor = make_executor(cluster, name=name, submits=not arguments.dry_run)
+        executor = make_executor(resources, name=name, submits=not arguments.dry_run)
     except RuntimeError as error:  # submitit found no sbatch
         tell(
             ConfigError(
-                f"cluster.executor={cluster.executor}: {one_line(error)}; use cluster=local without Slurm, or "
+                f"cluster.executor={resources.executor}: {one_line(error)}; use cluster=local without Slurm, or "
                 "--dry-run to see the sbatch script"
             )
         )
@@ -349,6 +353,6 @@ def wait(jobs: list[submitit.Job[str]], agents: list[Agent]) -> int:
             failed, text = 1, str(error)
             if "RuntimeError: " in text:  # an agent's own line, of submitit's report
                 text = text.rpartition("RuntimeError: ")[2].partition("\n-----")[0]
-            ended = f"failed: {' '.join(text.split())[-300:]}"
+            ended = f"failed: {redacted(' '.join(text.split()))[-300:]}"
         print(f"[{job.job_id}] {ended}  {agent.name}", flush=True)
     return failed

@@ -88,11 +88,17 @@ def flag_over_variable(text: str) -> Iterator[tuple[int, str]]:
 
 
 def manifests(text: str) -> list[Any]:
-    """Return the YAML documents that are mappings; an empty list if the text is not valid YAML."""
+    """Return the YAML documents that are mappings, with scalars as they are written; an empty list for other text."""
     try:
-        return [document for document in yaml.safe_load_all(text) if isinstance(document, dict)]
+        return [each for each in yaml.load_all(text, Loader=yaml.BaseLoader) if isinstance(each, dict)]  # knows no tags
     except yaml.YAMLError:
         return []
+
+
+def mapping(document: Any, key: str) -> dict[str, Any]:
+    """Return the mapping under `key`; an empty one if there is none."""
+    found = document.get(key) if isinstance(document, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def unreadable(text: str) -> Iterator[tuple[int, str]]:
@@ -148,7 +154,7 @@ def host_without_name(text: str) -> Iterator[tuple[int, str]]:
     """Find PyTorchJobs with hostNetwork whose pods do not know their own names."""
     for document in manifests(text):
         is_elastic = document.get("kind") == "PyTorchJob" and any(inside(document, "elasticPolicy"))
-        shares = is_elastic and True in inside(document, "hostNetwork")
+        shares = is_elastic and "true" in inside(document, "hostNetwork")
         if shares and "POD_NAME" not in variables(document):
             yield (
                 line_of(text, r"hostNetwork:"),
@@ -160,20 +166,25 @@ def host_without_name(text: str) -> Iterator[tuple[int, str]]:
 def counts_differ(text: str) -> Iterator[tuple[int, str]]:
     """Find Indexed Jobs whose variables NNODES and HEAD do not fit the Job."""
     for document in manifests(text):
-        spec = document.get("spec")
-        if document.get("kind") != "Job" or not isinstance(spec, dict) or spec.get("completionMode") != "Indexed":
+        spec = mapping(document, "spec")
+        if document.get("kind") != "Job" or spec.get("completionMode") != "Indexed":
             continue
         env, counts = variables(spec), {key: spec.get(key) for key in ("completions", "parallelism")}
         counts["NNODES"] = env.get("NNODES")
-        if env.get("NNODES") and len({str(count) for count in counts.values() if count is not None}) > 1:
+        if env.get("NNODES") and len({count for count in counts.values() if count is not None}) > 1:
             given = ", ".join(f"{key} {count}" for key, count in counts.items())
             yield (
                 line_of(text, r"\bNNODES\b|^\s*parallelism:"),
                 f"{given}: the three must be one number, that of the pods which train together",
             )
-        first = f"{(document.get('metadata') or {}).get('name')}-0.{next(inside(spec, 'subdomain'), None)}"
-        head = env.get("HEAD")
-        if head is not None and head != first and not str(head).startswith(f"{first}."):
+        subdomain, head = next(inside(spec, "subdomain"), ""), env.get("HEAD")
+        first = f"{mapping(document, 'metadata').get('name')}-0.{subdomain}"
+        if head and not subdomain:
+            yield (
+                line_of(text, r"\bHEAD\b"),
+                f"HEAD={head}, and no pod has a name without subdomain: name a headless Service there",
+            )
+        elif head and head != first and not head.startswith(f"{first}."):
             yield line_of(text, r"\bHEAD\b"), f"HEAD={head} is not pod 0 of this Job: write {first}"
 
 
@@ -193,9 +204,9 @@ def service_as_endpoint(text: str) -> Iterator[tuple[int, str]]:
     """Find rendezvous endpoints that name a load-balanced Service instead of one pod."""
     documents = manifests(text)
     services = {
-        d["metadata"]["name"]
-        for d in documents
-        if d.get("kind") == "Service" and d.get("spec", {}).get("clusterIP") != "None"
+        mapping(each, "metadata").get("name")
+        for each in documents
+        if each.get("kind") == "Service" and mapping(each, "spec").get("clusterIP") != "None"
     }
     for match in re.finditer(r"(?:--rdzv[-_]endpoint=|RDZV_ENDPOINT\D+?value:\s*)[\"']?([\w.-]+)", text):
         if match[1].split(".")[0] in services:
@@ -208,7 +219,7 @@ def service_as_endpoint(text: str) -> Iterator[tuple[int, str]]:
 def trainer_missing(text: str) -> Iterator[tuple[int, str]]:
     """Find TrainJobs without spec.trainer, which get no PET_ variables."""
     for document in manifests(text):
-        if document.get("kind") == "TrainJob" and "trainer" not in (document.get("spec") or {}):
+        if document.get("kind") == "TrainJob" and "trainer" not in mapping(document, "spec"):
             line = next((n for n, t in enumerate(text.splitlines(), 1) if t.startswith("kind: TrainJob")), 1)
             yield (
                 line,

@@ -13,7 +13,7 @@ a few seconds after the store says that another one has failed, or if after a SI
 neither may come: with a static rendezvous, the other nodes' launchers go on, and the store ends with its node. There it also
 leaves if the store is gone, or another rank is silent for longer.
 
-Each period costs the store two operations per node, one of whose ranks posts for all (dist/node_memory.py) and whose post rank 0
+Each period costs the store two operations per node, one of whose ranks posts for all (world/node_memory.py) and whose post rank 0
 reads; one more for each rank that stands still, and one while its main thread does. The period grows with the number of
 nodes, which bounds the store's load to a few hundred operations per second while all is well.
 """

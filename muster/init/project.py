@@ -41,8 +41,10 @@ __pycache__/
 mlruns/
 runs/
 wandb/
-# Data sets. Delete the line if this is a package of yours.
-/data/
+# Data sets, but not a package of that name.
+/data/**
+!/data/**/
+!/data/**/*.py
 """,
     ".dockerignore": """\
 **/.env
@@ -52,8 +54,9 @@ wandb/
 **/mlruns
 **/wandb
 runs
-# Data sets. Delete the line if this is a package of yours.
-data
+# Data sets, but not a package of that name.
+data/**
+!data/**/*.py
 """,
 }
 """What neither a repository nor an image should have: secrets, environments, data and what runs write."""
@@ -108,9 +111,12 @@ EXAMPLES = {
 
 OWN_WORDS = """\
 # This project's job, before the arguments of sbatch, unless these name another script after --.
-case " $* " in *" -- "*) ;; *) set -- {words} "$@" ;; esac
+named=false
+for word in "$@"; do [ "$word" != -- ] || named=true; done
+$named || set -- {words} "$@"
 """
 
+CPUS_OF_GPU = 4
 NOT_TEXT = ("y", "yes", "n", "no", "on", "off", "true", "false", "null")
 """Words that YAML reads as something else than text."""
 
@@ -236,9 +242,12 @@ def filled(given: Project, template: str) -> str:
 
 def on_gpus(count: int) -> list[tuple[str, str]]:
     """Return the changes of the templates for nodes with `count` GPUs each, and a process for each GPU."""
-    own = f'requests: {{cpu: "{4 * count}", memory: {16 * count}Gi, nvidia.com/gpu: "{count}"}}'
+    cpus = CPUS_OF_GPU * count
+    own = f'requests: {{cpu: "{cpus}", memory: {16 * count}Gi, nvidia.com/gpu: "{count}"}}'
+    slurm = f"#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node={count}\n#SBATCH --cpus-per-task={cpus}"
     return [
-        (r"^#SBATCH --ntasks-per-node=1$", f"#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node={count}"),
+        (r"^#SBATCH --ntasks-per-node=1$", slurm),
+        (r"cluster=\[\]", f'cluster=["cluster.gpus_per_node={count}", "cluster.cpus_per_task={cpus}"]'),
         (r'(?<=nprocPerNode: )"1"', f'"{count}"'),
         (r"(?<=numProcPerNode: )1", str(count)),
         (r'(?<=name: NPROC, value: )"1"', f'"{count}"'),

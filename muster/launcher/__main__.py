@@ -134,10 +134,8 @@ def doctor(given: Sequence[str]) -> int:
     if str(spec.nproc).isdigit() and not any(word.startswith("--expect") for word in words):
         words = ["--expect", str(int(most) * int(spec.nproc)), *words]
     say(printed(spec, command(spec, words, torchrun=this_torchrun(), module="muster.train.doctor")), sys.stdout)
-    if isinstance(spec.rendezvous, Dynamic):
-        met = execute.await_port if spec.rendezvous.is_host else execute.await_host
-        if not met(spec.rendezvous):
-            return UNMET
+    if isinstance(spec.rendezvous, Dynamic) and not execute.may_meet(spec.rendezvous):
+        return UNMET
     line = command(spec, words, torchrun=steady_torchrun(), module="muster.train.doctor")
     return subprocess.run(line, env={**os.environ, **environment(spec)}, check=False).returncode
 

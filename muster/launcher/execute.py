@@ -32,10 +32,12 @@ from muster.launcher.spec import (
     this_torchrun,
 )
 from muster.launcher.verdict import UNMET, Policy, Requeues, Verdict, before_and_after, decide, decide_script
+from muster.redact import redacted
 from muster.world.environment import JOB, NODES
 
 LAST_WORDS_S = MARGIN_S - 2
 POLL_S = 0.2
+MOST = 400  # characters of the cause in the last line
 CONNECT_S, SAID_AFTER_S = 5.0, 10.0
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
 """What a host with GPUs of NVIDIA or AMD has."""
@@ -105,7 +107,7 @@ def run_script(spec: Spec, script: Script, *, policy: Policy, requeues: Requeues
     with tempfile.TemporaryDirectory(prefix="muster-") as folder:
         cause = Path(folder, "cause")
         code = _run_agent(spec, script.given, signals, {SCRIPT: "1", CAUSE: str(cause), **_meets_at(spec)})
-        said = cause.read_text(encoding="utf-8") if cause.is_file() else ""
+        said = redacted(cause.read_text(encoding="utf-8"))[:MOST] if cause.is_file() else ""
     verdict = decide_script(code, told=bool(signals.came), said=said, policy=policy, requeues=requeues)
     word = {0: outcome.DONE, Preempted.exit_code: outcome.PREEMPTED}.get(code, "failed")
     return AgentEnd(verdict, tuple(signals.came), {"outcome": word, "exit_code": code})
@@ -129,12 +131,8 @@ def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals, extra: Ma
     env = {**NO_HANGUP, **os.environ, "PYTHONUNBUFFERED": "1", NODES: spec.nnodes, **environment(spec), **(extra or {})}
     if spec.job_name:
         env[JOB] = spec.job_name
-    if isinstance(spec.rendezvous, Dynamic):
-        if spec.rendezvous.is_host:
-            if not await_port(spec.rendezvous, signals.came):
-                return UNMET
-        elif spec.rendezvous.awaits_host and not await_host(spec.rendezvous, signals.came):
-            return UNMET
+    if isinstance(spec.rendezvous, Dynamic) and not may_meet(spec.rendezvous, signals.came):
+        return UNMET
     if signals.came:  # no agent is there yet, to which Slurm or a terminal would have sent it, too
         return Preempted.exit_code
     signals.agent = subprocess.Popen(line, env=env, preexec_fn=_as_child)
@@ -151,21 +149,25 @@ def _meets_at(spec: Spec) -> dict[str, str]:
     return {MEETS_AT: _address(at.endpoint)[0] if isinstance(at, Dynamic) else at.master_addr}
 
 
-def await_port(rendezvous: Dynamic, came: Sequence[int] = ()) -> bool:
-    """Wait until the port of this node's store is free, and return True; False if it is in use for `join_timeout`, with a line.
-
-    It may be that of an agent before this one that still saves, or of another job's pod on this node's network.
+def may_meet(rendezvous: Dynamic, came: Sequence[int] = ()) -> bool:
+    """Wait until the agent can listen at its port, or reach its host; False, with a line, if that takes `join_timeout`.
 
     Args:
-        rendezvous: where this node is to listen.
+        rendezvous: where the nodes meet.
         came: the stop signals so far; one that is added ends the wait.
     """
-    (_, port), longest, began, is_said = (
-        _address(rendezvous.endpoint),
-        rendezvous.timings.join_timeout,
-        time.monotonic(),
-        False,
-    )
+    if rendezvous.is_host:
+        return _await_port(rendezvous, came)
+    return not rendezvous.awaits_host or _await_host(rendezvous, came)
+
+
+def _await_port(rendezvous: Dynamic, came: Sequence[int]) -> bool:
+    """Wait until the port of this node's store is free.
+
+    Its user may be an agent before this one that still saves, or another job's pod on this node's network.
+    """
+    (_, port), longest = _address(rendezvous.endpoint), rendezvous.timings.join_timeout
+    began, is_said = time.monotonic(), False
     used = f"port {port} of {socket.gethostname()}, at which the nodes meet, is in use by another process"
     while not is_free(port) and not came:
         if (seconds := time.monotonic() - began) > longest:
@@ -178,15 +180,11 @@ def await_port(rendezvous: Dynamic, came: Sequence[int] = ()) -> bool:
     return True
 
 
-def await_host(rendezvous: Dynamic, came: Sequence[int] = ()) -> bool:
-    """Wait until the rendezvous host listens, and return True; False if it has not come within `join_timeout`, with a line.
+def _await_host(rendezvous: Dynamic, came: Sequence[int]) -> bool:
+    """Wait until the rendezvous host listens.
 
     Without the wait, nodes can miss each other again and again: torchrun tries its host twice for `read_timeout` and then
     ends, and each pod of an Indexed Job that ends is replaced later than the one before.
-
-    Args:
-        rendezvous: where the host listens.
-        came: the stop signals so far; one that is added ends the wait.
     """
     longest, listens = rendezvous.timings.join_timeout, threading.Event()
     # In a thread, as no signal interrupts a look-up of a name. It ends within seconds of the host's coming.

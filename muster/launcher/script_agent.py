@@ -63,8 +63,8 @@ STEADY_S = 600.0
 POLL_S = 0.2
 LEAVES_S = 2.0  # from the first closed connection of a rank that leaves to the end of its process
 STUCK_S = 30.0  # longer than any read_timeout that the launchers pass in --rdzv-conf
+MOST = 2000  # characters of a line that are kept
 LAST_LINES_S = 2.0  # a process that a rank has left behind may hold its output open
-MOST = 300  # characters of a line that are kept
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
 
@@ -276,7 +276,7 @@ class Rank(SubprocessHandler):
 
     def cause(self) -> str:
         """Return `FILE:LINE: ERROR` of the last traceback that this rank wrote to standard error; empty without one."""
-        return ": ".join(filter(None, self._error()))[:MOST]
+        return ": ".join(filter(None, self._error()))
 
     def _error(self) -> tuple[str, str]:
         """Return `FILE:LINE` and the error of the last traceback; both empty without one."""

@@ -119,7 +119,7 @@ class FolderEntries:
 
 
 class StorageEntries:
-    """Markers `storage_lease-N.json` at the root of a checkpoint storage. All methods raise StorageError."""
+    """Markers `owner-N.json` at the root of a checkpoint storage. All methods raise StorageError."""
 
     NAME = re.compile(r"owner-([0-9]{8,18})\.json")
 

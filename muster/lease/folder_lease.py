@@ -1,6 +1,6 @@
 """The claim on a run's folder, which ensures that each run has at most one writer.
 
-An attempt that wants to write to a run's folder claims it with a file `.claim-N` (claim.py); an attempt that finds a
+An attempt that wants to write to a run's folder claims it with a file `.claim-N` (fencing.py); an attempt that finds a
 larger N than its own has been superseded and leaves. The holder renews `.alive` every second. Before an attempt takes
 over a claim, it watches `.alive` for a while: if the file is renewed, the holder lives. Only changes count, so clocks
 need not agree. A restart by the same agents does not wait, nor does a launch that sees that all processes of the holder

@@ -1,7 +1,7 @@
 """Exclusive ownership of a checkpoint storage: only the owner commits there.
 
 Two runs in two folders may be given the same `checkpoint.storage`, and the lease on a folder does not cover it. So an
-attempt claims the storage with a marker `storage_lease-N.json` at its root (claim.py): a run that finds a newer marker than its
+attempt claims the storage with a marker `owner-N.json` at its root (fencing.py): a run that finds a newer marker than its
 own has lost the storage and leaves it as it is. A claim never waits, so a run that was moved to another folder, or that
 returns with an empty folder, continues at once, and the earlier one ends.
 """

@@ -224,7 +224,7 @@ class StoreKeys:
             time.sleep(POLL_S)
         return self._patient.wait(key, ANSWER_S)
 
-    # The end of a user's loop (job/ends.py)
+    # The end of a user's loop (job/end_barrier.py)
 
     def post_end(self, step: int) -> None:
         """Post the step after which this rank's loop has ended."""
