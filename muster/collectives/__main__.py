@@ -17,7 +17,8 @@ from muster.collectives.table import show, write_json
 from muster.errors import ConfigError, MusterError, say, tell
 from muster.faults import agent, lost_output
 from muster.world.environment import Environment
-from muster.world.rendezvous.network import choose_interface
+from muster.world.rendezvous.network import choose_interface, connect
+from muster.world.store_keys import StoreKeys
 
 TIMEOUT = timedelta(seconds=120)
 
@@ -40,13 +41,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def form_group(environment: Environment, device: torch.device) -> str:
     """Form the process group and return its backend on `device`. Collective."""
-    choose_interface(environment)
-    if device.type != "cuda":
-        dist.init_process_group("gloo", timeout=TIMEOUT)
-        return "gloo"
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
-    return "nccl"
+    rank, size, start = environment.rank, environment.world_size, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = connect(environment, timeout_s=TIMEOUT.total_seconds(), stopping=lambda: False)
+    keys = StoreKeys(store, attempt=f"collectives/{start}", rank=rank, size=size)
+    choose_interface(environment, keys)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backends, store=keys.group_store, rank=rank, world_size=size, timeout=TIMEOUT)
+    return backends.rpartition(":")[2]
 
 
 def measure(options: Options, environment: Environment) -> None:

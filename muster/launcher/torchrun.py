@@ -108,7 +108,7 @@ def run_script() -> int:
     """Run a user's own script on this node's ranks, and return the exit code."""
     here = Path(__file__).parent
     agent = loaded(here / "script_agent.py")
-    agent.interfaces = loaded(here.parent / "world" / "rendezvous" / "interfaces.py")
+    vars(agent)["interfaces"] = loaded(here.parent / "world" / "rendezvous" / "interfaces.py")
     return int(agent.main())
 
 

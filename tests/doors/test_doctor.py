@@ -283,6 +283,8 @@ spec:
     "change, says",
     [
         (("spec: {clusterIP: None}", "spec: {}"), "a Service that spreads over all pods"),
+        (("spec: {clusterIP: None}", "spec:"), "a Service that spreads over all pods"),
+        (("  trainer: {numNodes: 2}\n", "  suspend: !env 2024-13-45\n"), "without spec.trainer"),
         (("GracePeriodSeconds: 120", "GracePeriodSeconds: 10"), "killed after 10 s"),
         (("  trainer: {numNodes: 2}\n", "  runtimeRef: {name: torch}\n"), "without spec.trainer"),
     ],
@@ -313,6 +315,7 @@ def test_mistakes_in_a_manifest(tmp_path, change, says):
         ("k8s/indexed-job/indexed-job.yaml", ('NNODES, value: "2"', 'NNODES, value: "3"'), None, "NNODES 3"),
         ("k8s/indexed-job/indexed-job.yaml", ("muster-0.muster}", "muster}"), None, "write muster-0.muster"),
         ("k8s/indexed-job/indexed-job.yaml", ("muster-0.muster}", "muster-0.muster.team.svc}"), None, None),
+        ("k8s/indexed-job/indexed-job.yaml", ("subdomain: muster\n", "hostname: a\n"), None, "without subdomain"),
     ],
 )
 @pytest.mark.unit

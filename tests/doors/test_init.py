@@ -139,11 +139,12 @@ def test_the_example_trains_by_the_command_that_is_printed(place):
 
 
 def test_submit_prints_its_batch_script_in_a_project_without_slurm(place):
-    init(place, "slurm", "--loop")
+    init(place, "slurm", "--loop", "--gpus=4")
     for words, submitted in (((), "-- my_loop.py"), (("--", "my_loop.py", "--lr", "1"), "-- my_loop.py --lr 1")):
         line = [sys.executable, "slurm/submit.py", "--dry-run", "cluster.nodes=2", *words]
         done = subprocess.run(line, cwd=place, env=environment(), capture_output=True, text=True, timeout=100)
         assert done.returncode == 0 and "#SBATCH --job-name=my-job" in done.stdout, done.stderr
+        assert "#SBATCH --gpus-per-node=4" in done.stdout and "#SBATCH --cpus-per-task=16" in done.stdout, done.stdout
         assert done.stdout.endswith(f"# job 0: {submitted}\n"), done.stdout
 
 
@@ -151,7 +152,7 @@ def test_submit_prints_its_batch_script_in_a_project_without_slurm(place):
     ("kind", "given", "started"),
     [
         ("--loop", [], ["--", "my_loop.py"]),
-        ("--loop", ["--lr", "a b"], ["--", "my_loop.py", "--lr", "a b"]),
+        ("--loop", ["--lr", "a -- b"], ["--", "my_loop.py", "--lr", "a -- b"]),
         ("--loop", ["--", "other.py"], ["--", "other.py"]),
         (
             "--trainer",

@@ -30,6 +30,7 @@ from muster.world.flight_recorder import VARIABLES, variable
 from muster.world.group_options import GroupOptions
 from muster.world.layout import Layout, form_alone
 from muster.world.rendezvous.network import choose_interface
+from muster.world.store_keys import StoreKeys
 
 pytestmark = pytest.mark.unit
 
@@ -45,10 +46,11 @@ def variables(monkeypatch):
 
 def test_nccl_takes_the_interface_that_leads_to_the_master_as_gloo_does(variables):
     variables.setenv("MASTER_ADDR", "127.0.0.1")
-    choose_interface(Environment(rank=0, world_size=2, local_rank=0, local_world_size=1))
+    keys = StoreKeys(dist.HashStore(), attempt="", rank=0, size=1)
+    choose_interface(Environment(rank=0, world_size=2, local_rank=0, local_world_size=1), keys)
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
     variables.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    choose_interface(Environment(rank=0, world_size=2, local_rank=0, local_world_size=1))
+    choose_interface(Environment(rank=0, world_size=2, local_rank=0, local_world_size=1), keys)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0", "a user's own"
 
 
