@@ -36,6 +36,7 @@ from muster.job.trainee import JobTrainee, Reached, seed_step
 from muster.loggers.metrics import Metrics
 from muster.recovery.survival import WHY_NOT
 from muster.timing.clock import Clock
+from muster.world import external_group
 
 BUILD_ALIKE = (
     "build modules in the `with` block, where all ranks have the same seed, or wrap them in DistributedDataParallel "
@@ -216,6 +217,8 @@ class LoopServices:
                 yield HOOK.format(name=name)
         if self.loaded_instead:
             yield self.loaded_instead
+        if self.world.is_borrowed and external_group.may_hang_after_restart():
+            yield external_group.SHARED
         if why := self.bootstrap.why_no_survival:
             yield WHY_NOT.format(key=self.trainee.key, why=why)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from muster.errors import ConfigError
-from muster.world.environment import Environment, launcher
+from muster.world.environment import Environment, launcher, restarts_left, store_is_agents
 from muster.world.group import World
 from muster.world.group_options import GroupOptions
 from muster.world.node_memory import node_memory
@@ -21,10 +21,21 @@ from muster.world.reduce.shared_memory import share_memory
 from muster.world.rendezvous.meeting import digest
 from muster.world.store_keys import StoreKeys
 
+SHARED = (
+    "torchrun shares its store with this script's own process group, which may hang or fail to form when torchrun restarts the ranks: "
+    "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, as muster launch node does"
+)
+"""torch's `env://` puts the addresses of every start under the same keys of the agent's store (torch 2.15, rendezvous.py)."""
+
 
 def exists() -> bool:
     """Return True if this process has a default process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def may_hang_after_restart() -> bool:
+    """Whether torchrun's agent restarts the ranks, and the store of their process group is the agent's."""
+    return exists() and store_is_agents() and restarts_left()
 
 
 def borrow(options: GroupOptions) -> World:
