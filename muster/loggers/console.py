@@ -8,9 +8,10 @@ from typing import Any
 
 from muster.errors import say
 from muster.loggers.base import Logger
+from muster.loggers.jsonl import begins
 
 
-def console(wanted: str, *, step: int, total_steps: int, earlier: Sequence[Mapping[str, Any]] = ()) -> Logger:
+def console(wanted: str, *, step: int, total_steps: int, earlier: Sequence[dict[str, Any]] = ()) -> Logger:
     """Return the logger `wanted`: `bar`, `plain`, `none`, or `auto`, a bar in a terminal and lines elsewhere.
 
     total_steps: 0 if unknown. earlier: the records that the run has.
@@ -38,13 +39,13 @@ class Bar(Logger):
     earlier: the records that the run has, of which it counts attempts and deaths.
     """
 
-    def __init__(self, *, step: int, total_steps: int, earlier: Sequence[Mapping[str, Any]] = ()):
+    def __init__(self, *, step: int, total_steps: int, earlier: Sequence[dict[str, Any]] = ()):
         from rich.control import Control
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.segment import ControlType
 
         self.total_steps, self.size, self.attempts, self.deaths = total_steps, 0, 0, 0
-        for record in earlier:
+        for record in [*begins(earlier), *(line for line in earlier if line.get("event") == "survived")]:
             self._count(record)
         done = TextColumn("step {task.completed:.0f}/{task.total:.0f}")
         left = (TimeRemainingColumn(compact=True), TextColumn("left"))
@@ -63,9 +64,9 @@ class Bar(Logger):
         known += [several(self.attempts - 1, "restart")] if self.attempts > 1 else []
         return ", ".join([*known, *([f"{several(self.deaths, 'death')} survived"] if self.deaths else [])])
 
-    def _count(self, record: Mapping[str, Any]) -> None:
+    def _count(self, record: dict[str, Any]) -> None:
         self.deaths += record.get("event") == "survived"
-        if "world_size" in record:  # one `start` or `resume` per attempt
+        if begins([record]):
             self.size, self.attempts = record["world_size"], self.attempts + 1
 
     def advance(self, step: int) -> None:

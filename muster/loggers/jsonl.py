@@ -144,6 +144,17 @@ def events(path: Path) -> list[dict[str, Any]]:
     return [line for line in _parsed(texts, KINDS) if line["kind"] == "event"]
 
 
+def begins(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the `start` or `resume` event of each attempt among `lines`, except those that found the run finished."""
+    found: list[dict[str, Any]] = []
+    for line in lines:
+        if line.get("event") in ("start", "resume"):
+            found.append(line)
+        elif line.get("event") == "done" and "note" in line and len(found) > 1:
+            del found[-1]
+    return found
+
+
 def _containing(word: bytes, data: bytes) -> Iterator[bytes]:
     """Yield the lines that contain `word`."""
     end = 0

@@ -93,22 +93,16 @@ class History:
     @cached_property
     def begins(self) -> list[Line]:
         """The `start` or `resume` event of each attempt that reached training, except those that found the run finished."""
-        return [line for line in self._all_begins if line.get("attempt") not in self._idle]
+        return jsonl.begins(self.events)
 
-    @property
-    def _all_begins(self) -> list[Line]:
-        return self.of_event("start", "resume")
+    @cached_property
+    def _begun(self) -> set[str]:
+        return {line.get("attempt", "") for line in self.of_event("start", "resume")}
 
     @cached_property
     def _idle(self) -> set[str]:
         """The attempts that found the run finished."""
-        found, last = set[str](), None
-        for number, line in enumerate(self.of_event("start", "resume", "done")):
-            if line["event"] != "done":
-                last = line.get("attempt")
-            elif "note" in line and last and number > 1:
-                found.add(last)
-        return found
+        return self._begun - {line.get("attempt", "") for line in self.begins}
 
     @property
     def logs(self) -> list[Path]:
@@ -195,8 +189,7 @@ class History:
 
     def _is_survival(self, stretch: Stretch) -> bool:
         """True if `stretch` is no attempt of its own: a rank was restarted in place, and the run goes on with the state that is alive."""
-        has_begun = any(line.get("attempt") == stretch.facts.get("attempt") for line in self._all_begins)
-        return stretch.trained in self._restarts_in_place and not has_begun
+        return stretch.trained in self._restarts_in_place and stretch.facts.get("attempt") not in self._begun
 
     @cached_property
     def _restarts_in_place(self) -> set[float]:
@@ -217,7 +210,7 @@ class History:
     @property
     def attempts(self) -> int:
         """The number of attempts that reached training."""
-        return sum(not self._is_survival(stretch) for stretch in self.stretches) or len(self.begins)
+        return len(self.begins) or sum(not self._is_survival(stretch) for stretch in self.stretches)
 
     @property
     def deaths(self) -> list[Line]:

@@ -131,8 +131,8 @@ def _how_well(history: History, width: int) -> Text:
     parts += [OF_A_STEP[name].replace("{:.0f}", "{:,.0f}").format(last[name]) for name in speeds(last)]
     if history.world_size:
         parts.append(several(history.world_size, "rank"))
-    if len(history.begins) > 1:
-        parts.append(several(len(history.begins) - 1, "restart"))
+    if history.attempts > 1:
+        parts.append(several(history.attempts - 1, "restart"))
     if history.deaths:
         parts.append(f"{several(len(history.deaths), 'death')} survived")
     return Text("  " + "  ".join(parts), no_wrap=True, overflow="ellipsis")

@@ -24,9 +24,11 @@ from kit.job import ROOT, command, environment, finish, free_port, hold, reached
 from kit.until import until
 
 from muster.loggers import trainjob
+from muster.loggers.console import Bar
 from muster.report.figures import curves
 from muster.report.history import History
-from muster.report.page import spans
+from muster.report.page import spans, write_report
+from muster.report.watch import _how_well
 from muster.timing import clock as clock_module
 from muster.timing.clock import Clock, Times, gathered, spread
 from muster.timing.straggler import WINDOWS, Stragglers
@@ -316,6 +318,31 @@ def test_a_sweep_has_no_figure_of_what_is_the_same(tmp_path):
     ]
     assert [figure["title"] for figure in curves(runs)] == ["loss"]
     assert "learning rate" in {figure["title"] for figure in curves(runs[:1])}, "of one run it says the rate"
+
+
+@pytest.mark.unit
+def test_bar_page_and_live_view_count_restarts_alike(tmp_path):
+    """A launch that found the run finished, and a rank that was restarted in place, are none."""
+    begun = [
+        ("start", "a"),
+        ("resume", "b"),
+        ("survived", "b"),
+        ("done", "b"),
+        ("resume", "c"),
+        ("done", "c"),
+        ("resume", "d"),
+    ]
+    facts = {"kind": "event", "world_size": 2, "total_steps": 9, "time": 1.0, "step": 4, "rank": 1, "host": "h"}
+    lines = [{**facts, "event": name, "attempt": attempt} for name, attempt in begun]
+    lines[5]["note"] = "finished already"
+    bar = Bar(step=0, total_steps=9, earlier=lines)
+    try:
+        assert bar.ranks == "2 ranks, 2 restarts, 1 death survived"
+    finally:
+        bar.close()
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "2 restarts  1 death survived" in _how_well(History.of(tmp_path), 80).plain
+    assert "<span>attempts</span><b>3</b>" in write_report(tmp_path).read_text()
 
 
 @pytest.mark.nightly
