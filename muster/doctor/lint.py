@@ -87,11 +87,28 @@ def flag_over_variable(text: str) -> Iterator[tuple[int, str]]:
                 yield number, f"--{flag} wins over PET_{variable}, which is set here, too: keep one of the two"
 
 
+class Plain(yaml.SafeLoader):
+    """Loads scalars as they are written, and merges `<<`; a tag that it does not know changes nothing."""
+
+    yaml_implicit_resolvers = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # noqa: RUF012
+
+    def untagged(self, node: yaml.Node) -> Any:
+        """Return the value of a node without its tag."""
+        if isinstance(node, yaml.MappingNode):
+            return self.construct_mapping(node, deep=True)
+        if isinstance(node, yaml.SequenceNode):
+            return self.construct_sequence(node, deep=True)
+        return node.value
+
+
+Plain.add_constructor(None, Plain.untagged)
+
+
 def manifests(text: str) -> list[Any]:
-    """Return the YAML documents that are mappings, with scalars as they are written; an empty list for other text."""
+    """Return the YAML documents that are mappings; an empty list if the text is not valid YAML."""
     try:
-        return [each for each in yaml.load_all(text, Loader=yaml.BaseLoader) if isinstance(each, dict)]  # knows no tags
-    except yaml.YAMLError:
+        return [each for each in yaml.load_all(text, Loader=Plain) if isinstance(each, dict)]
+    except (yaml.YAMLError, ValueError):
         return []
 
 
@@ -105,9 +122,9 @@ def unreadable(text: str) -> Iterator[tuple[int, str]]:
     """Find text that is not YAML."""
     try:
         if "{{" not in text:  # a template of Helm, for example
-            for _ in yaml.parse(text):
+            for _ in yaml.load_all(text, Loader=Plain):
                 pass
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         yield (mark.line + 1 if mark else 1), f"not valid YAML, so nothing else is checked: {one_line(error)}"
 
@@ -153,8 +170,10 @@ def not_by_exit_code(text: str) -> Iterator[tuple[int, str]]:
 def host_without_name(text: str) -> Iterator[tuple[int, str]]:
     """Find PyTorchJobs with hostNetwork whose pods do not know their own names."""
     for document in manifests(text):
-        is_elastic = document.get("kind") == "PyTorchJob" and any(inside(document, "elasticPolicy"))
-        shares = is_elastic and "true" in inside(document, "hostNetwork")
+        is_elastic = document.get("kind") == "PyTorchJob" and any(True for _ in inside(document, "elasticPolicy"))
+        shares = is_elastic and any(
+            str(each).lower() in ("true", "yes", "on") for each in inside(document, "hostNetwork")
+        )
         if shares and "POD_NAME" not in variables(document):
             yield (
                 line_of(text, r"hostNetwork:"),
@@ -184,7 +203,7 @@ def counts_differ(text: str) -> Iterator[tuple[int, str]]:
                 line_of(text, r"\bHEAD\b"),
                 f"HEAD={head}, and no pod has a name without subdomain: name a headless Service there",
             )
-        elif head and head != first and not head.startswith(f"{first}."):
+        elif head and head != first and not str(head).startswith(f"{first}."):
             yield line_of(text, r"\bHEAD\b"), f"HEAD={head} is not pod 0 of this Job: write {first}"
 
 

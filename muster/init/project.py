@@ -229,8 +229,6 @@ def filled(given: Project, template: str) -> str:
         (r"(?<=job-name=)muster$", given.name),
         (r'name="muster", words=\[\]', f'name="{given.name}", words={[*given.named]!r}'),  # of submit.py
         (r"^source slurm/job\.sh$", f"{OWN_WORDS.format(words=shlex.join(given.named))}source slurm/job.sh"),
-        # A Job's own outcome.json lies there, and its script may go on after it: launch.json says when that has ended.
-        *([(r"^ *- --until-end-of=.*\n", "")] if given.words[0] == MARK else ()),
         (r"RUN=compose  ", f"RUN={given.name}  "),
         (r"\$\{RUN:-compose\}", f"${{RUN:-{given.name}}}"),
         (r"muster-node-1", f"{given.name}-node-1"),
@@ -244,7 +242,7 @@ def on_gpus(count: int) -> list[tuple[str, str]]:
     """Return the changes of the templates for nodes with `count` GPUs each, and a process for each GPU."""
     cpus = CPUS_OF_GPU * count
     own = f'requests: {{cpu: "{cpus}", memory: {16 * count}Gi, nvidia.com/gpu: "{count}"}}'
-    slurm = f"#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node={count}\n#SBATCH --cpus-per-task={cpus}"
+    slurm = f"#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node={count}\n# At most the CPUs of a node:\n#SBATCH --cpus-per-task={cpus}"
     return [
         (r"^#SBATCH --ntasks-per-node=1$", slurm),
         (r"cluster=\[\]", f'cluster=["cluster.gpus_per_node={count}", "cluster.cpus_per_task={cpus}"]'),

@@ -217,8 +217,8 @@ class LoopServices:
                 yield HOOK.format(name=name)
         if self.loaded_instead:
             yield self.loaded_instead
-        if self.world.is_borrowed and external_group.may_hang_after_restart():
-            yield external_group.SHARED
+        if self.world.is_borrowed and (text := external_group.why_restart_may_hang()):
+            yield text
         if why := self.bootstrap.why_no_survival:
             yield WHY_NOT.format(key=self.trainee.key, why=why)
 

@@ -134,7 +134,7 @@ def doctor(given: Sequence[str]) -> int:
     if str(spec.nproc).isdigit() and not any(word.startswith("--expect") for word in words):
         words = ["--expect", str(int(most) * int(spec.nproc)), *words]
     say(printed(spec, command(spec, words, torchrun=this_torchrun(), module="muster.train.doctor")), sys.stdout)
-    if isinstance(spec.rendezvous, Dynamic) and not execute.may_meet(spec.rendezvous):
+    if isinstance(spec.rendezvous, Dynamic) and not execute.may_meet(spec.rendezvous, port_s=DOCTOR_WAITS_S):
         return UNMET
     line = command(spec, words, torchrun=steady_torchrun(), module="muster.train.doctor")
     return subprocess.run(line, env={**os.environ, **environment(spec)}, check=False).returncode

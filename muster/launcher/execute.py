@@ -131,7 +131,7 @@ def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals, extra: Ma
     env = {**NO_HANGUP, **os.environ, "PYTHONUNBUFFERED": "1", NODES: spec.nnodes, **environment(spec), **(extra or {})}
     if spec.job_name:
         env[JOB] = spec.job_name
-    if isinstance(spec.rendezvous, Dynamic) and not may_meet(spec.rendezvous, signals.came):
+    if isinstance(spec.rendezvous, Dynamic) and not may_meet(spec.rendezvous, port_s=spec.grace_s, came=signals.came):
         return UNMET
     if signals.came:  # no agent is there yet, to which Slurm or a terminal would have sent it, too
         return Preempted.exit_code
@@ -143,41 +143,42 @@ def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals, extra: Ma
 
 def _meets_at(spec: Spec) -> dict[str, str]:
     """Return what has the agents of a script choose the interface of its ranks. Ranks of the kit choose it themselves."""
-    if spec.nnodes == "1" or "GLOO_SOCKET_IFNAME" in os.environ:
+    if spec.nnodes == "1":
         return {}
     at = spec.rendezvous
     return {MEETS_AT: _address(at.endpoint)[0] if isinstance(at, Dynamic) else at.master_addr}
 
 
-def may_meet(rendezvous: Dynamic, came: Sequence[int] = ()) -> bool:
-    """Wait until the agent can listen at its port, or reach its host; False, with a line, if that takes `join_timeout`.
+def may_meet(rendezvous: Dynamic, *, port_s: float, came: Sequence[int] = ()) -> bool:
+    """Wait until the agent can listen at its port, or reach its host; False, with a line, if that one does not come.
 
     Args:
         rendezvous: where the nodes meet.
+        port_s: the longest wait for the port, which an agent before this one may have that still saves.
         came: the stop signals so far; one that is added ends the wait.
+
+    Raises:
+        ConfigError: the port stays in use.
     """
     if rendezvous.is_host:
-        return _await_port(rendezvous, came)
+        _await_port(rendezvous, port_s, came)
+        return True
     return not rendezvous.awaits_host or _await_host(rendezvous, came)
 
 
-def _await_port(rendezvous: Dynamic, came: Sequence[int]) -> bool:
-    """Wait until the port of this node's store is free.
-
-    Its user may be an agent before this one that still saves, or another job's pod on this node's network.
-    """
-    (_, port), longest = _address(rendezvous.endpoint), rendezvous.timings.join_timeout
+def _await_port(rendezvous: Dynamic, longest_s: float, came: Sequence[int]) -> None:
+    _, port = _address(rendezvous.endpoint)
     began, is_said = time.monotonic(), False
     used = f"port {port} of {socket.gethostname()}, at which the nodes meet, is in use by another process"
     while not is_free(port) and not came:
-        if (seconds := time.monotonic() - began) > longest:
-            say(f"muster: {used}: give all nodes a free one in MASTER_PORT, or a PyTorchJob in elasticPolicy.rdzvPort")
-            return False
+        if (seconds := time.monotonic() - began) > longest_s:
+            raise ConfigError(
+                f"{used}: give all nodes a free one in MASTER_PORT, or a PyTorchJob in elasticPolicy.rdzvPort"
+            )
         if seconds > SAID_AFTER_S and not is_said:
             is_said = True
-            say(f"muster: waits up to {longest} s: {used}")
+            say(f"muster: waits up to {longest_s:g} s: {used}")
         time.sleep(POLL_S)
-    return True
 
 
 def _await_host(rendezvous: Dynamic, came: Sequence[int]) -> bool:

@@ -32,7 +32,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import IO, Any
 
 from torch.distributed import run
@@ -47,10 +46,10 @@ COME_BACK, UNMET, LARGEST = 75, 69, 74  # EX_TEMPFAIL and EX_UNAVAILABLE of syse
 CAUSE = "MUSTER_CAUSE"
 """Variable with the path of the file in which the launcher looks for the cause; execute.py repeats the name."""
 MEETS_AT = "MUSTER_MEETS_AT"
-"""Variable with the host of the rendezvous, if the interface of the ranks is not chosen yet; execute.py repeats the name."""
+"""Variable with the host of the rendezvous, if there are several nodes; execute.py repeats the name."""
 interfaces: Any = None
 """muster/world/rendezvous/interfaces.py, which torchrun.py has loaded by its path, too."""
-ADDRESS_S = 10.0  # all agents have met, and post their addresses next
+ADDRESS_S = 60.0  # all agents have met, and post their addresses next
 EARLY_S = 60.0
 OF_CODE = (
     "ArgumentError|AssertionError|AttributeError|FileNotFoundError|ImportError|IndentationError|IndexError|KeyError|"
@@ -154,16 +153,20 @@ class ScriptAgent(LocalElasticAgent):
         def exchange(address: str) -> str:
             if address:
                 store.set("muster/address", address)
-            if store.add("muster/addresses", 1) == hosts:
-                store.set("muster/addresses/all", "1")
-            if not address:
-                store.wait(["muster/addresses/all"], timedelta(seconds=ADDRESS_S))
-                address = store.get("muster/address").decode() if store.check(["muster/address"]) else ""
+            deadline, called = time.monotonic() + ADDRESS_S, store.add("muster/addresses", 1)
+            while not address and time.monotonic() < deadline:
+                if store.check(["muster/address"]):
+                    address = store.get("muster/address").decode()
+                elif called >= hosts:
+                    break
+                else:
+                    time.sleep(POLL_S)
+                    called = store.add("muster/addresses", 0)
             return address
 
         found = interfaces.interface_to(host, exchange)
         if found and interfaces.is_known_as_loopback():
-            os.environ["GLOO_SOCKET_IFNAME"] = found
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Restart the ranks, unless one of them is about to fail by itself: then torch's loop finds its exit code next.
@@ -296,7 +299,7 @@ class Rank(SubprocessHandler):
         """Whether this rank left by an error of the script's own code, which no other error has led to."""
         chained = any(b"the direct cause of" in line or b"During handling of" in line for line in self.tail)
         found = re.match(rf"([\w.]+\.)?({OF_CODE})(:|$)", self._error()[1])
-        return (self.proc.poll() or 0) > 0 and not chained and bool(found)
+        return self.proc.poll() == 1 and not chained and bool(found)  # 1 is that of an exception that nobody caught
 
     def end_output(self, deadline: float | None = None) -> None:
         """Wait for the last lines of a rank that has ended, until `deadline` on the monotonic clock."""

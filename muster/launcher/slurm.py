@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from muster.errors import ConfigError
+from muster.errors import ConfigError, say
 from muster.launcher import bad_nodes
 from muster.launcher.spec import Dynamic, Spec, endpoint, is_free
 from muster.launcher.variables import port, text, whole
@@ -69,7 +69,10 @@ def free_port(env: Mapping[str, str]) -> int:
     """
     job = whole(env, "SLURM_JOB_ID")
     tried = [port(env, default=port_of(job)), *(port_of(job + more) for more in range(TRIED))]
-    return next(filter(is_free, tried), tried[0])
+    found = next(filter(is_free, tried), tried[0])
+    if env.get("MASTER_PORT") and found != tried[0]:
+        say(f"muster: MASTER_PORT={tried[0]} is in use on the first node: {found} is taken")
+    return found
 
 
 def nnodes(env: Mapping[str, str]) -> str:

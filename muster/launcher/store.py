@@ -7,6 +7,8 @@ here, and `is_host=0` for every agent, any training node may die, including the 
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import signal
 import socket
 import threading
@@ -17,6 +19,7 @@ from pathlib import Path
 from muster import outcome
 from muster.errors import final
 from muster.launcher.compose import STORE_PORT
+from muster.launcher.script import script_of
 
 # After these outcomes no agent comes back by itself, so the store is no longer needed.
 ENDED = ("done", *final().values())
@@ -53,6 +56,8 @@ def main(given: Sequence[str]) -> None:
         master_listen_fd=listener.detach(),
     )
     print(f"rendezvous store on {socket.gethostname()}:{store.port}", flush=True)
+    # A script's own muster.Job may write there, too, and the script goes on after it.
+    ended = () if script_of(shlex.split(os.environ.get("ARGS", ""))) else ENDED
     started, since, last = time.time(), time.monotonic(), None
     while not stop.wait(POLL_S):
         if arguments.until_written and _written(arguments.until_written) > started:
@@ -62,8 +67,9 @@ def main(given: Sequence[str]) -> None:
         word = record.get("outcome") if float(record.get("time", 0)) > started else None
         if word != last:
             since, last = time.monotonic(), word
-        patience = arguments.linger if word in ENDED else LONGEST_PAUSE_S
-        if word not in (None, outcome.RUNNING) and time.monotonic() - since >= patience:
+        patience = arguments.linger if word in ended else LONGEST_PAUSE_S
+        is_over = word in ended or word not in (None, outcome.RUNNING, *ENDED)
+        if is_over and time.monotonic() - since >= patience:
             print(f"the run has ended: {word}", flush=True)
             return
 

@@ -21,10 +21,8 @@ from muster.world.reduce.shared_memory import share_memory
 from muster.world.rendezvous.meeting import digest
 from muster.world.store_keys import StoreKeys
 
-SHARED = (
-    "torchrun shares its store with this script's own process group, which may hang or fail to form when torchrun restarts the ranks: "
-    "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, as muster launch node does"
-)
+UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+SHARED = "torchrun shares its store with this script's own process group, which may hang or fail to form when torchrun restarts the ranks: {}"
 """torch's `env://` puts the addresses of every start under the same keys of the agent's store (torch 2.15, rendezvous.py)."""
 
 
@@ -33,9 +31,19 @@ def exists() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def may_hang_after_restart() -> bool:
-    """Whether torchrun's agent restarts the ranks, and the store of their process group is the agent's."""
-    return exists() and store_is_agents() and restarts_left()
+def why_restart_may_hang() -> str:
+    """Return why the ranks may not meet after a restart by torchrun, and the remedy; empty if they do.
+
+    A static rendezvous, that of --node-rank, shares its store whatever the variable says.
+    """
+    if not (exists() and store_is_agents() and restarts_left()):
+        return ""
+    is_set = os.environ.get(UNSHARED) == "1"
+    return SHARED.format(
+        "use --rdzv-backend=c10d in place of --node-rank"
+        if is_set
+        else f"set {UNSHARED}=1 before torchrun, as muster launch node does"
+    )
 
 
 def borrow(options: GroupOptions) -> World:

@@ -285,6 +285,7 @@ spec:
         (("spec: {clusterIP: None}", "spec: {}"), "a Service that spreads over all pods"),
         (("spec: {clusterIP: None}", "spec:"), "a Service that spreads over all pods"),
         (("  trainer: {numNodes: 2}\n", "  suspend: !env 2024-13-45\n"), "without spec.trainer"),
+        (("  trainer: {numNodes: 2}\n", "  trainer: *unknown\n"), "not valid YAML"),
         (("GracePeriodSeconds: 120", "GracePeriodSeconds: 10"), "killed after 10 s"),
         (("  trainer: {numNodes: 2}\n", "  runtimeRef: {name: torch}\n"), "without spec.trainer"),
     ],
@@ -305,6 +306,7 @@ def test_mistakes_in_a_manifest(tmp_path, change, says):
         ("k8s/base/pytorchjob.yaml", ("restartPolicy: ExitCode", "restartPolicy: OnFailure"), 28, "write ExitCode"),
         ("k8s/base/pytorchjob.yaml", ("restartPolicy: ExitCode", "restartPolicy: Never"), 28, "preempted pod"),
         ("k8s/base/pytorchjob.yaml", ("POD_NAME", "NAME_OF_POD"), None, None),
+        ("k8s/base/pytorchjob.yaml", ("restartPolicy: ExitCode", "<<: {restartPolicy: ExitCode}"), None, None),
         ("k8s/base/pytorchjob.yaml", ("        spec:\n", "        spec: {\n"), None, "not valid YAML"),
         (
             "k8s/indexed-job/indexed-job.yaml",
@@ -332,7 +334,7 @@ def test_one_change_of_what_we_ship_is_found(tmp_path, path, change, line, says)
 @pytest.mark.unit
 def test_a_pod_on_its_nodes_network_is_told_its_name(tmp_path):
     shipped, copy = (ROOT / "k8s/base/pytorchjob.yaml").read_text(), tmp_path / "job.yaml"
-    shares = shipped.replace("enableServiceLinks: false", "hostNetwork: true")
+    shares = shipped.replace("enableServiceLinks: false", "hostNetwork: True")
     copy.write_text(shares)
     assert lint([copy]) == []
     copy.write_text(shares.replace("POD_NAME", "NAME_OF_POD"))

@@ -503,6 +503,29 @@ def test_a_store_listens_at_one_address_alone():
         process.communicate()
 
 
+def test_a_store_outlives_the_end_of_a_job_within_a_script(tmp_path):
+    """The script goes on after its muster.Job, and may be started again: launch.json says when it has ended."""
+    written = tmp_path / "launch.json"
+    line = [sys.executable, "-m", "train.launch", "store", "--port=0", "--host=127.0.0.1"]
+    line += [f"--until-end-of={tmp_path}", f"--until-written={written}"]
+    stores = [
+        subprocess.Popen([*line, f"--linger={linger}"], env=environment(ARGS=args), stdout=subprocess.PIPE, text=True)
+        for args, linger in (("max_steps=2", 2), ("-- my.py", 0))
+    ]
+    try:
+        for each in stores:
+            assert "rendezvous store on" in each.stdout.readline()
+        (tmp_path / "outcome.json").write_text(json.dumps({"outcome": "done", "exit_code": 0, "time": time.time() + 1}))
+        assert stores[0].wait(timeout=60) == 0
+        assert stores[1].poll() is None, "without 2 s of patience it would have ended before"
+        written.write_text("{}")
+        assert stores[1].wait(timeout=60) == 0
+    finally:
+        for each in stores:
+            each.kill()
+            each.communicate()
+
+
 @pytest.mark.parametrize("module", ["__main__", "execute", "substrate", "store", "check", "script"])
 def test_a_launcher_starts_without_torch(module):
     code = f"import sys, muster.launcher.{module}; sys.exit(any(name in sys.modules for name in ('torch', 'hydra')))"

@@ -190,9 +190,10 @@ def test_a_node_that_holds_the_rendezvous_and_never_comes_is_named(tmp_path, com
     assert done.returncode in (1, 69), done
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_port_in_use_is_waited_for_in_one_line_by_the_node_that_would_listen_there(tmp_path, told):
-    """It may be that of the attempt before, or of another job's pod. A stop request ends the wait."""
+@pytest.mark.nightly(but=["freed"])
+@pytest.mark.parametrize("then", ["freed", "told", "kept"])
+def test_a_port_in_use_is_waited_for_in_one_line_by_the_node_that_would_listen_there(tmp_path, then):
+    """It may be that of the attempt before, which still saves. A stop request ends the wait."""
     words = (mine.write(tmp_path).name, f"--out={tmp_path}", "--steps=1")
     job = {**SLURM, "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0"}
     with socket.create_server(("", 0)) as taken:
@@ -200,10 +201,19 @@ def test_a_port_in_use_is_waited_for_in_one_line_by_the_node_that_would_listen_t
         job |= {"MASTER_PORT": str(port), "SLURM_JOB_ID": "7"}
         waits = start(tmp_path, *words, **job)
         assert f":{port}" in waits.stdout.readline()
-        assert f"waits up to 300 s: port {port} of " in waits.stdout.readline() and not children(waits.pid)
-        if told:
+        assert f"waits up to 30 s: port {port} of " in waits.stdout.readline() and not children(waits.pid)
+        if then == "told":
             waits.send_signal(signal.SIGTERM)
             assert finish(waits, timeout_s=60) == (75, "")
+            return
+        if then == "kept":
+            code, out = finish(waits, timeout_s=60)
+            assert (
+                code == 2
+                and f"port {port} of " in out
+                and "give all nodes a free one" in out
+                and "Traceback" not in out
+            ), out
             return
     code, out = finish(waits)
     assert code == 0 and mine.steps(tmp_path) == [0], out

@@ -31,8 +31,8 @@ def interface_to(master: str, exchange: Callable[[str], str]) -> str:
 
     Args:
         master: a name or an address of the first host.
-        exchange: posts this host's address for the others and returns it. For "" it waits for all, and returns an address
-            that another one has posted, or "". May raise OSError or RuntimeError.
+        exchange: posts this host's address for the others and returns it. For "" it waits, and returns the first address that
+            another one posts, or "" if all have called and none has. May raise OSError or RuntimeError.
     """
     with contextlib.suppress(OSError, RuntimeError):
         address = own_address(master)
