@@ -26,8 +26,7 @@ GROUPS = {
     "muster/files, clock, sample_plan": "redact code_location errors import_by_path dotted_names files process clock sample_plan",
     "train/config": "config numerics",
     "train/data, models, objectives, optim": "data models objectives optim",
-    "train/run, loop": "throughput running_means evaluation progress intervals loop callbacks trainee first_records resume settings "
-    "in_process_restart validate run",
+    "train/run, loop": "throughput evaluation progress loop callbacks trainee first_records resume settings in_process_restart validate run",
     "train/python -m train, tools": "saved_weights evaluate_run evaluate load export submit doctor __main__ entry",
 }
 """Packages that are one node of the picture: neighbors in the order, so that the picture has no cycle."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import groupby
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from muster.attempt.evaluation import sums_over
 from muster.checkpoint.schemas import direction_before
 from muster.code_location import defined
-from muster.data.generators import kept_generators, key_of, seed_generators
 from muster.data.loader import Batch
 from muster.errors import ConfigError
 from muster.loggers.metrics import check_names
@@ -19,8 +18,9 @@ from muster.train.config.keys import Config
 from muster.train.config.parts import locate
 from muster.train.data.batches import micro_batches
 from muster.train.data.load import Data
-from muster.train.objectives.measure import SEEN, Measures, means_of_slices
+from muster.train.objectives.measure import Measures, means_of_slices
 from muster.train.strategies.base import Strategy
+from muster.world.counts import SEEN
 from muster.world.group import World
 
 EVAL_BATCH = 256
@@ -51,7 +51,7 @@ def measure(
         most: the number of batches; None: all. They are then as large as those of training.
         trained_in: the ranks or slices over which training divided its batches, if they were more than here.
     """
-    totals, slices = dict[str, Any]({SEEN: 0}), config.virtual_world_size
+    slices = config.virtual_world_size
     size = samples_of(config, test)
     ranks = strategy.data_shard[1] if strategy.data_shard else 1
     parts = slices or ranks
@@ -61,18 +61,16 @@ def measure(
     plan = Plan(size, batch_size=min(size, batch_size), shuffle=False)
     steps = range(min(plan.steps_per_epoch, most or plan.steps_per_epoch))
     batches = micro_batches(config, test, plan, steps, shard=strategy.data_shard, device=world.device, train=False)
-    for number, of_step in enumerate(batches):
-        if not begin():
-            return None
-        for batch in seeded(of_step, config.seed, number):
-            totals[SEEN] += batch.count * strategy.speaks
-            for name, value in strategy.evaluate(batch).items():
-                key = f"{batch.slice:08d}/{name}" if slices else f"/{name}"  # sum in slice order, not rank order
-                totals[key] = totals.get(key, 0) + value.double()
-    if not begin():
+
+    def sums_of(batch: Batch) -> dict[str, Any]:
+        part = f"{batch.slice:08d}" if slices else ""  # sums are added in the order of slices, not of ranks
+        sums = {f"{part}/{name}": value.double() for name, value in strategy.evaluate(batch).items()}
+        return {SEEN: batch.count * strategy.speaks, **sums}
+
+    sums = sums_over(batches, sums_of, world=world, seed=config.seed, begin=begin)
+    if sums is None:
         return None
-    sums = world.sum_named({key: float(value) for key, value in totals.items()})
-    values = means_of_slices(sums, count=plan.samples_before(len(steps))) | measures.compute(world)
+    values = means_of_slices(sums) | measures.compute(world)
     check_names(values, "a metric")
     return values
 
@@ -90,18 +88,6 @@ def samples_at_once(config: Config, device: torch.device, *, parts: int) -> int:
     """
     in_training = -(-config.batch_size // parts)
     return min(EVAL_BATCH, in_training) if device.type == "cuda" else EVAL_BATCH
-
-
-def seeded(batches: list[Batch], *words: int) -> Iterator[Batch]:
-    """Yield an evaluation's micro-batches, with generators seeded for each from `words` and its position.
-
-    The generators of training are left unchanged.
-    """
-    with kept_generators(on_device=True):
-        for number, parts in groupby(batches, key=lambda batch: batch.slice):
-            for part, batch in enumerate(parts):
-                seed_generators(key_of(*words, "evaluation", number, part), on_device=True)
-                yield batch
 
 
 def refuse_unevaluated(config: Config, data: Data) -> None:

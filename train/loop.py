@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from muster.attempt.attempt import Attempt
 from muster.attempt.lifecycle import Ending
+from muster.attempt.running_means import RunningMeans
 from muster.checkpoint.schemas import is_better
 from muster.checkpoint.trained import Trained
 from muster.code_location import described
@@ -25,15 +25,17 @@ from muster.sample_plan import Plan
 from muster.train.config.keys import Config, NonFinite, Precision
 from muster.train.data.batches import micro_batches
 from muster.train.evaluation import best_mode, measure
-from muster.train.intervals import Intervals
-from muster.train.objectives.measure import Measures, value_of
+from muster.train.objectives.measure import Measures, means_of_slices, value_of
 from muster.train.progress import ENDED, EVALUATED, LOGGED, SAVED, Course, Progress
-from muster.train.running_means import Window
 from muster.train.strategies.base import StepResult, Strategy
 from muster.train.strategies.step.counts import Counts
 from muster.train.strategies.step.optimizer_step import Stepping
 from muster.train.throughput.figures import OF_LINES, peak_memory
+from muster.world.counts import OF
 from muster.world.group import World
+
+LOSS, LOSS_OF, MEASURED = "loss", f"loss{OF}", "measured/"
+"""Names of sums over the steps of a line: the loss, what its mean is over, and the metrics of training."""
 
 
 class Hooks(Protocol):
@@ -55,8 +57,8 @@ class Hooks(Protocol):
 class Run:
     """One attempt at a run: its parts and its progress.
 
-    running: heartbeat, records, checkpoints and the agreed stop. course: the data and the steps. trained: what checkpoints have.
-    counts: weights of micro-batches. measures: metrics of evaluations. window: sums since the last log line. timed: intervals in seconds.
+    running: heartbeat, records with their means, intervals, checkpoints and the agreed stop. course: the data and the steps.
+    trained: what checkpoints have. counts: weights of micro-batches. measures: metrics of evaluations.
     """
 
     config: Config
@@ -67,8 +69,6 @@ class Run:
     counts: Counts
     callbacks: Hooks
     measures: Measures
-    window: Window
-    timed: Intervals
 
     @property
     def world(self) -> World:
@@ -79,6 +79,11 @@ class Run:
     def records(self) -> Metrics:
         """The records for the loggers."""
         return self.running.records
+
+    @property
+    def means(self) -> RunningMeans:
+        """The sums since the last `train` line."""
+        return self.running.means
 
     @property
     def progress(self) -> Progress:
@@ -140,7 +145,7 @@ class Run:
                 raise ConfigError(
                     f"run.log({name}=...): {described(value)} is not a number: give a number or a tensor []"
                 )
-            self.window.logged[name] = value.detach() if isinstance(value, Tensor) else float(value)
+            self.means.logged[name] = value.detach() if isinstance(value, Tensor) else float(value)
 
     def stop(self, reason: str) -> None:
         """End training after this step, as if it were the last. Every rank must call it at the same step."""
@@ -171,7 +176,7 @@ def train(run: Run) -> Ending:
     end_step(run)
     for batches in steps(run):
         result = run.strategy.step(run.step, weigh(run, batches))
-        run.window.add(result, samples=course.plan.count(run.step), seen=run.counts.seen)
+        add_to(run.means, result, samples=course.plan.count(run.step), seen=run.counts.seen, world=run.world)
         run.progress.advance(result)
         count_skips(run, result)
         running.records.advance(run.step)
@@ -184,9 +189,29 @@ def train(run: Run) -> Ending:
     if run.is_preempted:  # perhaps during that evaluation
         save(run)
         return running.stopped()
-    if late := run.window.take_logged():
+    if late := run.means.take_logged():
         run.records.event("logged", step=run.step, **late)
     return running.done()
+
+
+def add_to(
+    means: RunningMeans, result: StepResult, *, samples: int, seen: tuple[Any, Any] | None, world: World
+) -> None:
+    """Add the result of a step of `samples` samples to the means of the next `train` line.
+
+    seen: what makes a sum of this rank's share of the loss, and this rank's part of what the mean is over (`Counts.seen`); None: the
+        samples.
+    """
+    if means.takes(samples=samples, is_skipped=result.skipped):
+        times, of = seen or (samples, samples * world.is_first)
+        means.add({LOSS: result.loss}, times=times)
+        means.add({LOSS_OF: of, **{f"{MEASURED}{name}": value for name, value in result.metrics.items()}})
+
+
+def own_loss(means: RunningMeans) -> list[float]:
+    """Return this rank's part of the sum of losses, and of what their mean is over. Waits for the device."""
+    sums = means.own()
+    return [sums.get(name, 0.0) for name in (LOSS, LOSS_OF)]
 
 
 def end_step(run: Run) -> None:
@@ -196,7 +221,7 @@ def end_step(run: Run) -> None:
     a rank that died has cut short.
     """
     progress = run.progress
-    run.timed.look(run.world, progress)
+    run.running.look()
     if progress.stage < LOGGED and is_time_to_log(run):
         assert progress.result
         log(run, progress.result)
@@ -212,8 +237,7 @@ def end_step(run: Run) -> None:
 
 def is_time_to_log(run: Run) -> bool:
     """Return True if a `train` line is due at this step."""
-    by_clock = run.timed.is_due("line", run.progress)
-    return run.is_over or (run.step % run.config.log.every_steps == 0 if by_clock is None else by_clock)
+    return run.is_over or run.running.is_due("line")
 
 
 def steps(run: Run) -> Iterator[list[Batch]]:
@@ -246,22 +270,21 @@ def evaluate_if_due(run: Run) -> None:
 
 def is_time_to_evaluate(run: Run) -> bool:
     """Return True if an evaluation is due between two steps, and is not done."""
-    every = run.config.eval.every_steps or run.course.plan.steps_per_epoch
-    is_due = isinstance(every, int) and 0 < run.step < run.total_steps and run.step % every == 0
-    return is_due and run.progress.evaluated != run.step
+    return 0 < run.step < run.total_steps and run.running.is_due("evaluation") and run.progress.evaluated != run.step
 
 
 def evaluate(run: Run) -> None:
     """Evaluate the test split, every sample exactly once at any world size. Collective."""
     if run.course.data.test is None or run.config.eval.every_steps == "off" or run.progress.evaluated == run.step > 0:
         return
-    started = time.perf_counter()
-    with run.running.clock.spending("evaluation"):
+
+    def measured() -> dict[str, float] | None:
         run.callbacks.on_eval_begin(run)
-        values = measure_test(run, begin=lambda: run.running.begin("evaluation"))
+        return measure_test(run, begin=lambda: run.running.begin("evaluation"))
+
+    values = run.running.evaluate(measured, epoch=epoch(run))
     if values is None:  # cut short: the next attempt repeats it
         return
-    run.records.eval(step=run.step, epoch=epoch(run), seconds=time.perf_counter() - started, values=values)
     if not math.isfinite(values.get("loss", 0.0)):
         stop_if_diverged(run)
     run.progress.evaluated = run.step
@@ -271,7 +294,7 @@ def evaluate(run: Run) -> None:
 
 def stop_if_diverged(run: Run) -> None:
     """Raise Diverged if the loss of the steps since the last `train` line is not finite. Collective."""
-    if run.config.on_nonfinite is NonFinite.stop and not math.isfinite(run.world.sum(run.window.own_loss())[0]):
+    if run.config.on_nonfinite is NonFinite.stop and not math.isfinite(run.world.sum(own_loss(run.means))[0]):
         raise diverged(run)
 
 
@@ -330,10 +353,7 @@ def is_time_to_save(run: Run) -> bool:
 
     After the last step, and when preempted, `train` saves in any case.
     """
-    wanted, by_clock = run.config.checkpoint, run.timed.is_due("save", run.progress)
-    every = (wanted.every_epochs or 0) * run.course.plan.steps_per_epoch or wanted.every_steps
-    is_due = run.step % every == 0 if by_clock is None else by_clock
-    return (is_due or is_best(run)) and not run.is_over and not run.is_preempted
+    return (run.running.is_due("save") or is_best(run)) and not run.is_over and not run.is_preempted
 
 
 def log(run: Run, result: StepResult) -> None:
@@ -341,17 +361,22 @@ def log(run: Run, result: StepResult) -> None:
 
     Collective.
     """
-    own, of_window = run.window.own_loss(), run.window.samples  # waits for the device
+    means, own = run.means, own_loss(run.means)  # waits for the device
 
     def line(sums: list[float]) -> dict[str, Any]:
-        loss, more = run.window.close(sums[0], sums[1])
+        loss = sums[0] / sums[1] if sums[1] else 0.0
+        more = means_of_slices(run.world.sum_named(means.own(MEASURED))) if run.config.log.train_metrics else {}
+        more.pop(LOSS, None)
+        check_names(more, "a metric", taken=OF_LINES)
         if not math.isfinite(loss) and run.config.on_nonfinite is NonFinite.stop:
             raise diverged(run)
         samples = run.course.plan.samples_before(run.step)
         known = {"epoch": epoch(run), "loss": loss, "lr": run.strategy.lr, "grad_norm": float(result.grad_norm)}
         memory = {"peak_memory_gib": round(max(sums[2:]), 2)} if sums[2:] else {}
-        counted = sums[1] / of_window if run.counts.are_plain and of_window else None
-        return {**known, "samples": samples, "more": memory | more | run.window.take_logged(), "counted": counted}
+        counted = sums[1] / means.samples if run.counts.are_plain and means.samples else None
+        more = memory | more | means.take_logged()
+        means.clear()
+        return {**known, "samples": samples, "more": more, "counted": counted}
 
     run.running.log([*own, *peak_memory(run.world)], line)
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from muster.attempt.attempt import Attempt, open_checkpoints
+from muster.attempt.intervals import Every, Intervals
 from muster.attempt.lifecycle import Lifecycle
 from muster.attempt.records import open_records, report
+from muster.attempt.running_means import RunningMeans
 from muster.attempt.start import Fresh, begin
 from muster.checkpoint.weights import write_weights
 from muster.errors import BadHost, ConfigError, Diverged, MusterError, say
@@ -20,6 +22,7 @@ from muster.faults.preemption import Preemption
 from muster.lease.open_folder import RunFolder
 from muster.process import freeze
 from muster.recovery.survival import Survival
+from muster.sample_plan import Plan
 from muster.timing.clock import Clock
 from muster.train.callbacks.all import Callbacks
 from muster.train.config.command_line import given
@@ -29,7 +32,6 @@ from muster.train.data.load import origin_of_samples
 from muster.train.evaluation import refuse_unevaluated
 from muster.train.first_records import announced
 from muster.train.in_process_restart import RunHandOver
-from muster.train.intervals import Intervals
 from muster.train.loop import Run, save, train
 from muster.train.models.initial import first_weights
 from muster.train.models.model_json import note_model
@@ -38,7 +40,6 @@ from muster.train.objectives.build import build_measures
 from muster.train.objectives.counted import refuse_divided
 from muster.train.progress import Course, plan_of, steps_asked_for
 from muster.train.resume import identity, reached, refuse_changes
-from muster.train.running_means import Window
 from muster.train.settings import group_options, loggers_of, run_options, visit_of
 from muster.train.strategies.base import Strategy, check_slices
 from muster.train.strategies.recipe import recipe
@@ -181,9 +182,9 @@ def open_run(
     strategy.build(made, world)
     life.on_end(strategy.close)
     callbacks.on_build(strategy)
-    window = Window(world, slices=config.virtual_world_size, measures=config.log.train_metrics)
+    means = RunningMeans(world, slices=config.virtual_world_size)
     position = partial(reached, config, options, measures, world)
-    training = Training(strategy, callbacks, window, data=data, plan=plan, reached=position, survival=kept.survival)
+    training = Training(strategy, callbacks, means, data=data, plan=plan, reached=position, survival=kept.survival)
     start.restore(training)
     progress = training.progress
     if isinstance(strategy, Stepping):
@@ -218,6 +219,8 @@ def open_run(
             options, folder=folder, world=world, records=records, keep=keep, facts=facts, newest_step=start.newest_step
         ),
         clock=Clock(strategy.waited_s),
+        means=means,
+        intervals=intervals_of(config, plan),
     )
     running.checkpoints.best = progress.best
     running.peers.heartbeat.phases.count_gradients(strategy.gradients_computed)
@@ -230,8 +233,6 @@ def open_run(
         counts=strategy.counts(made),
         callbacks=callbacks,
         measures=measures,
-        window=window,
-        timed=Intervals(line=config.log.every_s, save=config.checkpoint.every_s),
     )
     training.run = weakref.proxy(run)
     try:
@@ -250,6 +251,17 @@ def open_run(
         callbacks.close()
         if not life.has_parted:
             running.close()
+
+
+def intervals_of(config: Config, plan: Plan) -> Intervals:
+    """Return after which steps the run logs, evaluates and saves."""
+    wanted, evaluates = config.checkpoint, config.eval.every_steps or plan.steps_per_epoch
+    saves = (wanted.every_epochs or 0) * plan.steps_per_epoch or wanted.every_steps
+    return Intervals(
+        line=Every(config.log.every_steps, config.log.every_s),
+        evaluation=Every(evaluates if isinstance(evaluates, int) else 0),
+        save=Every(saves, wanted.every_s),
+    )
 
 
 def carry_out(run: Run, life: Lifecycle, folder: RunFolder) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from muster.attempt.attempt import Attempt
+from muster.attempt.running_means import RunningMeans
 from muster.checkpoint.commit import Saved
 from muster.checkpoint.manager import restore
 from muster.checkpoint.tensor_versions import Changes, place
@@ -25,9 +26,8 @@ from muster.recovery.trainee import Trainee
 from muster.sample_plan import Plan
 from muster.train.callbacks.all import Callbacks
 from muster.train.data.load import Data
-from muster.train.loop import Run, epoch, is_time_to_evaluate, is_time_to_log, position
+from muster.train.loop import Run, add_to, epoch, is_time_to_evaluate, is_time_to_log, position
 from muster.train.progress import ENDED, LOGGED, Progress
-from muster.train.running_means import Window
 from muster.train.strategies.base import StepResult, Strategy
 from muster.train.strategies.replicas.buffers import OBJECTIVE, differs
 from muster.train.strategies.replicas.replicated import Replicas
@@ -53,7 +53,7 @@ class Training(Trainee):
         self,
         strategy: Strategy,
         callbacks: Callbacks,
-        window: Window,
+        means: RunningMeans,
         *,
         data: Data,
         plan: Plan,
@@ -61,7 +61,7 @@ class Training(Trainee):
         survival: Survival | None = None,
     ):
         super().__init__(strategy.world, survival)
-        self.strategy, self.callbacks, self.window, self.data, self.plan = strategy, callbacks, window, data, plan
+        self.strategy, self.callbacks, self.means, self.data, self.plan = strategy, callbacks, means, data, plan
         self.progress = Progress()
         """As it was restored or handed over, before the first step."""
         self._reached = reached
@@ -70,7 +70,7 @@ class Training(Trainee):
 
     def state(self) -> dict[str, Any]:
         """Return the flat state for a checkpoint. Collective."""
-        return {**self.strategy.state(), **self.callbacks.state(), **self.window.state()}
+        return {**self.strategy.state(), **self.callbacks.state(), **self.means.state()}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Return the tensors to read the `saved` ones into. Collective."""
@@ -79,7 +79,7 @@ class Training(Trainee):
     def load(self, state: dict[str, Any]) -> None:
         """Load a saved state. Collective."""
         self.callbacks.load(state)
-        self.window.load(state)
+        self.means.load(state)
         others = ("callbacks/", "loop/", f"{own_prefix(self.world.rank)}loop/")
         self.strategy.load({name: value for name, value in state.items() if not name.startswith(others)})
 
@@ -111,7 +111,7 @@ class Training(Trainee):
         self.changes = Changes(strategy.parameters().items(), [step.optimizer])
         step.before_sum, step.before_forward, step.after_update = self._note, self._see_begin, self._see_end
         self.journal.whole = self.run.step
-        self._write(self.run.step - 1, {"window": self.window.own()})
+        self._write(self.run.step - 1, {"means": self.means.journal()})
         self.noted = []  # a callback may set buffers before the first step
         if isinstance(self.data.train, Stream):
             self.refuse("each rank has its own place in a stream of samples")
@@ -130,7 +130,7 @@ class Training(Trainee):
         own = {"loss": None if loss is None else float(loss), "metrics": {k: float(v) for k, v in metrics.items()}}
         counted = self.run.counts.seen
         seen = [float(each) for each in counted] if counted else None
-        self._write(step, {"window": self.window.own(), "seen": seen, **own})
+        self._write(step, {"means": self.means.journal(), "seen": seen, **own})
 
     def _see_end(self, step: int) -> None:
         self.journal.whole = step + 1
@@ -194,7 +194,7 @@ class Training(Trainee):
             "progress": {name: getattr(progress, name) for name in fields},
             "norm": float(result.grad_norm) if result else None,
             "loss": float(step.loss) if isinstance(step, SlicedStep) else None,
-            "logged": {name: float(value) for name, value in self.window.logged.items()},
+            "logged": self.means.journal()["logged"],
             "frozen": [name for name, each in self.strategy.parameters().items() if not each.requires_grad],
         }
 
@@ -236,18 +236,18 @@ class Training(Trainee):
         facts, buffers = noted
         self._replicas.optimizer_step.buffers.put(buffers)
         self._replicas.optimizer_step.buffers.forget()
-        self.window.load_own(facts["window"])
+        self.means.put(facts["means"])
         self._replicas.draws.used = facts["drawn"]
         if "loss" in facts:
             loss = facts["loss"] if facts["loss"] is not None else of_all["loss"] * self.world.is_first
             metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in facts["metrics"].items()}
             own = torch.tensor(loss, dtype=torch.float64)
             result = StepResult(own, own, skipped=progress.skipped_in_a_row > 0, metrics=metrics)
-            self.window.add(result, samples=self.plan.count(step - 1), seen=facts["seen"])
+            add_to(self.means, result, samples=self.plan.count(step - 1), seen=facts["seen"], world=self.world)
         # of that step's end, which comes after the note; rank 0's own, if it alone logs
-        self.window.logged |= of_all["logged"]
+        self.means.logged |= of_all["logged"]
         if progress.logged == step:
-            self.window.clear()
+            self.means.clear()
         return None
 
     # When another rank is lost for good.
@@ -279,8 +279,8 @@ class Training(Trainee):
         facts, buffers = self.journal.read(run.step - 1) or ({}, {})
         self._replicas.optimizer_step.buffers.put(buffers)
         lines = [self._line_without_loss()] if run.progress.stage < LOGGED and is_time_to_log(run) else []
-        state = {**self.replica(), **self.window.logged_alone()}
-        return state, {**position(run), "unlogged": self.window.samples, "drawn": facts["drawn"]}, lines
+        state = {**self.replica(), **self.means.state_alone()}
+        return state, {**position(run), "unlogged": self.means.samples, "drawn": facts["drawn"]}, lines
 
     def _line_without_loss(self) -> dict[str, Any]:
         run = self.run
@@ -289,7 +289,7 @@ class Training(Trainee):
         since, seconds = run.records.since_last()
         known = {"kind": "train", "step": run.step, "epoch": epoch(run), "loss": None, "lr": run.strategy.lr}
         known |= {"grad_norm": float(result.grad_norm), "samples": samples}
-        return {**known, "samples_per_s": round((samples - since) / seconds, 1), **self.window.take_logged()}
+        return {**known, "samples_per_s": round((samples - since) / seconds, 1), **self.means.take_logged()}
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muster.attempt.lifecycle import Ending, HasStep, Peers
+from muster.attempt.intervals import Intervals, Timed
+from muster.attempt.lifecycle import Ending, Peers
+from muster.attempt.running_means import RunningMeans
 from muster.checkpoint.manager import Checkpoints
 from muster.lease.open_folder import RunFolder, RunOptions
 from muster.loggers.metrics import Metrics
@@ -18,7 +21,7 @@ SETTLE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """An attempt that makes steps: it begins them, logs, saves, and ends when the run is done or the ranks agree to stop.
+    """An attempt that makes steps: it begins them, logs, evaluates, saves, and ends when the run is done or the ranks agree to stop.
 
     Args:
         peers: the ranks, this rank's heartbeat and the agreement on where to stop.
@@ -27,14 +30,18 @@ class Attempt:
         records: the records for the loggers.
         checkpoints: the checkpoints of the run.
         clock: this rank's times.
+        means: what the next record is of.
+        intervals: when it logs, evaluates and saves.
     """
 
     peers: Peers
-    progress: HasStep
+    progress: Timed
     total_steps: int
     records: Metrics
     checkpoints: Checkpoints
     clock: Clock
+    means: RunningMeans
+    intervals: Intervals
 
     @property
     def world(self) -> World:
@@ -55,6 +62,14 @@ class Attempt:
         """Enter a phase of work; return False if the ranks agreed to stop before it. Collective, the same on all ranks."""
         return self.peers.begin(phase, self.step)
 
+    def look(self) -> None:
+        """Learn what is due after this step by the clock. Collective: every rank must call it after each step."""
+        self.intervals.look(self.world, self.progress)
+
+    def is_due(self, what: str) -> bool:
+        """Return whether `what` is due after this step, by its interval."""
+        return self.intervals.is_due(what, self.progress)
+
     def log(self, own: Sequence[float], line: Callable[[list[float]], dict[str, Any]]) -> None:
         """Write a `train` record of the steps since the last one. Collective.
 
@@ -67,6 +82,15 @@ class Attempt:
         self.records.train(step=self.step, **line(sums[: len(own)]))
         if is_due:
             self.records.timing(self.step, gathered(sums[len(own) :]))
+
+    def evaluate(self, measure: Callable[[], dict[str, float] | None], *, epoch: int) -> dict[str, float] | None:
+        """Record and return the values that `measure` gives: None if the ranks have stopped before its end. Collective."""
+        began = time.perf_counter()
+        with self.clock.spending("evaluation"):
+            values = measure()
+        if values is not None:
+            self.records.eval(step=self.step, epoch=epoch, seconds=time.perf_counter() - began, values=values)
+        return values
 
     def enter(self, phase: str) -> None:
         """Tell the other ranks' heartbeats that this rank is in `phase` now: some phases may take long."""

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from muster.attempt.evaluation import sums_over
 from muster.code_location import described
-from muster.data.generators import kept_generators, key_of, seed_generators
-from muster.data.loader import LoaderConfig, batches
+from muster.data.loader import Batch, LoaderConfig, batches
 from muster.errors import ConfigError
 from muster.job.batch_source import at_least_one, is_loader, with_length
 from muster.job.replicas import digest_of, of_rank_0
 from muster.loggers.metrics import check_names
 from muster.sample_plan import Plan
-from muster.world.counts import OF, means, unpaired
+from muster.world.counts import OF, SEEN, means, unpaired
 from muster.world.dtensor import in_pieces
 from muster.world.group import World
 
@@ -53,20 +53,16 @@ def evaluate(
         )
     dataset = with_length(dataset, "evaluate")
     plan = Plan(len(dataset), min(batch_size, len(dataset)), shuffle=False)
-    totals, seen, modules = dict[str, Any](), 0, [*modules]
-    with torch.no_grad(), kept_generators(on_device=True), evaluating(modules), as_saved(modules, world):
-        for number, (batch,) in enumerate(batches(dataset, plan, range(plan.steps_per_epoch), loader)):
-            if not begin():
-                return None
-            seed_generators(key_of(loader.seed, "evaluation", number), on_device=True)
-            seen += batch.count
-            for name, values in _checked(measure(batch.inputs), size=max(1, batch.count)).items():
-                own = values[: batch.count].double().sum()  # a rank without samples gets one that does not count
-                totals[name] = totals[name] + own if name in totals else own
-    if not begin():
-        return None
-    sums = world.sum_named({name: float(total) for name, total in totals.items()})
-    return means(sums, count=int(world.sum([seen])[0]))
+    modules, taken = [*modules], batches(dataset, plan, range(plan.steps_per_epoch), loader)
+
+    def sums_of(batch: Batch) -> dict[str, Any]:
+        found = _checked(measure(batch.inputs), size=max(1, batch.count))
+        # a rank without samples gets one that does not count
+        return {SEEN: batch.count} | {name: values[: batch.count].double().sum() for name, values in found.items()}
+
+    with torch.no_grad(), evaluating(modules), as_saved(modules, world):
+        sums = sums_over(taken, sums_of, world=world, seed=loader.seed, begin=begin)
+    return None if sums is None else means(sums)
 
 
 @contextlib.contextmanager
@@ -118,8 +114,8 @@ def _checked(found: Any, *, size: int) -> Mapping[str, Tensor]:
         raise ConfigError(
             f"the function of evaluate() returns {described(found)}: return a dict of tensors, one value per sample"
         )
-    check_names(found, "the function of evaluate()")
     each = unpaired(found, "the function of evaluate()")
+    check_names(found, "the function of evaluate()")
     for name, values in each.items():
         if not isinstance(values, Tensor) or values.shape != (size,):
             raise ConfigError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor
 
 from muster.attempt.lifecycle import State
+from muster.attempt.running_means import number
+from muster.code_location import described
 from muster.data.fetch import unsplit
 from muster.data.generators import key_of, seed_generators
 from muster.data.loader import LoaderConfig
@@ -24,7 +25,6 @@ from muster.job.in_process_restart import run
 from muster.job.loop_services import AgreedStop, LoopServices
 from muster.job.options import JobOptions
 from muster.job.replicas import settle_buckets
-from muster.job.running_means import number_of
 from muster.job.tracked_state import Tracked
 from muster.loggers.metrics import check_names
 from muster.sample_plan import Share
@@ -239,7 +239,10 @@ class Job(JobOptions):
         self._is_owed, portion = False, self._portion
         self._note_weight(services)
         check_names(values, "step()")
+        meaning = "the mean over this rank's samples"
         known = {name: value for name, value in {"loss": loss, **values}.items() if value is not None}
+        for name, value in known.items():
+            _refuse_other(value, what=f"step({name}=...)", meaning=meaning)
         weight: float = portion.count if portion.total else 1
         if portion.of is not None:
             weight = portion.of
@@ -272,7 +275,8 @@ class Job(JobOptions):
         services = self._tracked("log()")
         check_names(values, "log()")
         for name, value in values.items():
-            services.noted[name] = float(number_of(value, what=f"log({name}=...)", meaning="of this rank"))
+            _refuse_other(value, what=f"log({name}=...)", meaning="of this rank")
+            services.means.logged[name] = number(value)
 
     def evaluate(
         self,
@@ -296,22 +300,24 @@ class Job(JobOptions):
             num_workers: as for `batches`.
             collate_fn: as for `batches`.
         """
-        services, began = self._between_steps("evaluate()"), time.perf_counter()
+        services = self._between_steps("evaluate()")
         services.tracked.accumulation.refuse("evaluate()")
-        with services.clock.spending("evaluation"), services.evaluating():
-            values = evaluate(
-                dataset,
-                measure,
-                batch_size=batch_size,
-                world=services.world,
-                modules=services.tracked.modules.values(),
-                loader=self._loader(num_workers, collate_fn),
-                begin=lambda: services.goes_on("evaluation"),
-            )
+
+        def measured() -> dict[str, float] | None:
+            with services.evaluating():
+                return evaluate(
+                    dataset,
+                    measure,
+                    batch_size=batch_size,
+                    world=services.world,
+                    modules=services.tracked.modules.values(),
+                    loader=self._loader(num_workers, collate_fn),
+                    begin=lambda: services.goes_on("evaluation"),
+                )
+
+        values = services.running.evaluate(measured, epoch=services.epoch)
         if values is None:
             services.stop()
-        seconds = time.perf_counter() - began
-        services.running.records.eval(step=self.steps_done, epoch=services.epoch, seconds=seconds, values=values)
         services.peers.heartbeat.enter("step", self.steps_done)
         return values
 
@@ -321,8 +327,8 @@ class Job(JobOptions):
         Raises:
             ConfigError: `value` is not a number or a tensor of one element.
         """
-        own = float(number_of(value, what="sum(...)", meaning="this rank's summand"))
-        return self._bootstrap.world.sum([own])[0]
+        _refuse_other(value, what="sum(...)", meaning="this rank's summand")
+        return self._bootstrap.world.sum([number(value)])[0]
 
     @property
     def should_stop(self) -> bool:
@@ -465,6 +471,12 @@ class Job(JobOptions):
             f"step {self.steps_done} has {all_of_them:g} {what}, not as many in each batch of {self.world_size} ranks: for the exact "
             "mean gradient use (loss * job.weight).backward()",
         )
+
+
+def _refuse_other(value: Any, *, what: str, meaning: str) -> None:
+    """Raise ConfigError unless `value`, which `what` names, is a number or a tensor of one element, with this `meaning`."""
+    if not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)):
+        raise ConfigError(f"{what} is {described(value)}: give a number or a tensor of one element, {meaning}")
 
 
 def _is_done(error: BaseException) -> bool:

@@ -15,8 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from muster import outcome
 from muster.attempt.attempt import Attempt, open_checkpoints
+from muster.attempt.intervals import Every, Intervals
 from muster.attempt.lifecycle import Ending
 from muster.attempt.records import open_records, report
+from muster.attempt.running_means import RunningMeans
 from muster.checkpoint.commit import Saved
 from muster.checkpoint.trained import own_prefix, plain
 from muster.checkpoint.weights import write_weights
@@ -30,13 +32,14 @@ from muster.job.bootstrap import Bootstrap
 from muster.job.end_barrier import end_alike
 from muster.job.options import JobOptions, as_yaml, loggers_of, run_options_of
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
-from muster.job.running_means import RunningMeans
 from muster.job.tracked_state import Tracked
 from muster.job.trainee import JobTrainee, Reached, seed_step
 from muster.loggers.metrics import Metrics
 from muster.recovery.survival import WHY_NOT
 from muster.timing.clock import Clock
 from muster.world import external_group
+from muster.world.counts import OF
+from muster.world.counts import means as averages
 
 BUILD_ALIKE = (
     "build modules in the `with` block, where all ranks have the same seed, or wrap them in DistributedDataParallel "
@@ -100,12 +103,11 @@ class LoopServices:
     def __init__(self, options: JobOptions, bootstrap: Bootstrap, tracked: Tracked):
         self.options, self.bootstrap, self.tracked = options, bootstrap, tracked
         self.world, self.start, self.folder = bootstrap.world, bootstrap.start, bootstrap.start.folder
-        self.totals, self.clock = RunningMeans(self.world), Clock()
+        self.means, self.clock = RunningMeans(self.world), Clock()
         self.batch_source: BatchSource | None = None
         self.is_open = self.is_evaluating = False
         saved = self.start.saved
-        self.noted: dict[str, float] = dict(saved.manifest.get("noted", {})) if saved else {}
-        """What `job.log` has for the next line."""
+        self.intervals = Intervals(line=Every(options.log_every), save=Every(options.save_every))
         self.reached = Reached(saved.step, int(saved.manifest.get("samples", 0))) if saved else Reached()
         seed_generators(key_of(options.seed, self.world.rank, self.reached.step), on_device=True)
         self.owes_save = self._is_asked_to_save = False
@@ -270,12 +272,16 @@ class LoopServices:
                 newest_step=self.start.newest_step,
             ),
             clock=self.clock,
+            means=self.means,
+            intervals=self.intervals,
         )
 
     def note(self, values: Mapping[str, Any], *, weight: float) -> None:
         """Add means over `weight` samples of this rank to those of the next record."""
         if weight:
-            self.totals.add(values, weight=weight)
+            for name, value in values.items():
+                self.means.add({name: value}, times=weight)
+                self.means.add({f"{name}{OF}": weight})
 
     def advance(self, *, samples: int) -> None:
         """Count a step of `samples` samples of all ranks, and log if it is time to. Collective."""
@@ -289,11 +295,11 @@ class LoopServices:
 
     def is_time_to_log(self) -> bool:
         """Return True if a `train` record is due after this step."""
-        return self.reached.step % self.options.log_every == 0 or self.is_over
+        return self.is_over or self.intervals.is_due("line", self.reached)
 
     def end_step(self) -> None:
         """Save at the interval, after the body of the loop has ended. Collective."""
-        is_due = self.reached.step % self.options.save_every == 0 and not self.is_over
+        is_due = self.intervals.is_due("save", self.reached) and not self.is_over
         self.owes_save, self._is_asked_to_save = is_due or self._is_asked_to_save, False
         if not self._has_looked and self.world.is_first:
             self._has_looked = True
@@ -319,12 +325,13 @@ class LoopServices:
 
     def log(self) -> None:
         """Write a `train` record of the steps since the last one. Waits for the device. Collective."""
-        means = self.totals.close()
-        if both := sorted(means.keys() & self.noted.keys()):
+        means, logged = averages(self.world.sum_named(self.means.own())), self.means.take_logged()
+        self.means.clear()
+        if both := sorted(means.keys() & logged.keys()):
             raise ConfigError(
                 f"log({both[0]}=...): step({both[0]}=...) gives the record a mean of that name: choose another"
             )
-        means, self.noted = means | self.noted, {}
+        means |= logged
         loss = means.pop("loss", None)
         if loss is not None and not math.isfinite(loss):
             raise self._diverged("the loss is")
@@ -402,8 +409,7 @@ class LoopServices:
     def position(self) -> dict[str, Any]:
         """Return the entries of a checkpoint's manifest about the progress."""
         left = {"left": True} if self.has_left and not (self.is_told_to_stop or self.is_over) else {}
-        noted = {"noted": self.noted} if self.noted else {}
-        return {"epoch": self.epoch, "samples": self.reached.samples, **noted, **left}
+        return {"epoch": self.epoch, "samples": self.reached.samples, **left}
 
     def goes_on(self, phase: str) -> bool:
         """Enter a phase of the body; return False if the ranks agreed to stop, and it is not to be finished. Collective.
@@ -441,8 +447,8 @@ class LoopServices:
         ending = running.done()
         self.peers.heartbeat.enter("finish", step)
         self.world.together(self._write_model())
-        if self.noted:
-            running.records.event_once("logged", step=step, **self.noted)
+        if late := self.means.take_logged():
+            running.records.event_once("logged", step=step, **late)
         running.records.event_once("done", step=step, output_dir=str(self.folder.path))
         running.close()  # before the report, which has the last window
         self.bootstrap.life.end(ending)

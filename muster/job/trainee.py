@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
 from muster.attempt.attempt import Attempt
+from muster.attempt.running_means import RunningMeans
 from muster.checkpoint.commit import Saved
 from muster.checkpoint.manager import restore
 from muster.checkpoint.state import host_copy
@@ -28,8 +29,6 @@ from muster.data.fingerprint import hash_of, look
 from muster.data.generators import key_of, seed_generators
 from muster.errors import RankLost
 from muster.job.replicas import first_apart, hooks_with_state
-from muster.job.running_means import NAME as TOTALS
-from muster.job.running_means import RunningMeans
 from muster.job.tracked_state import FROZEN, GRADIENTS, ZEROED, Tracked
 from muster.recovery.emergency_checkpoint import check_finite
 from muster.recovery.hand_over import HandOver
@@ -52,6 +51,7 @@ class Reached:
 
     step: int = 0
     samples: int = 0
+    timed: dict[str, int] | None = None
 
 
 class Loop(Protocol):
@@ -59,10 +59,9 @@ class Loop(Protocol):
 
     world: World
     tracked: Tracked
-    totals: RunningMeans
+    means: RunningMeans
     running: Attempt
     reached: Reached
-    noted: dict[str, float]
     built: dict[str, Any]
     is_within: bool
     is_evaluating: bool
@@ -114,7 +113,7 @@ class JobTrainee(Trainee):
 
     def state(self) -> dict[str, Any]:
         """Return the flat state for a checkpoint. Collective."""
-        return {**self._tracked.state(), **self._services.totals.state()}
+        return {**self._tracked.state(), **self._services.means.state()}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Return the tensors to read the `saved` ones into. Raises ConfigError."""
@@ -122,7 +121,7 @@ class JobTrainee(Trainee):
 
     def load(self, state: dict[str, Any]) -> None:
         """Load a saved state. Raises ConfigError."""
-        self._services.totals.load(state)
+        self._services.means.load(state)
         self._tracked.load(state)
 
     def begin(self) -> None:
@@ -202,7 +201,7 @@ class JobTrainee(Trainee):
         self.changes.look()
         self._plain, self._point = self._tracked.plain(), _point(self._tracked.parameters())
         self._with_gradients = self._tracked.accumulation.with_gradients()
-        self._write(self._whole, {"totals": services.totals.own(), "noted": services.noted, "point": self._point})
+        self._write(self._whole, {"means": services.means.journal(), "point": self._point})
 
     def note_buffers(self, *_: Any) -> None:
         """Note this rank's own buffers if they have changed, unless an evaluation uses rank 0's."""
@@ -253,7 +252,7 @@ class JobTrainee(Trainee):
             "is_logged": services.is_time_to_log(),
             "habits": self._habits,
             "said": sorted(self._kept.told),
-            "noted": services.noted,
+            "logged": services.means.journal()["logged"],
             "built": services.built,
             "left_to_compare": self._left_to_compare,
             "evaluations": [*self.running.records.of_body, *self.running.records.told],
@@ -279,11 +278,8 @@ class JobTrainee(Trainee):
         assert noted
         own, buffers = noted
         self._tracked.load({**state, **buffers})
-        services.totals.put(own["totals"])
-        services.noted = {
-            **own["noted"],
-            **facts["noted"],
-        }  # some after the note, in a loop that has batches of its own
+        services.means.put(own["means"])
+        services.means.logged |= facts["logged"]  # some after the note, in a loop that has batches of its own
         self._is_handed, self._told = True, facts["evaluations"]
 
     def _own(self, step: int, *, is_logged: bool) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
@@ -294,7 +290,7 @@ class JobTrainee(Trainee):
         if before is None or (late is None and self.journal.is_torn(2 * step - 1)):
             return None
         self._is_lost = not is_logged
-        own = before[0] if self._is_lost else {"totals": {}, "noted": {}}
+        own = before[0] if self._is_lost else {"means": {}}
         return own, late[1] if late else before[1]  # there is no later note if no buffer has changed
 
     def _check(self, step: int, own: Any, points: list[Any]) -> None:
@@ -329,7 +325,11 @@ class JobTrainee(Trainee):
         """Return the state, the position and the last records of a checkpoint that this rank writes alone."""
         check_finite(self._tracked.parameters(), self.running.step)
         unlogged = self._services.reached.samples - self.running.records.since_last()[0]
-        return {**self.replica(), TOTALS: {}}, {**self._services.position(), "unlogged": unlogged}, []
+        return (
+            {**self.replica(), **self._services.means.state_alone()},
+            {**self._services.position(), "unlogged": unlogged},
+            [],
+        )
 
 
 def _why_not(tracked: Tracked) -> str:

@@ -30,11 +30,12 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
+from functools import partial
 from typing import IO, Any
 
-from torch.distributed import run
+from torch.distributed import PrefixStore, run
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException, api
@@ -48,8 +49,8 @@ CAUSE = "MUSTER_CAUSE"
 MEETS_AT = "MUSTER_MEETS_AT"
 """Variable with the host of the rendezvous, if there are several nodes; execute.py repeats the name."""
 interfaces: Any = None
-"""muster/world/rendezvous/interfaces.py, which torchrun.py has loaded by its path, too."""
-ADDRESS_S = 60.0  # all agents have met, and post their addresses next
+store_client: Any = None
+"""muster/world/rendezvous/interfaces.py and muster/world/store_client.py, which torchrun.py has loaded by their paths, too."""
 EARLY_S = 60.0
 OF_CODE = (
     "ArgumentError|AssertionError|AttributeError|FileNotFoundError|ImportError|IndentationError|IndexError|KeyError|"
@@ -149,22 +150,8 @@ class ScriptAgent(LocalElasticAgent):
         host, store, hosts = os.environ.get(MEETS_AT), worker_group.store, worker_group.group_world_size or 1
         if not host or not store or hosts == 1:
             return
-
-        def exchange(address: str) -> str:
-            if address:
-                store.set("muster/address", address)
-            deadline, called = time.monotonic() + ADDRESS_S, store.add("muster/addresses", 1)
-            while not address and time.monotonic() < deadline:
-                if store.check(["muster/address"]):
-                    address = store.get("muster/address").decode()
-                elif called >= hosts:
-                    break
-                else:
-                    time.sleep(POLL_S)
-                    called = store.add("muster/addresses", 0)
-            return address
-
-        found = interfaces.interface_to(host, exchange)
+        client = store_client.Client(PrefixStore("muster", store), Counter())
+        found = interfaces.interface_to(host, partial(client.exchange_address, of=hosts))
         if found and interfaces.is_known_as_loopback():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
 

@@ -107,8 +107,9 @@ def loaded(path: Path) -> ModuleType:
 def run_script() -> int:
     """Run a user's own script on this node's ranks, and return the exit code."""
     here = Path(__file__).parent
-    agent = loaded(here / "script_agent.py")
-    vars(agent)["interfaces"] = loaded(here.parent / "world" / "rendezvous" / "interfaces.py")
+    agent, world = loaded(here / "script_agent.py"), here.parent / "world"
+    vars(agent)["interfaces"] = loaded(world / "rendezvous" / "interfaces.py")
+    vars(agent)["store_client"] = loaded(world / "store_client.py")
     return int(agent.main())
 
 

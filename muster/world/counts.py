@@ -13,6 +13,8 @@ from muster.errors import ConfigError
 
 OF = "/of"
 """Suffix of the name of a sum's own count; a sum without such a count is over samples."""
+SEEN = "\0samples"
+"""Name of the sum of samples, of which some may have been left out."""
 
 
 def counted(found: Any, said: str, *, waits: bool = True) -> Any:
@@ -52,7 +54,8 @@ def unpaired(found: Mapping[str, Any], said: str) -> dict[str, Any]:
     return each
 
 
-def means(sums: Mapping[str, float], *, count: int) -> dict[str, float]:
-    """Divide sums over all ranks by their own counts, or by `count`; NaN if the count is 0."""
-    over = {name: sums.get(f"{name}{OF}", count) for name in sums if not name.endswith(OF)}
+def means(sums: Mapping[str, float]) -> dict[str, float]:
+    """Divide sums over all ranks by their own counts, or by that of samples, `SEEN`; NaN if the count is 0."""
+    samples = sums.get(SEEN, 0.0)
+    over = {name: sums.get(f"{name}{OF}", samples) for name in sums if not name.endswith(OF) and name != SEEN}
     return {name: sums[name] / of if of else math.nan for name, of in over.items()}

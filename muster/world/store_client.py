@@ -3,14 +3,20 @@
 The store is one thread in one process, so the work of each request must not grow with the number of ranks. A rank posts
 under its own key, one reader fetches all keys with one `multi_get`, and a barrier is a counter whose last contributor
 sets one more key (`Client.count`) instead of a wait for a key of each rank.
+
+Without the kit: torchrun.py loads this file by its path.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from datetime import timedelta
 
 from torch.distributed import Store
+
+ADDRESS_S = 60.0  # all have met, and post their addresses next
+POLL_S = 0.02
 
 
 class Connections:
@@ -89,3 +95,21 @@ class Client:
     def await_all(self, gate: str, seconds: float) -> None:
         """Wait up to `seconds` until `gate` is open."""
         self.wait(f"{gate}/all", seconds)
+
+    def exchange_address(self, address: str, *, of: int) -> str:
+        """Post this host's address for the others, and return it; for "", return the first that another one posts.
+
+        Only the call with "" waits, until there is an address, or all `of` callers have called, or for `ADDRESS_S`; then it returns "".
+        """
+        if address:
+            self.set("address", address)
+        self.count("addresses", of=of)
+        deadline = time.monotonic() + ADDRESS_S
+        while not address and time.monotonic() < deadline:
+            has_ended = self.check("addresses/all")
+            if self.check("address"):
+                return self.get("address")
+            if has_ended:
+                break
+            time.sleep(POLL_S)
+        return address

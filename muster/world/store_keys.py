@@ -23,7 +23,6 @@ from muster.world.store_client import Client, Connections
 CLIENTS = 4
 """Store connections of each rank: one for the process group, two for `StoreKeys`, one for the meeting."""
 ANSWER_S = 1.0
-ADDRESS_S = 60.0  # all ranks have met, and post it next
 BYE_S = 10.0
 POLL_S = 0.02
 LEAVING_PER_S = 5000.0  # polls of the store by all leaving ranks together
@@ -82,23 +81,8 @@ class StoreKeys:
     # The network interface (rendezvous/interfaces.py)
 
     def exchange_address(self, address: str) -> str:
-        """Post this host's address for the others, and return it; for "", return the first that another rank posts.
-
-        Only the call with "" waits, until there is an address, or all ranks have called, or for `ADDRESS_S`; then it returns "".
-        """
-        if address:
-            self._quick.set("address", address)
-        self._quick.count("addresses", of=self.size)
-        deadline = time.monotonic() + ADDRESS_S
-        while not address and time.monotonic() < deadline:
-            has_ended = self._quick.check("addresses/all")
-            if self._quick.check("address"):
-                address = self._quick.get("address")
-            elif has_ended:
-                break
-            else:
-                time.sleep(POLL_S)
-        return address
+        """Post this host's address for the others, and return it; for "", return the first that another rank posts."""
+        return self._quick.exchange_address(address, of=self.size)
 
     # Reachability, if no process group could be formed (connectivity.py)
 

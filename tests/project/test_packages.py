@@ -15,7 +15,7 @@ RUNTIME = (
 )  # fmt: skip
 # The trainer, muster.train: config -> data -> model -> strategy -> loop.
 TRAINER = (
-    "config", "numerics", "data", "models", "objectives", "optim", "strategies", "throughput", "running_means", "evaluation", "progress", "intervals", "loop",
+    "config", "numerics", "data", "models", "objectives", "optim", "strategies", "throughput", "evaluation", "progress", "loop",
     "callbacks", "trainee", "first_records", "resume", "settings", "in_process_restart", "validate", "run", "saved_weights", "evaluate_run", "evaluate", "load", "export", "submit", "doctor", "__main__", "entry",
 )  # fmt: skip
 FRONT = ("muster/__init__", "muster/__main__")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from kit.job import finish, hold, pace, reached, run, start, wait_for
 
+from muster.attempt.intervals import Every, Intervals
 from muster.report.history import History
-from muster.train.intervals import Intervals
 from muster.train.progress import Progress
 from muster.world.group import alone
 
@@ -184,7 +184,7 @@ def test_another_metric_to_watch_is_looked_for_anew(tmp_path):
 def test_intervals_in_seconds_follow_the_clock_with_few_looks_at_it():
     """A slow first step, then fast ones: each interval is kept to a step or two, and the clock is rarely looked at."""
     now, looks, due = 0.0, 0, {"line": [], "save": []}
-    timed, progress = Intervals(clock=lambda: now, line=1.0, save=5.0), Progress()
+    timed, progress = Intervals(clock=lambda: now, line=Every(10, 1.0), save=Every(100, 5.0)), Progress()
     timed.look(alone(torch.device("cpu")), progress)
     for step in range(1, 4001):
         now += 3.0 if step == 1 else 0.005

@@ -20,13 +20,14 @@ from muster.train.config.keys import NonFinite, Precision
 from muster.train.models.frozen import needs_mode, set_mode
 from muster.train.objectives.counted import count_of, weighed
 from muster.train.objectives.loss import loss_of
-from muster.train.objectives.measure import SEEN, sums
+from muster.train.objectives.measure import sums
 from muster.train.optim.schedule import follow
 from muster.train.strategies import state as flat
 from muster.train.strategies.base import Recipe, StepResult, Strategy
 from muster.train.strategies.replicas.buffers import Buffers
 from muster.train.strategies.step.call import Call
 from muster.train.strategies.step.gradient import clip, total_norm
+from muster.world.counts import SEEN
 from muster.world.dtensor import in_pieces
 from muster.world.exposed_communication import Waiting
 from muster.world.group import World
