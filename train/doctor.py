@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from muster.doctor.lint import lint
+from muster.doctor.lint import files_in, lint
 from muster.doctor.show import show, verdict, write
 from muster.doctor.visit import examine
 from muster.errors import MusterError, tell
@@ -66,10 +66,12 @@ def visited(config: Config, given: argparse.Namespace) -> int:
 
 def looked_into(paths: list[Path]) -> int:
     """Print the mistakes in files. Return 0 if there are none, else 1."""
-    mistakes = lint(paths)
+    mistakes, number = lint(paths), len(files_in(paths))
     for mistake in mistakes:
         print(mistake)
-    print(f"{len(mistakes)} mistake{'s' * (len(mistakes) != 1)} found", flush=True)
+    print(
+        f"{len(mistakes)} mistake{'s' * (len(mistakes) != 1)} found in {number} file{'s' * (number != 1)}", flush=True
+    )
     return FAILED if mistakes else 0
 
 

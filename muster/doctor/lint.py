@@ -16,18 +16,35 @@ Rule = Callable[[str], Iterator[tuple[int, str]]]
 """Maps the text of a file to (line number, mistake and remedy)."""
 
 
+KINDS = (".sbatch", ".sh", ".yaml", ".yml")
+
+
 def lint(paths: list[Path]) -> list[str]:
-    """Return `file:line: mistake` for all files, and *.sbatch, *.sh, *.yaml, *.yml in folders. Raises ConfigError."""
+    """Return `file:line: mistake` for all `files_in` the paths. Raises ConfigError."""
     found = []
+    for file in files_in(paths):
+        text = file.read_bytes().decode(errors="replace")  # with its line ends as they are
+        rules = MANIFEST if file.suffix in (".yaml", ".yml") else BATCH
+        found += [f"{file}:{line}: {said}" for rule in rules for line, said in rule(text)]
+    return found
+
+
+def files_in(paths: list[Path]) -> list[Path]:
+    """Return the batch scripts and manifests among files, and in folders.
+
+    Raises:
+        ConfigError: a path is not there, or is no such file, or is a folder without one.
+    """
+    found = list[Path]()
     for path in paths:
         if not path.exists():
             raise ConfigError(f"--lint {path}: there is no such file or folder")
-        kinds = ("*.sbatch", "*.sh", "*.yaml", "*.yml")
-        files = sorted(file for kind in kinds for file in path.rglob(kind)) if path.is_dir() else [path]
-        for file in files:
-            text = file.read_bytes().decode(errors="replace")  # with its line ends as they are
-            rules = MANIFEST if file.suffix in (".yaml", ".yml") else BATCH
-            found += [f"{file}:{line}: {said}" for rule in rules for line, said in rule(text)]
+        files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in KINDS)
+        if not files or (path.is_file() and path.suffix not in KINDS and path.read_bytes()[:2] != b"#!"):
+            raise ConfigError(
+                f"--lint {path}: no batch script and no manifest, whose names end with {', '.join(KINDS)}"
+            )
+        found += files
     return found
 
 
@@ -219,6 +236,20 @@ def grace_too_short(text: str) -> Iterator[tuple[int, str]]:
             )
 
 
+def stopped_too_soon(text: str) -> Iterator[tuple[int, str]]:
+    """Find nodes of compose that are killed before their ranks have had the time to save."""
+    units = {"h": 3600, "m": 60, "s": 1}
+    for services in (mapping(document, "services") for document in manifests(text)):
+        for node in (mapping(services, name) for name in services):
+            grace, needed = str(node.get("stop_grace_period", "10s")), str(mapping(node, "environment").get("GRACE_S"))
+            given = sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)(h|m(?!s)|s)", grace))
+            if "node" in (node.get("command") or ()) and needed.isdigit() and given < int(needed):
+                yield (
+                    line_of(text, rf"stop_grace_period:\s*[\"']?{grace}"),
+                    f"compose kills a node {grace} after SIGTERM, and GRACE_S gives its ranks {needed} s to save: make stop_grace_period longer",
+                )
+
+
 def service_as_endpoint(text: str) -> Iterator[tuple[int, str]]:
     """Find rendezvous endpoints that name a load-balanced Service instead of one pod."""
     documents = manifests(text)
@@ -257,6 +288,7 @@ BATCH: tuple[Rule, ...] = (
 MANIFEST: tuple[Rule, ...] = (
     unreadable,
     grace_too_short,
+    stopped_too_soon,
     service_as_endpoint,
     trainer_missing,
     flag_over_variable,

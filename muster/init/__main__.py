@@ -43,13 +43,19 @@ def main() -> int:
     try:
         mine = project(here, name=given.name, image=given.image, loop=given.loop, script=given.script, gpus=given.gpus)
         wanted = files(mine, given.substrates or [*SUBSTRATES])
-        for name in filter(None, (mine.example, ".gitignore")):
-            if (here / name).is_file():  # a user's own from the first edit on
-                wanted.pop(name, None)
+        left = {name: wanted.pop(name) for name in (mine.example, ".gitignore") if (here / name).is_file()}
+        if ".gitignore" in left and not given.check:  # both are a user's own from the first edit on
+            if lacking := sorted(patterns(left[".gitignore"]) - patterns(read(here / ".gitignore"))):
+                say(f"left as is .gitignore, which has no {', '.join(lacking)}", sys.stdout)
         return check(here, wanted) if given.check else write(here, wanted)
     except MusterError as error:
         tell(error)
         return error.exit_code
+
+
+def patterns(text: str) -> set[str]:
+    """Return what a .gitignore leaves out, however a folder's name is written."""
+    return {line.strip("/* ") for line in text.splitlines() if line.strip() and line[0] not in "#!"}
 
 
 def write(folder: Path, wanted: Mapping[str, str]) -> int:
@@ -94,18 +100,22 @@ def compared(path: Path, text: str) -> str:
     Raises:
         StorageError: the file cannot be read.
     """
-    try:
-        there = path.read_text(errors="replace", encoding="utf-8")
-    except OSError as error:
-        raise storage_error("read", error, path) from error
     lines = difflib.unified_diff(
-        there.splitlines(),
+        read(path).splitlines(),
         text.splitlines(),
         f"{path.name} (yours)",
         f"{path.name} (the kit's)",
         lineterm="",
     )
     return "\n".join(f"    {line}" for line in lines)
+
+
+def read(path: Path) -> str:
+    """Return the text of a file. Raises StorageError."""
+    try:
+        return path.read_text(errors="replace", encoding="utf-8")
+    except OSError as error:
+        raise storage_error("read", error, path) from error
 
 
 if __name__ == "__main__":

@@ -26,13 +26,15 @@ DOCKERFILE = """\
 # Your project on the kit's image {kit}, which docker/wheel.Dockerfile or a clone of the kit builds once.
 ARG KIT={kit}
 FROM ${{KIT}}
-# Your own packages, before the code, so that an edit of it does not install them again:
-#   COPY requirements.txt /opt/
-#   USER root
-#   RUN pip install --no-cache-dir -r /opt/requirements.txt
-#   USER 1000:1000
+# Your own packages, before the code, so that an edit of it does not install them again{packages}
 COPY --chown=1000:1000 . /job
 """
+PACKAGES = (
+    "COPY requirements.txt /opt/",
+    "USER 0:0",
+    "RUN pip install --no-cache-dir -r /opt/requirements.txt",
+    "USER 1000:1000",
+)
 IGNORES = {
     ".gitignore": """\
 .env
@@ -91,6 +93,8 @@ image that it has.
 cp PATH/TO/torch_muster-*.whl docker/ && docker build -f docker/wheel.Dockerfile -t {kit} docker
 docker build -f docker/Dockerfile -t {image} .
 ```
+Data: an image has none, as `.dockerignore` leaves `data/` out, and a container writes to `runs/` and `/tmp` alone. Mount a data set: in
+`docker/compose.yaml` add `"../data:/job/data:ro"` to the volumes of `x-sandbox`, in `k8s/` a volume of your own at `/job/data`.
 
 """
 OPERATOR = """\
@@ -128,6 +132,7 @@ class Project:
     name: of the job and its objects in Kubernetes: lower-case letters, digits and hyphens. image: of its containers.
     words: what follows `muster launch node`: overrides without the run's name, or `--` and a script.
     example: path of the example's file; empty for a script that is there already. gpus: of each node, 0 for CPUs alone.
+    has_packages: whether the project has a requirements.txt.
     """
 
     name: str
@@ -135,6 +140,7 @@ class Project:
     words: Sequence[str]
     example: str
     gpus: int = 0
+    has_packages: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name) or self.name in NOT_TEXT:
@@ -159,7 +165,7 @@ def project(
     """
     name = name or re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     words, example = own(script) if script else EXAMPLES[loop]
-    return Project(name, image or f"{name}:1", words, example, gpus)
+    return Project(name, image or f"{name}:1", words, example, gpus, (folder / "requirements.txt").is_file())
 
 
 def own(script: str) -> tuple[list[str], str]:
@@ -193,7 +199,11 @@ def files(given: Project, substrates: Sequence[str]) -> dict[str, str]:
     if "slurm" in substrates:
         found["slurm/logs/.gitignore"] = "*\n!.gitignore\n"  # Slurm does not create the folder of a job's output
     if has_image(substrates):
-        found |= {"docker/Dockerfile": DOCKERFILE.format(kit=KIT_IMAGE), ".dockerignore": IGNORES[".dockerignore"]}
+        packages = (
+            ".\n" + "\n".join(PACKAGES) if given.has_packages else ":\n" + "\n".join(f"#   {line}" for line in PACKAGES)
+        )
+        found["docker/Dockerfile"] = DOCKERFILE.format(kit=KIT_IMAGE, packages=packages)
+        found[".dockerignore"] = IGNORES[".dockerignore"]
         for name in ("wheel.Dockerfile", "constraints.txt"):
             found[f"docker/{name}"] = built_from(name).read_text(encoding="utf-8")
     return found | {"MUSTER.md": readme(given, substrates)}
@@ -217,6 +227,7 @@ def filled(given: Project, template: str) -> str:
     changes = (
         (rf"image: {KIT_IMAGE}", f"image: {given.image}"),
         *(on_gpus(given.gpus) if given.gpus else ()),
+        *(of_script() if script_of(given.words) else ()),
         (r"(?<=name: )muster$", given.name),
         (r"(?<=instance: )muster\b", given.name),
         (r"(?<=subdomain: )muster$", given.name),
@@ -236,6 +247,19 @@ def filled(given: Project, template: str) -> str:
     for old, new in changes:
         template = re.sub(old, lambda _, new=new: new, template, flags=re.MULTILINE)  # type: ignore[misc]
     return template
+
+
+def of_script() -> list[tuple[str, str]]:
+    """Return the changes of the templates' comments for a script, which knows no Hydra."""
+    return [
+        (r"\[Hydra overrides\]", "[more arguments of the script]"),
+        (r" model=resnet50 data=imagefolder$", ""),
+        (
+            r'Hydra overrides, such as ARGS="model=resnet18 max_steps=50", quoted',
+            "the script with its arguments, after --, quoted",
+        ),
+        (r"^ *# ---- Your Hydra overrides, or a script of your own in the image: .*\n", ""),
+    ]
 
 
 def on_gpus(count: int) -> list[tuple[str, str]]:

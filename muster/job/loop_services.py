@@ -77,6 +77,7 @@ RATES = (
     "{name} is {first} on rank 0 and {own} on rank {rank}, so the ranks train by other rules: step a schedule such as ReduceLROnPlateau with "
     "what all ranks have, as job.sum(loss) / job.world_size or a value of job.evaluate"
 )
+SINCE = ", or at one since the `train` record before (log_every=1 names the step)"
 TRAIN_ALIKE = "wrap the model in DistributedDataParallel, or average gradients over the ranks before optimizer.step()"
 
 
@@ -334,7 +335,7 @@ class LoopServices:
         means |= logged
         loss = means.pop("loss", None)
         if loss is not None and not math.isfinite(loss):
-            raise self._diverged("the loss is")
+            raise self._diverged("the loss is", since="" if self.options.log_every == 1 else SINCE)
         known = {"epoch": self.epoch, "loss": loss, "lr": means.pop("lr", self.tracked.lr)}
         known |= {"grad_norm": means.pop("grad_norm", None), "samples": self.reached.samples}
         self.running.log([], lambda _: {**known, "more": means})
@@ -467,9 +468,9 @@ class LoopServices:
         weights: dict[str, Tensor] = {plain(name): value for name, value in model.state_dict().items()}
         return write_weights(self.folder.path / "model.pt", weights, writes=self.world.is_first)
 
-    def _diverged(self, what: str) -> Diverged:
+    def _diverged(self, what: str, *, since: str = "") -> Diverged:
         return Diverged(
-            f"{what} not finite at step {self.reached.step}: lower the learning rate, or clip the gradients"
+            f"{what} not finite at step {self.reached.step}{since}: lower the learning rate, or clip the gradients"
         )
 
     def _write_config(self, facts: Mapping[str, Any]) -> None:

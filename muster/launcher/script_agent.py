@@ -58,6 +58,7 @@ OF_CODE = (
 )
 """Errors that a start finds again. Any other may come from the network, a disk or another rank."""
 TAIL = 40  # lines of a rank's errors that are kept
+GROUP_S = 120.0  # a script may prepare its data before it forms a process group
 STEADY_S = 600.0
 """After ranks have worked for this long, a failure is the first in a row again."""
 POLL_S = 0.2
@@ -65,6 +66,8 @@ LEAVES_S = 2.0  # from the first closed connection of a rank that leaves to the 
 STUCK_S = 30.0  # longer than any read_timeout that the launchers pass in --rdzv-conf
 MOST = 2000  # characters of a line that are kept
 LAST_LINES_S = 2.0  # a process that a rank has left behind may hold its output open
+LISTENS = "0A"
+"""TCP_LISTEN of the kernel, as /proc/net/tcp has it."""
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
 
@@ -132,6 +135,7 @@ class ScriptAgent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self.began = 0.0
         self.early = ""  # the error of the script's code that has ended the newest start early
+        self.is_group_seen = False  # or there is nothing to see, or it is said already
         self.looks: int | None = None  # how often it has looked at its ranks; None while it waits for other nodes
         ScriptAgent.newest = self
         threading.Thread(target=self._watch, daemon=True).start()
@@ -176,6 +180,7 @@ class ScriptAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         self.looks = (self.looks or 0) + 1 if result.state == WorkerState.HEALTHY else None
+        self._see_group(is_over=result.state == WorkerState.SUCCEEDED)
         if result.is_failed():
             failed = [each for each in self.ranks() if each.proc.poll() and not each.is_told]
             if any(each.proc.poll() == COME_BACK for each in failed):
@@ -186,6 +191,22 @@ class ScriptAgent(LocalElasticAgent):
                 self._remaining_restarts = 0
             self._say_restart(failed, worker_group.spec.max_restarts)
         return result
+
+    def _see_group(self, *, is_over: bool) -> None:
+        """Say once if the ranks seem to train each by itself: nothing listens where rank 0 of a process group does."""
+        first = next((each for each in self.ranks() if each.rank == 0), None)
+        if self.is_group_seen or first is None or first.world_size == 1:
+            return
+        self.is_group_seen = listens(first.port)
+        if not self.is_group_seen and (is_over or time.monotonic() - self.began > GROUP_S):
+            self.is_group_seen = True
+            print(
+                f"muster: note: the {first.world_size} ranks have formed no process group at MASTER_PORT={first.port}: unless they meet in "
+                "another way, each trains by itself, on all samples; a script that is to train on several ranks calls "
+                "torch.distributed.init_process_group(), or is a muster.Job",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _ended_alike(self, failed: list[Rank]) -> bool:
         """Whether this start and the one before ended early with the same error of the script's own code."""
@@ -237,7 +258,8 @@ class Rank(SubprocessHandler):
     is_told = False
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        self.rank, alone, parent = int(env["RANK"]), env["WORLD_SIZE"] == "1", os.getpid()
+        self.rank, self.world_size, self.port = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["MASTER_PORT"])
+        alone, parent = self.world_size == 1, os.getpid()
         # On a terminal, one rank alone keeps it for its progress bars, and its error stays in sight.
         out = None if alone else subprocess.PIPE
         err = None if alone and sys.stderr.isatty() else subprocess.PIPE
@@ -293,6 +315,18 @@ class Rank(SubprocessHandler):
         deadline = deadline or time.monotonic() + LAST_LINES_S
         for each in self.output:
             each.join(max(0.0, deadline - time.monotonic()))
+
+
+def listens(port: int) -> bool:
+    """Return whether a process of this machine, or of its network namespace, listens at `port`; True if that cannot be known."""
+    found = False
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError), open(table, encoding="ascii") as lines:
+            found = True
+            for _, local, _, state, *_ in map(str.split, lines):
+                if state == LISTENS and int(local.rpartition(":")[2], 16) == port:
+                    return True
+    return not found
 
 
 def _die_with(parent: int) -> None:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from muster import process
 from muster.errors import say
@@ -167,6 +168,7 @@ def why_no_fork() -> str:
     The threads of OpenBLAS, which `import numpy` starts if OMP_NUM_THREADS allows it, are stopped before each fork: they
     are told from others by a fork.
     """
+    _stop_monitor()
     if threading.active_count() > 1:
         return f"an imported module has started the thread {threading.enumerate()[-1].name}"
     if _threads() > 1:
@@ -178,6 +180,14 @@ def why_no_fork() -> str:
     if multiprocessing.active_children():
         return "a process has been started"  # which only its parent can wait for
     return "an imported module has opened a connection" if _has_connection() else ""
+
+
+def _stop_monitor() -> None:
+    """End the thread by which tqdm refreshes slow bars: a later bar starts it again."""
+    bar: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if monitor := getattr(bar, "monitor", None):
+        monitor.exit()
+        bar.monitor = None
 
 
 def _threads() -> int:

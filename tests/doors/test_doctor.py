@@ -318,6 +318,14 @@ def test_mistakes_in_a_manifest(tmp_path, change, says):
         ("k8s/indexed-job/indexed-job.yaml", ("muster-0.muster}", "muster}"), None, "write muster-0.muster"),
         ("k8s/indexed-job/indexed-job.yaml", ("muster-0.muster}", "muster-0.muster.team.svc}"), None, None),
         ("k8s/indexed-job/indexed-job.yaml", ("subdomain: muster\n", "hostname: a\n"), None, "without subdomain"),
+        (
+            "docker/compose.yaml",
+            ("stop_grace_period: 60s", "stop_grace_period: 1s"),
+            78,
+            "GRACE_S gives its ranks 60 s",
+        ),
+        ("docker/compose.yaml", ("    stop_grace_period: 60s\n", ""), 1, "kills a node 10s after"),
+        ("docker/compose.yaml", ("stop_grace_period: 60s", "stop_grace_period: 1m30s"), None, None),
     ],
 )
 @pytest.mark.unit
@@ -345,5 +353,11 @@ def test_a_pod_on_its_nodes_network_is_told_its_name(tmp_path):
 def test_what_we_ship_has_no_mistake(tmp_path):
     done = doctor(ROOT, "--lint", "slurm", "k8s", "docker")
     assert done.returncode == 0 and "0 mistakes found" in done.stdout, done.stdout
-    none = doctor(tmp_path, "--lint", "nowhere")
-    assert none.returncode == 2 and "there is no such file" in none.stderr
+    (tmp_path / "README.md").touch()
+    for path, says in (
+        ("nowhere", "there is no such file"),
+        ("README.md", "no batch script"),
+        (".", "no batch script"),
+    ):
+        none = doctor(tmp_path, "--lint", path)
+        assert none.returncode == 2 and says in none.stderr, none.stderr

@@ -55,6 +55,11 @@ def test_the_words_of_a_script_stay_what_they_are_everywhere(place, monkeypatch)
     given = yaml.safe_load(wanted["docker/compose.yaml"])["services"]["node"]["environment"]["ARGS"]
     assert shlex.split(given.removeprefix("${ARGS:-").removesuffix("}")) == words
     assert f'set -- {shlex.join(words)} "$@"' in wanted["slurm/ddp.sbatch"] and repr(words) in wanted["slurm/submit.py"]
+    assert not [name for name, text in wanted.items() if "Hydra" in text and name != "docker/constraints.txt"]
+    assert "\n#   RUN pip install" in wanted["docker/Dockerfile"]
+    (place / "requirements.txt").touch()
+    mine = project(place, name=None, image=None, loop=True)
+    assert "\nRUN pip install" in files(mine, ["docker"])["docker/Dockerfile"]
     with pytest.raises(ConfigError, match=r"gone\.py is not a file"):
         project(place, name=None, image=None, loop=False, script="gone.py")
 
@@ -94,6 +99,8 @@ def test_files_that_are_there_are_left_and_their_difference_is_shown(place):
     init(place, "slurm")
     checked = init(place, "slurm", "--check")
     assert checked.returncode == 0 and not checked.stdout, checked.stdout
+    (place / ".gitignore").write_text("runs\n.venv/\n# wandb\n")
+    assert "left as is .gitignore, which has no .env, __pycache__, data, mlruns, wandb\n" in init(place, "slurm").stdout
     (place / "mine.py").write_text("# all my own\n")
     for again in (init(place, "slurm"), init(place, "slurm", "--check")):
         assert again.returncode == 0 and "mine.py" not in again.stdout, "the example is its user's"

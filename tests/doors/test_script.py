@@ -98,6 +98,14 @@ def test_a_killed_rank_is_started_again(tmp_path):
     code, out = launch(tmp_path, mine.write(tmp_path).name, f"--out={tmp_path}", "--fault=once")
     assert code == 0 and mine.attempts(tmp_path, rank=1) == [0, 0], out
     assert "\nmuster: rank 1 was ended by SIGKILL: all ranks restart (1 of at most 3)\n" in out, out
+    assert "process group" not in out, out
+
+
+def test_ranks_that_form_no_process_group_are_noted(tmp_path):
+    (tmp_path / "alone.py").write_text("print('trained')\n")
+    code, out = launch(tmp_path, "alone.py")
+    assert code == 0 and out.count("trained") == 2, out
+    assert out.count("muster: note: the 2 ranks have formed no process group at MASTER_PORT=") == 1, out
 
 
 @pytest.mark.nightly

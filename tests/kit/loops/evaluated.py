@@ -1,6 +1,6 @@
 """Each rank has batch-norm statistics of its own, and evaluates by rank 0's in the loop's body: `python evaluated.py FOLDER`.
 
-The network outlives the job. BLOCK=1: a `with` block in place of `Job.run`.
+The network outlives the job. A bar shows how the data are loaded, before: tqdm starts a thread for it. BLOCK=1: a `with` block in place of `Job.run`.
 """
 
 import gc
@@ -8,12 +8,14 @@ import os
 import sys
 
 import torch
+import tqdm
 from torch.nn.parallel import DistributedDataParallel
 
 import muster
 from kit.faults import fault
 
-INPUTS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+GENERATOR = torch.Generator().manual_seed(0)
+INPUTS = torch.stack([torch.randn(4, generator=GENERATOR) for _ in tqdm.tqdm(range(64))])
 NETS = []
 
 
