@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from muster.attempt.attempt import Attempt
 from muster.attempt.lifecycle import Ending
-from muster.attempt.running_means import RunningMeans
+from muster.attempt.running_means import COUNTED, MEASURED, RunningMeans
 from muster.checkpoint.schemas import is_better
 from muster.checkpoint.trained import Trained
 from muster.code_location import described
@@ -34,8 +34,8 @@ from muster.train.throughput.figures import OF_LINES, peak_memory
 from muster.world.counts import OF
 from muster.world.group import World
 
-LOSS, LOSS_OF, MEASURED = "loss", f"loss{OF}", "measured/"
-"""Names of sums over the steps of a line: the loss, what its mean is over, and the metrics of training."""
+LOSS, LOSS_OF = "loss", f"loss{OF}"
+"""Names of sums over the steps of a line: the loss, and what its mean is over."""
 
 
 class Hooks(Protocol):
@@ -176,7 +176,8 @@ def train(run: Run) -> Ending:
     end_step(run)
     for batches in steps(run):
         result = run.strategy.step(run.step, weigh(run, batches))
-        add_to(run.means, result, samples=course.plan.count(run.step), seen=run.counts.seen, world=run.world)
+        samples, seen, measures = course.plan.count(run.step), run.counts.seen, run.config.log.train_metrics
+        add_to(run.means, result, samples=samples, seen=seen, is_first=run.world.is_first, measures=measures)
         run.progress.advance(result)
         count_skips(run, result)
         running.records.advance(run.step)
@@ -195,17 +196,25 @@ def train(run: Run) -> Ending:
 
 
 def add_to(
-    means: RunningMeans, result: StepResult, *, samples: int, seen: tuple[Any, Any] | None, world: World
+    means: RunningMeans,
+    result: StepResult,
+    *,
+    samples: int,
+    seen: tuple[Any, Any] | None,
+    is_first: bool,
+    measures: bool,
 ) -> None:
     """Add the result of a step of `samples` samples to the means of the next `train` line.
 
     seen: what makes a sum of this rank's share of the loss, and this rank's part of what the mean is over (`Counts.seen`); None: the
-        samples.
+        samples. measures: whether steps return metrics.
     """
     if means.takes(samples=samples, is_skipped=result.skipped):
-        times, of = seen or (samples, samples * world.is_first)
+        times, of = seen or (samples, samples * is_first)
         means.add({LOSS: result.loss}, times=times)
         means.add({LOSS_OF: of, **{f"{MEASURED}{name}": value for name, value in result.metrics.items()}})
+        if measures:
+            means.add({f"{MEASURED}{COUNTED}": samples * is_first})
 
 
 def own_loss(means: RunningMeans) -> list[float]:
@@ -365,7 +374,8 @@ def log(run: Run, result: StepResult) -> None:
 
     def line(sums: list[float]) -> dict[str, Any]:
         loss = sums[0] / sums[1] if sums[1] else 0.0
-        more = means_of_slices(run.world.sum_named(means.own(MEASURED))) if run.config.log.train_metrics else {}
+        measured = run.world.sum_named(means.own(MEASURED)) if run.config.log.train_metrics else {}
+        more = means_of_slices(measured, count=measured.pop(COUNTED, 0.0))
         more.pop(LOSS, None)
         check_names(more, "a metric", taken=OF_LINES)
         if not math.isfinite(loss) and run.config.on_nonfinite is NonFinite.stop:

@@ -243,7 +243,8 @@ class Training(Trainee):
             metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in facts["metrics"].items()}
             own = torch.tensor(loss, dtype=torch.float64)
             result = StepResult(own, own, skipped=progress.skipped_in_a_row > 0, metrics=metrics)
-            add_to(self.means, result, samples=self.plan.count(step - 1), seen=facts["seen"], world=self.world)
+            samples, measures = self.plan.count(step - 1), self._replicas.optimizer_step.recipe.train_metrics
+            add_to(self.means, result, samples=samples, seen=facts["seen"], is_first=rank == 0, measures=measures)
         # of that step's end, which comes after the note; rank 0's own, if it alone logs
         self.means.logged |= of_all["logged"]
         if progress.logged == step:

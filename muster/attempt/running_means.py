@@ -10,10 +10,17 @@ from torch import Tensor
 
 from muster.checkpoint.trained import own_prefix
 from muster.sample_plan import leaves_of
+from muster.world.counts import OF
 from muster.world.dtensor import in_pieces
 from muster.world.group import World
 
-NAME = "loop/means"
+NAME = "loop/window"
+JOBS, WEIGHT = "loop/totals", "\0weight"
+"""Names in a Job's checkpoint until 2026-11-29: its sums alone, and each one's count."""
+MEASURED = "measured/"
+"""The group of the sums of a trainer's metrics."""
+COUNTED = "\0counted"
+"""Name of the sum of samples of which there are metrics."""
 MOST = 1000
 """Number of values of one name that are added up at once."""
 
@@ -95,9 +102,11 @@ class RunningMeans:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the saved state. A checkpoint without one leaves nothing."""
-        own, shared = state.get(f"{own_prefix(self._world.rank)}{NAME}"), state.get(NAME, {})
+        own, shared = _found(state, own_prefix(self._world.rank)), _found(state, "") or {}
         here = {name: value for name, value in shared.get("sums", {}).items() if self._is_here(name)}
         self.put({**shared, "sums": here} if own is None else own)
+        if "measured" in shared and self._world.is_first:  # of a trainer's checkpoint until 2026-11-29
+            self._sums[f"{MEASURED}{COUNTED}"] = shared["measured"]
 
     def put(self, found: Mapping[str, Any]) -> None:
         """Restore this rank's state from a `journal`; what it lacks is empty."""
@@ -119,6 +128,14 @@ class RunningMeans:
                 self._sums[name] = self._sums.get(name, 0.0) + value * times
         self._added = {}
         return dict(self._sums)
+
+
+def _found(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any] | None:
+    """Return what a checkpoint has under `prefix`; None if nothing."""
+    sums = state.get(f"{prefix}{JOBS}")
+    return (
+        state.get(f"{prefix}{NAME}") if sums is None else {"sums": {k.replace(WEIGHT, OF): v for k, v in sums.items()}}
+    )
 
 
 def number(value: Any, *, waits: bool = True) -> Any:

@@ -39,7 +39,8 @@ def files_in(paths: list[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise ConfigError(f"--lint {path}: there is no such file or folder")
-        files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in KINDS)
+        inside = (file for file in path.rglob("*") if file.suffix in KINDS and file.is_file())
+        files = sorted(inside) if path.is_dir() else [path]
         if not files or (path.is_file() and path.suffix not in KINDS and path.read_bytes()[:2] != b"#!"):
             raise ConfigError(
                 f"--lint {path}: no batch script and no manifest, whose names end with {', '.join(KINDS)}"
@@ -238,14 +239,14 @@ def grace_too_short(text: str) -> Iterator[tuple[int, str]]:
 
 def stopped_too_soon(text: str) -> Iterator[tuple[int, str]]:
     """Find nodes of compose that are killed before their ranks have had the time to save."""
-    units = {"h": 3600, "m": 60, "s": 1}
+    units = {"h": 3600, "m": 60, "s": 1, "ms": 1e-3, "us": 1e-6}
     for services in (mapping(document, "services") for document in manifests(text)):
         for node in (mapping(services, name) for name in services):
             grace, needed = str(node.get("stop_grace_period", "10s")), str(mapping(node, "environment").get("GRACE_S"))
-            given = sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)(h|m(?!s)|s)", grace))
+            given = sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)(h|ms|us|m|s)", grace))
             if "node" in (node.get("command") or ()) and needed.isdigit() and given < int(needed):
                 yield (
-                    line_of(text, rf"stop_grace_period:\s*[\"']?{grace}"),
+                    line_of(text, rf"stop_grace_period:\s*[\"']?{re.escape(grace)}"),
                     f"compose kills a node {grace} after SIGTERM, and GRACE_S gives its ranks {needed} s to save: make stop_grace_period longer",
                 )
 

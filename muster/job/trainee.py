@@ -134,6 +134,7 @@ class JobTrainee(Trainee):
         self._kept.told = set()
         self._services.refuse_others(saved)
         restore(saved, self)
+        self._services.means.logged |= saved.manifest.get("noted", {})  # of a checkpoint until 2026-11-29
 
     # In an attempt.
 

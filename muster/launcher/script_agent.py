@@ -201,9 +201,9 @@ class ScriptAgent(LocalElasticAgent):
         if not self.is_group_seen and (is_over or time.monotonic() - self.began > GROUP_S):
             self.is_group_seen = True
             print(
-                f"muster: note: the {first.world_size} ranks have formed no process group at MASTER_PORT={first.port}: unless they meet in "
-                "another way, each trains by itself, on all samples; a script that is to train on several ranks calls "
-                "torch.distributed.init_process_group(), or is a muster.Job",
+                f"muster: note: the {first.world_size} ranks have formed no process group at MASTER_PORT={first.port}"
+                f"{'' if is_over else f' in {GROUP_S:.0f} s'}: unless they meet in another way{'' if is_over else ', or later'}, each trains by "
+                "itself, on all samples; a script that is to train on several ranks calls torch.distributed.init_process_group(), or is a muster.Job",
                 file=sys.stderr,
                 flush=True,
             )

@@ -16,7 +16,7 @@ from muster.loggers.base import Logger
 from muster.redact import redacted_all
 from muster.timing.clock import Times
 from muster.timing.timing_file import Timing
-from muster.world.counts import OF
+from muster.world.counts import OF, SEEN
 
 OF_RECORDS = ("kind", "event", "step", "epoch", "samples", "samples_per_s", "time")
 """Names that records have for entries of their own, whatever a loop logs."""
@@ -171,7 +171,7 @@ class Metrics:
 def check_names(names: Iterable[str], what: str, *, taken: Iterable[str] = ()) -> None:
     """Raise ConfigError for a name of a value that records or sums use themselves; `taken`: further ones."""
     for name in names:
-        if name in OF_RECORDS or name in taken or name.endswith(OF):
+        if name in OF_RECORDS or name in taken or name.endswith((OF, SEEN)):
             raise ConfigError(f"{what} has the name {name}, which records use themselves: choose another")
 
 

@@ -184,10 +184,13 @@ def why_no_fork() -> str:
 
 def _stop_monitor() -> None:
     """End the thread by which tqdm refreshes slow bars: a later bar starts it again."""
-    bar: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    if monitor := getattr(bar, "monitor", None):
-        monitor.exit()
-        bar.monitor = None
+    bars: list[Any] = [
+        getattr(module, "tqdm", None) for name, module in [*sys.modules.items()] if name.split(".")[0] == "tqdm"
+    ]
+    for bar in bars:  # each kind, such as that of tqdm.auto, has its own
+        if monitor := vars(bar).get("monitor") if isinstance(bar, type) else None:
+            monitor.exit()
+            bar.monitor = None
 
 
 def _threads() -> int:

@@ -54,8 +54,8 @@ def unpaired(found: Mapping[str, Any], said: str) -> dict[str, Any]:
     return each
 
 
-def means(sums: Mapping[str, float]) -> dict[str, float]:
-    """Divide sums over all ranks by their own counts, or by that of samples, `SEEN`; NaN if the count is 0."""
-    samples = sums.get(SEEN, 0.0)
+def means(sums: Mapping[str, float], *, count: float = 0.0) -> dict[str, float]:
+    """Divide sums over all ranks by their own counts, or by that of samples, `SEEN` or else `count`; NaN if the count is 0."""
+    samples = sums.get(SEEN, count)
     over = {name: sums.get(f"{name}{OF}", samples) for name in sums if not name.endswith(OF) and name != SEEN}
     return {name: sums[name] / of if of else math.nan for name, of in over.items()}

@@ -9,6 +9,7 @@ import torch
 from kit.job import finish, hold, pace, reached, run, start, wait_for
 
 from muster.attempt.intervals import Every, Intervals
+from muster.attempt.running_means import RunningMeans
 from muster.report.history import History
 from muster.train.progress import Progress
 from muster.world.group import alone
@@ -220,3 +221,24 @@ def test_checkpoints_at_the_end_of_epochs(tmp_path):
     assert [event["step"] for event in result.events("checkpoint")] == [23, 46, 60]
     both = run(tmp_path / "both", "checkpoint.every_epochs=1", "checkpoint.every_s=9", ok=False)
     assert both.code == 2 and "choose one interval" in both.said[-1], both.out
+
+
+@pytest.mark.unit
+def test_sums_of_earlier_checkpoints_are_gone_on_with():
+    """A trainer's and a Job's, as they were written until 2026-11-29, by the names of then."""
+    window = {
+        "samples": 64,
+        "measured": 64,
+        "made": True,
+        "sums": {"loss": 3.0, "loss/of": 64.0},
+        "logged": {"once": 8.0},
+    }
+    totals = {"loss": 3.0, "loss\0weight": 64.0}
+    for state in ({"loop/window": window}, {"rank-00000/loop/totals": totals, "loop/totals": totals}):
+        means = RunningMeans(alone(torch.device("cpu")))
+        means.load(state)
+        means.add({"loss": torch.tensor(0.5, requires_grad=True)}, times=2)
+        assert means.own() == {"loss": 4.0, "loss/of": 64.0} | (
+            {"measured/\0counted": 64} if "loop/window" in state else {}
+        )
+    assert means.take_logged() == {}

@@ -76,13 +76,16 @@ def _count(value: Any, *, like: Any) -> Any:
     return torch.tensor(float(value), device=like.device) if is_number and isinstance(like, Tensor) else value
 
 
-def means_of_slices(totals: Mapping[str, float]) -> dict[str, float]:
-    """Return the `means` of sums over all ranks. Keys are `SLICE/name` or `name`; the slices of a name are added in the order given."""
+def means_of_slices(totals: Mapping[str, float], *, count: float = 0.0) -> dict[str, float]:
+    """Return the `means` of sums over all ranks. Keys are `SLICE/name` or `name`; the slices of a name are added in the order given.
+
+    count: the number of samples, if `totals` does not have it as `SEEN`.
+    """
     added: dict[str, float] = {}
     for key, total in totals.items():
         name = key.partition("/")[2] if key.partition("/")[0].isdigit() or key.startswith("/") else key
         added[name] = added.get(name, 0.0) + total
-    return means(added)
+    return means(added, count=count)
 
 
 def in_full(outputs: Any) -> Any:

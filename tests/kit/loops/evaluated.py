@@ -8,14 +8,14 @@ import os
 import sys
 
 import torch
-import tqdm
 from torch.nn.parallel import DistributedDataParallel
+from tqdm.auto import tqdm
 
 import muster
 from kit.faults import fault
 
 GENERATOR = torch.Generator().manual_seed(0)
-INPUTS = torch.stack([torch.randn(4, generator=GENERATOR) for _ in tqdm.tqdm(range(64))])
+INPUTS = torch.stack([torch.randn(4, generator=GENERATOR) for _ in tqdm(range(64))])
 NETS = []
 
 
