@@ -25,6 +25,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a run to stop."""
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+LARGEST_KEPT = 2**25
+"""The largest block in bytes that glibc can keep (DEFAULT_MMAP_THRESHOLD_MAX of its malloc)."""
 WORKER_WAIT = "MP_STATUS_CHECK_INTERVAL"
 """torch's name for the longest wait for a DataLoader's worker; then it is ended."""
 WORKER_LEAVES_S = 0.1
@@ -225,6 +228,20 @@ def call_it(name: str) -> None:
     """Show `name` (at most 15 ASCII characters) for this process in ps, top, pkill and the kernel's log. Linux only."""
     if LIBC:
         LIBC.prctl(PR_SET_NAME, name.encode())
+
+
+def keep_memory() -> None:
+    """Have glibc keep the memory that is freed for the next allocation. Does nothing with another allocator.
+
+    A step frees what it has computed, and the next one needs as much: given back to the system at once, it comes again page by page, each
+    filled with zeros. Blocks above LARGEST_KEPT are given back in any case. Settings of the user's own, as in mallopt(3), stay.
+    """
+    is_set = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    )
+    if not is_set and (mallopt := getattr(LIBC, "mallopt", None)):
+        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+        mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
 def ignore(*numbers: int) -> None:

@@ -20,7 +20,7 @@ from muster.checkpoint.weights import write_weights
 from muster.errors import BadHost, ConfigError, Diverged, MusterError, say
 from muster.faults.preemption import Preemption
 from muster.lease.open_folder import RunFolder
-from muster.process import freeze
+from muster.process import freeze, keep_memory
 from muster.recovery.survival import Survival
 from muster.sample_plan import Plan
 from muster.timing.clock import Clock
@@ -163,6 +163,8 @@ def open_run(
     """
     kept = kept or RunHandOver(None)
     set_numerics(config)
+    if config.keep_memory:
+        keep_memory()
     if not config.compile:
         stay_eager()
     data = kept.load_data(config, world)

@@ -17,7 +17,7 @@ from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import Preemption
 from muster.job.options import JobOptions, check_options, group_options_of, run_options_of
 from muster.job.trainee import JobHandOver
-from muster.process import STOP_SIGNALS, forget_frames, ignore
+from muster.process import STOP_SIGNALS, forget_frames, ignore, keep_memory
 from muster.world import external_group
 from muster.world.device import choose_backend
 from muster.world.environment import Environment
@@ -91,6 +91,8 @@ class Bootstrap:
         self._install()
         try:
             check_options(self.options)
+            if self.options.keep_memory:
+                keep_memory()
             self._world = self._start()
             self._heartbeat = self.life.meet(self.world, timeout_s=self.options.timeout_s)
             self._group_alone()

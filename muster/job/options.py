@@ -41,6 +41,7 @@ class JobOptions:
             run to `previous-N/`; a path or URL: the checkpoint to start from while the run has none of its own.
         timeout_s: seconds without progress after which a rank is reported as hung and ended.
         start_timeout_s: seconds within which all ranks must join.
+        keep_memory: keep memory of the host that a step has freed for the next one, in place of giving it back to the system (glibc).
         survive: whether a rank that a signal kills is restarted in place, in a loop that `Job.run` calls.
         max_survivals_per_hour: the most times that a rank is restarted in place within an hour; once more restarts all ranks.
         max_idle_attempts: consecutive failed attempts without progress to tolerate; one more ends with exit code 7.
@@ -62,6 +63,7 @@ class JobOptions:
     resume: str = "auto"
     timeout_s: float = 300.0
     start_timeout_s: float = 60.0
+    keep_memory: bool = True
     survive: bool = True
     max_survivals_per_hour: int = 20
     max_idle_attempts: int = 3

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit.job import environment
 from kit.until import until
 
 from muster import process
@@ -77,3 +78,37 @@ def test_workers_of_a_data_loader_in_the_garbage_are_not_waited_for():
     done = subprocess.run([sys.executable, "-c", WORKERS_IN_A_CYCLE], capture_output=True, text=True, timeout=60)
     seconds, _, alive = done.stdout.partition(" ")
     assert alive == "[False, False]\n" and float(seconds) < 4.5, done
+
+
+FAULTS = """
+import resource, sys
+import torch, muster
+
+with muster.Job("run", tensorboard=False, keep_memory=sys.argv[1] == "keep") as job:
+    net = torch.nn.Linear(1, 1)
+    job.track(net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in job.batches(torch.ones(20, 1), batch_size=1, epochs=1):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        freed = [torch.ones(2**20) for _ in range(10)]  # 40 MB in blocks of 4
+        del freed
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        net.weight.data.add_(1)
+        job.step()
+print("faults", faults)
+"""
+
+
+@linux
+def test_memory_that_a_step_frees_is_there_for_the_next_unless_the_user_says_otherwise(tmp_path):
+    def faults(how, **env):
+        kept = {
+            name: value for name, value in environment(**env).items() if not name.startswith("MALLOC_") or name in env
+        }
+        line = [sys.executable, "-c", FAULTS, how]
+        (folder := tmp_path / f"{how}{len(env)}").mkdir()
+        done = subprocess.run(line, env=kept, cwd=folder, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout.split("faults ")[1].split()[0])
+
+    assert faults("keep") < 500 < 5000 < faults("leave")
+    assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072") > 5000

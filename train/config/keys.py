@@ -228,6 +228,11 @@ class Config:
         100, "consecutive preemptions without progress to tolerate; one more ends with exit code 7", Ge(0), FREE
     )
     deterministic: bool = key(False, "use deterministic kernels only", FREE)
+    keep_memory: bool = key(
+        True,
+        "keep memory of the host that a step has freed for the next one, in place of giving it back to the system (glibc)",
+        FREE,
+    )
     data: Any = part("training and test data")
     model: Any = part("model to train")
     objective: Any = part("loss and metrics")
