@@ -17,19 +17,20 @@ def bench(*arguments, **env):
     return done.stdout
 
 
-def test_the_loop_beside_others_on_the_same_data(tmp_path):
-    kinds = ["plain", "batched", "keyed", "random"]
-    out = bench("bench.loop", "W1", "W3", "--data", *kinds, ROUNDS="1", STEPS="2", RESULTS=str(tmp_path))
-    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in out.splitlines() if line.startswith("| W")]
-    expected = [[name, kind, str(n)] for n in (1, 2) for name in ("W1", "W3") for kind in kinds]
-    assert [[name.split(":")[0], *more] for name, *more in rows] == expected, out
-    assert (tmp_path / "loop.png").stat().st_size > 1000
-
-
-def test_a_loop_with_a_job_beside_the_same_loop_without():
-    rows = bench("bench.own_loop", "W1", "--nproc=2", ROUNDS="1", STEPS="2").splitlines()[2:]
-    assert [row.split("|")[3].strip() for row in rows] == ["the job's", "the loader's"], rows
-    assert all(float(row.split("|")[6]) > 0 for row in rows), rows
+def test_the_kit_as_started_beside_scripts_by_hand():
+    chosen, kinds = ["kit", "by_hand", "bare", "job", "job_loader"], ["plain", "batched", "keyed", "random"]
+    of_data = bench(
+        "bench.loop", "W1", "W3", "--nproc=2", "--data", *kinds, "--trainers", "kit", ROUNDS="1", WINDOW_S="0.5"
+    )
+    of_trainers = bench("bench.loop", "W1", "--trainers", *chosen, ROUNDS="1", WINDOW_S="0.5")
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in (of_data + of_trainers).splitlines()
+        if "| W" in line
+    ]
+    expected = [[name, kind, "2", "kit"] for name in ("W1", "W3") for kind in kinds]
+    assert [row[:4] for row in rows] == expected + [["W1", "plain", n, each] for n in "12" for each in chosen], rows
+    assert all(float(cell) > 0 for row in rows for cell in row[4:-1]), rows
 
 
 def test_a_checkpoint_beside_torch_save():
@@ -40,11 +41,6 @@ def test_a_checkpoint_beside_torch_save():
 def test_batches_beside_those_that_people_write():
     rows = [line.split("|") for line in bench("bench.input", "--quick", ROUNDS="1").splitlines()[2:]]
     assert len(rows) == 3 and all(float(row[2]) > 0 for row in rows), rows
-
-
-def test_the_start_beside_a_script_of_ones_own():
-    row = bench("bench.start", "1", ROUNDS="1").splitlines()[-1].split("|")
-    assert row[1].strip() == "1" and float(row[2]) > 0 and float(row[5]) > 0, row
 
 
 def test_two_processes_beside_one():
