@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import random
 
-import numpy as np
 import torch
 
+from muster.data.generators import key_of, seed_process
 from muster.timing.timing_file import environment
 from muster.train.config.keys import Config
 from muster.world.group import World
@@ -26,7 +24,7 @@ def set_numerics(config: Config) -> None:
     )
     if config.virtual_world_size and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # torchrun's default; the rounding of a sum depends on the number of threads
-    _seed(config.seed)
+    seed_process(config.seed)
 
 
 def kinds_of(world: World) -> list[str]:
@@ -46,11 +44,4 @@ def seed_all(seed: int, rank: int, *, step: int) -> None:
     The step matters on resume at another world size, where the checkpoint's generator states do not fit: without it,
     dropout masks would repeat those of the first steps.
     """
-    words = f"{seed}/{rank}/{step}" if step else f"{seed}/{rank}"
-    _seed(int.from_bytes(hashlib.sha256(words.encode()).digest()[:7]))
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_process(key_of(seed, rank, step) if step else key_of(seed, rank))

@@ -42,6 +42,13 @@ def seed_generators(key: int, *, on_device: bool = False, only: Collection[str] 
         torch.cuda.manual_seed(key)
 
 
+def seed_process(seed: int) -> None:
+    """Seed the global generators, on all devices, with `seed` as a script by hand does."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def drawn_from(before: Mapping[str, str]) -> bool:
     """Return True if a global generator has drawn since `state_of_generators` returned `before`."""
     now = state_of_generators()
