@@ -154,8 +154,9 @@ class Accumulation:
 
 def _some(gradients: list[Any]) -> bool:
     """Return whether a gradient is there that is not zero, as far as this rank's pieces show."""
-    found = (each.to_local() if in_pieces(each) else each for each in gradients if each is not None)
-    return any(bool((each._values() if each.is_sparse else each).any()) for each in found)
+    found = [each.to_local() if in_pieces(each) else each for each in gradients if each is not None]
+    plain = [each._values() if each.is_sparse else each for each in found]
+    return any(bool(each.any()) for each in sorted(plain, key=Tensor.numel))  # one element of a small one is enough
 
 
 def _like(parameter: Tensor, saved: Any) -> Tensor:
