@@ -8,7 +8,7 @@
 of ranks, the kit's own run and the other loops (gpu_loops.py) take turns in the same processes; the ratios are medians over
 the turns. The kit logs every ten steps, also to TensorBoard. What a log line and a save take is timed around them, with
 the device idle. The operations of some steps after the turns, of each loop, are listed by their time on the device in
-FOLDER/*-operations.txt. The table for bench/README.md is written to FOLDER/gpu.md. Without a GPU there is nothing to measure: then
+FOLDER/*-operations.txt. The table for bench/README.md is written to FOLDER/gpu.md, its figures to FOLDER/gpu.json. Without a GPU there is nothing to measure: then
 no table is written, also where a device is pretended (tests/kit/fake_cuda), on which `--tiny` runs every line.
 """
 
@@ -29,6 +29,7 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import torch
@@ -345,8 +346,22 @@ def table(rows: Sequence[dict[str, Any]], kills: dict[int, list[float]]) -> str:
     return "\n".join([f"Measured on {', '.join(sorted({row['device'] for row in rows}))}, {versions}:\n", *lines, ""])
 
 
-def carry_out(what: str, folder: str, *, tiny: bool) -> None:
-    """Measure the worlds, the largest first, and write the table on the node that has its first rank."""
+def outcome_of(tests: str | None) -> dict[str, Any]:
+    """Return the outcome and the seconds of each test in pytest's XML, by name; empty without a file: a run that was cut short has none."""
+    if not (tests and Path(tests).exists()):
+        return {}
+    cases = ElementTree.parse(tests).iter("testcase")
+    return {
+        case.attrib["name"]: [
+            next((each.tag for each in case if each.tag != "properties"), "passed"),
+            float(case.attrib["time"]),
+        ]
+        for case in cases
+    }
+
+
+def carry_out(what: str, folder: str, *, tiny: bool, tests: str | None) -> None:
+    """Measure the worlds, the largest first, and write table and JSON on the node that has the first rank."""
     there, rows = torch.cuda.device_count(), list[dict[str, Any]]()
     of_each = [["worker", f"--unit={unit}", f"--folder={folder}", *(["--tiny"] if tiny else [])] for unit in UNITS]
     for number, words in enumerate(of_each if what == "cluster" else ()):
@@ -360,6 +375,14 @@ def carry_out(what: str, folder: str, *, tiny: bool) -> None:
             rows += rows_of(alone(nproc, words))
     nproc = there if what == "cluster" else 1
     kills = {nproc: after_kills(nproc, tiny=tiny)}
+    facts = {
+        "is_measured": gpus() > 0,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "date": str(date.today()),
+    }
+    found = {**facts, "rows": rows, "seconds_after_kills": kills, "tests": outcome_of(tests)}
+    Path(folder, "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
     text = table(rows, kills)
     if not gpus():
         for row in rows:
@@ -376,6 +399,7 @@ def main() -> None:
     parser.add_argument("what", choices=["one", "cluster", "worker"], help="one GPU, or all of this job's nodes")
     parser.add_argument("--folder", help="for runs and the table; on a cluster one that all nodes see")
     parser.add_argument("--tiny", action="store_true", help="sizes that only run every line, to try it out")
+    parser.add_argument("--tests", help="pytest's XML, for gpu.json in the folder")
     parser.add_argument("--unit", choices=UNITS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     folder = str(Path(given.folder).resolve()) if given.folder else None
@@ -389,7 +413,7 @@ def main() -> None:
     own = folder or tempfile.mkdtemp(prefix="muster-gpu-")
     write_tokens(own, tiny=given.tiny)
     try:
-        carry_out(given.what, own, tiny=given.tiny)
+        carry_out(given.what, own, tiny=given.tiny, tests=given.tests)
     except ConfigError as error:
         sys.exit(f"bench.gpu: {error}")
 

@@ -1,7 +1,9 @@
 """The measurements on GPUs run to their end in tiny sizes, on a device that is the CPU; without a GPU they give no table."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from kit.fake_cuda import ON_FAKE
@@ -41,13 +43,22 @@ def test_every_line_runs_on_a_fake_device_and_writes_no_table(tmp_path):
 @pytest.mark.nightly
 @without_gpu
 @pytest.mark.timeout(300)
-def test_every_line_for_one_gpu_runs_on_a_fake_device(tmp_path):
-    done = bench("one", "--tiny", f"--folder={tmp_path}", **ON_FAKE, ROUNDS="1", KILLS="1")
+def test_the_one_call_for_a_gpu_runs_to_its_end_on_a_fake_device(tmp_path):
+    env = environment(**ON_FAKE, ROUNDS="1", TINY="--tiny", WORKERS="1")
+    env |= {
+        "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
+        "TESTS": "tests/promises/test_on_gpu.py -k a_run_goes_on_without_the_gpu[fake]",
+    }
+    line = ["bash", str(ROOT / "bench/gpu.sh"), str(tmp_path), str(tmp_path / "out")]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     ran = [line.removeprefix("ran: ").partition(",") for line in done.stdout.splitlines() if line.startswith("ran: ")]
     assert [first for first, _, _ in ran] == ["resnet18", "gpt", "1 kills of 1 processes"], done.stdout
-    assert done.stdout.splitlines()[-1] == NO_GPU and not (tmp_path / "gpu.md").exists()
-    listed = (tmp_path / "tokens-1-operations.txt").read_text()
+    assert NO_GPU in done.stdout.splitlines() and not (tmp_path / "out/gpu.md").exists()
+    found = json.loads((tmp_path / "out/gpu.json").read_text())
+    assert found["is_measured"] is False and [row["unit"] for row in found["rows"]] == ["images", "tokens"]
+    assert [outcome for outcome, _ in found["tests"].values()] == ["passed"], found["tests"]
+    listed = (tmp_path / "out/tokens-1-operations.txt").read_text()
     assert [line for line in listed.splitlines() if line.startswith("4 steps of ")] == [
         "4 steps of kit",
         "4 steps of bare",
