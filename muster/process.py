@@ -27,7 +27,9 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_KEPT = 2**25
-"""The largest block in bytes that glibc can keep (DEFAULT_MMAP_THRESHOLD_MAX of its malloc)."""
+"""The highest threshold in bytes that glibc takes for blocks in mappings of their own (DEFAULT_MMAP_THRESHOLD_MAX of its malloc)."""
+THRESHOLDS = "trim_threshold", "mmap_threshold"
+_keeps_memory = False
 WORKER_WAIT = "MP_STATUS_CHECK_INTERVAL"
 """torch's name for the longest wait for a DataLoader's worker; then it is ended."""
 WORKER_LEAVES_S = 0.1
@@ -230,18 +232,26 @@ def call_it(name: str) -> None:
         LIBC.prctl(PR_SET_NAME, name.encode())
 
 
-def keep_memory() -> None:
-    """Have glibc keep the memory that is freed for the next allocation. Does nothing with another allocator.
+def keep_memory(is_wanted: bool) -> None:
+    """Have glibc keep the memory that is freed for the next allocation, or, in a later run of this process, no longer.
 
     A step frees what it has computed, and the next one needs as much: given back to the system at once, it comes again page by page, each
-    filled with zeros. Blocks above LARGEST_KEPT are given back in any case. Settings of the user's own, as in mallopt(3), stay.
+    filled with zeros. So a process keeps the most that it has needed since it last gave memory back. The user's own thresholds, as in
+    mallopt(3), stay. Does nothing with another allocator.
     """
-    is_set = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
-        "GLIBC_TUNABLES", ""
-    )
-    if not is_set and (mallopt := getattr(LIBC, "mallopt", None)):
-        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
-        mallopt(M_TRIM_THRESHOLD, -1)  # never
+    global _keeps_memory
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    is_set = any(f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in tunables for name in THRESHOLDS)
+    if not is_set and is_wanted != _keeps_memory and (mallopt := getattr(LIBC, "mallopt", None)):
+        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT if is_wanted else 2**17)
+        mallopt(M_TRIM_THRESHOLD, -1 if is_wanted else 2**17)
+        _keeps_memory = is_wanted
+
+
+def give_memory_back() -> None:
+    """Give the memory back that is free now: an evaluation may have needed more than a step does."""
+    if _keeps_memory:
+        LIBC.malloc_trim(0)  # type: ignore[union-attr]
 
 
 def ignore(*numbers: int) -> None:

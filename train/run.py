@@ -163,8 +163,7 @@ def open_run(
     """
     kept = kept or RunHandOver(None)
     set_numerics(config)
-    if config.keep_memory:
-        keep_memory()
+    keep_memory(config.keep_memory)
     if not config.compile:
         stay_eager()
     data = kept.load_data(config, world)

@@ -245,10 +245,9 @@ class Training(Trainee):
             result = StepResult(own, own, skipped=progress.skipped_in_a_row > 0, metrics=metrics)
             samples, measures = self.plan.count(step - 1), self._replicas.optimizer_step.recipe.train_metrics
             add_to(self.means, result, samples=samples, seen=facts["seen"], is_first=rank == 0, measures=measures)
-        # of that step's end, which comes after the note; rank 0's own, if it alone logs
-        self.means.logged |= of_all["logged"]
         if progress.logged == step:
             self.means.clear()
+        self.means.logged |= of_all["logged"]  # since the note or the line; rank 0's own, if it alone logs
         return None
 
     # When another rank is lost for good.

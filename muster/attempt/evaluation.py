@@ -8,6 +8,7 @@ from typing import Any
 
 from muster.data.generators import kept_generators, key_of, seed_generators
 from muster.data.loader import Batch
+from muster.process import give_memory_back
 from muster.world.group import World
 
 
@@ -40,6 +41,7 @@ def sums_over(
                     seed_generators(key_of(seed, number, "evaluation", of_slice, part), on_device=True)
                     for name, value in measure(batch).items():
                         totals[name] = totals[name] + value if name in totals else value
+    give_memory_back()
     if not begin():
         return None
     return world.sum_named({name: float(total) for name, total in totals.items()})

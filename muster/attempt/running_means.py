@@ -105,8 +105,11 @@ class RunningMeans:
         own, shared = _found(state, own_prefix(self._world.rank)), _found(state, "") or {}
         here = {name: value for name, value in shared.get("sums", {}).items() if self._is_here(name)}
         self.put({**shared, "sums": here} if own is None else own)
-        if "measured" in shared and self._world.is_first:  # of a trainer's checkpoint until 2026-11-29
-            self._sums[f"{MEASURED}{COUNTED}"] = shared["measured"]
+        if "measured" in shared:  # of a trainer's checkpoint until 2026-11-29
+            self._sums[f"{MEASURED}{COUNTED}"] = shared["measured"] * self._world.is_first
+            if f"loss{OF}" not in shared["sums"]:  # until 2026-11-28: metrics then are of the steps after it
+                self._sums = {k: v for k, v in self._sums.items() if not k.startswith(MEASURED)}
+                self._sums[f"loss{OF}"] = self.samples * self._world.is_first
 
     def put(self, found: Mapping[str, Any]) -> None:
         """Restore this rank's state from a `journal`; what it lacks is empty."""

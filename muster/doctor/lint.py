@@ -243,7 +243,9 @@ def stopped_too_soon(text: str) -> Iterator[tuple[int, str]]:
     for services in (mapping(document, "services") for document in manifests(text)):
         for node in (mapping(services, name) for name in services):
             grace, needed = str(node.get("stop_grace_period", "10s")), str(mapping(node, "environment").get("GRACE_S"))
-            given = sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)(h|ms|us|m|s)", grace))
+            given = sum(
+                float(number) * units[unit] for number, unit in re.findall(r"(\d+(?:\.\d+)?)(h|ms|us|m|s)", grace)
+            )
             if "node" in (node.get("command") or ()) and needed.isdigit() and given < int(needed):
                 yield (
                     line_of(text, rf"stop_grace_period:\s*[\"']?{re.escape(grace)}"),

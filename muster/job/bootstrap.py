@@ -91,8 +91,7 @@ class Bootstrap:
         self._install()
         try:
             check_options(self.options)
-            if self.options.keep_memory:
-                keep_memory()
+            keep_memory(self.options.keep_memory)
             self._world = self._start()
             self._heartbeat = self.life.meet(self.world, timeout_s=self.options.timeout_s)
             self._group_alone()

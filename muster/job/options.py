@@ -41,7 +41,8 @@ class JobOptions:
             run to `previous-N/`; a path or URL: the checkpoint to start from while the run has none of its own.
         timeout_s: seconds without progress after which a rank is reported as hung and ended.
         start_timeout_s: seconds within which all ranks must join.
-        keep_memory: keep memory of the host that a step has freed for the next one, in place of giving it back to the system (glibc).
+        keep_memory: keep the host's memory that a step frees for the next one, in place of giving it back to the system; an evaluation gives
+            it back (glibc).
         survive: whether a rank that a signal kills is restarted in place, in a loop that `Job.run` calls.
         max_survivals_per_hour: the most times that a rank is restarted in place within an hour; once more restarts all ranks.
         max_idle_attempts: consecutive failed attempts without progress to tolerate; one more ends with exit code 7.

@@ -166,7 +166,7 @@ class JobTrainee(Trainee):
         """Record whose loss of the last step is lost, if the state was handed over. Collective."""
         step = self._services.reached.step
         if self._is_handed and (rank := self.world.lowest(self._is_lost)) is not None:
-            text = f"rank {rank} has died before it could report its loss of step {step}: the next train line is without it"
+            text = f"rank {rank} has died before it could report its loss of step {step}: the next train line is without it, and what it has logged there"
             self.running.records.event("note", step=step, text=text)
 
     def release(self) -> None:

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 from muster import process
 from muster.errors import say
@@ -183,13 +182,10 @@ def why_no_fork() -> str:
 
 
 def _stop_monitor() -> None:
-    """End the thread by which tqdm refreshes slow bars: a later bar starts it again."""
-    bars: list[Any] = [
-        getattr(module, "tqdm", None) for name, module in [*sys.modules.items()] if name.split(".")[0] == "tqdm"
-    ]
-    for bar in bars:  # each kind, such as that of tqdm.auto, has its own
-        if monitor := vars(bar).get("monitor") if isinstance(bar, type) else None:
-            monitor.exit()
+    """End the threads by which tqdm refreshes slow bars: a later bar starts one again."""
+    for thread in threading.enumerate():
+        if bar := getattr(thread, "tqdm_cls", None):
+            thread.exit()  # type: ignore[attr-defined]
             bar.monitor = None
 
 

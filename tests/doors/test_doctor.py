@@ -326,6 +326,7 @@ def test_mistakes_in_a_manifest(tmp_path, change, says):
         ),
         ("docker/compose.yaml", ("    stop_grace_period: 60s\n", ""), 1, "kills a node 10s after"),
         ("docker/compose.yaml", ("stop_grace_period: 60s", "stop_grace_period: 1m30s"), None, None),
+        ("docker/compose.yaml", ("stop_grace_period: 60s", "stop_grace_period: 1.2.3s"), None, "1.2.3s"),
     ],
 )
 @pytest.mark.unit

@@ -80,15 +80,18 @@ def test_workers_of_a_data_loader_in_the_garbage_are_not_waited_for():
     assert alive == "[False, False]\n" and float(seconds) < 4.5, done
 
 
-MAPPED = """
+MALLINFO = """
 import ctypes, sys
 import torch, muster
+from muster import process
 
 class Mallinfo2(ctypes.Structure):  # mallinfo(3)
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
 
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Mallinfo2
+"""
+MAPPED = f"""{MALLINFO}
 with muster.Job("run", tensorboard=False, keep_memory=sys.argv[1] == "keep") as job:
     net = torch.nn.Linear(1, 1)
     job.track(net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
@@ -107,10 +110,41 @@ def test_large_tensors_are_in_memory_that_is_kept_unless_the_user_says_otherwise
             name: value for name, value in environment(**env).items() if not name.startswith("MALLOC_") or name in env
         }
         line = [sys.executable, "-c", MAPPED, how]
-        (folder := tmp_path / f"{how}{len(env)}").mkdir()
+        (folder := tmp_path / "-".join([how, *env])).mkdir()
         done = subprocess.run(line, env=kept, cwd=folder, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
         return int(done.stdout.split("mapped ")[1].split()[0])
 
     assert mapped("keep") == 0
+    assert mapped("keep", MALLOC_ARENA_MAX="2", GLIBC_TUNABLES="glibc.malloc.tcache_count=0") == 0
     assert mapped("leave") > 31 * 2**20 and mapped("keep", MALLOC_TRIM_THRESHOLD_="131072") > 31 * 2**20
+    assert mapped("keep", GLIBC_TUNABLES="glibc.malloc.mmap_threshold=131072") > 31 * 2**20
+
+
+GIVEN_BACK = f"""{MALLINFO}
+import psutil
+
+def resident():
+    return psutil.Process().memory_info().rss / 2**20
+
+process.keep_memory(True)
+before = resident()
+held = [torch.ones(2**18) for _ in range(400)]
+del held
+kept = resident() - before
+process.give_memory_back()
+given_back = resident() - before
+process.keep_memory(False)
+before = libc.mallinfo2().hblkhd
+held = torch.ones(31 * 2**18)
+print(int(kept), int(given_back), libc.mallinfo2().hblkhd - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(process.LIBC, "mallinfo2"), reason="glibc 2.33")
+def test_memory_is_given_back_after_an_evaluation_and_kept_no_longer_than_is_said():
+    done = subprocess.run(
+        [sys.executable, "-c", GIVEN_BACK], env=environment(), capture_output=True, text=True, timeout=100
+    )
+    kept, given_back, mapped = map(int, done.stdout.split())
+    assert kept > 300 and given_back < 100 and mapped > 31 * 2**20, done.stderr

@@ -122,6 +122,7 @@ DEATHS = [
     ("many", "end@50:0"),
     ("lines", "step_end@31:0"),
     ("lines", "backward@30:1"),
+    ("lines", "forward@23:1"),  # what is logged in the evaluation comes into the line after it
 ]
 
 

@@ -230,7 +230,7 @@ class Config:
     deterministic: bool = key(False, "use deterministic kernels only", FREE)
     keep_memory: bool = key(
         True,
-        "keep memory of the host that a step has freed for the next one, in place of giving it back to the system (glibc)",
+        "keep the host's memory that a step frees for the next one, in place of giving it back to the system; an evaluation gives it back (glibc)",
         FREE,
     )
     data: Any = part("training and test data")

@@ -14,8 +14,13 @@ from tqdm.auto import tqdm
 import muster
 from kit.faults import fault
 
+
+class Bar(tqdm):
+    """A bar of one's own, as some libraries have it."""
+
+
 GENERATOR = torch.Generator().manual_seed(0)
-INPUTS = torch.stack([torch.randn(4, generator=GENERATOR) for _ in tqdm(range(64))])
+INPUTS = torch.stack([torch.randn(4, generator=GENERATOR) for _ in Bar(range(64))])
 NETS = []
 
 
