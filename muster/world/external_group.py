@@ -19,6 +19,7 @@ from muster.world.group_options import GroupOptions
 from muster.world.node_memory import node_memory
 from muster.world.reduce.shared_memory import share_memory
 from muster.world.rendezvous.meeting import digest
+from muster.world.rendezvous.network import read_addresses_at_once
 from muster.world.store_keys import StoreKeys
 
 UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -76,6 +77,7 @@ def _group_of_cpu_tensors() -> dist.ProcessGroup | None:
     assert dist.group.WORLD
     if any(device.type == "cpu" for device in dist.group.WORLD._device_types):
         return None
+    read_addresses_at_once()
     made = dist.new_group(backend="gloo")
     assert isinstance(made, dist.ProcessGroup)
     return made

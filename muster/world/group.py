@@ -28,7 +28,12 @@ from muster.world.reduce.hierarchical import Hosts, find_hosts
 from muster.world.reduce.shared_memory import POST, SharedMemory, share_memory
 from muster.world.rendezvous.connectivity import closed
 from muster.world.rendezvous.meeting import Membership, meet
-from muster.world.rendezvous.network import check_descriptors, check_interface, choose_interface
+from muster.world.rendezvous.network import (
+    check_descriptors,
+    check_interface,
+    choose_interface,
+    read_addresses_at_once,
+)
 from muster.world.rendezvous.shared_file import SharedFile
 from muster.world.store_keys import StoreKeys
 
@@ -358,6 +363,7 @@ def form_group(
         RankLost: the group was not formed within `dist.start_timeout_s`, or broke.
     """
     choose_interface(environment, store_keys)
+    read_addresses_at_once()
     if "nccl" in backend:
         flight_recorder.switch_on()
     hook = sys.excepthook
