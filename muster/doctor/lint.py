@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ KINDS = (".sbatch", ".sh", ".yaml", ".yml")
 
 def lint(paths: list[Path]) -> list[str]:
     """Return `file:line: mistake` for all `files_in` the paths. Raises ConfigError."""
-    found = []
+    found, texts = [], dict[Path, str]()
     for file in files_in(paths):
         text = file.read_bytes().decode(errors="replace")  # with its line ends as they are
         rules = MANIFEST if file.suffix in (".yaml", ".yml") else BATCH
         found += [f"{file}:{line}: {said}" for rule in rules for line, said in rule(text)]
-    return found
+        texts[file] = text
+    return found + [f"{file}:{line}: {said}" for file, line, said in claims(texts)]
 
 
 def files_in(paths: list[Path]) -> list[Path]:
@@ -47,6 +48,38 @@ def files_in(paths: list[Path]) -> list[Path]:
             )
         found += files
     return found
+
+
+def claims(texts: Mapping[Path, str]) -> Iterator[tuple[Path, int, str]]:
+    """Find pods whose volume is claimed under a name that no claim of these files has, or on whose nodes it cannot be together.
+
+    texts: by file. If no file has a claim, the volumes are made elsewhere.
+    """
+    documents = [
+        (file, each) for file, text in texts.items() if file.suffix in (".yaml", ".yml") for each in manifests(text)
+    ]
+    modes = {
+        mapping(each, "metadata").get("name"): mapping(each, "spec").get("accessModes") or []
+        for _, each in documents
+        if each.get("kind") == "PersistentVolumeClaim"
+    }
+    for file, each in documents if modes else ():
+        for name in dict.fromkeys(inside(each, "claimName")):
+            line = line_of(texts[file], rf"claimName:\s*[\"']?{re.escape(str(name))}\b")
+            if name not in modes:
+                yield file, line, f"claimName {name}: the claims in these files are {', '.join(map(str, modes))}"
+            elif not {"ReadWriteMany", "ReadOnlyMany"} & {*modes[name]} and has_several_pods(each):
+                yield (
+                    file,
+                    line,
+                    f"the claim {name} is {', '.join(modes[name])}, which pods of one node can mount alone: write ReadWriteMany",
+                )
+
+
+def has_several_pods(document: dict[str, Any]) -> bool:
+    """Return whether a manifest is of a job that may have several pods."""
+    is_many = mapping(document, "spec").get("parallelism", "1") != "1"
+    return document.get("kind") in ("PyTorchJob", "TrainJob") or (document.get("kind") == "Job" and is_many)
 
 
 def blank_in_directive(text: str) -> Iterator[tuple[int, str]]:
@@ -79,8 +112,22 @@ def no_warning(text: str) -> Iterator[tuple[int, str]]:
     trains = re.search(
         r"^[^#\n]*(?:\btorchrun\b|\blaunch node\b|(?:^|[\s;&])(?:source|\.) \S*slurm/job\.sh\b)", text, re.M
     )
-    if re.search(r"^#SBATCH", text, re.M) and trains and not re.search(r"^#SBATCH\s+--signal", text, re.M):
+    if not trains or not re.search(r"^#SBATCH", text, re.M):
+        return
+    if not (signal := re.search(r"^#SBATCH\s+--signal[=\s]+(\S+)", text, re.M)):
         yield 1, "no #SBATCH --signal=B:USR1@120: the time limit kills the run before it can save"
+    elif not re.match(r"[\"']?(B:|R?:?(SIG)?TERM\b|15\b)", signal[1]) and "trap" not in text:
+        yield (
+            line_of(text, r"^#SBATCH\s+--signal"),
+            f"--signal={signal[1]} reaches the steps of srun, not this script, which passes it on: write B:USR1@120",
+        )
+    if many := re.search(r"^#SBATCH\s+--ntasks-per-node[=\s]+(\d+)", text, re.M):
+        if int(many[1]) > 1:
+            line = line_of(text, r"^#SBATCH\s+--ntasks-per-node")
+            yield (
+                line,
+                f"--ntasks-per-node={many[1]} starts as many agents of torchrun on a node, each with all ranks: write 1; NPROC is the number of ranks",
+            )
 
 
 def line_ends_of_windows(text: str) -> Iterator[tuple[int, str]]:

@@ -226,6 +226,7 @@ def filled(given: Project, template: str) -> str:
     args = "\n".join(f"{indent}- {quoted(word)}" for word in given.named)
     changes = (
         (rf"image: {KIT_IMAGE}", f"image: {given.image}"),
+        (r"(?<=://)muster:gpu$", given.image),  # of container.sbatch
         *(on_gpus(given.gpus) if given.gpus else ()),
         *(of_script() if script_of(given.words) else ()),
         (r"(?<=name: )muster$", given.name),

@@ -29,6 +29,7 @@ from muster.files import replace_file
 from muster.job import built_options
 from muster.job.batch_source import BatchSource, LoaderSource, moved_on
 from muster.job.bootstrap import Bootstrap
+from muster.job.carried_state import CarriedState
 from muster.job.end_barrier import end_alike
 from muster.job.options import JobOptions, as_yaml, loggers_of, run_options_of
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
@@ -50,6 +51,18 @@ UNTRACKED = "{name} steps the model and is not tracked: a resume, or the death o
 UNSCHEDULED = (
     "{kind}, the schedule of {name}, is not tracked: a resume, or the death of a rank, would begin it anew, unless your code sets it from job.steps_done; "
     "name it: track(schedule=...)"
+)
+NO_OPTIMIZER = (
+    "no optimizer is tracked: what the loop itself keeps for its updates, such as a rate in a variable, is in no checkpoint, and a resume, or the "
+    "death of a rank, begins it anew; follow it from job.steps_done, or track an object that holds it"
+)
+CARRIED = (
+    "{name} takes in a step what a model gave in the step before, as a recurrent one's hidden state: a variable of the loop is in no checkpoint, so "
+    "a resume, or the death of a rank, begins it anew, and ends with other weights; keep it in a buffer of the module, or track an object that holds it"
+)
+BUFFERS = (
+    "{name} was another on each of the {before} ranks that saved it, and here are {now}: all go on with rank 0's, so what follows from it is not as "
+    "in an undisturbed run; resume with {before} ranks if it holds samples of each rank"
 )
 BODY_S = 10.0
 """How long an evaluation in a loop's body goes on after the ranks agreed to stop; launchers kill after 30 s."""
@@ -122,6 +135,9 @@ class LoopServices:
         self._is_other_length = False
         """True on rank 0 if a checkpoint of another number of ranks has a schedule for another number of steps."""
         self._has_seen_batch = False
+        self._stepped = set[int]()
+        """The optimizers that have made a step, tracked or not."""
+        self._carried: CarriedState | None = None
         self._latest = 0.0
         self._has_looked = False
         if (
@@ -208,6 +224,7 @@ class LoopServices:
         self.is_open = True
         self.start.tell(running, notes, save=self.save, total_steps=self.total_steps, **known)
         self._see_optimizers()
+        self._see_what_is_carried()
         self.bootstrap.kept.follow(self.trainee, self.folder)
         running.start()
 
@@ -220,6 +237,13 @@ class LoopServices:
                 yield HOOK.format(name=name)
         if self.loaded_instead:
             yield self.loaded_instead
+        saved, now = self.start.saved, self.world.size
+        if (
+            saved
+            and (before := saved.manifest["world_size"]) != now
+            and (name := self.tracked.buffer_of_rank_0(saved.index()["tensors"]))
+        ):
+            yield BUFFERS.format(name=name, before=before, now=now)
         if self.world.is_borrowed and (text := external_group.why_restart_may_hang()):
             yield text
         if why := self.bootstrap.why_no_survival:
@@ -230,7 +254,7 @@ class LoopServices:
 
         So does a rank that is restarted in place: an optimizer's state is nobody's else then, so no death is survived.
         """
-        seen, trained = set[int](), {id(each) for each in self.tracked.parameters()}
+        seen, trained = self._stepped, {id(each) for each in self.tracked.parameters()}
 
         def look(optimizer: Optimizer, *_: Any) -> None:
             if id(optimizer) in seen:
@@ -249,6 +273,20 @@ class LoopServices:
 
         handle = register_optimizer_step_post_hook(look)
         self.bootstrap.life.on_end(handle.remove, failed=handle.remove, parted=handle.remove)
+
+    def _see_what_is_carried(self) -> None:
+        """Look in the first steps for what a loop carries in variables, unless a tracked object may hold it."""
+        if not self.tracked.are_compiled and self.tracked.are_replicated:
+            self._carried = CarriedState(self.tracked.modules, lambda: self.reached.step)
+            end = self._carried.close
+            self.bootstrap.life.on_end(end, failed=end, parted=end)
+
+    def _note_untracked(self) -> None:
+        """Note what the steps so far have shown to be in no checkpoint."""
+        if self._carried and self._carried.found:
+            self.tell_once("carried", CARRIED.format(name=self._carried.found))
+        if not (self.tracked.optimizers or self.tracked.others or self._stepped):
+            self.tell_once("no optimizer", NO_OPTIMIZER)
 
     def _run(self, records: Metrics, facts: dict[str, Any]) -> Attempt:
         saved = {
@@ -291,6 +329,7 @@ class LoopServices:
         self.reached.step += 1
         self.reached.samples += samples
         self.running.records.advance(self.reached.step)
+        self._note_untracked()
         if self.is_time_to_log():
             self.log()
 

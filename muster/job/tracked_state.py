@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import io
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from muster.checkpoint.optimizer_state import empty_state, keep_types
@@ -29,7 +29,7 @@ from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
 from muster.data.fingerprint import hash_of, look
 from muster.errors import ConfigError
 from muster.job.accumulation import Accumulation, packed
-from muster.job.replicas import digest_of, kept_buffers, names_of_buffers
+from muster.job.replicas import digest_of, kept_buffers, names_of_buffers, wrappers
 from muster.world.dtensor import in_pieces, own_piece
 from muster.world.group import World
 
@@ -40,6 +40,8 @@ FROZEN = "untrained"
 """The parameters that the loop did not train when it saved."""
 UNSAVED = "buffers"
 """Below it are the buffers that training has changed and that no module saves (`persistent=False`)."""
+REPLICATED = LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler
+"""Kinds of tracked objects beside modules and optimizers whose state is equal on all ranks."""
 RESERVED = ("loop", "callbacks", GRADIENTS, ZEROED, FROZEN, UNSAVED)
 """Names that checkpoints have for other entries."""
 ELSEWHERE = (Tensor, nn.Module, LRScheduler, str, bytes, type, FunctionType, ModuleType)
@@ -242,6 +244,21 @@ class Tracked:
             if (full := f"{name}/{plain(inner)}") in self._saved_buffers
         }
         return saved | self._changed()
+
+    def buffer_of_rank_0(self, saved: Collection[str]) -> str:
+        """Return a buffer of which each rank has `saved` its own, and that a world of another size has from rank 0; empty if there is none.
+
+        A model in DistributedDataParallel has rank 0's in any world, unless `broadcast_buffers=False` says otherwise.
+        """
+        broadcast = [each.module for each in wrappers([*self.modules.values()]) if each.broadcast_buffers]
+        kept = {name for name, module in self.modules.items() if module not in broadcast}
+        found = (name.removeprefix(own_prefix(1)) for name in saved if name.startswith(own_prefix(1)))
+        return next((name for name in found if name.removeprefix(f"{UNSAVED}/").partition("/")[0] in kept), "")
+
+    @property
+    def are_replicated(self) -> bool:
+        """True if no tracked object but modules and optimizers has a state that each rank may have of its own."""
+        return all(isinstance(each, REPLICATED) for each in self.others.values())
 
     @property
     def has_buffers(self) -> bool:

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
 from muster.attempt.attempt import Attempt
@@ -29,7 +28,7 @@ from muster.data.fingerprint import hash_of, look
 from muster.data.generators import key_of, seed_generators
 from muster.errors import RankLost
 from muster.job.replicas import first_apart, hooks_with_state
-from muster.job.tracked_state import FROZEN, GRADIENTS, ZEROED, Tracked
+from muster.job.tracked_state import FROZEN, GRADIENTS, REPLICATED, ZEROED, Tracked
 from muster.recovery.emergency_checkpoint import check_finite
 from muster.recovery.hand_over import HandOver
 from muster.recovery.survival import Survival
@@ -335,9 +334,8 @@ class JobTrainee(Trainee):
 
 def _why_not(tracked: Tracked) -> str:
     """Return why a rank that dies ends all ranks; empty if its state is that of the others."""
-    replicated = LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler
     for name, other in tracked.others.items():
-        if not isinstance(other, replicated):
+        if not isinstance(other, REPLICATED):
             return f"the state of {name}, a {type(other).__name__}, may differ between ranks"
     for name, optimizer in tracked.optimizers.items():
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):

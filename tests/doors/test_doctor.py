@@ -1,6 +1,7 @@
 """The doctor says what is wrong with a cluster: each check has a test in which it fails and names the cause."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -303,6 +304,8 @@ def test_mistakes_in_a_manifest(tmp_path, change, says):
     "path, change, line, says",
     [
         ("slurm/ddp.sbatch", ("#SBATCH --signal=B:USR1@120\n", ""), 1, "--signal=B:USR1@120"),
+        ("slurm/ddp.sbatch", ("--signal=B:USR1@120", "--signal=USR1@120"), None, "write B:USR1@120"),
+        ("slurm/ddp.sbatch", ("--ntasks-per-node=1", "--ntasks-per-node=2"), None, "write 1; NPROC"),
         ("k8s/base/pytorchjob.yaml", ("restartPolicy: ExitCode", "restartPolicy: OnFailure"), 28, "write ExitCode"),
         ("k8s/base/pytorchjob.yaml", ("restartPolicy: ExitCode", "restartPolicy: Never"), 28, "preempted pod"),
         ("k8s/base/pytorchjob.yaml", ("POD_NAME", "NAME_OF_POD"), None, None),
@@ -362,3 +365,17 @@ def test_what_we_ship_has_no_mistake(tmp_path):
     ):
         none = doctor(tmp_path, "--lint", path)
         assert none.returncode == 2 and says in none.stderr, none.stderr
+
+
+@pytest.mark.unit
+def test_a_claim_of_another_name_or_for_one_node_is_found_among_the_files(tmp_path):
+    shutil.copytree(ROOT / "k8s/base", tmp_path / "base")
+    (job := tmp_path / "base/pytorchjob.yaml").write_text(
+        job.read_text().replace("claimName: muster-runs", "claimName: mustr-runs")
+    )
+    [found] = lint([tmp_path / "base"])
+    assert "claimName mustr-runs: the claims in these files are muster-runs" in found and f"{job}:" in found
+    shutil.copy(ROOT / "k8s/base/pytorchjob.yaml", job)
+    (claim := tmp_path / "base/volume.yaml").write_text(claim.read_text().replace("ReadWriteMany]", "ReadWriteOnce]"))
+    [found] = lint([tmp_path / "base"])
+    assert "the claim muster-runs is ReadWriteOnce" in found and f"{job}:" in found

@@ -1436,3 +1436,27 @@ for steps in (4, 8):
 """)
     again = run(folder, script="notebook", to="")
     assert [line["lr"] for line in again.lines("train")] == [0.1 * 0.5**step for step in range(8)]
+
+
+@pytest.mark.parametrize("how, says", [("variable", ["as a recurrent one's"]), ("tracked", []), ("buffer", [])])
+def test_what_a_loop_carries_in_a_variable_is_noted(place, how, says):
+    notes = run(place(how), how, script="carried").events("note")
+    assert [each in note["text"] for each, note in zip(says, notes, strict=True)] == [True] * len(says), notes
+
+
+def test_a_loop_without_an_optimizer_is_told_what_it_may_lose(place):
+    first, second = run(place("rule"), "rule", script="carried").events("note")
+    assert "no optimizer is tracked" in first["text"] and "as a recurrent one's" in second["text"]
+
+
+def test_buffers_of_each_rank_are_noted_where_there_are_others(place):
+    """Those of a model in plain DistributedDataParallel are rank 0's in any case."""
+    folder = place("buffers")
+    run(folder, "buffer", script="carried", ranks=2)
+    shutil.rmtree(folder / "run/checkpoints/step-00000008")
+    (folder / "run/outcome.json").unlink()
+    again = run(folder, "buffer", script="carried", ranks=2).events("note")
+    shutil.rmtree(folder / "run/checkpoints/step-00000008")
+    (folder / "run/outcome.json").unlink()
+    [*before, note] = run(folder, "buffer", script="carried").events("note")
+    assert before == again == [] and "model/hidden was another on each of the 2 ranks" in note["text"], note

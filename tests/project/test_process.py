@@ -128,16 +128,17 @@ def resident():
     return psutil.Process().memory_info().rss / 2**20
 
 process.keep_memory(True)
+process.keep_memory(False)
+before = libc.mallinfo2().hblkhd
+held = torch.ones(31 * 2**18)
+mapped = libc.mallinfo2().hblkhd - before
+process.keep_memory(True)
 before = resident()
 held = [torch.ones(2**18) for _ in range(400)]
 del held
 kept = resident() - before
 process.give_memory_back()
-given_back = resident() - before
-process.keep_memory(False)
-before = libc.mallinfo2().hblkhd
-held = torch.ones(31 * 2**18)
-print(int(kept), int(given_back), libc.mallinfo2().hblkhd - before)
+print(int(kept), int(resident() - before), mapped)
 """
 
 

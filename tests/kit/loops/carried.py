@@ -1,0 +1,70 @@
+"""A recurrent model whose hidden state goes from batch to batch: `python carried.py FOLDER HOW` keeps it as HOW says.
+
+variable: in one of the loop. tracked: in an object that is tracked. buffer: in a buffer of each rank. rule: a variable has the rate, too.
+"""
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import muster
+
+DATA = torch.randn(96, 5, 3, generator=torch.Generator().manual_seed(0))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x, hidden):
+        y, hidden = self.cell(x, hidden)
+        return self.out(y), hidden
+
+
+class Own(Recurrent):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("hidden", torch.zeros(2, 1, 12, 4))
+
+    def forward(self, x, _):
+        y, hidden = super().forward(x, tuple(self.hidden[:, :, : len(x)].clone()))
+        self.hidden[:, :, : len(x)] = torch.stack(hidden).detach()
+        return y, None
+
+
+class Kept:
+    hidden = None
+
+    def state_dict(self):
+        return {"hidden": self.hidden}
+
+    def load_state_dict(self, state):
+        self.hidden = state["hidden"]
+
+
+def main(job, how):
+    net, kept, rate = (Own if how == "buffer" else Recurrent)(), Kept(), 0.1
+    model = DistributedDataParallel(net, broadcast_buffers=False) if job.world_size > 1 else net
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    more = {"rule": {}, "tracked": {"kept": kept}}.get(how, {})
+    job.track(model=model, **({} if how == "rule" else {"optimizer": optimizer}), **more)
+    for x in job.batches(DATA, batch_size=12, epochs=1, shuffle=False):
+        optimizer.zero_grad()
+        y, hidden = model(x, kept.hidden)
+        kept.hidden = hidden and tuple(each.detach() for each in hidden)
+        loss = y.pow(2).mean()
+        loss.backward()
+        if how == "rule":
+            with torch.no_grad():
+                for each in model.parameters():
+                    each -= rate * each.grad
+        else:
+            optimizer.step()
+        job.step(loss=loss)
+
+
+if __name__ == "__main__":
+    muster.Job(sys.argv[1], save_every=3, tensorboard=False).run(main, sys.argv[2])
