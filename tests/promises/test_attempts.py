@@ -69,7 +69,9 @@ def test_of_launches_at_the_same_moment_one_trains_and_saves(tmp_path, share):
     assert sorted(each.code for each in ended) == [0, 2, 2, 2], said
     told = {line["event"] for line in ended[0].lines("event")}
     assert "checkpoint" in told and not told & {"checkpoint_failed", "restart"}, said
-    assert ended[0].outcome["outcome"] == "done" and not list((tmp_path / "run").glob(".*"))
+    # A refused launch gives its record a second: where files are slow, what it has begun to write may stay.
+    left = [each for each in (tmp_path / "run").glob(".*") if share == "0" or not each.name.endswith(".refused.json")]
+    assert ended[0].outcome["outcome"] == "done" and not left
 
 
 @pytest.mark.unit
