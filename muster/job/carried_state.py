@@ -41,6 +41,8 @@ class CarriedState:
         self._handles, self._given = [], {}
 
     def _take(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # what is traced knows no memory
         now = self._step()
         if any(self._given.get(each, now) < now for each in _memory((args, kwargs))):
             self.found = self._names[id(module)]
@@ -48,9 +50,10 @@ class CarriedState:
             self.close()
 
     def _give(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-        if self._handles:
-            own = {*_memory((args, kwargs, [*module.parameters()], [*module.buffers()]))}
-            self._given |= {each: self._step() for each in _memory(outputs) if each not in own}
+        if torch.compiler.is_compiling() or not self._handles:
+            return
+        own = {*_memory((args, kwargs, [*module.parameters()], [*module.buffers()]))}
+        self._given |= {each: self._step() for each in _memory(outputs) if each not in own}
 
 
 def _memory(values: Any) -> Iterator[StorageWeakRef]:

@@ -1,6 +1,7 @@
 """A recurrent model whose hidden state goes from batch to batch: `python carried.py FOLDER HOW` keeps it as HOW says.
 
 variable: in one of the loop. tracked: in an object that is tracked. buffer: in a buffer of each rank. rule: a variable has the rate, too.
+compiled: in a variable, of a model that is traced whole after it was tracked, so nothing is seen.
 """
 
 import sys
@@ -51,6 +52,9 @@ def main(job, how):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     more = {"rule": {}, "tracked": {"kept": kept}}.get(how, {})
     job.track(model=model, **({} if how == "rule" else {"optimizer": optimizer}), **more)
+    if how == "compiled":
+        torch._dynamo.config.allow_rnn = True
+        model = torch.compile(net, fullgraph=True, backend="eager")
     for x in job.batches(DATA, batch_size=12, epochs=1, shuffle=False):
         optimizer.zero_grad()
         y, hidden = model(x, kept.hidden)
