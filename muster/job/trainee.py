@@ -107,7 +107,7 @@ class JobTrainee(Trainee):
         self._hooks: list[RemovableHandle] = []
         self._plain: dict[str, Any] = {}
         self._with_gradients: list[str] = []
-        self._has_buffers = self._is_handed = self._is_lost = False
+        self._has_buffers = self._is_handed = self._is_lost = self._is_unfinished = False
         self._told: list[str] = []
 
     def state(self) -> dict[str, Any]:
@@ -162,11 +162,20 @@ class JobTrainee(Trainee):
         self._note()
 
     def _say_lost(self) -> None:
-        """Record whose loss of the last step is lost, if the state was handed over. Collective."""
+        """Record what is lost with a rank that has died within the body of the last step, if the state was handed over. Collective."""
+        if not self._is_handed:
+            return
         step = self._services.reached.step
-        if self._is_handed and (rank := self.world.lowest(self._is_lost)) is not None:
-            text = f"rank {rank} has died before it could report its loss of step {step}: the next train line is without it, and what it has logged there"
-            self.running.records.event("note", step=step, text=text)
+        if (rank := self.world.lowest(self._is_lost)) is not None:
+            text = (
+                f"rank {rank} has died before it could report its loss of step {step}: the next train line is without it; what it has logged "
+                "there, or had still to do, such as writing a file, is lost"
+            )
+        elif (rank := self.world.lowest(self._is_unfinished)) is not None:
+            text = f"rank {rank} has died before the end of the loop's body of step {step}: what it had still to do there, such as writing a file, is not done"
+        else:
+            return
+        self.running.records.event("note", step=step, text=text)
 
     def release(self) -> None:
         """Remove the hooks of the modules, which may outlive the attempt."""
@@ -286,6 +295,7 @@ class JobTrainee(Trainee):
         """Return this rank's own sums and buffers after `step`; None if it has not noted them."""
         if whole := self.journal.read(2 * step):
             return whole
+        self._is_unfinished = True
         before, late = self.journal.read(2 * step - 2), self.journal.read(2 * step - 1)
         if before is None or (late is None and self.journal.is_torn(2 * step - 1)):
             return None
