@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -51,28 +52,26 @@ def files_in(paths: list[Path]) -> list[Path]:
 
 
 def claims(texts: Mapping[Path, str]) -> Iterator[tuple[Path, int, str]]:
-    """Find pods whose volume is claimed under a name that no claim of these files has, or on whose nodes it cannot be together.
-
-    texts: by file. If no file has a claim, the volumes are made elsewhere.
-    """
+    """Find pods whose claim of a volume has almost the name of one in these files, or is for one node. texts: by file."""
     documents = [
         (file, each) for file, text in texts.items() if file.suffix in (".yaml", ".yml") for each in manifests(text)
     ]
     modes = {
-        mapping(each, "metadata").get("name"): mapping(each, "spec").get("accessModes") or []
+        str(mapping(each, "metadata").get("name")): [*map(str, mapping(each, "spec").get("accessModes") or [])]
         for _, each in documents
         if each.get("kind") == "PersistentVolumeClaim"
     }
     for file, each in documents if modes else ():
-        for name in dict.fromkeys(inside(each, "claimName")):
-            line = line_of(texts[file], rf"claimName:\s*[\"']?{re.escape(str(name))}\b")
+        for name in dict.fromkeys(map(str, inside(each, "claimName"))):
+            line = line_of(texts[file], rf"claimName:\s*[\"']?{re.escape(name)}\b")
             if name not in modes:
-                yield file, line, f"claimName {name}: the claims in these files are {', '.join(map(str, modes))}"
-            elif not {"ReadWriteMany", "ReadOnlyMany"} & {*modes[name]} and has_several_pods(each):
+                if meant := get_close_matches(name, modes, n=1, cutoff=0.8):  # else it is made elsewhere
+                    yield file, line, f"claimName {name}: no file has that claim; do you mean {meant[0]}?"
+            elif modes[name] and {*modes[name]} <= {"ReadWriteOnce", "ReadWriteOncePod"} and has_several_pods(each):
                 yield (
                     file,
                     line,
-                    f"the claim {name} is {', '.join(modes[name])}, which pods of one node can mount alone: write ReadWriteMany",
+                    f"the claim {name} is {', '.join(modes[name])}, which pods on several nodes cannot mount: write ReadWriteMany",
                 )
 
 
@@ -114,14 +113,15 @@ def no_warning(text: str) -> Iterator[tuple[int, str]]:
     )
     if not trains or not re.search(r"^#SBATCH", text, re.M):
         return
-    if not (signal := re.search(r"^#SBATCH\s+--signal[=\s]+(\S+)", text, re.M)):
+    by_kit = re.search(r"^[^#\n]*(?:^|[\s;&])(?:source|\.) \S*slurm/job\.sh\b", text, re.M)
+    if not (signal := re.search(r"^#SBATCH.*\s--signal[=\s]+(\S+)", text, re.M)):
         yield 1, "no #SBATCH --signal=B:USR1@120: the time limit kills the run before it can save"
-    elif not re.match(r"[\"']?(B:|R?:?(SIG)?TERM\b|15\b)", signal[1]) and "trap" not in text:
+    elif by_kit and not re.match(r"[\"']?R?B", signal[1]):
         yield (
-            line_of(text, r"^#SBATCH\s+--signal"),
+            line_of(text, r"^#SBATCH.*\s--signal"),
             f"--signal={signal[1]} reaches the steps of srun, not this script, which passes it on: write B:USR1@120",
         )
-    if many := re.search(r"^#SBATCH\s+--ntasks-per-node[=\s]+(\d+)", text, re.M):
+    if by_kit and (many := re.search(r"^#SBATCH\s+--ntasks-per-node[=\s]+(\d+)", text, re.M)):
         if int(many[1]) > 1:
             line = line_of(text, r"^#SBATCH\s+--ntasks-per-node")
             yield (

@@ -29,7 +29,6 @@ from muster.files import replace_file
 from muster.job import built_options
 from muster.job.batch_source import BatchSource, LoaderSource, moved_on
 from muster.job.bootstrap import Bootstrap
-from muster.job.carried_state import CarriedState
 from muster.job.end_barrier import end_alike
 from muster.job.options import JobOptions, as_yaml, loggers_of, run_options_of
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
@@ -55,10 +54,6 @@ UNSCHEDULED = (
 NO_OPTIMIZER = (
     "no optimizer is tracked: what the loop itself keeps for its updates, such as a rate in a variable, is in no checkpoint, and a resume, or the "
     "death of a rank, begins it anew; follow it from job.steps_done, or track an object that holds it"
-)
-CARRIED = (
-    "{name} takes in a step what a model gave in the step before, as a recurrent one's hidden state: a variable of the loop is in no checkpoint, so "
-    "a resume, or the death of a rank, begins it anew, and ends with other weights; keep it in a buffer of the module, or track an object that holds it"
 )
 BUFFERS = (
     "{name} was another on each of the {before} ranks that saved it, and here are {now}: all go on with rank 0's, so what follows from it is not as "
@@ -137,7 +132,6 @@ class LoopServices:
         self._has_seen_batch = False
         self._stepped = set[int]()
         """The optimizers that have made a step, tracked or not."""
-        self._carried: CarriedState | None = None
         self._latest = 0.0
         self._has_looked = False
         if (
@@ -224,7 +218,6 @@ class LoopServices:
         self.is_open = True
         self.start.tell(running, notes, save=self.save, total_steps=self.total_steps, **known)
         self._see_optimizers()
-        self._see_what_is_carried()
         self.bootstrap.kept.follow(self.trainee, self.folder)
         running.start()
 
@@ -274,18 +267,11 @@ class LoopServices:
         handle = register_optimizer_step_post_hook(look)
         self.bootstrap.life.on_end(handle.remove, failed=handle.remove, parted=handle.remove)
 
-    def _see_what_is_carried(self) -> None:
-        """Look in the first steps for what a loop carries in variables, unless a tracked object may hold it."""
-        if not self.tracked.are_compiled and self.tracked.are_replicated:
-            self._carried = CarriedState(self.tracked.modules, lambda: self.reached.step)
-            end = self._carried.close
-            self.bootstrap.life.on_end(end, failed=end, parted=end)
-
     def _note_untracked(self) -> None:
-        """Note what the steps so far have shown to be in no checkpoint."""
-        if self._carried and self._carried.found:
-            self.tell_once("carried", CARRIED.format(name=self._carried.found))
-        if not (self.tracked.optimizers or self.tracked.others or self._stepped):
+        """Note that the loop trains by a rule of its own, if it has no optimizer."""
+        if self.tracked.optimizers or self.tracked.others or self._stepped:
+            return
+        if any(each.grad is not None for each in self.tracked.parameters()):
             self.tell_once("no optimizer", NO_OPTIMIZER)
 
     def _run(self, records: Metrics, facts: dict[str, Any]) -> Attempt:

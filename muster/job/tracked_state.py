@@ -40,6 +40,8 @@ FROZEN = "untrained"
 """The parameters that the loop did not train when it saved."""
 UNSAVED = "buffers"
 """Below it are the buffers that training has changed and that no module saves (`persistent=False`)."""
+STATISTICS = "running_mean", "running_var", "num_batches_tracked"
+"""Buffers of batch norm."""
 REPLICATED = LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler
 """Kinds of tracked objects beside modules and optimizers whose state is equal on all ranks."""
 RESERVED = ("loop", "callbacks", GRADIENTS, ZEROED, FROZEN, UNSAVED)
@@ -248,17 +250,14 @@ class Tracked:
     def buffer_of_rank_0(self, saved: Collection[str]) -> str:
         """Return a buffer of which each rank has `saved` its own, and that a world of another size has from rank 0; empty if there is none.
 
-        A model in DistributedDataParallel has rank 0's in any world, unless `broadcast_buffers=False` says otherwise.
+        A model in DistributedDataParallel has rank 0's in any world, unless `broadcast_buffers=False` says otherwise; and with one rank
+        nobody knows in what it was: so batch norm's statistics do not count.
         """
         broadcast = [each.module for each in wrappers([*self.modules.values()]) if each.broadcast_buffers]
         kept = {name for name, module in self.modules.items() if module not in broadcast}
         found = (name.removeprefix(own_prefix(1)) for name in saved if name.startswith(own_prefix(1)))
-        return next((name for name in found if name.removeprefix(f"{UNSAVED}/").partition("/")[0] in kept), "")
-
-    @property
-    def are_replicated(self) -> bool:
-        """True if no tracked object but modules and optimizers has a state that each rank may have of its own."""
-        return all(isinstance(each, REPLICATED) for each in self.others.values())
+        own = (name for name in found if name.rpartition("/")[2].rpartition(".")[2] not in STATISTICS)
+        return next((name for name in own if name.removeprefix(f"{UNSAVED}/").partition("/")[0] in kept), "")
 
     @property
     def has_buffers(self) -> bool:

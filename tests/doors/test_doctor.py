@@ -374,8 +374,10 @@ def test_a_claim_of_another_name_or_for_one_node_is_found_among_the_files(tmp_pa
         job.read_text().replace("claimName: muster-runs", "claimName: mustr-runs")
     )
     [found] = lint([tmp_path / "base"])
-    assert "claimName mustr-runs: the claims in these files are muster-runs" in found and f"{job}:" in found
+    assert "claimName mustr-runs: no file has that claim; do you mean muster-runs?" in found and f"{job}:" in found
     shutil.copy(ROOT / "k8s/base/pytorchjob.yaml", job)
     (claim := tmp_path / "base/volume.yaml").write_text(claim.read_text().replace("ReadWriteMany]", "ReadWriteOnce]"))
     [found] = lint([tmp_path / "base"])
     assert "the claim muster-runs is ReadWriteOnce" in found and f"{job}:" in found
+    claim.write_text(claim.read_text().replace("name: muster-runs", "name: [others]"))
+    assert lint([tmp_path / "base"]) == [], "made elsewhere"

@@ -1,7 +1,6 @@
 """A recurrent model whose hidden state goes from batch to batch: `python carried.py FOLDER HOW` keeps it as HOW says.
 
-variable: in one of the loop. tracked: in an object that is tracked. buffer: in a buffer of each rank. rule: a variable has the rate, too.
-compiled: in a variable, of a model that is traced whole after it was tracked, so nothing is seen.
+buffer: in a buffer of each rank. rule: in a variable, which has the rate, too.
 """
 
 import sys
@@ -36,29 +35,15 @@ class Own(Recurrent):
         return y, None
 
 
-class Kept:
-    hidden = None
-
-    def state_dict(self):
-        return {"hidden": self.hidden}
-
-    def load_state_dict(self, state):
-        self.hidden = state["hidden"]
-
-
 def main(job, how):
-    net, kept, rate = (Own if how == "buffer" else Recurrent)(), Kept(), 0.1
+    net, hidden, rate = (Own if how == "buffer" else Recurrent)(), None, 0.1
     model = DistributedDataParallel(net, broadcast_buffers=False) if job.world_size > 1 else net
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    more = {"rule": {}, "tracked": {"kept": kept}}.get(how, {})
-    job.track(model=model, **({} if how == "rule" else {"optimizer": optimizer}), **more)
-    if how == "compiled":
-        torch._dynamo.config.allow_rnn = True
-        model = torch.compile(net, fullgraph=True, backend="eager")
+    job.track(model=model, **({} if how == "rule" else {"optimizer": optimizer}))
     for x in job.batches(DATA, batch_size=12, epochs=1, shuffle=False):
         optimizer.zero_grad()
-        y, hidden = model(x, kept.hidden)
-        kept.hidden = hidden and tuple(each.detach() for each in hidden)
+        y, hidden = model(x, hidden)
+        hidden = hidden and tuple(each.detach() for each in hidden)
         loss = y.pow(2).mean()
         loss.backward()
         if how == "rule":
