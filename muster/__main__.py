@@ -23,7 +23,6 @@ TOOLS = {
 
 
 def main() -> None:
-    """Run the trainer or a tool with the rest of the command line."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as python -m does: for the project's own modules

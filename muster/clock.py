@@ -1,4 +1,4 @@
-"""The time, as an object that a test can replace."""
+"""The system's clocks as an object. Code that waits takes one, so that a test can move the time by hand."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import time
 
 
 class SystemClock:
-    """The system's clocks. Code that waits takes an instance, so that a test can move the time by hand."""
-
     def monotonic(self) -> float:
-        """Return seconds on a clock that is never set back."""
         return time.monotonic()
 
     def time(self) -> float:
-        """Return seconds since the epoch (UTC)."""
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """Suspend the calling thread for `seconds`."""
         time.sleep(seconds)
 
     def wait(self, event: threading.Event, seconds: float) -> bool:

@@ -16,16 +16,13 @@ from muster.redact import redacted
 KIT = str(Path(__file__).resolve().parent)
 LIBRARIES = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), "<frozen"})
 FROM_WORKER = "Original Traceback (most recent call last):"
-"""Header that torch puts before the original traceback when it re-raises an error of a loader worker or a
-DataParallel thread."""
+"""torch's header before the original traceback, when it re-raises an error of a loader worker or a DataParallel thread."""
 NOTE = "(reading sample "
 """How a note on an exception begins that belongs to its message."""
 MOST_PARTS, MOST_CHARACTERS = 4, 300
 
 
 class SourceLine(NamedTuple):
-    """A line of a source file; its `str` is `data.py:12`."""
-
     file: str
     line: int
 
@@ -34,7 +31,7 @@ class SourceLine(NamedTuple):
 
 
 def located(error: BaseException) -> str:
-    """Return the error and its place in user code, in one line: `ValueError: no such column (data.py:12)`."""
+    """Return `ValueError: no such column (data.py:12)`, with the place in user code."""
     kind, message = kind_and_message(error)
     where = place(error)
     return f"{kind}: {message[:MOST_CHARACTERS]}{f' ({where})' if where else ''}"
@@ -62,7 +59,6 @@ def place(error: BaseException) -> SourceLine | None:
 
 
 def is_raised_by_own(error: BaseException) -> bool:
-    """Return True if the traceback of `error` has a line of user code."""
     return any(is_own(each.file) for each in _places(error))
 
 
@@ -72,10 +68,7 @@ def is_own(file: str) -> bool:
 
 
 def defined(part: Any, *methods: str) -> str:
-    """Return ` (data.py:12)`, the first line of a user's class or function or of the first of its `methods` found.
-
-    Empty if `part` is not user code.
-    """
+    """Return ` (data.py:12)`, the first line of the first of `methods` found, else of the class or function; empty if not user code."""
     part = getattr(part, "func", part)  # of functools.partial
     kind: Any = part if inspect.isclass(part) or inspect.isroutine(part) else type(part)
     for each in (*(getattr(kind, name, None) for name in methods), kind):
@@ -100,8 +93,7 @@ def name_of(part: Any) -> str:
 
 
 def described(value: Any) -> str:
-    """Describe a value: `a Tensor [8, 3] float32`, `a tuple of (a Tensor [8, 3] float32, None)`, `a dict of points
-    [8, 4] float32`."""
+    """Describe a value: `a Tensor [8, 3] float32`, `a tuple of (a Tensor [8, 3] float32, None)`, `a dict of points [8, 4] float32`."""
     if isinstance(value, Mapping):
         return f"a {_kind(value)} of {_few(f'{name} {_short(each)}' for name, each in value.items())}"
     if isinstance(value, (tuple, list)):

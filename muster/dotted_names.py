@@ -1,4 +1,4 @@
-"""Nested containers as one level of dotted names."""
+"""Nested dicts as one level of dotted names."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ DRAFT = ".draft-"
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` durable (fsync), where the file system can sync a folder."""
+    """Make renames and new names in `folder` durable, where the file system can sync a folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -28,10 +28,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Replace `path` atomically and durably. Raises StorageError.
+    """Have `write` fill a draft, and rename it to `path`. On a disk the syncs take some milliseconds: too long at every step.
 
-    `write` fills a draft beside `path`; the draft is synced and renamed, then the folder is synced. On a disk this takes
-    some milliseconds, too long for a file that is written at every step.
+    Raises StorageError.
     """
     draft = draft_of(path)
     try:
@@ -48,7 +47,7 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def create_file(path: Path, data: bytes) -> None:
-    """Create a file with its content durably, and atomically where hard links work. Raises FileExistsError, OSError."""
+    """Create a file durably, and atomically where hard links work. Raises FileExistsError, OSError."""
     draft = draft_of(path)
     try:
         _write(draft, data)

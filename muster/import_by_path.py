@@ -1,4 +1,4 @@
-"""Import of classes and functions by path."""
+"""Import a class or function by its path."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from muster.errors import ConfigError, nearest
 
 
 def imported(target: str, *, said: str) -> Any:
-    """Import the class or function `package.module.Name`; messages name it by the setting `said`.
+    """Import `package.module.Name`; messages name it by the setting `said`.
 
-    Raises:
-        ConfigError: no such module or attribute; the message names the part of the path that was not found.
+    Raises ConfigError: no such module or attribute (the message names the part of the path), an import fails, or it is not callable.
     """
     module = target.rpartition(".")[0]
     if not module:
@@ -36,7 +35,7 @@ def imported(target: str, *, said: str) -> Any:
 
 
 def _module(path: str, said: str) -> Any:
-    """Import a module; None if no module has that name. Raises ConfigError if its import fails."""
+    """Return None if no module has that name. Raises ConfigError: its import fails."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:

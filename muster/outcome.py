@@ -33,8 +33,6 @@ _WRITING = threading.RLock()  # held by the checkpoint's writer or the thread th
 
 
 class Commit(TypedDict):
-    """The newest checkpoint of a run, for users to find."""
-
     step: int
     path: str
 
@@ -43,24 +41,21 @@ class Commit(TypedDict):
 class Outcome:
     """The state or the end of an attempt at a run.
 
-    Args:
-        token: number of the attempt; an attempt with a larger token has taken the run over.
-        agents: the launchers of all ranks (environment.launcher).
-        launcher: the job's name from `muster launch` or the scheduler, or the agent of the rank that wrote this.
-        world_size: ranks of the attempt.
-        asked_for: the most ranks that its launcher was asked to start, if known.
-        furthest, idle_attempts, idle_preemptions: carried from attempt to attempt, to detect attempts that make no
-            progress. For a start that never had the run, `idle_attempts` counts the failures in a row up to it, and
-            `token` is that of the run's record at the time.
-        times_held: starts in a row that found the run held by another part of their job.
-        checkpoint: the newest commit, {step, path}, so that its loss is noticed.
-        error, traceback, rank, failed_host: of the first cause, if the attempt failed.
-        bad_host: the one host of several that cannot train, by the doctor's word.
-        flight_recorder: folder with each rank's last collectives on GPUs, if the attempt ended in a hang.
-        cause: the error of the last attempt before this one that failed.
-        failure: equal for two errors with the same traceback.
-        failure_before: the `failure` of the previous attempt.
-        job, meets_at, restarts: only in a claim, see folder_lease.py.
+    token: number of the attempt; an attempt with a larger token has taken the run over.
+    agents: the launchers of all ranks (environment.launcher).
+    launcher: the job's name from `muster launch` or the scheduler, or the agent of the rank that wrote this.
+    asked_for: the most ranks that its launcher was asked to start, if known.
+    furthest, idle_attempts, idle_preemptions: carried from attempt to attempt, to detect attempts that make no progress.
+        For a start that never had the run, `idle_attempts` counts the failures in a row up to it, and `token` is that of
+        the run's record at the time.
+    times_held: starts in a row that found the run held by another part of their job.
+    checkpoint: the newest commit, so that its loss is noticed.
+    error, traceback, rank, failed_host: of the first cause, if the attempt failed.
+    bad_host: the one host of several that the doctor found unable to train.
+    flight_recorder: folder with each rank's last collectives on GPUs, if the attempt ended in a hang.
+    cause: the error of the last attempt before this one that failed.
+    failure: equal for two errors with the same traceback. failure_before: that of the previous attempt.
+    job, meets_at, restarts: only in a claim, see folder_lease.py.
     """
 
     outcome: str = "none"
@@ -95,15 +90,13 @@ class Outcome:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Outcome:
-        """Build an attempt from the entries of outcome.json; unknown entries and wrong types are left out."""
         return cls(**_known(record))
 
     def is_same_launch(self, agents: list[str]) -> bool:
-        """Whether the same scheduler job, or one of `agents`, started this attempt: then this is a restart."""
+        """Whether this is a restart: the same scheduler job, or one of `agents`, started this attempt."""
         return bool(job() and self.launcher == job()) or self.has_agent(agents)
 
     def has_agent(self, agents: list[str]) -> bool:
-        """Whether one of `agents` started this attempt."""
         return not {*self.agents}.isdisjoint(agents)
 
     def idle(self, furthest: int) -> tuple[int, int]:
@@ -118,22 +111,22 @@ class Outcome:
 
 
 def last(folder: Path) -> Outcome:
-    """Return the last attempt in `folder`; an attempt with outcome "none" if there is no readable record."""
+    """Return the last attempt; one with outcome "none" if there is no readable record."""
     return Outcome.of(read(folder))
 
 
 def write(folder: Path, attempt: Outcome) -> None:
-    """Replace outcome.json in one step; keeps the entry of the newest checkpoint. Raises StorageError."""
+    """Replace outcome.json atomically; without a checkpoint in `attempt`, keep the entry. Raises StorageError."""
     with _WRITING:
         newest = attempt.checkpoint or read(folder).get("checkpoint")
         _replace(folder / OUTCOME, replace(attempt, checkpoint=newest))
 
 
 def refuse(folder: Path, attempt: Outcome, *, beside: bool) -> Path:
-    """Record a refused command and return the record's path.
+    """Write refused.json if `beside`, or if the run has a record; else outcome.json. Return the file's path.
 
-    Writes refused.json if `beside`, or if the run has a record; else outcome.json. A run's outcome.json must not be
-    replaced, or the attempt that holds the run would conclude that it lost it. Raises StorageError, OSError.
+    Replacing a run's outcome.json would make the attempt that holds the run conclude that it lost it.
+    Raises StorageError, OSError.
     """
     if not beside:
         with contextlib.suppress(FileExistsError):
@@ -152,16 +145,13 @@ def note_commit(folder: Path, attempt: str, *, step: int, path: str) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the last attempt's record as it is in the file; `{}` if there is no readable record."""
     return read_record(folder / OUTCOME)
 
 
 def newest(folder: Path, *, launcher: str = "") -> dict[str, Any]:
     """For launchers: return the record of the last command, whether it was an attempt or refused.
 
-    Args:
-        folder: the run's folder.
-        launcher: if given, read only this launcher's records, and records that name no launcher.
+    `launcher`: read only its records, and those that name none.
     """
     # The refusal first: of two records of the same millisecond it is the later one.
     records = read_record(folder / REFUSED), read_record(folder / OUTCOME)
@@ -179,7 +169,7 @@ def start_before(folder: Path, attempt: str) -> Outcome:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return a record file's entries that `Outcome` has with their types; `{}` if the file cannot be read."""
+    """Return the valid entries of a record file; `{}` if it cannot be read."""
     try:
         record = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

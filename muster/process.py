@@ -1,4 +1,4 @@
-"""The current process: its processors, its death with its parent, the signals that it ignores, and processes that outlive it."""
+"""The current process: its end, supervisor, processors, memory and signals, and processes that outlive it."""
 
 from __future__ import annotations
 
@@ -27,32 +27,30 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_KEPT = 2**25
-"""The highest threshold in bytes that glibc takes for blocks in mappings of their own (DEFAULT_MMAP_THRESHOLD_MAX of its malloc)."""
+"""Bytes: the highest M_MMAP_THRESHOLD that glibc takes (DEFAULT_MMAP_THRESHOLD_MAX of its malloc)."""
 THRESHOLDS = "trim_threshold", "mmap_threshold"
 _keeps_memory = False
 WORKER_WAIT = "MP_STATUS_CHECK_INTERVAL"
-"""torch's name for the longest wait for a DataLoader's worker; then it is ended."""
+"""torch's constant: the longest wait for a DataLoader worker, before it is killed."""
 WORKER_LEAVES_S = 0.1
 END_S, LEFT_S = 60.0, 5.0
-"""The longest that what programs leave to their end may take; and unless all is done, when others may wait for this process."""
+"""Most seconds for threads and `atexit` functions at the end; less after a failure, when others may wait for this process."""
 IO_BASE: Any = io.IOBase.__base__
-"""What all files derive from; `isinstance` would ask objects for their `__class__`, which some warn of."""
+"""Base of all files; `isinstance` would read each object's `__class__`, which makes some warn."""
 _launcher: int | None = None
 _is_first = True
 _is_supervisor = False
 _witness: list[None] = []
-"""Younger than what `freeze` has frozen: when a script freezes, too, this is frozen with what the script had opened."""
+"""Created after `freeze`: no longer in `gc.get_objects` once a script freezes, too, and with it the files that the script had opened."""
 _frozen_files: list[weakref.ref[Any]] = []
-"""The files that were open when `freeze` was called."""
 
 
 def end(code: int) -> NoReturn:
-    """End this process with `code`, and before that, as the interpreter does, what programs leave to its end.
+    """End this process with `code`: join threads, run `atexit` functions and flush files, but skip the interpreter's tear-down.
 
-    Other threads are joined, functions of `atexit` called, open files flushed. The interpreter's tear-down is left out: it
-    restores SIGTERM's default action, so that the launcher's signal would hide the code, and threads of C++ may abort the process
-    in it. In a supervisor nothing of this is done: its children have done it. On another thread than the main one, only files are
-    flushed. After END_S seconds, or LEFT_S with another code than 0, this process ends in any case.
+    The tear-down restores SIGTERM's default action, so that the launcher's signal would hide the code, and C++ threads may
+    abort the process in it. A supervisor skips all of this: its children have done it. Outside of the main thread, only files
+    are flushed. After END_S, or LEFT_S with another code than 0, the process ends in any case.
     """
     try:
         if not _is_supervisor:
@@ -84,7 +82,7 @@ def _end_late(code: int, within_s: float) -> None:
 
 
 def _end_deaf_children() -> None:
-    """End daemonic children that ignore SIGTERM, as loader workers do: multiprocessing sends it, and waits for them for ever."""
+    """Kill daemonic children that ignore SIGTERM, as loader workers do: multiprocessing would wait for them for ever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error when a worker has ended
     for each in multiprocessing.active_children():
         with contextlib.suppress(OSError):
@@ -95,7 +93,6 @@ def _end_deaf_children() -> None:
 
 
 def flush_files() -> None:
-    """Write out what open files of this process hold back."""
     for each in [*(there() for there in _frozen_files), *_files()]:
         with contextlib.suppress(Exception):
             if not each.closed:
@@ -103,7 +100,7 @@ def flush_files() -> None:
 
 
 def freeze() -> None:
-    """Leave what there is out of all collections of garbage: in a forked process they would copy it. Open files are still flushed."""
+    """Exclude all current objects from garbage collection, which in a forked process would copy them. Open files are still flushed."""
     global _witness
     for each in _files():
         with contextlib.suppress(TypeError):
@@ -121,10 +118,7 @@ def _files() -> list[Any]:
 
 
 def collect_garbage() -> None:
-    """Collect garbage, in which a DataLoader's workers may be: they are ended, and not waited for.
-
-    A queue in the garbage has closed before the word to leave is put into it. torch waits 5 s for each worker to get it.
-    """
+    """Collect garbage without waiting for DataLoader workers in it: their queue is closed, and torch waits 5 s for each."""
     shared = sys.modules.get("torch.utils.data._utils")
     before = vars(shared)[WORKER_WAIT] if shared else 0.0
     if shared:
@@ -142,7 +136,7 @@ def launcher_pid() -> int:
 
 
 def ranks_on_host() -> int:
-    """Return the number of ranks that the launcher has started on this host; 1 without one."""
+    """Return the launcher's ranks on this host; 1 without a launcher."""
     number = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(number) if number.isdigit() and int(number) else 1
 
@@ -153,31 +147,29 @@ def worker_pid() -> int:
 
 
 def is_supervised() -> bool:
-    """Return whether this process is the child of a supervisor."""
     return _launcher is not None
 
 
 def become_supervisor() -> None:
-    """Take notice that this process has a child that does its work."""
     global _is_supervisor
     _is_supervisor = True
 
 
 def become_supervised(launcher: int, *, is_first: bool) -> None:
-    """Take notice that this process is a child of a supervisor, which `launcher` started; `is_first`: its first one."""
+    """Note that this process is a child of a supervisor, which `launcher` started; `is_first`: its first one."""
     global _launcher, _is_first, _is_supervisor
     _launcher, _is_first, _is_supervisor = launcher, is_first, False
 
 
 def beginning_pid() -> int:
-    """Return the pid of the process whose start began this one's work: a supervisor has done the imports of its first child."""
+    """Return the pid of the process that began this one's work: a supervisor does the imports of its first child."""
     return worker_pid() if _is_first else os.getpid()
 
 
 def command_line() -> list[str]:
-    """Return the words that started this process's job, as far as they can be seen: the launcher's of a rank, else its own.
+    """Return the launcher's words for a rank, else this process's own.
 
-    Empty if they do not start it again: the agent of `muster.launch` is started by a program of the user's.
+    Empty if unknown, or if they would not start the job again: a user's program starts the agent of `muster.launch`.
     """
     words = list(sys.orig_argv)
     if "RANK" in os.environ:
@@ -195,16 +187,16 @@ def command_line() -> list[str]:
 
 
 def usable_processors() -> list[int]:
-    """Return the numbers of the processors that this process may use; all of the machine's, where no call says (macOS)."""
+    """Return the numbers of the processors that this process may use; on macOS all of the machine's."""
     if sys.platform == "linux":
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def handle_of(pid: int) -> int:
-    """Return a file descriptor that is readable when process `pid` has ended (pidfd_open(2)). Raises OSError.
+    """Return a file descriptor that is readable when process `pid` has ended (pidfd_open(2)).
 
-    Linux 5.3 or newer; a container may forbid it.
+    Raises OSError: Linux older than 5.3, or a container forbids it.
     """
     if sys.platform == "linux" and hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
@@ -212,13 +204,10 @@ def handle_of(pid: int) -> int:
 
 
 def die_with_parent(number: int = signal.SIGKILL, *, parent: int | None = None) -> None:
-    """Make the kernel send signal `number` to this process when its parent dies, however it dies. Linux only.
+    """Make the kernel send signal `number` to this process when the thread that started it ends. Linux only.
 
-    The parent is the thread that started this process. See PR_SET_PDEATHSIG in prctl(2).
-
-    Args:
-        number: the signal.
-        parent: the parent's pid, if known; if it has died already, this process sends itself the signal.
+    `parent`: the parent's pid, if known; if it has died already, this process sends itself the signal.
+    Source: PR_SET_PDEATHSIG in prctl(2).
     """
     if LIBC:
         LIBC.prctl(PR_SET_PDEATHSIG, number)
@@ -233,11 +222,10 @@ def call_it(name: str) -> None:
 
 
 def keep_memory(is_wanted: bool) -> None:
-    """Have glibc keep the memory that is freed for the next allocation, or, in a later run of this process, no longer.
+    """Have glibc keep freed memory for the next allocation; False restores its defaults for a later run of this process.
 
-    A step frees what it has computed, and the next one needs as much: given back to the system at once, it comes again page by page, each
-    filled with zeros. So a process keeps the most that it has needed since it last gave memory back. The user's own thresholds, as in
-    mallopt(3), stay. Does nothing with another allocator.
+    Each step needs as much memory as the last one freed; from the system it comes page by page, each filled with zeros.
+    Thresholds that the user has set, as in mallopt(3), stay. Does nothing with another allocator.
     """
     global _keeps_memory
     tunables = os.environ.get("GLIBC_TUNABLES", "")
@@ -249,7 +237,7 @@ def keep_memory(is_wanted: bool) -> None:
 
 
 def give_memory_back() -> None:
-    """Give the memory back that is free now: an evaluation may have needed more than a step does."""
+    """Return free memory to the system: an evaluation may have needed more than a step does."""
     if _keeps_memory:
         LIBC.malloc_trim(0)  # type: ignore[union-attr]
 
@@ -261,10 +249,9 @@ def ignore(*numbers: int) -> None:
 
 
 def start_detached(module: str, *arguments: str) -> None:
-    """Run `python -m MODULE ARGUMENTS` in a session of its own, which outlives this process. Does nothing on OSError.
+    """Run `python -m MODULE ARGUMENTS` in its own session, which outlives this process. Does nothing on OSError.
 
-    Paths in `arguments` must be absolute: the process works in the kit's parent folder, because the user's folder may
-    have a package with the kit's name.
+    It runs in the kit's parent folder, as the user's may have a package of the kit's name: pass absolute paths.
     """
     line = [sys.executable, "-m", module, *arguments]
     with contextlib.suppress(OSError):
@@ -285,7 +272,7 @@ def without_sigchld() -> Iterator[None]:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Drop the local variables of the frames that `error` has left: the model, and with it the group's connections."""
+    """Drop the local variables in the traceback of `error`: they hold the model, and with it the group's connections."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -28,7 +28,7 @@ _known: dict[str, re.Pattern[str]] = {}
 
 
 def redacted(text: str) -> str:
-    """Return `text` with user info and signatures removed from every URL, and secrets of known URLs from all of it."""
+    """Remove user info and signatures from URLs in `text`, and the secrets of `know` anywhere in it."""
     text = URL.sub(lambda found: _stripped(found[0]), text) if "://" in text else text
     for each in _known.values():
         text = each.sub("***", text)
@@ -36,14 +36,14 @@ def redacted(text: str) -> str:
 
 
 def know(url: str) -> None:
-    """Remove the secrets of `url` from now on, any part of which a library may quote, in a traceback, too."""
+    """Have `redacted` remove the secrets of `url` from now on: a library may quote any part of it, in a traceback, too."""
     for secret in sorted(_secrets(url) - _known.keys(), key=len, reverse=True):
         word = re.escape(secret)
         _known[secret] = re.compile(word if len(secret) >= SHORT else rf"(?<![A-Za-z0-9]){word}(?![A-Za-z0-9])")
 
 
 def redacted_all(value: Any) -> Any:
-    """Apply `redacted` to all strings in nested dicts and lists; a string that begins as a URL is a URL to its end."""
+    """Apply `redacted` to all strings in nested dicts and lists. A string that begins as a URL is one to its end, spaces included."""
     if isinstance(value, str):
         return redacted(_stripped(value) if SCHEME.match(value) else value)
     if isinstance(value, dict):
@@ -52,7 +52,7 @@ def redacted_all(value: Any) -> Any:
 
 
 def without(text: str, url: str | None) -> str:
-    """Return a library's message without the secrets of `url`, any part of which it may quote."""
+    """Return a library's message without the secrets of `url`."""
     if url:
         know(url)
         for secret in sorted(_secrets(url), key=len, reverse=True):

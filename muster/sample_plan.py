@@ -1,7 +1,6 @@
-"""The assignment of samples to ranks and steps.
+"""Assign samples to ranks and steps: a pure function of (seed, epoch, step), without state or communication.
 
-It is a pure function of (seed, epoch, step): no state, no stored permutation, no communication. At any world size,
-global step `s` takes the next `batch_size` entries of its epoch's permutation; each rank takes its slice of them.
+At any world size, global step `s` takes the next `batch_size` entries of its epoch's permutation; each rank takes its slice of them.
 """
 
 from __future__ import annotations
@@ -48,14 +47,13 @@ def _stream(seed: int, epoch: int) -> Keys:
 
 @dataclass(frozen=True)
 class Permutation:
-    """A pseudo-random bijection of `range(size)`, computed entry by entry in O(1) memory.
+    """A pseudo-random bijection of `range(size)`. Above `SORTED` entries, it takes O(1) memory.
 
-    Up to `SORTED` entries are computed at once and sorted by hash. A larger range goes through a Feistel network over
-    pairs (left, right) of digits in base ceil(sqrt(size)), with addition modulo the base. Values outside the range are
-    encrypted again until they fall inside, which keeps the map a bijection.
+    Up to `SORTED` entries are sorted by hash. A larger range goes through a Feistel network over pairs (left, right) of
+    digits in base ceil(sqrt(size)), with addition modulo the base. Values outside the range are encrypted again until they
+    fall inside, which keeps the map a bijection.
 
-    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (cycle-walking and
-    generalized Feistel).
+    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (cycle-walking, generalized Feistel).
     """
 
     size: int
@@ -97,11 +95,12 @@ def _sorted_by_hash(size: int, seed: int, epoch: int) -> Indices:
 class MicroBatch:
     """The samples of one forward and backward pass on one rank.
 
-    indices: `[B] int64` sample indices. count: number of samples that belong to this rank. A rank with an empty share
-    must still take part in the collectives: it gets one sample with `count` 0, which has no weight.
-    slice: number of the slice of the global batch that it belongs to: the rank's, or one of `virtual_world_size`.
-    draws: `[B] int64`, what the samples' keys are made of, if it is not the indices: a sample that weights draw twice in an
-    epoch is augmented in two ways.
+    indices: `[B] int64` sample indices.
+    count: samples that belong to this rank. A rank with an empty share must still join the collectives: it gets one sample
+        with `count` 0, which has no weight.
+    slice: its slice of the global batch: the rank's, or one of `virtual_world_size`.
+    draws: `[B] int64`, makes the samples' keys in place of the indices: a sample that weights draw twice in an epoch is
+        augmented in two ways.
     """
 
     epoch: int
@@ -112,10 +111,9 @@ class MicroBatch:
 
 
 class Weights:
-    """Draws sample i with a probability that is proportional to `weights[i]`, with replacement: entry by entry, from a hash.
+    """Draws sample i with probability proportional to `weights[i]`, with replacement: entry by entry, from a hash.
 
-    Args:
-        weights: `[size] float64`, finite, at least 0, and not all 0.
+    `weights`: `[size] float64`, finite, at least 0, and not all 0.
     """
 
     def __init__(self, weights: npt.NDArray[np.float64]):
@@ -150,26 +148,24 @@ class Plan:
         return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
 
     def epoch(self, step: int) -> int:
-        """Return the epoch of global step `step`; both from 0."""
+        """Return the epoch of `step`; both from 0."""
         return step // self.steps_per_epoch
 
     def samples_before(self, step: int) -> int:
-        """Return the total number of samples in the steps before `step`."""
         epoch, within = divmod(step, self.steps_per_epoch)
         per_epoch = min(self.size, self.steps_per_epoch * self.batch_size)
         return epoch * per_epoch + min(within * self.batch_size, self.size)
 
     def count(self, step: int) -> int:
-        """Return the number of samples in step `step`: `batch_size`, or fewer at the end of an epoch."""
+        """Return the samples in step `step`: `batch_size`, or fewer at the end of an epoch."""
         start = (step % self.steps_per_epoch) * self.batch_size
         return min(self.batch_size, self.size - start)
 
     def batch(self, step: int) -> Indices:
-        """Return the global batch of step `step`: `[count] int64` sample indices in order."""
+        """Return the global batch: `[count] int64` sample indices in order."""
         return self._samples(step, 0, self.count(step))
 
     def share(self, step: int, share: Share) -> list[MicroBatch]:
-        """Return a rank's share of step `step`, split into micro-batches."""
         cuts, epoch = share.cuts(self.count(step)), self.epoch(step)
         if not cuts:
             return []
@@ -185,12 +181,10 @@ class Plan:
         return found
 
     def _positions(self, step: int, first: int, end: int) -> Indices:
-        """Return the places in the epoch of entries `first` to `end` (exclusive) of the global batch."""
         start = step % self.steps_per_epoch * self.batch_size
         return np.arange(start + first, start + end, dtype=np.int64)
 
     def _samples(self, step: int, first: int, end: int) -> Indices:
-        """Return entries `first` to `end` (exclusive) of the global batch; only these are computed."""
         epoch, positions = self.epoch(step), self._positions(step, first, end)
         if self.weights:
             return self.weights(positions, seed=self.seed, epoch=epoch)
@@ -213,9 +207,8 @@ class Share:
     def cuts(self, count: int) -> list[tuple[int, int, int]]:
         """Return (slice, begin, end) of this rank's micro-batches in a global batch of `count` samples.
 
-        Without `slices` every rank gets the same number of micro-batches, because a model with synchronized layers
-        must run the same number of forward passes on each rank; some micro-batches may then be empty. With `slices`
-        a slice without samples has no micro-batch.
+        Without `slices` every rank gets the same number of micro-batches, some of them empty: a model with synchronized
+        layers must run the same number of forward passes on each rank. With `slices`, an empty slice has no micro-batch.
         """
         if self.slices is None:
             largest = -(-count // self.world_size)
@@ -234,7 +227,6 @@ def leaves_of(rank: int, world_size: int, slices: int) -> range:
 
 
 def _cut(number: int, begin: int, end: int, parts: int) -> list[tuple[int, int, int]]:
-    """Split begin to end into `parts` pieces whose lengths differ by at most one, longer pieces first."""
     edges = [begin + slice_of(end - begin, part, parts)[0] for part in range(parts)] + [end]
     return [(number, *edge) for edge in itertools.pairwise(edges)]
 

@@ -62,8 +62,7 @@ def main() -> None:
 def run_attempt(config: Config | ConfigError, preemption: Preemption, *, is_swept: bool) -> int:
     """Run one attempt. A config error is reported at once if there are no other ranks to inform.
 
-    With other ranks, each run of a sweep is in a child of its own, which ends with it: the next one finds no threads, no
-    group and no RPC of a run before.
+    With other ranks, each run of a sweep is in a child of its own: the next one finds no threads, group or RPC of a run before.
     """
     from muster.errors import ConfigError, tell
 
@@ -104,10 +103,10 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption, *, is_swep
 
 
 def ends_sweep(code: int, folder: str | None) -> bool:
-    """Return whether what is left of a sweep has to wait for the same command to be run again, as torchrun's agent does.
+    """Return whether the rest of a sweep has to wait for the same command to be run again, as torchrun's agent does.
 
-    So it is after a request to stop; and after a rank was lost or has failed, which a restart may help: the ranks that are
-    left would wait for it in each of the other runs. Without restarts left, a run that fails costs the sweep no other.
+    It has after a request to stop; and after a rank was lost or has failed, which a restart may help: the other ranks would wait
+    for it in each of the other runs. Without restarts left, a run that fails costs the sweep no other.
     """
     from muster import outcome
     from muster.errors import Preempted, RankLost, final
@@ -147,7 +146,7 @@ def meets_by_port(config: Config | ConfigError) -> bool:
 
 
 def journal_of(config: Config) -> StepJournal | str:
-    """Return memory for the journal of a rank that is restarted in place if it dies; why not, if it is not."""
+    """Return memory for the journal of a rank that is restarted in place if it dies; why not, if it is not; empty if it was not to be."""
     from muster.errors import ConfigError
     from muster.loggers.tensorboard import import_writer
     from muster.recovery.journal import StepJournal

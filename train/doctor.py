@@ -26,7 +26,6 @@ FAILED = 1
 
 
 def main() -> None:
-    """Run the command line and end this process with its exit code."""
     lost_output.endure()
     parser = argparse.ArgumentParser(prog="muster doctor", description=__doc__)
     parser.add_argument("--expect", type=int, metavar="RANKS", help="expected number of ranks")
@@ -46,10 +45,7 @@ def main() -> None:
 
 
 def visited(config: Config, given: argparse.Namespace) -> int:
-    """Run all checks on all ranks and report them on rank 0. Return 0, or 1 if training cannot work.
-
-    Collective. Raises MusterError.
-    """
+    """Run all checks on all ranks and report them on rank 0. Return 0, or 1 if training cannot work. Collective. Raises MusterError."""
     world = start(group_options(config), Environment.from_env(config.dist.init_method))
     results = examine(world, visit_of(config, expected=given.expect, quick=given.quick))
     fails = False

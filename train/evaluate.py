@@ -12,7 +12,6 @@ from muster.process import end
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(prog="muster evaluate", description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder, or a sweep's: then its best run")
     parser.add_argument(

@@ -32,13 +32,10 @@ from muster.world.group import World
 
 
 class Print:
-    """Prints values to standard output, one per line or as JSON."""
-
     def __init__(self, *, as_json: bool):
         self.as_json = as_json
 
     def __call__(self, facts: dict[str, Any], values: dict[str, float]) -> None:
-        """Print the `values` of an evaluation, and the `facts` about it."""
         if self.as_json:
             print(json.dumps({**facts, **values}), flush=True)
         else:
@@ -57,10 +54,8 @@ def evaluate(
 ) -> int:
     """Evaluate the run in `folder`, or the best run of a sweep's folder, and return the exit code.
 
-    checkpoint: a step, `newest` or `best`; None: `model.pt` if the run is done, else the newest checkpoint.
-
-    Raises:
-        MusterError: there is no such run or checkpoint, or the overrides are invalid.
+    `checkpoint`: a step, `newest` or `best`; None: `model.pt` if the run is done, else the newest checkpoint.
+    Raises MusterError: there is no such run or checkpoint, or the overrides are invalid.
     """
     run, checkpoint = chosen_run(folder, checkpoint)
     if is_of_job(config_of(run)):
@@ -84,7 +79,7 @@ def attempt(
 ) -> int:
     """Evaluate with the other ranks and return the exit code. Writes nothing to the run's folder.
 
-    trained_in: the ranks or slices over which training divided its batches.
+    `trained_in`: the ranks or slices over which training divided its batches.
     """
     with Lifecycle(Path(config.output_dir), preemption, records=False) as life:
         world, strategy = join(config, preemption)

@@ -37,19 +37,11 @@ def measure(
     most: int | None = None,
     trained_in: int = 1,
 ) -> dict[str, float] | None:
-    """Return the means over the samples of `test`; None if the ranks stopped before the end.
+    """Return the means over the samples of `test`; None if the ranks stopped before the end. Collective.
 
-    Collective.
-
-    Args:
-        config: the run's config.
-        test: the data set.
-        strategy: holds the model.
-        world: the ranks.
-        measures: the configured measures; they are reset.
-        begin: is called before each batch and before the results are added up; False means to stop there.
-        most: the number of batches; None: all. They are then as large as those of training.
-        trained_in: the ranks or slices over which training divided its batches, if they were more than here.
+    `measures` are reset. `begin` is called before each batch and before the results are added up; False means to stop there.
+    `most`: the number of batches, which are then as large as those of training; None: all. `trained_in`: the ranks or slices over
+    which training divided its batches, if they were more than here.
     """
     slices = config.virtual_world_size
     size = samples_of(config, test)
@@ -83,8 +75,8 @@ def samples_of(config: Config, test: Any) -> int:
 def samples_at_once(config: Config, device: torch.device, *, parts: int) -> int:
     """Return the most samples of an evaluation's batch on a rank or for a slice; training divides its batches into `parts`.
 
-    On a GPU it is no more than in training, whose batches are known to fit: 256 samples of 1,024 tokens, for example,
-    give logits of 50 GB. `micro_batch_size` limits it further.
+    On a GPU it is no more than in training, whose batches are known to fit: 256 samples of 1,024 tokens, for example, give
+    logits of 50 GB. `micro_batch_size` limits it further.
     """
     in_training = -(-config.batch_size // parts)
     return min(EVAL_BATCH, in_training) if device.type == "cuda" else EVAL_BATCH
@@ -101,7 +93,7 @@ def refuse_unevaluated(config: Config, data: Data) -> None:
 def best_mode(config: Config, measures: Measures, best: dict[str, Any] | None = None) -> str:
     """Return `min` or `max`: which value of `checkpoint.best` is the best; empty without it. Raises ConfigError.
 
-    best: the best evaluation so far, of this attempt or of a checkpoint.
+    `best`: the best evaluation so far, of this attempt or of a checkpoint.
     """
     metric, given = config.checkpoint.best, config.checkpoint.best_mode.name
     key, mode_key = "checkpoint.best", "checkpoint.best_mode"

@@ -36,10 +36,7 @@ ONNX_BYTES = 2**31
 
 @dataclass(frozen=True)
 class Traced:
-    """A model and its program, traced for any number of samples.
-
-    form: the form of the inputs that the program takes.
-    """
+    """A model and its program, traced for any number of samples; `form` is that of the inputs that the program takes."""
 
     model: nn.Module
     form: Form
@@ -191,8 +188,7 @@ def why_no_onnx() -> str | None:
 def export(source: Source, outputs: list[Path]) -> None:
     """Write the model with these weights to each of `outputs`; without any, beside model.pt in all formats that can be.
 
-    Raises:
-        ConfigError: an output's suffix is unknown, its format is not available, or the model cannot be exported.
+    Raises ConfigError: an output's suffix is unknown, its format is not available, or the model cannot be exported.
     """
     for path in outputs:
         refuse(path)
@@ -217,7 +213,6 @@ def refuse(path: Path) -> None:
 
 
 def _write_both(traced: Traced, path: Path) -> None:
-    """Write `path`.pt2, and `path`.onnx if ONNX is available and can express the model."""
     _write(traced, path.with_name(f"{path.name}.pt2"))
     try:
         if why := why_no_onnx():
@@ -233,7 +228,6 @@ def _write(traced: Traced, path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return its exit code."""
     parser = parser_of("export", said=__doc__)
     parser.add_argument(
         "--output",

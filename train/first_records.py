@@ -19,12 +19,9 @@ MOST_NAMES = 8
 def announced(run: Run, saved: Saved | None, *, kinds: list[str], frozen: Sequence[str], why_not: str) -> Iterator[str]:
     """Yield what metrics.jsonl tells of this attempt as it begins, and print the limits of what it guarantees.
 
-    Args:
-        run: the attempt.
-        saved: the checkpoint that it begins with; None if with none.
-        kinds: processor kinds of the ranks (see `numerics.kind_of`); empty without `virtual_world_size`.
-        frozen: names of the frozen modules that stay in evaluation mode.
-        why_not: why a rank that dies ends all ranks, although dist.survive=true; empty if it is restarted in place.
+    `saved`: the checkpoint that it begins with. `kinds`: processor kinds of the ranks (see `numerics.kind_of`); empty without
+    `virtual_world_size`. `frozen`: names of the frozen modules that stay in evaluation mode. `why_not`: why a rank that dies ends
+    all ranks, although dist.survive=true; empty if it is restarted in place.
     """
     plan, given = run.course.plan, steps_asked_for(run.config, run.course.plan)
     if run.strategy.caveat and run.world.is_first:

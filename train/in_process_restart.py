@@ -33,12 +33,6 @@ SLOW_S = 2.0
 
 
 class RunHandOver(HandOver):
-    """The state of one rank between two attempts.
-
-    Args:
-        survival: how this rank survives the death of another; None: it does not.
-    """
-
     def __init__(self, survival: Survival | None):
         super().__init__(survival)
         self.data: Data | None = None
@@ -57,7 +51,6 @@ class RunHandOver(HandOver):
 
     @contextlib.contextmanager
     def _said_if_slow(self, rank: int) -> Iterator[None]:
-        """Say that the others wait for the data of this rank, if that takes longer than `SLOW_S`."""
         died_of = self.survival.incarnation.died_of if self.survival else ""
         text = f"muster: rank {rank} has died ({died_of}) and loads its data again: the others wait for it"
         told = threading.Timer(SLOW_S, say, [text])

@@ -93,8 +93,7 @@ def open_source(folder: Path, checkpoint: str | None, *, storage: str | None = N
 def record_of(folder: Path) -> ModelRecord:
     """Return how the run's model is built: from model.json, or else from the config and the data set of the run.
 
-    Raises:
-        ConfigError: it is the run of a job. DataError: model.json is missing and the data set cannot be read.
+    Raises ConfigError: it is the run of a job. Raises DataError: model.json is missing and the data set cannot be read.
     """
     if is_of_job(config_of(folder)):
         raise ConfigError(
@@ -113,7 +112,7 @@ def from_data(folder: Path) -> ModelRecord:
 
 
 def _whole(module: Any) -> nn.Module:
-    """Return the module inside DDP and torch.compile. Raises ConfigError if it is sharded, or none."""
+    """Return the module inside DDP and torch.compile. Raises ConfigError: it is sharded, or no module."""
     if not isinstance(module, nn.Module):
         raise ConfigError(f"into={type(module).__name__} is not a torch.nn.Module: give one, or {{name: module}}")
     if any(map(in_pieces, module.parameters())):
@@ -172,7 +171,6 @@ def parser_of(tool: str, *, said: str | None) -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return its exit code."""
     given = parser_of("load", said=__doc__).parse_args(arguments)
     try:
         run, checkpoint = chosen_run(given.run, given.checkpoint)

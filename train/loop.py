@@ -72,12 +72,10 @@ class Run:
 
     @property
     def world(self) -> World:
-        """The ranks' group."""
         return self.running.world
 
     @property
     def records(self) -> Metrics:
-        """The records for the loggers."""
         return self.running.records
 
     @property
@@ -94,8 +92,7 @@ class Run:
     def model(self) -> nn.Module:
         """The model as the strategy holds it: of a sharded or divided one, this rank's part.
 
-        Raises:
-            ConfigError: the strategy does not have it in one module.
+        Raises ConfigError: the strategy does not have it in one module.
         """
         model = getattr(self.strategy, "model", None)
         if model is None and isinstance(self.strategy, Stepping):
@@ -106,7 +103,6 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """The number of steps of the whole run."""
         return self.course.total_steps
 
     @property
@@ -116,7 +112,6 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """True if all steps are done or training was stopped early."""
         return self.course.is_over
 
     @property
@@ -132,11 +127,9 @@ class Run:
     def log(self, **values: float | Tensor) -> None:
         """Add values by name to the next `train` line; of a name that is logged again before it, the last value counts.
 
-        The line has rank 0's values, so a value over all ranks is to be reduced before. Values that are logged after the
-        last line, as in the last evaluation, make an event `logged`. Does not wait for the device.
-
-        Raises:
-            ConfigError: a value is not a number, or records use its name themselves.
+        The line has rank 0's values: reduce a value over all ranks before. Values that are logged after the last line, as in the last
+        evaluation, make an event `logged`. Does not wait for the device.
+        Raises ConfigError: a value is not a number, or records use its name themselves.
         """
         check_names(values, "run.log()", taken=OF_LINES)
         for name, value in values.items():
@@ -164,10 +157,8 @@ def train(run: Run) -> Ending:
         save and evaluate
 
     If the run is preempted, a checkpoint of the current step is written.
-
-    Raises:
-        Diverged: the loss, gradient or weights are not finite, and `on_nonfinite` or `max_skipped_steps` says to stop.
-        StorageError: checkpoints cannot be written.
+    Raises Diverged: the loss, gradient or weights are not finite, and `on_nonfinite` or `max_skipped_steps` says to stop.
+    Raises StorageError: checkpoints cannot be written.
     """
     course, running = run.course, run.running
     try_evaluation(run)
@@ -206,8 +197,8 @@ def add_to(
 ) -> None:
     """Add the result of a step of `samples` samples to the means of the next `train` line.
 
-    seen: what makes a sum of this rank's share of the loss, and this rank's part of what the mean is over (`Counts.seen`); None: the
-        samples. measures: whether steps return metrics.
+    `seen`: what makes a sum of this rank's share of the loss, and this rank's part of what the mean is over (`Counts.seen`); None:
+    the samples. `measures`: whether steps return metrics.
     """
     if means.takes(samples=samples, is_skipped=result.skipped):
         times, of = seen or (samples, samples * is_first)
@@ -226,8 +217,7 @@ def own_loss(means: RunningMeans) -> list[float]:
 def end_step(run: Run) -> None:
     """Log, evaluate and save, as far as each is due at this step and is not done. Collective.
 
-    Before the first step of an attempt this repeats an evaluation during which an earlier one was stopped, and does what
-    a rank that died has cut short.
+    Before the first step of an attempt this repeats an evaluation that a stop cut short, and does what a rank that died has left.
     """
     progress = run.progress
     run.running.look()
@@ -245,7 +235,6 @@ def end_step(run: Run) -> None:
 
 
 def is_time_to_log(run: Run) -> bool:
-    """Return True if a `train` line is due at this step."""
     return run.is_over or run.running.is_due("line")
 
 
@@ -266,13 +255,11 @@ def weigh(run: Run, batches: list[Batch]) -> list[Batch]:
 
 
 def load(run: Run, plan: Plan, steps: range) -> Iterator[list[Batch]]:
-    """Return this rank's micro-batches of each of `steps` of training."""
     shard, device = run.strategy.data_shard, run.world.device
     return micro_batches(run.config, run.course.data.train, plan, steps, shard=shard, device=device)
 
 
 def evaluate_if_due(run: Run) -> None:
-    """Evaluate at the interval, between two steps, unless this step was evaluated already."""
     if is_time_to_evaluate(run):
         evaluate(run)
 
@@ -308,10 +295,10 @@ def stop_if_diverged(run: Run) -> None:
 
 
 def try_evaluation(run: Run) -> None:
-    """Evaluate `eval.sanity_batches` before the first step: a broken evaluation ends the run now, not an epoch later.
+    """Evaluate `eval.sanity_batches` before the first step: a broken evaluation ends the run now, not an epoch later. Collective.
 
-    Has no side effects: generators, metrics and buffers are unchanged, only the callback hook `on_trial` is called,
-    and nothing is compiled. A resumed run skips it. Collective.
+    Has no side effects: generators, metrics and buffers are unchanged, of the callbacks only `on_trial` is called, and nothing is
+    compiled. A resumed run skips it.
     """
     most = run.config.eval.sanity_batches
     if not most or run.step or run.course.data.test is None or run.config.eval.every_steps == "off":
@@ -336,10 +323,9 @@ def measure_test(run: Run, *, begin: Callable[[], bool], most: int | None = None
 
 
 def note_best(run: Run, values: dict[str, float]) -> None:
-    """Record this step in `progress.best` if its `checkpoint.best` metric is the best so far.
+    """Record this step in `progress.best` if its `checkpoint.best` metric is the best so far. Collective.
 
-    A best evaluation whose checkpoint could not be written does not count: its weights are gone. Collective: every rank must
-    call it.
+    A best evaluation whose checkpoint could not be written does not count: its weights are gone.
     """
     if not (metric := run.config.checkpoint.best):
         return
@@ -353,23 +339,16 @@ def note_best(run: Run, values: dict[str, float]) -> None:
 
 
 def is_best(run: Run) -> bool:
-    """Return True if the evaluation of this step is the best so far."""
     return run.progress.best is not None and run.progress.best["step"] == run.step
 
 
 def is_time_to_save(run: Run) -> bool:
-    """Return True if a checkpoint is due between two steps.
-
-    After the last step, and when preempted, `train` saves in any case.
-    """
+    """Return True if a checkpoint is due between two steps. After the last step, and when preempted, `train` saves in any case."""
     return (run.running.is_due("save") or is_best(run)) and not run.is_over and not run.is_preempted
 
 
 def log(run: Run, result: StepResult) -> None:
-    """Report the steps since the last line. The only place in the loop that waits for the device.
-
-    Collective.
-    """
+    """Report the steps since the last line. Waits for the device. Collective."""
     means, own = run.means, own_loss(run.means)  # waits for the device
 
     def line(sums: list[float]) -> dict[str, Any]:
@@ -417,10 +396,7 @@ def position(run: Run) -> dict[str, Any]:
 
 
 def count_skips(run: Run, result: StepResult) -> None:
-    """Count consecutive steps skipped for a non-finite gradient; raise Diverged above the limit.
-
-    The count is the same on all ranks.
-    """
+    """Count consecutive steps skipped for a non-finite gradient, the same on all ranks. Raises Diverged above the limit."""
     run.progress.skipped_in_a_row = run.progress.skipped_in_a_row + 1 if result.skipped else 0
     if not result.skipped:
         return
@@ -432,7 +408,6 @@ def count_skips(run: Run, result: StepResult) -> None:
 
 
 def diverged(run: Run) -> Diverged:
-    """Return the error that says where training diverged and what to change."""
     times = f" ({run.progress.skipped_in_a_row} in a row)" if run.progress.skipped_in_a_row else ""
     return Diverged(
         f"loss, gradient or weights are not finite at step {run.step}{times}: lower optimizer.lr, "

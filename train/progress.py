@@ -18,11 +18,12 @@ STEPPED, ENDED, LOGGED, EVALUATED, SAVED = range(5)
 class Progress:
     """Progress of a run over all its attempts.
 
-    step: optimizer steps done. evaluated: step of the last complete evaluation. counted: step of the last evaluation that
-        the restored state of callbacks has counted.
+    step: optimizer steps done. evaluated: step of the last complete evaluation. counted: step of the last evaluation that the
+        restored state of callbacks has counted.
     skipped_in_a_row: steps skipped since the last one that was not.
-    best: {metric, value, step} of the evaluation with the best `checkpoint.best`. stopped: why training ends early.
-    logged: step of the last `train` line. timed: what is due by the clock (intervals.py). stage: what is done of this step. result: what the strategy has returned for it, if it is known.
+    best: {metric, value, step, mode} of the evaluation with the best `checkpoint.best`. stopped: why training ends early.
+    logged: step of the last `train` line. timed: what is due by the clock (intervals.py). stage: what is done of this step.
+    result: what the strategy has returned for it, if it is known.
     """
 
     step: int = 0
@@ -42,14 +43,11 @@ class Progress:
         return self.step if self.stage >= LOGGED else self.step - 1
 
     def advance(self, result: StepResult) -> None:
-        """Count a step of the optimizer."""
         self.step, self.stage, self.result = self.step + 1, STEPPED, result
 
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """The steps of a run: the data, the samples of each step, the number of steps, and the progress."""
-
     data: Data
     plan: Plan
     total_steps: int
@@ -62,12 +60,10 @@ class Course:
 
 
 def plan_of(config: Config, data: Data) -> Plan:
-    """Return the plan of the training samples."""
     batch_size, drop_last = min(config.batch_size, len(data.train)), config.loader.drop_last
     size, shuffle = len(data.train), data.shuffles
     return Plan(size, batch_size, config.seed, shuffle=shuffle, drop_last=drop_last, weights=data.weights)
 
 
 def steps_asked_for(config: Config, plan: Plan) -> int:
-    """Return the number of steps that the config asks for."""
     return config.max_steps or config.epochs * plan.steps_per_epoch

@@ -28,10 +28,8 @@ from muster.world.group import World
 def reached(config: Config, options: RunOptions, measures: Measures, world: World, saved: Saved | None) -> Progress:
     """Return the progress at a checkpoint, or before the first step (None), and seed the generators. Collective.
 
-    options: where the run's own checkpoints are; `saved` may be another run's.
-
-    Raises:
-        ConfigError: nothing says which value of `checkpoint.best` is the best.
+    `options`: where the run's own checkpoints are; `saved` may be another run's.
+    Raises ConfigError: nothing says which value of `checkpoint.best` is the best.
     """
     own = options.checkpoints
     mode = best_mode(config, measures, saved.manifest.get("best") if saved else None)

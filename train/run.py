@@ -62,8 +62,8 @@ def attempt(
 ) -> int:
     """Run one attempt and return its exit code. A ConfigError in place of the config is reported on all ranks.
 
-    With `survival`, the death of another rank is followed by the next attempt in this process; `why_no_survival` says why
-    not, if the config asks for it.
+    With `survival`, the death of another rank is followed by the next attempt in this process; `why_no_survival` says why not, if
+    the config asks for it.
     """
     kept = RunHandOver(survival)
     while True:
@@ -88,7 +88,6 @@ def take_part(
 
 
 def lifecycle(config: Config | ConfigError, preemption: Preemption, survival: Survival | None) -> Lifecycle:
-    """Return the new attempt that `config` describes."""
     if isinstance(config, ConfigError):
         return Lifecycle(Path("."), preemption)
     folder = Path(config.output_dir)
@@ -98,10 +97,7 @@ def lifecycle(config: Config | ConfigError, preemption: Preemption, survival: Su
 def join(
     config: Config | ConfigError, preemption: Preemption, kept: RunHandOver | None = None
 ) -> tuple[World, Strategy]:
-    """Build the strategy and form the process group. Collective.
-
-    Raises ConfigError on all ranks if one rank's config is wrong.
-    """
+    """Build the strategy and form the process group. Collective. Raises ConfigError on all ranks if one rank's config is wrong."""
     environment = find_environment(config)
     try:
         if isinstance(config, ConfigError):
@@ -131,9 +127,7 @@ def find_environment(config: Config | ConfigError) -> Environment:
 def consult(config: Config, world: World) -> None:
     """Run the doctor's quick checks. Collective.
 
-    Raises:
-        ConfigError: a check fails.
-        BadHost: checks fail on one host of several, and nowhere else.
+    Raises ConfigError: a check fails. Raises BadHost: checks fail on one host of several, and nowhere else.
     """
     from muster.doctor.show import bad_host, wrong
     from muster.doctor.visit import examine
@@ -157,10 +151,7 @@ def open_run(
     kept: RunHandOver | None = None,
     why_no_survival: str = "",
 ) -> Iterator[tuple[Run, RunFolder]]:
-    """Build all parts of a run and restore the newest checkpoint, or the state of the furthest rank that is alive.
-
-    Collective. Raises MusterError.
-    """
+    """Build all parts of a run and restore the newest checkpoint, or the state of the furthest rank that is alive. Collective. Raises MusterError."""
     kept = kept or RunHandOver(None)
     set_numerics(config)
     keep_memory(config.keep_memory)
@@ -255,7 +246,6 @@ def open_run(
 
 
 def intervals_of(config: Config, plan: Plan) -> Intervals:
-    """Return after which steps the run logs, evaluates and saves."""
     wanted, evaluates = config.checkpoint, config.eval.every_steps or plan.steps_per_epoch
     saves = (wanted.every_epochs or 0) * plan.steps_per_epoch or wanted.every_steps
     return Intervals(
@@ -266,10 +256,7 @@ def intervals_of(config: Config, plan: Plan) -> Intervals:
 
 
 def carry_out(run: Run, life: Lifecycle, folder: RunFolder) -> None:
-    """Train to the end, unless the run has already finished. Collective.
-
-    Raises MusterError, as `muster.train.loop.train` does.
-    """
+    """Train to the end, unless the run has already finished. Collective. Raises MusterError, as `muster.train.loop.train` does."""
     if folder.is_done and run.is_over:
         run.records.event("done", step=run.step, note="finished already")
         life.end(run.running.ending(), report=False)
@@ -289,10 +276,7 @@ def carry_out(run: Run, life: Lifecycle, folder: RunFolder) -> None:
 
 
 def finish(run: Run, folder: RunFolder) -> None:
-    """Write model.pt and best.json. Collective.
-
-    Raises StorageError.
-    """
+    """Write model.pt and best.json. Collective. Raises StorageError."""
     run.running.enter("finish")
     run.strategy.sync_parameters()
     run.callbacks.on_end(run)

@@ -44,10 +44,8 @@ def chosen_run(folder: Path, checkpoint: str | None = None) -> tuple[Path, str |
 class Source:
     """The weights of a run: its `model.pt` (`saved` is None), or a checkpoint. Raises ConfigError.
 
-    Args:
-        run: the run's folder.
-        checkpoint: a step, `newest` or `best`; None: `model.pt` if the run is done, else the newest checkpoint.
-        storage: where the checkpoints are; None: `checkpoints/` in the run's folder.
+    `checkpoint`: a step, `newest` or `best`; None: `model.pt` if the run is done, else the newest checkpoint. `storage`: where the
+    checkpoints are; None: `checkpoints/` in the run's folder.
     """
 
     def __init__(self, run: Path, checkpoint: str | None = None, *, storage: str | None = None):
@@ -58,7 +56,7 @@ class Source:
 
     @cached_property
     def storage(self) -> Storage:
-        """The storage of the run's checkpoints. Some storage is remote, so it is opened only when it is used."""
+        """Some storage is remote, so it is opened only when it is used."""
         return Storage(self._place)
 
     @property
@@ -83,8 +81,7 @@ class Source:
     def fill(self, model: nn.Module, world: World, *, objective: nn.Module | None = None) -> None:
         """Load the weights and buffers that the run evaluated with into `model`, and the objective's state.
 
-        Raises:
-            ConfigError: they do not fit. StorageError: they cannot be read.
+        Raises ConfigError: they do not fit. Raises StorageError: they cannot be read.
         """
         buffers = Buffers(model, world, objective=objective)
         found = self._read(buffers, says=world.is_first)
@@ -106,13 +103,10 @@ class Source:
         return outcome.last(self.run).outcome in ("none", outcome.DONE) or not self.storage.steps()
 
     def _read(self, buffers: Buffers, *, says: bool) -> Evaluated:
-        """Read the weights and buffers that the run evaluated with.
+        """Read the weights and buffers that the run evaluated with. Raises MusterError.
 
-        If `model.pt` lacks some of `buffers` and the newest checkpoint has them, the checkpoint is read instead. If no
-        checkpoint can be read, a rank with `says` prints that these buffers keep their initial values.
-
-        Raises:
-            MusterError: the weights cannot be read.
+        If `model.pt` lacks some of `buffers` and the newest checkpoint has them, the checkpoint is read instead. If no checkpoint can
+        be read, a rank with `says` prints that these buffers keep their initial values.
         """
         if self.saved:
             return read_evaluated(self.saved, module=self._only_module(self.saved))

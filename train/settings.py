@@ -18,7 +18,6 @@ from muster.world.group_options import GroupOptions
 
 
 def group_options(config: Config) -> GroupOptions:
-    """Return how the run's ranks form their process group."""
     return GroupOptions(
         device=config.device.name,
         gpus=config.gpus,
@@ -32,7 +31,6 @@ def group_options(config: Config) -> GroupOptions:
 
 
 def run_options(config: Config) -> RunOptions:
-    """Return where the run's files are and how it resumes."""
     return RunOptions(
         Path(config.output_dir),
         config=OmegaConf.to_yaml(OmegaConf.create(to_dict(config))),
@@ -45,7 +43,6 @@ def run_options(config: Config) -> RunOptions:
 
 
 def visit_of(config: Config, *, expected: int | None = None, quick: bool = False) -> Visit:
-    """Return what the doctor examines for the run; see `muster.doctor.base.Visit`."""
     return Visit(config.output_dir, workers=config.loader.num_workers or 0, expected=expected, quick=quick)
 
 

@@ -52,7 +52,7 @@ CPUS_FOR_SRUN = ('[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK
 
 @dataclass
 class Cluster:
-    """The resources of a job. None: the cluster's default."""
+    """The resources of a job. None: the cluster's default; of `nproc_per_node`: `gpus_per_node`, or 1 without GPUs."""
 
     executor: str = "slurm"
     nodes: int = 1
@@ -110,7 +110,6 @@ class Agent:
         return str(end.record.get("outcome", "none"))
 
     def run(self, spec: Spec, policy: verdict.Policy) -> execute.AgentEnd:
-        """Run the agent until the run, or the user's own script, ends."""
         if not (script := script_of(self.overrides)):
             return execute.run(spec, self.overrides, policy=policy, folders=[Path(self.folder)])
         so_far = whole(os.environ, "SLURM_RESTART_COUNT", default=0)
@@ -290,7 +289,6 @@ def own_folders(runs: list[list[str]], folders: list[str]) -> list[str]:
 
 
 def quoted(path: str) -> str:
-    """Return the text quoted as a value of Hydra's grammar."""
     return str(QuotedString(path, Quote.single).with_quotes())
 
 
@@ -327,10 +325,7 @@ def sbatch_text(executor: submitit.AutoExecutor, agents: list[Agent]) -> str:
 
 
 def wait(jobs: list[submitit.Job[str]], agents: list[Agent]) -> int:
-    """Print new records of each run until all have ended, from its files, as sacct may be missing.
-
-    Returns 1 if a run failed, else 0.
-    """
+    """Print new records of each run until all have ended, from its files, as sacct may be missing. Returns 1 if a run failed, else 0."""
     seen = [0] * len(jobs)
     while True:
         done = [job.done() for job in jobs]

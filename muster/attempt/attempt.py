@@ -1,4 +1,4 @@
-"""The state `running` of an attempt: what every training loop does beside its steps, the trainer's and a user's own."""
+"""The state `running` of an attempt: what the trainer's loop and a user's own do beside their steps."""
 
 from __future__ import annotations
 
@@ -23,15 +23,7 @@ SETTLE_S = 10.0
 class Attempt:
     """An attempt that makes steps: it begins them, logs, evaluates, saves, and ends when the run is done or the ranks agree to stop.
 
-    Args:
-        peers: the ranks, this rank's heartbeat and the agreement on where to stop.
-        progress: has the current step.
-        total_steps: steps of the whole run; 0 if unknown.
-        records: the records for the loggers.
-        checkpoints: the checkpoints of the run.
-        clock: this rank's times.
-        means: what the next record is of.
-        intervals: when it logs, evaluates and saves.
+    total_steps: of the whole run; 0 if unknown.
     """
 
     peers: Peers
@@ -45,7 +37,6 @@ class Attempt:
 
     @property
     def world(self) -> World:
-        """The ranks' group."""
         return self.peers.world
 
     @property
@@ -54,20 +45,18 @@ class Attempt:
         return self.progress.step
 
     def start(self) -> None:
-        """Start the clocks, when training begins."""
         self.clock.begin()
         self.records.begin()
 
     def begin(self, phase: str) -> bool:
-        """Enter a phase of work; return False if the ranks agreed to stop before it. Collective, the same on all ranks."""
+        """See `Peers.begin`. Collective."""
         return self.peers.begin(phase, self.step)
 
     def look(self) -> None:
-        """Learn what is due after this step by the clock. Collective: every rank must call it after each step."""
+        """See `Intervals.look`. Collective, after each step."""
         self.intervals.look(self.world, self.progress)
 
     def is_due(self, what: str) -> bool:
-        """Return whether `what` is due after this step, by its interval."""
         return self.intervals.is_due(what, self.progress)
 
     def log(self, own: Sequence[float], line: Callable[[list[float]], dict[str, Any]]) -> None:
@@ -84,7 +73,7 @@ class Attempt:
             self.records.timing(self.step, gathered(sums[len(own) :]))
 
     def evaluate(self, measure: Callable[[], dict[str, float] | None], *, epoch: int) -> dict[str, float] | None:
-        """Record and return the values that `measure` gives: None if the ranks have stopped before its end. Collective."""
+        """Record and return the values of `measure`; None if the ranks have stopped before its end. Collective."""
         began = time.perf_counter()
         with self.clock.spending("evaluation"):
             values = measure()
@@ -93,7 +82,7 @@ class Attempt:
         return values
 
     def enter(self, phase: str) -> None:
-        """Tell the other ranks' heartbeats that this rank is in `phase` now: some phases may take long."""
+        """Tell the other ranks' heartbeats that this rank is in `phase`: some phases may take long."""
         self.peers.heartbeat.enter(phase, self.step)
 
     def save(
@@ -101,12 +90,9 @@ class Attempt:
     ) -> None:
         """Start to write a checkpoint of this step. Collective.
 
-        state: returns the state to save. position: entries of the manifest about the progress. finite: names of tensors
-        of the state that must be finite.
-
-        Raises:
-            Diverged: a tensor that must be finite was not, in the checkpoint before.
-            StorageError: three checkpoints in a row could not be written.
+        position: entries of the manifest about the progress. finite: names of tensors of the state that must be finite.
+        Raises Diverged: such a tensor was not finite in the checkpoint before.
+        Raises StorageError: three checkpoints in a row could not be written.
         """
         self.enter("save")
         with self.clock.spending("checkpoint"):
@@ -120,10 +106,7 @@ class Attempt:
             self.checkpoints.flush()
 
     def stopped(self, *, is_saved: bool = True) -> Ending:
-        """Wait for the checkpoint of the step at which the ranks have stopped, and return this end. Raises StorageError.
-
-        is_saved: False if the step is not saved.
-        """
+        """Wait for the checkpoint of the step at which the ranks have stopped, and return this end. Raises StorageError."""
         self.flush()
         self.records.event_once("preempted", step=self.step)
         of = f" of {self.total_steps}" if self.total_steps else ""
@@ -137,11 +120,10 @@ class Attempt:
         return self.ending()
 
     def ending(self) -> Ending:
-        """Return the end of a run that is done."""
         return Ending(self.step, self.total_steps or self.step)
 
     def settle(self) -> None:
-        """Wait a while for the checkpoint that is being written, before the run ends for another reason."""
+        """Wait at most `SETTLE_S` for the checkpoint that is being written, before the run ends for another reason."""
         self.checkpoints.settle(SETTLE_S)
 
     def close(self) -> None:
@@ -159,11 +141,7 @@ def open_checkpoints(
     facts: dict[str, Any],
     newest_step: int | None,
 ) -> Checkpoints:
-    """Return the checkpoints of the run in `folder`, reported in `records`.
-
-    keep: number of checkpoints that are kept. facts: entries about the run in each manifest. newest_step: step of the
-    newest checkpoint.
-    """
+    """Return the checkpoints of the run in `folder`, reported in `records`. facts: entries about the run in each manifest."""
     return Checkpoints(
         options.checkpoints,
         folder=folder.path,

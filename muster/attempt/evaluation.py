@@ -20,16 +20,11 @@ def sums_over(
     seed: int,
     begin: Callable[[], bool],
 ) -> dict[str, float] | None:
-    """Return what `measure` gives for `batches`, added up over them and over the ranks; None if the ranks stopped before the end.
+    """Return the sums of `measure` over `batches` and the ranks; None if the ranks stopped before the end. Collective.
 
-    Collective. The generators are seeded for each micro-batch from `seed` and its position.
-
-    Args:
-        batches: this rank's micro-batches of each step.
-        measure: a micro-batch -> sums by name, numbers or tensors [] in float64.
-        world: the ranks.
-        seed: of the run.
-        begin: is called before each step and before the sums over the ranks; False means to stop there.
+    The generators are seeded for each micro-batch from `seed` and its position.
+    batches: this rank's micro-batches of each step. measure: a micro-batch -> sums by name, numbers or tensors [] in float64.
+    begin: called before each step and before the sums over the ranks; False stops there.
     """
     totals = dict[str, Any]()
     with kept_generators(on_device=True):

@@ -1,4 +1,4 @@
-"""Report why an attempt ends: the first cause, once for all ranks, in outcome.json and as an exit code."""
+"""The report of an attempt that fails or is stopped."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ OF_A_START = ("token", "idle_attempts", "times_held")
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """Reports why an attempt ends: once for all ranks, in one line and in outcome.json.
+    """Reports why an attempt ends: the first cause, once for all ranks, in one line, in outcome.json and as an exit code.
 
-    folder: the run's folder. preemption: whether this rank has received a stop request.
     max_idle_attempts: failed starts in a row before CrashLoop; None: starts are not counted.
     records: False if outcome.json is left alone, as by an evaluation.
     world, heartbeat, lease, step: those of the attempt so far; they decide which ranks an error concerns.
@@ -103,7 +102,7 @@ class FailureReport:
         return code
 
     def _stopped(self, world: World, error: Preempted, code: int) -> int:
-        """Report a stop. Every rank has come to it at the same point, so rank 0 reports for all."""
+        """Report a stop: every rank has come to it at the same point, so rank 0 reports for all."""
         record = self._record(error, code, lost=False)
         self._counted(error, code, record, world.attempt)
         if world.is_first:
@@ -142,8 +141,7 @@ class FailureReport:
     ) -> tuple[BaseException, int]:
         """Return `error` and `code`, or a crash loop in their place, which also goes into `record`.
 
-        If the attempt had the run, the next attempt counts its failure (Folder); if it never had the run, this method
-        does.
+        The next attempt counts the failure of one that had the run (open_folder.py); this method counts that of one that had not.
         """
         last, again = outcome.last(self.folder), None
         failed_before = last.failure_before
@@ -170,16 +168,16 @@ class FailureReport:
         return loop, loop.exit_code
 
     def _is_no_further(self, last: Outcome) -> bool:
-        """Whether this attempt got at most a step further than the one before, whose last step other ranks may have saved."""
+        """True if this attempt got at most a step further than the one before, whose last step other ranks may have saved."""
         return not last.token or self.step is None or 0 <= self.step - last.furthest <= 1
 
     def _is_failed_start(self, error: BaseException, code: int) -> bool:
-        """Whether `error` counts as a failed start; not if the launcher ended all ranks because a node joins."""
+        """True if `error` counts as a failed start: not if the launcher ended all ranks because a node joins."""
         ended = code == Preempted.exit_code or (isinstance(error, RankLost) and self.preemption.has_arrived())
         return self.max_idle_attempts is not None and code not in final() and not ended
 
     def _is_lost(self, error: BaseException) -> bool:
-        """Whether torch's error means that another rank is gone; the cause then comes from the other ranks."""
+        """True if torch's error means that another rank is gone; the cause then comes from the other ranks."""
         if self.world is None or self.world.size == 1 or not isinstance(error, RuntimeError):
             return False
         return is_of_peer(error) and environment_error(error) is None
@@ -219,9 +217,9 @@ class FailureReport:
         }
 
     def _write_soon(self, record: dict[str, Any], *, first: bool) -> Path | None:
-        """Write `record` as `_write` does. Where another rank holds the run and writes it too, wait at most `WRITE_S`.
+        """See `_write`. Without the lease, wait at most `WRITE_S`: the rank that holds the run writes `record`, too.
 
-        That rank may stand in a collective until this one's connections are closed, which ends it without its last save.
+        It may be stuck in a collective until this rank's connections are closed, which ends it without its last save.
         """
         if self.lease:
             return self._write(record, first=first)
@@ -235,7 +233,7 @@ class FailureReport:
         """Write `record` to outcome.json if this attempt has the run; a refused command leaves the run's record alone.
 
         Both the first rank to report and the rank that holds the run write it: either may be gone before the other has
-        written, and the holder's report reads the record. Returns the record's path if this rank has written it.
+        written, and the holder's report reads the record. Return the record's path if this rank has written it.
         """
         assert self.world
         if not self.records:
@@ -266,7 +264,7 @@ class FailureReport:
 
 
 def _own_code(error: BaseException) -> int:
-    """Return the exit code that a script has chosen by `sys.exit`; 1 for any other error, and for 0: the run is not done."""
+    """Return the exit code of a script's `sys.exit`; 1 for any other error, and for 0: the run is not done."""
     return (error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1) or 1
 
 

@@ -1,4 +1,4 @@
-"""When lines, evaluations and checkpoints are due: by the step, or by rank 0's clock, at which the ranks look as rarely as they can."""
+"""When lines, evaluations and checkpoints are due: by the step, or by rank 0's clock."""
 
 from __future__ import annotations
 
@@ -30,11 +30,8 @@ class Timed(Protocol):
 class Intervals:
     """Decides what is due after a step.
 
-    With intervals in seconds, the ranks look at rank 0's clock after some steps: what is due after this step, and after which step they
-    look again, which is estimated from the speed.
-
-    Args:
-        clock: returns seconds. every: intervals, by what is due.
+    With intervals in seconds, the ranks look at rank 0's clock as rarely as they can: each look also sets the step of the next one,
+    estimated from the speed.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, **every: Every):
@@ -46,7 +43,7 @@ class Intervals:
         self._last = dict.fromkeys(self._seconds, self._began)
 
     def look(self, world: World, progress: Timed) -> None:
-        """Put into `progress` what is due by the clock after its step. Collective: every rank must call it after each step."""
+        """Put into `progress` what is due by the clock after its step. Collective, after each step."""
         if not self._seconds:
             return
         if self._first is None:
@@ -57,14 +54,13 @@ class Intervals:
             progress.timed = world.on_first(partial(self.decide, progress.step))
 
     def is_due(self, name: str, progress: Timed) -> bool:
-        """Return whether `name` is due after this step."""
         if name in self._seconds:
             timed = progress.timed or {}
             return timed.get("step") == progress.step and bool(timed[name])
         return self._every[name].steps > 0 and progress.step % self._every[name].steps == 0
 
     def decide(self, step: int) -> dict[str, int]:
-        """Return what is due after `step`, as 0 or 1 by name, and after which step to look again: `again_at`."""
+        """Return what is due after `step`, 0 or 1 by name, and the step of the next look, `again_at`."""
         now = self._clock()
         made = max(1, step - (self._first or 0))
         step_s = max(1e-6, (now - self._began) / made)

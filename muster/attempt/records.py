@@ -1,4 +1,4 @@
-"""The records of a job whose loop is a user's own: loggers, times, the report, and how an attempt begins."""
+"""The records of an attempt: loggers, times, the report, and how it begins."""
 
 from __future__ import annotations
 
@@ -37,21 +37,12 @@ def open_records(
 ) -> Metrics:
     """Open the records of an attempt at `step`; they do nothing on other ranks than 0.
 
-    Args:
-        folder: the run's folder.
-        world: the ranks.
-        hosts: the host of each rank.
-        name: the run's name.
-        step: the last step whose line is written, if it was due.
-        samples: the samples of the steps done.
-        total_steps: the steps of the whole run; 0 if unknown.
-        makers: create further loggers, from `folder`, `name`, `step` and `total_steps` as keywords; by what users call them.
-        progress: how the console shows the steps.
-        evaluated: the last step that was evaluated, if a later evaluation is repeated: see `Jsonl`.
-        rates: see `Metrics`.
+    hosts: of each rank. step: the last one whose line is written, if it was due. samples: of the steps done. total_steps: 0 if unknown.
+    makers: create further loggers, from `folder`, `name`, `step` and `total_steps` as keywords; by what users call them.
+    progress: how the console shows the steps. evaluated: the last step evaluated, if a later evaluation is repeated: see `Jsonl`.
+    rates: see `Metrics`.
 
-    Raises:
-        ConfigError, StorageError: a logger cannot be built, or metrics.jsonl cannot be opened.
+    Raises ConfigError, StorageError: a logger cannot be built, or metrics.jsonl cannot be opened.
     """
     if not world.is_first:
         return Metrics([], samples=samples, rates=rates)
@@ -65,7 +56,7 @@ def open_records(
 
 
 def _made(said: str, make: Callable[..., Logger], offered: dict[str, Any]) -> Logger | None:
-    """Return a logger; None if it cannot start, which is printed and never fails the run."""
+    """Return a logger. None: it cannot start, which is printed and does not fail the run."""
     try:
         return make(**offered)
     except MusterError:
@@ -81,7 +72,7 @@ def hosts_of(world: World) -> list[str]:
 
 
 def report(path: Path) -> None:
-    """Write report.html. A failure is printed and never fails the run."""
+    """Write report.html. A failure is printed and does not fail the run."""
     try:
         write_report(path)
     except Exception as error:
@@ -104,8 +95,8 @@ def record_start(
 ) -> None:
     """Write to metrics.jsonl how this attempt begins.
 
-    deaths: of the ranks that are restarted in place, if all ranks have gone back to a checkpoint, in their processes. why_lost: what
-    keeps the state of the others from being handed on.
+    deaths: of ranks that are restarted in place, if all ranks have gone back to a checkpoint in their processes.
+    why_lost: what keeps the others' state from being handed on.
     """
     before, meant = folder.before, asked_for(world.environment.local_world_size)
     if meant and world.size < meant:

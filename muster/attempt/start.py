@@ -20,20 +20,14 @@ from muster.world.group import World
 
 
 class Start(ABC):
-    """Where an attempt begins.
-
-    Args:
-        folder: the run's folder, which the attempt has claimed.
-        newest_step: step of the run's own newest checkpoint; None if there is none.
-        kept: what this rank has from the attempt before.
-    """
+    """Where an attempt begins. newest_step: of the run's own newest checkpoint; None if there is none."""
 
     def __init__(self, folder: RunFolder, newest_step: int | None, kept: HandOver):
         self.folder, self.newest_step, self.kept = folder, newest_step, kept
 
     @property
     def saved(self) -> Saved | None:
-        """The checkpoint that the attempt begins with; None if with none."""
+        """The checkpoint that the attempt begins with, if any."""
         return self.folder.saved
 
     @abstractmethod
@@ -41,18 +35,12 @@ class Start(ABC):
         """Give `trainee` the state that the attempt begins with. Collective. Raises MusterError."""
 
     def open_records(self, world: World, opened: Callable[[list[str]], Metrics]) -> Metrics:
-        """Return new records, in place of those of the attempt before. Collective.
-
-        opened: opens them, and gets the host of each rank.
-        """
+        """Return new records, in place of those of the attempt before: `opened` gets the host of each rank. Collective."""
         self.kept.close_records()
         return self.kept.open_records(partial(opened, hosts_of(world)))
 
     def tell(self, running: Attempt, notes: Iterable[str], *, save: Callable[[], object], **facts: Any) -> None:
-        """Record how the attempt begins, with `facts` and `notes`. Collective.
-
-        save: saves the step, if a rank's death has cut its save short.
-        """
+        """Record how the attempt begins. Collective. save: saves the step, if a rank's death has cut its save short."""
         lost: Any = {"deaths": self.kept.deaths(running.world), "why_lost": self.kept.why_lost}
         record_start(running.records, self.folder, running.world, step=running.step, **lost, **facts)
         self.kept.have_told()
@@ -91,11 +79,7 @@ class Rejoin(Start):
 
 
 def begin(life: Lifecycle, world: World, options: RunOptions, kept: HandOver, *, refusal: Refusal) -> Start:
-    """Claim the run's folder, and return where the attempt begins. Collective.
-
-    Raises:
-        MusterError: see `claim_folder` and `open_folder`.
-    """
+    """Claim the run's folder, and return where the attempt begins. Collective. Raises MusterError: see `Lifecycle.claim`."""
     if kept.furthest(world) is not None:
         return Rejoin(life.claim(options, opens=keep_folder), None, kept)
     folder = life.claim(options, opens=partial(open_folder, refusal=refusal))

@@ -41,9 +41,8 @@ class Lost(StorageError):
 class Storage:
     """The checkpoints of one run, by step. All methods raise StorageError.
 
-    Args:
-        place: a folder's path, an fsspec URL, `package.module.Class://...` for a custom backend, or a backend.
-        clock: measures the waits for files of other ranks and before retries.
+    `place`: a folder's path, an fsspec URL, `package.module.Class://...` for a custom backend, or a backend.
+    `clock`: measures the waits for files of other ranks and before retries.
     """
 
     def __init__(self, place: str | Backend, *, clock: SystemClock = SYSTEM):
@@ -56,7 +55,6 @@ class Storage:
         return f"{self.root}/{name(step)}"
 
     def prepare(self) -> None:
-        """Create the storage's folder, if it is missing."""
         with self.doing("use"):
             self.backend.prepare()
 
@@ -75,9 +73,8 @@ class Storage:
     def commit(self, step: int, attempt: str, manifest: dict[str, Any], files: Files) -> bool:
         """Commit the draft as a checkpoint. Return False if a valid one of this step exists, which is left unchanged.
 
-        Raises:
-            StorageError: a file of the draft is not visible here, or the draft could not be published.
-            Unclear: the draft may have been published; it must not be removed.
+        Raises StorageError: a file of the draft is not visible here, or the draft could not be published. Raises Unclear: the draft
+        may have been published; it must not be removed.
         """
         draft = self.backend.draft(name(step), attempt)
         for file, facts in files.items():
@@ -96,7 +93,6 @@ class Storage:
         return True
 
     def abandon(self, step: int, attempt: str) -> None:
-        """Try to remove a draft; errors are ignored."""
         with contextlib.suppress(Exception):
             self.backend.delete(self.backend.draft(name(step), attempt))
 
@@ -164,7 +160,7 @@ class Storage:
     def patiently(self, file: str, read: Callable[[], T]) -> T:
         """Call `read`, and retry on errors that may be temporary.
 
-        Raises Damaged if the file is missing or malformed, StorageError if the last try fails.
+        Raises Damaged: the file is missing or malformed. Raises StorageError: the last try failed.
         """
         for further in reversed(range(TRIES)):
             try:
@@ -250,12 +246,10 @@ class Saved:
 
     @property
     def step(self) -> int:
-        """Step of the checkpoint."""
         return int(self.manifest["step"])
 
     @property
     def path(self) -> str:
-        """Location of the checkpoint, for display."""
         return self.storage.path(self.step)
 
     def index(self) -> dict[str, Any]:
@@ -309,18 +303,16 @@ class _Stream(Protocol):
 
 
 class Hashing:
-    """A write-only stream that computes the size and SHA-256 of the data written."""
+    """A write-only stream that computes the size in bytes and SHA-256 of the data written."""
 
     def __init__(self, stream: _Stream):
         self._stream, self._size, self._digest = stream, 0, hashlib.sha256()
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Size in bytes and SHA-256 of the data passed to `write`."""
         return {"size": self._size, "sha256": self._digest.hexdigest()}
 
     def write(self, data: Any) -> int:
-        """Write a buffer and return its size in bytes."""
         view = memoryview(data).cast("B")
         self._digest.update(view)
         self._size += len(view)

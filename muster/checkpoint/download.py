@@ -33,13 +33,10 @@ SETTLED_S = 60.0
 def local_copy(url: str, *, ask: bool = True) -> Path:
     """Return the file of `url`, downloaded unless the copy in torch's cache is current. Prints which one it is.
 
-    Args:
-        url: file://, or any of SCHEMES, which may have a user and password.
-        ask: True to check whether the original or the copy has changed; False to use a copy as is: one rank of a host
-            asks.
+    `url`: file://, or any of SCHEMES, which may have a user and password. `ask`: False uses a copy without checking whether
+    the original or the copy has changed: one rank of a host asks.
 
-    Raises:
-        ConfigError: the scheme is not supported. StorageError: it cannot be downloaded.
+    Raises ConfigError: the scheme is not supported. Raises StorageError: it cannot be downloaded.
     """
     if urlsplit(url).scheme == "file":
         return Path(unquote(urlsplit(url).path))
@@ -90,7 +87,6 @@ def local_copy(url: str, *, ask: bool = True) -> Path:
 
 
 def _kept(index: Path) -> dict[str, Any]:
-    """Return the record of the cached copy; empty if there is none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         noted = json.loads(index.read_text(encoding="utf-8"))
         if (index.parent / Path(noted["file"]).name).is_file():
@@ -153,7 +149,6 @@ def _is_same(headers: Message, kept: dict[str, Any]) -> bool:
 
 
 def _download(answer: Any, folder: Path, place: str) -> dict[str, Any]:
-    """Save the file under its digest and return the record of it."""
     draft = draft_of(folder / "download")
     try:
         with draft.open("wb") as file:

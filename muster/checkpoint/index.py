@@ -28,7 +28,6 @@ class OwnPiece(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Size of the piece in bytes."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
 

@@ -65,19 +65,14 @@ class Checkpoints:
         """The best evaluation whose checkpoint is committed, as far as this attempt knows."""
 
     def save(self, *, state: dict[str, Any], position: dict[str, Any], finite: Collection[str] = ()) -> None:
-        """Copy this rank's share of `state` and write it in the background, after waiting for the previous save.
+        """Copy this rank's share of `state` and write it in the background, after waiting for the previous save. Collective.
 
-        Collective.
+        `state`: the state that this rank owns or replicates; see strategies/base.py. `position`: facts for the manifest, at least
+        `step`. `finite`: tensors of `state` that must be finite, or nothing is committed. The writer checks its copy, so that
+        training, and a GPU, need not wait for it.
 
-        Args:
-            state: the state that this rank owns or replicates; see strategies/base.py.
-            position: facts for the manifest, at least `step`.
-            finite: names of tensors of `state` that must be finite, or nothing is committed. The writer compares its copy,
-                so that training, and a GPU, need not wait for it.
-
-        Raises:
-            Diverged: a tensor that must be finite was not, in the checkpoint before.
-            StorageError: the last three checkpoints could not be written, or the run's folder or its storage is lost.
+        Raises Diverged: a tensor that must be finite was not, in the checkpoint before. Raises StorageError: the last three
+        checkpoints could not be written, or the run's folder or its storage is lost.
         """
         self.wait()
         if self.world.sum([float(position["step"] != self.newest_step)]) == [0.0]:
@@ -91,7 +86,7 @@ class Checkpoints:
     def save_alone(self, *, state: dict[str, Any], position: dict[str, Any]) -> None:
         """Write and commit a checkpoint of a replicated `state` on this rank alone, as other ranks are gone.
 
-        A newest checkpoint of the same step is left as it is. Args: as for `save`. Raises StorageError.
+        A newest checkpoint of the same step is left as it is. Raises StorageError.
         """
         step, started = int(position["step"]), time.perf_counter()
         if step == self.newest_step:
@@ -108,11 +103,10 @@ class Checkpoints:
         self.newest_step = step
 
     def wait(self) -> None:
-        """Wait until the checkpoint being written is committed or has failed. Raises Diverged, StorageError as `save` does.
+        """Wait until the checkpoint being written is committed or has failed.
 
-        Raises:
-            DistBackendError: a rank has died meanwhile, and is restarted in place: the checkpoint is given up.
-            DistNetworkError: the rendezvous store is gone, and the process group with it.
+        Raises Diverged, StorageError as `save` does. Raises DistBackendError: a rank has died meanwhile, and is restarted in
+        place; the checkpoint is given up. Raises DistNetworkError: the rendezvous store is gone, and the process group with it.
         """
         if self._writer:
             self._writer.join()
@@ -123,9 +117,9 @@ class Checkpoints:
             raise self._failures[-1]
 
     def has_failed(self, step: int) -> bool:
-        """Return whether the checkpoint of `step` could not be written, after waiting for it. Raises as `wait` does.
+        """Return whether the checkpoint of `step` could not be written, after waiting for it; the same on every rank.
 
-        The same on every rank.
+        Raises as `wait` does.
         """
         if self._writing == step:
             self.wait()
@@ -137,7 +131,7 @@ class Checkpoints:
             self._writer.join(timeout=seconds)
 
     def give_up(self) -> bool:
-        """Return whether the checkpoint being written is given up, because a rank has died. Waits a while for it."""
+        """Wait a while for the checkpoint being written; return True if it is given up, because a rank has died."""
         self.settle(OTHERS_S)
         return self._broken is not None or bool(self._writer and self._writer.is_alive())
 
@@ -195,7 +189,7 @@ class Checkpoints:
         return files
 
     def _commit(self, files: Files, position: dict[str, Any], started: float, *, draft: str) -> None:
-        """Commit the files of all ranks as a checkpoint and delete old ones. One rank only."""
+        """One rank only."""
         step = int(position["step"])
         self._see_folder()
         if not self.may_commit():
@@ -228,7 +222,7 @@ class Checkpoints:
         replace_file(self.folder / BEST, lambda draft: draft.write_text(json.dumps(facts), encoding="utf-8"))
 
     def _step_of_best(self) -> int | None:
-        """Return the step that best.json names: of an attempt that looked for a best one, as this one does not, or not yet."""
+        """best.json may be of an earlier attempt: this one may not look for a best checkpoint, or have found none yet."""
         noted = read_best(self.folder)
         return noted.step if noted else None
 
@@ -277,25 +271,21 @@ class Checkpoints:
 
 
 def _said(error: StorageError | Diverged) -> dict[str, Any]:
-    """Return what other ranks are told of a failure."""
     return {"failed": str(error), "kind": type(error).__name__}
 
 
 def _failure(said: dict[str, Any]) -> StorageError | Diverged:
-    """Return the failure that a rank has told of."""
     kinds = {kind.__name__: kind for kind in (Lost, Diverged)}
     return kinds.get(said.get("kind", ""), StorageError)(said["failed"])
 
 
 def newest(storage: Storage, world: World, *, on_bad: Callable[[str], None], own: bool = True) -> Saved | None:
-    """Return the newest checkpoint that passes verification; None if there never was one.
+    """Return the newest checkpoint that passes verification; None if there never was one. Collective.
 
-    Bad checkpoints are passed to `on_bad` and, in the run's `own` storage, quarantined. Collective: every rank must
-    call it.
+    Bad checkpoints are passed to `on_bad` and, in the run's `own` storage, quarantined.
 
-    Raises:
-        StorageError: a checkpoint cannot be read; it is not treated as bad.
-        NoValidCheckpoint: checkpoints exist or existed, and none is valid; the run never silently starts from zero.
+    Raises StorageError: a checkpoint cannot be read; it is not treated as bad. Raises NoValidCheckpoint: checkpoints exist or
+    existed, and none is valid; the run never silently starts from zero.
     """
     steps, bad = world.on_first(lambda: [storage.steps(), storage.bad()])
     for step in steps:
@@ -312,13 +302,9 @@ def newest(storage: Storage, world: World, *, on_bad: Callable[[str], None], own
 
 
 def verify(storage: Storage, step: int, world: World) -> Saved:
-    """Compare every file of a checkpoint with its manifest, in parallel over the ranks, and return the checkpoint.
+    """Compare every file of a checkpoint with its manifest, in parallel over the ranks, and return the checkpoint. Collective.
 
-    Collective.
-
-    Raises:
-        Damaged: on every rank; names a damaged file and its damage.
-        StorageError: a file cannot be read.
+    Raises Damaged on every rank, naming a damaged file and its damage. Raises StorageError: a file cannot be read.
     """
     found = world.on_first(lambda: _manifest(storage, step))
     if isinstance(found, str):
@@ -340,13 +326,9 @@ def verify(storage: Storage, step: int, world: World) -> Saved:
 
 
 def restore(saved: Saved, trained: Trained) -> None:
-    """Restore `trained` and the random number generators; each rank reads only the bytes that it needs.
+    """Restore `trained` and the random number generators; each rank reads only the bytes that it needs. Collective.
 
-    Collective.
-
-    Raises:
-        ConfigError: the checkpoint is of another model or optimizer.
-        StorageError: the checkpoint cannot be read.
+    Raises ConfigError: the checkpoint is of another model or optimizer. Raises StorageError: it cannot be read.
     """
     world = trained.world
     index = saved.index()
@@ -386,7 +368,6 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the random number generators from the value of `rng_state`."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     kind, words, *rest = state["numpy"]

@@ -12,15 +12,15 @@ from torch.optim import Optimizer
 from muster.checkpoint.trained import SavedTensor
 
 STEP = "step"
-"""Key of torch's count of steps of a parameter. It is on the CPU unless the optimizer is fused or capturable."""
+"""Key of torch's count of steps of a parameter."""
 
 
 def empty_state(key: str, facts: SavedTensor, parameter: Tensor) -> Tensor:
     """Return an empty tensor to read the entry `key` of a parameter's state into.
 
     It has the layout of the parameter if the shapes are equal, else it is not sharded. `step` is on the CPU, where torch
-    leaves it when it loads the state of an optimizer that is neither fused nor capturable: such an optimizer reads it at
-    each step, and would wait for the device for each parameter. For the others torch moves it to the parameter's device.
+    leaves it for an optimizer that is neither fused nor capturable: such an optimizer reads it at each step, and would wait
+    for the device for each parameter. For the others torch moves it to the parameter's device.
     """
     if key == STEP:
         return torch.empty(facts.size, dtype=facts.dtype)
@@ -32,7 +32,7 @@ def empty_state(key: str, facts: SavedTensor, parameter: Tensor) -> Tensor:
 def keep_types(optimizer: Optimizer, saved: Mapping[Any, Mapping[str, Any]]) -> None:
     """Restore the saved dtypes of an optimizer's loaded state, because torch casts it to the dtype of the parameter.
 
-    saved: the state by the number of the parameter. State that is of no parameter, by a name, is never cast.
+    saved: the state by parameter index. Entries under a string key belong to no parameter, and are never cast.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in saved.items():

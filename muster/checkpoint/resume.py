@@ -17,19 +17,13 @@ from muster.world.group import World
 def find_checkpoint(
     place: Storage, resume: str, world: World, noted: Mapping[str, Any] | None
 ) -> tuple[Saved | None, list[str]]:
-    """Return the run's newest valid checkpoint, else the one that `resume` names; and the damage to bad checkpoints.
+    """Return the run's newest valid checkpoint, else the one that `resume` names; and the damage to bad checkpoints. Collective.
 
-    Collective.
+    `place`: storage of the run's own checkpoints. `resume`: `auto`, `never`, or a path or URL to start from if the run has no
+    checkpoint of its own. `noted`: newest commit, {step, path}, from the record of the previous attempt.
 
-    Args:
-        place: storage of the run's own checkpoints.
-        world: the ranks of this attempt.
-        resume: `auto`, `never`, or a path or URL to start from if the run has no checkpoint of its own.
-        noted: newest commit, {step, path}, from the record of the previous attempt.
-
-    Raises:
-        NoValidCheckpoint: checkpoints exist or existed, and none is valid; the run never silently starts from zero.
-        ConfigError: `resume` is not a folder.
+    Raises NoValidCheckpoint: checkpoints exist or existed, and none is valid; the run never silently starts from zero.
+    Raises ConfigError: `resume` is not a folder.
     """
     bad: list[str] = []
     world.on_first(place.prepare)
@@ -46,7 +40,7 @@ def find_checkpoint(
 
 
 def _named(named: str, world: World, bad: list[str]) -> Saved:
-    """Return the checkpoint of another run that `checkpoint.resume` names. Collective."""
+    """Collective."""
     root, _, last = named.rpartition("/")
     inside = Path(named, "checkpoints")
     found, nested = world.on_first(partial(_folders, named, inside))

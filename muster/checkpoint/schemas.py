@@ -74,11 +74,11 @@ TURNED = {
     "neg", "negative", "inv", "inverse", "minus", "improvement", "reduction", "gain", "free", "skill", "drop", "gap", "std",
     "var", "variance", "delta", "diff", "difference", "cost", "no", "non", "without", "profit", "traveled", "travelled", "hit",
 }  # fmt: skip
-"""Words in the names of metrics, without digits at their ends: of which less, or more, is better; or that turn another one."""
+"""Words in metric names, without trailing digits. LOWER, HIGHER: less, or more, is better. TURNED: turns another word."""
 
 
 def direction(metric: str) -> str:
-    """Return `min` or `max`, whichever value of `metric` its name says is the best one; empty if it does not say."""
+    """Return the better direction, `min` or `max`, that a metric's name suggests; empty if it suggests none."""
     parts = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", metric).lower()
     words = [word for part in re.split(r"[^a-z0-9]+", parts) if (word := part.rstrip("0123456789"))]
     if TURNED & {*words} or re.match(r"1\W", metric):
@@ -90,7 +90,7 @@ def direction(metric: str) -> str:
 
 
 def direction_before(metric: str) -> str:
-    """Return the direction that runs went by whose best.json has none."""
+    """Return the direction of runs whose best.json has none."""
     return "min" if metric.endswith(PLAIN) else "max"
 
 
@@ -172,8 +172,6 @@ class Entry(Record):
 
 
 class Value(Record):
-    """File and byte offset of a plain value."""
-
     file: Part
     at: Whole
 
@@ -185,7 +183,6 @@ class Index(Record):
     values: dict[str, Value]
 
     def files(self) -> Iterator[str]:
-        """Yield the names of the files that the index refers to."""
         yield from (piece.file for entry in self.tensors.values() for piece in entry.pieces)
         yield from (value.file for value in self.values.values())
 
@@ -235,10 +232,7 @@ def read_best(folder: Path) -> Best | None:
 
 
 def is_better(value: float, best: float, *, mode: str, by: float = 0.0) -> bool:
-    """Return True if `value` is better than `best` by more than `by`; NaN and infinities are worse than any number.
-
-    mode: `min` if less is better, `max` if more is.
-    """
+    """Return True if `value` is better than `best` by more than `by`; NaN and infinities are worse than any number."""
     if mode not in ("min", "max"):
         raise ValueError(f"mode={mode} is neither min nor max")
     if not (math.isfinite(value) and math.isfinite(best)):

@@ -30,12 +30,10 @@ class Sharded:
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def local(self, state: Mapping[str, Any]) -> SavePlan:
-        """Return torch's plan for all that this rank has."""
         self._planner.set_up_planner(dict(state), is_coordinator=self._is_first)
         return self._planner.create_local_plan()
 
     def joint(self, plans: list[SavePlan]) -> list[WritePlan]:
-        """Return the pieces that each rank writes, from the plans of all ranks."""
         return [_plan(plan) for plan in self._planner.create_global_plan(plans)[0]]
 
 
@@ -55,7 +53,6 @@ def _plan(plan: SavePlan) -> WritePlan:
 
 
 def reads(index: Index, into: Mapping[str, Tensor]) -> Iterator[Read]:
-    """Yield the reads that fill this rank's pieces of the tensors `into`."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(into), Metadata({name: _metadata(index["tensors"][name]) for name in into}))
     pieces = {(name, tuple(piece["offsets"])): piece for name in into for piece in index["tensors"][name]["pieces"]}

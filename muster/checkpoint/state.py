@@ -29,10 +29,9 @@ ALIGNMENT = 64
 
 
 class Replicated:
-    """Divides a state without sharded tensors: of the ranks that have an entry, one writes it."""
+    """Divides a state without sharded tensors. An entry is written by one of the ranks that have it."""
 
     def local(self, state: Mapping[str, Any]) -> WritePlan:
-        """Return a plan with all entries that this rank has."""
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         pieces = [
             OwnPiece(name, tuple(each.shape), each.dtype, (0,) * each.dim(), tuple(each.shape))
@@ -41,10 +40,7 @@ class Replicated:
         return WritePlan(pieces, [name for name in state if name not in tensors])
 
     def joint(self, plans: list[WritePlan]) -> list[WritePlan]:
-        """Return the pieces that each rank writes, from the plans of all ranks.
-
-        Of the ranks that have an entry, a tensor goes to the one with the fewest bytes so far, a value to the lowest.
-        """
+        """Return the pieces that each rank writes: a tensor goes to the rank with the fewest bytes so far, a value to the lowest rank."""
         owners: dict[str, list[int]] = {}
         pieces: dict[str, OwnPiece] = {}
         for rank, plan in enumerate(plans):
@@ -99,10 +95,9 @@ class Shares:
         """Index of the last state divided; rank 0 only."""
 
     def divide(self, state: Mapping[str, Any], *, finite: Collection[str] = ()) -> RankShare:
-        """Copy this rank's part of `state`; each replicated entry is written by one rank. `finite`: see RankShare.
+        """Copy this rank's part of `state`; each replicated entry is written by one rank. `finite`: see RankShare. Collective.
 
-        The next call overwrites the copies: allocating new memory takes several times as long as copying. Collective:
-        every rank must call it.
+        The next call overwrites the copies: allocating new memory takes several times as long as copying.
         """
         structure = [_structure(name, value) for name, value in state.items()]
         if self._world.sum([float(structure != self._structure)])[0]:
@@ -115,11 +110,11 @@ class Shares:
         return RankShare(self._copies, values, checked, ready)
 
     def _copy(self, tensors: list[Tensor]) -> Callable[[], object]:
-        """Copy tensors to host memory, and return what waits until they are there.
+        """Copy tensors to host memory, and return a function that waits for the copies.
 
-        On CUDA the memory is page-locked, and the copies are queued between this step and the next one, whose update may
-        not overtake them: only the device waits for them, and the thread that writes the file. On a stream of their own they
-        would run beside the next forward pass, which changes buffers, and beside whatever a user's code does to the weights.
+        On CUDA the memory is page-locked, and the copies are queued between this step and the next one, whose update cannot
+        overtake them. Only the device and the thread that writes the file wait for them. On a stream of their own they would
+        race with the next forward pass, which changes buffers, and with a user's changes to the weights.
         """
         fits = [(tensor.shape, tensor.dtype) for tensor in tensors] == [(c.shape, c.dtype) for c in self._copies]
         cuda = self._world.device.type == "cuda"
@@ -165,7 +160,6 @@ def _in_one_piece(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _structure(name: str, value: Any) -> tuple[Any, ...]:
-    """Return the properties of an entry that determine the plan: name, shape, dtype and layout."""
     if not isinstance(value, Tensor):
         return (name,)
     layout = (value.device_mesh, value.placements) if in_pieces(value) else ()
@@ -190,7 +184,6 @@ def read(index: Index, names: Iterable[str], into: dict[str, Tensor], open_file:
 
 
 def _reads(index: Index, into: dict[str, Tensor]) -> Iterator[Read]:
-    """Yield the reads that fill the tensors `into`."""
     if sharded := {name: target for name, target in into.items() if in_pieces(target)}:
         from muster.checkpoint.sharded import reads
 
@@ -207,7 +200,6 @@ def _reads(index: Index, into: dict[str, Tensor]) -> Iterator[Read]:
 
 
 def saved_tensors(index: Index, names: Iterable[str]) -> dict[str, SavedTensor]:
-    """Return size and dtype of the tensors among `names`."""
     tensors = index["tensors"]
     return {
         name: SavedTensor(torch.Size(tensors[name]["size"]), dtype_of(tensors[name]["dtype"]))
@@ -226,7 +218,7 @@ def host_copy(value: Any) -> Any:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether all elements are, and their norm: that of weights above 1e19 is not."""
+    """Return True if all elements and their norm are finite; the norm of weights above 1e19 is not."""
     if tensor.itemsize == 1:  # floats of 8 bits have no norm
         tensor = tensor.float()
     if tensor.is_complex():
@@ -240,7 +232,6 @@ def as_bytes(tensor: Tensor) -> Any:
 
 
 def file_of(rank: int) -> str:
-    """Return the name of the file that `rank` writes."""
     return f"rank-{rank:05d}.bin"
 
 

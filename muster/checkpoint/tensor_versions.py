@@ -1,4 +1,4 @@
-"""A cheap sign of every change of what is trained."""
+"""Detect changes of parameters and optimizer state, cheaply: by the address and version of each tensor."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 SAMPLED_STEPS = 4
-"""The first steps in which one value of each parameter is noted, too: torch does not count what changes `.data`. In the very first
-a momentum teacher, which begins as a copy, changes nothing."""
+"""In these first steps one value of each parameter is compared, too: torch does not count changes of `.data`. One step is too few: a
+momentum teacher, which begins as a copy, does not change in the first.
+"""
 Place = tuple[int, int]
 
 
 class Changes:
-    """Tells what has changed since the last look: parameters by name, and the state of optimizers.
+    """Tells what has changed since the last look: parameters by name, or the tensors in the state of `optimizers`.
 
-    Args:
-        named: the parameters by name.
-        optimizers: whose state is looked at, but for numbers in it.
-        looks: the most looks in a step.
+    looks: the most looks in a step.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], optimizers: Collection[Optimizer] = (), *, looks: int = 1):
@@ -29,7 +27,6 @@ class Changes:
         self._left = SAMPLED_STEPS * looks
 
     def look(self) -> None:
-        """Remember everything as it is now."""
         self._places, self._values = self._places_now(), self._values_now() if self._left else []
         self._left = max(0, self._left - 1)
 
@@ -59,7 +56,6 @@ class Changes:
 
 
 def _add(state: Any, tensors: list[Tensor]) -> None:
-    """Add the tensors of a part of an optimizer's state, which may have anything."""
     if isinstance(state, Tensor):
         tensors.append(state)
     elif isinstance(state, dict | list | tuple):
@@ -68,5 +64,5 @@ def _add(state: Any, tensors: list[Tensor]) -> None:
 
 
 def place(tensor: Any) -> Place:
-    """Return what changes with each change of a tensor, but for one by `.data`: its address and its version."""
+    """Return the address and version of a tensor, which change with each of its changes but for one by `.data`."""
     return tensor.data_ptr(), tensor._version

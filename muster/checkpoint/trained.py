@@ -15,7 +15,7 @@ from muster.world.group import World
 EXTRA = "_extra_state"
 """Suffix of the state-dict entry for a module's `get_extra_state`."""
 COMPILED = "OptimizedModule"
-"""The type of what torch.compile makes of a module; its own source takes seconds to import."""
+"""Name of the module type that torch.compile creates; importing the type takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SavedTensor:
 
 
 class Trained(Protocol):
-    """State that is trained across the ranks of `world`, and is in the checkpoints."""
+    """State that is trained across the ranks of `world` and saved in checkpoints."""
 
     world: World
 
@@ -35,20 +35,16 @@ class Trained(Protocol):
         """Return the flat state: this rank's tensors and plain values by name. Collective."""
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Return the tensors to read the `saved` ones into, in this rank's layout; tensors left out are not read.
-
-        Collective.
-        """
+        """Return tensors in this rank's layout to read the `saved` ones into; tensors left out are not read. Collective."""
 
     def load(self, state: dict[str, Any]) -> None:
         """Load a saved state: the filled `targets` and plain values. Collective."""
 
 
 def plain(name: str) -> str:
-    """Return a name of a state dict as it is without torch.compile, which puts `_orig_mod.` before what a module holds."""
+    """Return a state-dict name without the `_orig_mod.` that torch.compile inserts."""
     return re.sub(r"(?<![^./])_orig_mod\.", "", name)
 
 
 def own_prefix(rank: int) -> str:
-    """Return the prefix of the names of a rank's own state."""
     return f"rank-{rank:05d}/"

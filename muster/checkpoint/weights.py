@@ -46,12 +46,9 @@ class Evaluated:
 
 
 def write_weights(path: Path, weights: Mapping[str, Any], *, writes: bool) -> MusterError | None:
-    """Write `weights` to `path` on rank 0, which `writes`. Collective.
+    """Write `weights` to `path` on rank 0, which `writes`. Return the error that prevented writing, or None. Collective.
 
     Rank 0 receives sharded tensors one piece at a time and keeps them in a file: no rank holds a whole one in memory.
-
-    Returns:
-        The error that prevented writing, or None.
     """
     spill = path.with_name(f".{path.name}.sharded")
     failure: MusterError | None = None
@@ -82,10 +79,7 @@ def _save(whole: dict[str, Any], draft: Path) -> None:
 
 
 def _places(weights: Mapping[str, Any]) -> dict[str, list[Place | None]]:
-    """Return the ranks' places in each sharded tensor. Collective.
-
-    A place is None if the rank has no piece, or the same piece as an earlier rank.
-    """
+    """Return the ranks' places in each sharded tensor; None for no piece, or for the same piece as an earlier rank. Collective."""
     sharded = {name: value for name, value in weights.items() if in_pieces(value)}
     if not sharded:
         return {}
@@ -162,14 +156,10 @@ def _runs(offsets: Sequence[int], size: Sequence[int], piece: Tensor) -> Iterato
 def read_weights(source: str) -> dict[str, Any]:
     """Read a model's state dict into host memory, from `model.pt` or a checkpoint.
 
-    A checkpoint gives the weights that `model.pt` would hold at its step.
+    `source`: a file written by torch.save, its URL, a run's folder (its `model.pt`, else its newest checkpoint), or a
+    checkpoint's folder. A checkpoint gives the weights that `model.pt` would hold at its step.
 
-    Args:
-        source: a file written by torch.save, its URL, a run's folder (its `model.pt`, else its newest checkpoint), or a
-            checkpoint's folder.
-
-    Raises:
-        ConfigError: there are none. StorageError: they cannot be read.
+    Raises ConfigError: there are none. Raises StorageError: they cannot be read.
     """
     path = local_copy(source) if "://" in source else Path(source)
     if path.is_dir() and not (path / "model.pt").exists():
@@ -213,10 +203,7 @@ def lists_beside(saved: Saved, names: Iterable[str]) -> bool:
 
 
 def unreadable(error: Exception) -> str:
-    """Return in one line why torch cannot read a file, and how to fix it.
-
-    torch's own message suggests to run the code that is in the file.
-    """
+    """Return in one line why torch cannot read a file, and how to fix it. torch's own message suggests to run the code in the file."""
     text = one_line(error)
     if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in text:
         return text

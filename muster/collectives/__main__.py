@@ -53,10 +53,7 @@ def form_group(environment: Environment, device: torch.device) -> str:
 
 
 def measure(options: Options, environment: Environment) -> None:
-    """Form the process group, measure, and write the results. Collective.
-
-    Raises MusterError.
-    """
+    """Form the process group, measure, and write the results. Collective. Raises MusterError."""
     sizes, device = world_sizes(options, environment.world_size), choose_device(options, environment)
     backend = form_group(environment, device)
     figures = Bench(device, backend=backend, rounds=options.rounds).measure(world_sizes=sizes, sizes=options.sizes)

@@ -31,10 +31,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, link: Link) -> None:
-        """Replace the contiguous `tensor`, [n], by its sum over the ranks of `link`.
-
-        Collective: every rank of `link` must call it.
-        """
+        """Replace the contiguous `tensor`, [n], by its sum over the ranks of `link`. Collective for these ranks."""
 
     @abstractmethod
     def cost(self, world_size: int, nbytes: float) -> Cost:

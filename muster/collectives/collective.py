@@ -58,7 +58,6 @@ def collectives(backend: str) -> list[Collective]:
 
 
 def sum_of(pattern: Tensor, world_size: int) -> Tensor:
-    """Return the sum of all ranks' values, [n]."""
     return pattern * sum(map(weight, range(world_size)))
 
 
@@ -68,7 +67,6 @@ def all_of(pattern: Tensor, world_size: int) -> Tensor:
 
 
 def first_of(pattern: Tensor, world_size: int) -> Tensor:
-    """Return rank 0's values, [n]."""
     return pattern * weight(0)
 
 

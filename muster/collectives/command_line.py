@@ -33,7 +33,6 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError, where argparse prints the usage and exits."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError."""
         raise ConfigError(f"{message}; `muster collectives --help` lists all options")
 
 

@@ -14,8 +14,7 @@ from muster.collectives.link import Link
 class HalvingDoubling(Algorithm):
     """A reduce-scatter in which pairs of ranks exchange halves of their current part, then an all-gather in reverse.
 
-    It needs a power of two of ranks: each surplus rank first adds its tensor to a neighbor's, and receives the sum at
-    the end.
+    It needs a power of two of ranks: each surplus rank first adds its tensor to a neighbor's, and receives the sum at the end.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
     """

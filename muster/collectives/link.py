@@ -11,10 +11,7 @@ COUNTERS = Path("/proc/self/io")
 
 
 class Link:
-    """This rank's connections within a process group. Peers are given by their rank in the group.
-
-    sent_bytes: bytes that this rank has sent so far.
-    """
+    """This rank's connections within a process group. Peers are given by their rank in the group."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -28,7 +25,6 @@ class Link:
             self.sent_bytes += tensor.nbytes
 
     def receive(self, tensor: Tensor, *, source: int) -> None:
-        """Receive `tensor` from `source`."""
         if tensor.numel():
             dist.recv(tensor, group=self.group, group_src=source)
 

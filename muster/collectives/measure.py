@@ -56,12 +56,10 @@ class Figures:
     measured: list[Measured]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as nested dicts and lists."""
         return asdict(self)
 
 
 def setting(device: torch.device) -> str:
-    """Return in one line on what, with what and when figures are measured, and how busy rank 0's machine was by then."""
     processors = f"{len(usable_processors())} processors ({processor()})"
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else processors
     load = f"load average {os.getloadavg()[0]:.0f}"
@@ -71,12 +69,7 @@ def setting(device: torch.device) -> str:
 class Bench:
     """Measures collectives on the first W ranks of the process group, for each W; the other ranks wait.
 
-    All methods are collective: every rank must call them.
-
-    Args:
-        device: device of the tensors.
-        backend: name of the process group's backend.
-        rounds: number of timings of each collective, of which the median is taken.
+    All methods are collective: every rank must call them. `rounds`: timings of each collective, of which the median is taken.
     """
 
     def __init__(self, device: torch.device, *, backend: str, rounds: int):
@@ -170,7 +163,7 @@ def _sent_until_now(collective: Collective, link: Link) -> int:
 
 
 def there_and_back(tensor: Tensor, link: Link) -> None:
-    """Send `tensor` from rank 0 to rank 1 and back. Ranks 0 and 1 must call it; other ranks must not."""
+    """Send `tensor` from rank 0 to rank 1 and back. Collective for these two ranks; other ranks must not call it."""
     for sender in (0, 1):
         if link.rank == sender:
             link.send(tensor, to=1 - sender)

@@ -52,7 +52,6 @@ def draw(figures: Figures, path: Path) -> None:
 
 
 def draw_fit(axis: Any, figures: Figures) -> None:
-    """Plot the times of single messages and the fit, alpha + beta n."""
     sizes, seconds = np.array(figures.ping_pong).T
     along = np.geomspace(sizes[0], sizes[-1], 100)
     network = figures.network
@@ -64,7 +63,6 @@ def draw_fit(axis: Any, figures: Figures) -> None:
 
 
 def draw_world(axis: Any, figures: Figures, world_size: int) -> None:
-    """Plot the all-reduce of every algorithm and of the backend among `world_size` ranks."""
     here = [each for each in figures.measured if each.world_size == world_size]
     for algorithm in ALGORITHMS:
         mine = [each for each in here if each.name == algorithm.name]
@@ -84,7 +82,6 @@ def draw_world(axis: Any, figures: Figures, world_size: int) -> None:
 
 
 def dress(axis: Any, sizes: list[int]) -> None:
-    """Set logarithmic axes with readable units."""
     from matplotlib.ticker import NullLocator
 
     axis.set_xscale("log", base=2)

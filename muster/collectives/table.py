@@ -21,7 +21,6 @@ WIDTH = 150  # if the output is not a terminal
 
 
 def show(figures: Figures) -> None:
-    """Print the measurements beside the values of theory."""
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH
@@ -35,7 +34,6 @@ def show(figures: Figures) -> None:
 
 
 def times(figures: Figures) -> Table:
-    """Return a table of milliseconds per call, and their ratio to the model's time."""
     names = list(dict.fromkeys(each.name for each in figures.measured))
     table = Table(title="milliseconds a call (x: over the model's)", title_justify="left")
     for heading in ("ranks", "bytes", *names):
@@ -50,7 +48,6 @@ def times(figures: Figures) -> Table:
 
 
 def bytes_sent(figures: Figures) -> Table:
-    """Return a table of the bytes sent for one all-reduce of the largest message: counted, and by theory."""
     largest = max(each.nbytes for each in figures.measured)
     table = Table(title=f"sent for one all-reduce of n = {in_words(largest)}", title_justify="left")
     for heading in ("ranks", "algorithm", "rounds", "by the busiest rank", "theory", "by all ranks", "theory"):

@@ -56,7 +56,6 @@ class Watch:
         return frozenset(name for name, is_so in changed.items() if is_so)
 
     def restore(self) -> None:
-        """Bring the generators back into these states."""
         changed = self.drawn()
         if PYTHON in changed:
             words, gauss = self._python
@@ -75,11 +74,11 @@ class Watch:
 
 
 class Looks:
-    """A context manager that notes in `seen` whether this thread asks for the state of a global generator, or sets it.
+    """A context manager that sets `seen` if this thread reads or sets the state of a global generator.
 
-    Such code may put the state back, as `torch.random.fork_rng` does, or make a generator of its own from it: then what it
-    draws depends on the state, which is unchanged. Seen are calls of the functions as attributes of their modules. Within
-    another one, also of another thread or of the process that has forked this one, nothing can be told, and `seen` is True.
+    Such code may put the state back, as `torch.random.fork_rng` does, or make a generator of its own from it: then its draws
+    depend on a state that has not changed. Only calls of the functions as attributes of their modules are seen. Within another
+    Looks, also of another thread or of the process that has forked this one, nothing can be told, and `seen` is True.
     """
 
     def __init__(self) -> None:
@@ -126,7 +125,6 @@ class Others:
         return isinstance(other, Others) and other._states == self._states
 
     def have_drawn(self) -> bool:
-        """Return True if one of the states has changed since."""
         if self._places and np.random.get_bit_generator() is self._kind:  # type: ignore[attr-defined]
             return [place.value for place in self._places] != self._values
         return (_python(), _numpy()) != self._states

@@ -69,7 +69,7 @@ class Fetch(Dataset[Any]):
         return self.whole and self.max_bad is None and self.collate is None
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[Any, Any, int]:
-        """Return (inputs, targets, count) of one micro-batch; the count is of those that are in it. Raises DataError."""
+        """Return (inputs, targets, count) of one micro-batch; the count is less the samples that were left out. Raises DataError."""
         self._epoch, self._left_out, indices = micro_batch.epoch, 0, micro_batch.indices
         draws = indices if micro_batch.draws is None else micro_batch.draws
         if self.is_keyed:
@@ -88,10 +88,10 @@ class Fetch(Dataset[Any]):
         return split(batch, self.adapter, source=self.dataset, collate=self.collate)
 
     def _undrawn(self, indices: Indices, draws: Indices) -> tuple[Any, Any] | None:
-        """Return (inputs, targets) if they are made without random numbers, which need not be seeded then; else None.
+        """Return (inputs, targets) if they are made without random numbers, so that nothing need be seeded; else None.
 
         Seeding for each sample takes longer than reading it. Once something has drawn, the samples are always seeded.
-        An error is left to the reading of single samples, which says of which one it is.
+        After an error the samples are read one by one, which says which one it is of.
         """
         if self._draws:
             return None
@@ -112,9 +112,9 @@ class Fetch(Dataset[Any]):
         return self._made(samples)
 
     def _samples(self, indices: list[int]) -> list[Any]:
-        """Return the samples, by `__getitems__` if the data set has it and it has once given what `__getitem__` gives.
+        """Use the data set's `__getitems__` only if it has once given what `__getitem__` gives.
 
-        It need not: a transform of a batch may pad it, so that a sample would depend on the others of its micro-batch.
+        A transform of a batch may pad it, so that a sample would depend on the others of its micro-batch.
         """
         if self._reads_together:
             return list(self.dataset.__getitems__(indices))
@@ -149,7 +149,6 @@ class Fetch(Dataset[Any]):
             self._own.restore(states)
 
     def _seeded(self, indices: Indices, keys: Keys, watch: Watch) -> list[Any]:
-        """Return the samples, each read after the generators that samples draw from were seeded with its key."""
         pairs = list(zip(indices.tolist(), keys.tolist(), strict=True))
         if self._drawn_from is None:
             return self._first(pairs)
@@ -169,10 +168,10 @@ class Fetch(Dataset[Any]):
                 return samples
 
     def _first(self, pairs: list[tuple[int, int]]) -> list[Any]:
-        """Return the samples, each read after all generators were seeded, and find out which it takes.
+        """Read each sample after all generators were seeded, and find out which ones must be.
 
-        These are torch's, whose seeding takes least, and those that are drawn from, if the samples are the same when the
-        others are in other states: a sample may use a state and put it back.
+        Always torch's (cheap to seed), and those that samples draw from; but all, if the samples differ when the others are in
+        other states: a sample may use a state and put it back.
         """
         samples, drawn = [], {TORCH}
         for index, key in pairs:
@@ -201,7 +200,7 @@ class Fetch(Dataset[Any]):
         return left or [self._sample(first, 0, ALL, replaces=True)]
 
     def _made(self, samples: list[Any]) -> Any:
-        """Return the batch of the samples, and count those that a function of the user's has left out: they are None."""
+        """Collate the samples, and count those that a function of the user's has left out: they are None."""
         batch = (self.collate or default_collate)(samples)
         if self.collate and (missing := sum(sample is None for sample in samples)):
             lengths = lengths_in(batch)
@@ -236,7 +235,7 @@ class Fetch(Dataset[Any]):
             )
 
     def _sample(self, index: int, key: int, of: Collection[str], *, replaces: bool | None = None) -> Any:
-        """Read a sample, or the next one that can be read. replaces: whether the next one may be; None: as `replaces_bad`."""
+        """Read a sample, or the next readable one if `replaces`; None: as `replaces_bad`."""
         asked, replaces = index, self.replaces_bad if replaces is None else replaces
         while True:
             try:
@@ -264,7 +263,7 @@ class Fetch(Dataset[Any]):
                     raise DataError(f"no sample can be read in place of {asked}: {one_line(error)}") from error
 
     def _read(self, index: int, key: int, of: Collection[str]) -> Any:
-        """Read one sample; the global generators `of` and its own are seeded, so that random transforms depend on its key alone."""
+        """Read one sample. The global generators `of` and its own are seeded, so that random transforms depend on its key alone."""
         if self.whole:
             batch = self.dataset.__getitems__([index], np.array([key], dtype=np.uint64))
             return pytree.tree_map(lambda part: part[0], batch)
@@ -275,11 +274,9 @@ class Fetch(Dataset[Any]):
         return self.dataset[index]
 
     def _seed(self, index: int) -> None:
-        """Seed the generators for sample `index` of the epoch."""
         self._seed_all(int(sample_keys(seed=self.seed, epoch=self._epoch, indices=np.array([index]))[0]))
 
     def _seed_all(self, key: int, *, only: Collection[str] = ALL) -> None:
-        """Seed the global generators named by `only`, and those that the data set and its functions hold themselves."""
         seed_generators(key, only=only)
         self._own.seed(key)
 

@@ -24,15 +24,12 @@ OWN_DRAWS = (
 
 
 def note_of(fingerprint: str) -> str:
-    """Return what is to be said of data with this fingerprint; empty if nothing is."""
+    """Return the warning for data with this fingerprint; empty if there is none."""
     return OWN_DRAWS if fingerprint.endswith(DRAWN) else ""
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return the dataset's own `fingerprint()`, or its length and a hash of a few of its samples.
-
-    The global generators are unchanged.
-    """
+    """Return the dataset's own `fingerprint()`, or its length and a hash of a few samples. The global generators are unchanged."""
     if hasattr(dataset, "fingerprint"):
         return str(dataset.fingerprint())
     count = len(dataset)

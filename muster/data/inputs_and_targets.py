@@ -16,14 +16,11 @@ def split(
 ) -> tuple[Any, Any]:
     """Return (inputs, targets) of a collated batch.
 
-    An `adapter` (loader.batch) returns the pair itself. Without one, a pair is returned as is. Of a dict, the inputs
-    are all of it, so that a model whose forward has a parameter `labels` gets them, too; the targets are its entry
-    `labels`, `label`, `targets` or `target`, or all of it if it has none of them.
+    An `adapter` (loader.batch) returns the pair itself. Without one, a pair is returned as is. For a dict, the inputs are the
+    whole dict, so that a model whose forward has a parameter `labels` gets them, too; the targets are its entry `labels`,
+    `label`, `targets` or `target`, else the whole dict. `source`, `collate`: the dataset and a user's function, for messages.
 
-    source, collate: the dataset and a user's collate function, for error messages.
-
-    Raises:
-        DataError: the batch is neither a pair nor a dict and there is no adapter, or a user's function returns no pair.
+    Raises DataError: the batch is neither a pair nor a dict and there is no adapter, or a user's function returns no pair.
     """
     if batch is None and collate:
         raise DataError(f"loader.collate_fn returns None{defined(collate)}: write `return ...` as its last line")

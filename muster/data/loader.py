@@ -30,18 +30,17 @@ AHEAD_S = 4e-3
 AHEAD_BYTES = 4 << 20
 """Limits in seconds and bytes on batches made ahead, see several_at_a_time."""
 MOST = 16
-"""Number of workers of a rank beyond which more are not started unless they are asked for."""
+"""Default maximum of a rank's workers."""
 SHARED = "/dev/shm"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch on the device. `count` of its samples count (see plan.MicroBatch), out of `total` in the step.
+    """A micro-batch on the device. `count` of its samples count (see sample_plan.MicroBatch), out of `total` in the step.
 
-    planned: `count` with those that were left out of it; None: there are none.
-
-    own: what its mean loss is over, a number or a tensor [], if this is not samples. of: returns what the global batch has of
-        that; it may wait for other ranks.
+    planned: `count` with the samples that were left out; None: there are none.
+    own: what its mean loss is over, a number or a tensor [], if not samples.
+    of: returns what the global batch has of that; it may wait for other ranks.
     """
 
     inputs: Any
@@ -75,7 +74,7 @@ def ratio(count: Any, total: Any) -> Any:
 class LoaderConfig:
     """How samples are fetched. Only `share` changes which samples a rank gets.
 
-    num_workers: processes that load samples; None: none on the CPU and for a stream, else `workers.by_default`.
+    num_workers: processes that load samples; None: none on the CPU and for a stream, else `by_default`.
     max_bad: number of unreadable samples to tolerate; None: none. replaces_bad: whether the next one takes the place of each, or none.
     collate, adapter: a user's own functions; None: torch's default_collate, and the default of `split`.
     """
@@ -95,8 +94,8 @@ def batches(dataset: Any, plan: Plan, steps: range, config: LoaderConfig) -> Ite
 
     One loader serves the whole range, across epochs: its workers start once, and nothing stalls at an epoch boundary.
 
-    To a GPU go the samples of `dataset.compact()`, if it has that, and `dataset.expand(inputs)` makes of them, on the GPU,
-    the inputs that `dataset` gives; a user's own functions get the latter.
+    For a GPU the samples come from `dataset.compact()`, if it exists, and `dataset.expand(inputs)` converts them on the device
+    to the inputs that `dataset` gives. A user's own functions always get the latter.
     """
     on_gpu = config.device.type == "cuda"
     is_own = config.collate is not None or config.adapter is not None
@@ -132,8 +131,6 @@ def _micro_batches(fetched: Iterable[Any], plan: Plan, steps: range, config: Loa
 
 
 def _mover(device: torch.device, expand: Callable[[Any], Any] | None) -> Callable[[list[Batch]], list[Batch]]:
-    """Return a function that copies the tensors of micro-batches to `device`, and expands those that are compact."""
-
     def inputs_of(batch: Batch) -> Any:
         moved = to(device, batch.inputs)
         return expand(moved) if expand else moved
@@ -216,7 +213,6 @@ def _start_worker(_: int, *, reads_stream: bool) -> None:
 
 
 def _bytes(value: Any) -> int:
-    """Return the total size in bytes of the tensors and arrays in `value`."""
     return sum(int(leaf.nbytes) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor | np.ndarray))
 
 
@@ -235,16 +231,14 @@ def _plainly(fetched: Iterator[Any]) -> Iterator[Any]:
 
 
 def to(device: torch.device, value: Any) -> Any:
-    """Move tensors, alone or nested in containers, to `device`."""
     if device.type == "cpu":
         return value  # samples are made there
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
 def by_default(batch_bytes: int) -> int:
-    """Return the number of workers of a rank on a GPU: its share of the host's cores, as far as shared memory has room.
-
-    They take at most half of what is free. batch_bytes: size of a micro-batch.
+    """Return the number of workers of a rank on a GPU: its share of the host's cores, as far as half of the free shared memory
+    has room for their micro-batches of `batch_bytes`.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = min(MOST, max(1, cores // ranks_on_host()))
@@ -255,12 +249,9 @@ def by_default(batch_bytes: int) -> int:
 
 
 def check_shared_memory(batch_bytes: int, *, num_workers: int, place: str = SHARED) -> None:
-    """Check that the shared memory of this host is large enough for the batches that all its ranks' workers pass.
+    """Check that this host's shared memory holds the batches that all its ranks' workers pass.
 
-    When it is full, a batch is lost and the trainer waits for it forever.
-
-    Raises:
-        ConfigError: there is not enough for the batches in flight.
+    When it is full, a batch is lost and the trainer waits for it forever. Raises ConfigError: the batches in flight do not fit.
     """
     if not os.path.isdir(place):
         return

@@ -22,13 +22,8 @@ def onto(
     """Yield each item of `steps` after its tensors have been copied from pinned memory to `device`, a GPU.
 
     The copies run beside the kernels of the step before; the stream of the caller waits for them, its thread does not.
-
-    Args:
-        device: the GPU.
-        steps: the items, whose tensors are in host memory.
-        move: returns an item whose tensors are on the device. What it computes of them there runs beside the step, too.
-        tensors: returns an item's tensors, alone or nested in containers.
-        ahead: fetch and copy an item before the one before it is yielded; an error is raised in its item's turn.
+    `move` returns an item whose tensors are on the device, and what it computes there runs beside the step, too. `tensors`
+    returns an item's tensors, alone or nested in containers. `ahead`: as `one_ahead`.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams (record_stream)
     """

@@ -26,7 +26,7 @@ PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, np.nda
 
 
 class OwnGenerators:
-    """The generators that are within `roots`: in attributes, containers and closures, and the globals that their code names."""
+    """The generators within `roots`: in attributes, containers and closures, and the globals that their code names."""
 
     def __init__(self, *roots: Any):
         self._roots, self._found, self._looks = roots, list[Any](), 0
@@ -39,7 +39,6 @@ class OwnGenerators:
             seed_one(each, key ^ (number + 1) << 32)
 
     def states(self) -> list[Any]:
-        """Return their states."""
         if self._looks < LOOKS:
             self._look()
         return [*map(_state, self._found)]
@@ -58,7 +57,6 @@ class OwnGenerators:
 
 
 def seed_one(generator: Any, key: int) -> None:
-    """Seed a generator with `key`."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(mixed(key))  # on the CPU its lower 32 bits count alone
     elif isinstance(generator, np.random.Generator):
@@ -84,7 +82,6 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _plain(state: Any) -> Any:
-    """Return a state as it can be compared."""
     return state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state)
 
 

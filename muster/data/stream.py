@@ -26,10 +26,7 @@ class Stream:
 
     The dataset must have a length, the number of samples of an epoch. Its `set_epoch(epoch)`, if it exists, is called
     before each epoch. With `state_dict` and `load_state_dict` (torchdata's protocol) a resume continues from the saved
-    state; otherwise it rereads the samples before it.
-
-    Raises:
-        ConfigError: the dataset has no length.
+    state; otherwise it rereads the samples before it. Raises ConfigError: the dataset has no length.
     """
 
     def __init__(self, dataset: Any):
@@ -54,11 +51,8 @@ class Stream:
     def seek(self, epoch: int, index: int, *, seed: Callable[[int], None] = lambda _: None) -> None:
         """Go to sample `index` of `epoch`, forward if it lies ahead, else from the beginning of the epoch.
 
-        seed: called with each sample's index before it is read, also for skipped samples: a stream that shuffles draws
-            later samples there.
-
-        Raises:
-            DataError: the stream ends before the sample.
+        `seed` is called with each sample's index before it is read, also for skipped samples: a stream that shuffles draws later
+        samples there. Raises DataError: the stream ends before the sample.
         """
         if self._samples is None or epoch != self._epoch or index < self._position:
             seed(0)
@@ -101,7 +95,6 @@ class Stream:
         return {"epoch": self._epoch, "position": self._position, "dataset": self.dataset.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `state` returned."""
         self.dataset.load_state_dict(state["dataset"])
         self._epoch, self._position = state["epoch"], state["position"]
         self._samples = iter(self.dataset)
@@ -131,10 +124,9 @@ class Stream:
 
 
 def read_whole() -> None:
-    """Let a stream in this DataLoader worker find no worker to divide itself by: each reads the whole stream for its batches.
+    """Hide this DataLoader worker from a stream, which would divide itself by workers: each reads the whole stream for its batches.
 
-    Raises:
-        ConfigError: torch keeps it elsewhere than where it is known to.
+    Raises ConfigError: this torch keeps the worker's info elsewhere.
     """
     worker._worker_info = None
     if get_worker_info() is not None:

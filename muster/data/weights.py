@@ -18,9 +18,7 @@ def weights_of(given: Any, dataset: Sized, *, said: str) -> tuple[Weights, str]:
     """Return what draws the samples of `dataset`, and a digest that changes when the weights do.
 
     given: one number for each sample: a list, an array or a tensor `[len(dataset)]`. said: their name, for messages.
-
-    Raises:
-        ConfigError: they do not fit the data set.
+    Raises ConfigError: they do not fit the data set.
     """
     if isinstance(dataset, Stream):
         raise ConfigError(f"{said}: an IterableDataset has its own order; give a data set with __getitem__")

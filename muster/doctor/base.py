@@ -84,7 +84,6 @@ def by_value(ranks: Sequence[Facts], key: str) -> dict[Any, list[str]]:
 
 
 def one_a_host(ranks: Sequence[Facts]) -> list[Facts]:
-    """Return the facts of the first rank of each host."""
     return list({facts["host"]: facts for facts in reversed(ranks)}.values())[::-1]
 
 

@@ -89,7 +89,6 @@ def matrix(results: Sequence[dict[str, Any]]) -> dict[int, dict[int, float]]:
 
 
 def heat_map(speeds: dict[int, dict[int, float]], console: Console) -> None:
-    """Print the link speeds as a matrix of colored blocks."""
     values = sorted(speed for row in speeds.values() for speed in row.values())
     usual = values[len(values) // 2]
     console.print(f"\nMB/s between ranks, {SHADES[0]} at the median of {usual:.0f} and above:")

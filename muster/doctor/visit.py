@@ -31,11 +31,9 @@ def all_checks() -> list[Check]:
 
 
 def examine(world: World, visit: Visit) -> list[dict[str, Any]]:
-    """Return for each check its name, summary, findings, seconds and the ranks' facts; empty except on rank 0.
+    """Return for each check its name, summary, findings, seconds and the ranks' facts; empty except on rank 0. Collective.
 
     An error within a check ends only that check; see `judged`.
-
-    Collective.
     """
     results = []
     for check in all_checks():

@@ -29,7 +29,7 @@ def die_with_it() -> None:
 
 
 def tell(text: str) -> None:
-    """Write the reason to the file that torchrun names for it; torchrun ends its own report with the reason."""
+    """Write the reason to torchrun's error file: its own report then ends with it."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = redacted(text)
         message = {
@@ -40,16 +40,13 @@ def tell(text: str) -> None:
 
 
 def goes_on(yes: bool) -> None:
-    """Say whether this process goes on with another run of a sweep when one has ended."""
+    """Set whether this process goes on with a sweep's next run when one has ended."""
     global _goes_on
     _goes_on = yes
 
 
 def end_restarts(code: int, *, process_ends: bool = True) -> None:
-    """Stop torchrun's agent as well, if the exit code means that a restart would fail in the same way.
-
-    process_ends: False if a process that goes on with a sweep does so after this end, too.
-    """
+    """Stop torchrun's agent, too, if a restart would fail in the same way. `process_ends`: a sweep does not go on after this end."""
     if _goes_on and not process_ends:
         return
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -60,9 +57,8 @@ def end_restarts(code: int, *, process_ends: bool = True) -> None:
 def terminate(pid: int) -> None:
     """Send SIGTERM to an agent while it sleeps between two looks at its workers.
 
-    Its handler raises an exception. In `subprocess.Popen.poll` or `wait`, between taking a lock and the `try` that gives it
-    back, that leaves the lock taken: the agent then never learns that its workers have ended. A process that runs, or waits for
-    a processor, may be there: in a simulation on a busy machine 5 of 16,600 were.
+    A running one may be in `subprocess.Popen.poll`, where its handler's exception can leave a lock taken (see
+    `take_signals_between_looks` in launcher/torchrun.py): in a simulation on a busy machine 5 of 16,600 were.
     """
     deadline = time.monotonic() + ASLEEP_S
     while _state(pid)[0] == "R" and time.monotonic() < deadline:
@@ -71,22 +67,18 @@ def terminate(pid: int) -> None:
 
 
 def end_if_stuck() -> None:
-    """End the agent if it has not noticed its worker's end `STUCK_S` after this process.
+    """End the agent if it has not noticed its worker's end after `STUCK_S`.
 
-    If the host of the rendezvous store vanishes without closing its connections (power, link), an agent whose read
-    timed out cancels the read and waits for the answer without a timeout (`TCPStore::doWait`), until the kernel gives
-    the connection up after about 15 minutes (tcp_retries2 in tcp(7)). Meanwhile its keep-alive thread holds the lock
-    that its main loop needs (`DynamicRendezvousHandler.num_nodes_waiting`).
+    If the rendezvous store's host vanishes without closing its connections (power, link), an agent whose read timed out waits
+    for the answer without a timeout (`TCPStore::doWait`), until the kernel gives up after about 15 minutes (tcp_retries2 in
+    tcp(7)). Meanwhile its keep-alive thread holds the lock of its main loop (`DynamicRendezvousHandler.num_nodes_waiting`).
     """
     if _is_there() and os.environ.get("LOCAL_RANK") == "0":  # all ranks of the node leave
         process.start_detached("muster.faults.agent", str(process.worker_pid()), str(process.launcher_pid()))
 
 
 def main() -> None:
-    """`python -m muster.faults.agent WORKER AGENT`: end a hung agent.
-
-    WORKER is the pid of a worker that is about to leave, AGENT that of the agent that must notice it.
-    """
+    """`python -m muster.faults.agent WORKER AGENT`: pids of a worker that is about to leave, and of the agent that must notice it."""
     worker, agent = map(int, sys.argv[1:])
     unseen_s = 0.0
     while unseen_s < STUCK_S:

@@ -1,21 +1,20 @@
 """Find a rank that hangs, name it and end it within `dist.timeout_s`.
 
-In a collective all ranks wait for the last one, so when one rank hangs all stand still, and the collective's own
-timeout cannot tell which rank hangs. Here each rank posts its current phase (phase.py) to the store. Rank 0 alone reads
-all of them, and posts its assessment (rank_at_fault.py) with its own phase. A rank that has stood still for longer than its
-phase allows reads rank 0's post: the ranks that hang print where their code stands and leave, the others leave after
-them, and the launcher restarts all. If rank 0 posts nothing new, rank 0 is lost. A stopped process is ended by its
-watchdog timer (kernel_timer.py), which must be re-armed regularly.
+When one rank hangs in a collective, all wait, and the collective's own timeout cannot tell which one hangs. So each rank posts
+its phase (phase.py) to the store. Rank 0 alone reads all, and posts its assessment (rank_at_fault.py) with its own phase. A rank
+that stands still for longer than its phase allows reads that post: the ranks that hang print where their code stands and leave,
+the others leave after them, and the launcher restarts all. If rank 0 posts nothing new, rank 0 is lost. A stopped process is
+ended by its watchdog timer (kernel_timer.py), which must be re-armed regularly.
 
-A rank that has failed says so to the others, and a launcher by SIGTERM. A rank whose main thread waits in C, as on NCCL
-it does, hears neither, and torchrun kills it 30 s later. So a rank whose main thread stands still (main_thread.py) leaves
-a few seconds after the store says that another one has failed, or if after a SIGTERM another one is silent. On a GPU
-neither may come: with a static rendezvous, the other nodes' launchers go on, and the store ends with its node. There it also
-leaves if the store is gone, or another rank is silent for longer.
+A failed rank tells the others, and a launcher sends SIGTERM. A main thread that waits in C, as on NCCL, hears neither, and
+torchrun kills it 30 s later. So a rank whose main thread stands still (main_thread.py) leaves a few seconds after the store says
+that another one has failed, or if another one is silent after a SIGTERM. On a GPU neither may come: with a static rendezvous, the
+other nodes' launchers go on, and the store ends with its node. There it also leaves if the store is gone, or another rank is
+silent for longer.
 
-Each period costs the store two operations per node, one of whose ranks posts for all (world/node_memory.py) and whose post rank 0
-reads; one more for each rank that stands still, and one while its main thread does. The period grows with the number of
-nodes, which bounds the store's load to a few hundred operations per second while all is well.
+Each period costs the store two operations per node: one rank posts for all (world/node_memory.py), rank 0 reads. A rank that stands
+still costs one more, and another while its main thread does. The period grows with the number of nodes, which bounds the load to a
+few hundred operations per second while all is well.
 """
 
 from __future__ import annotations
@@ -47,18 +46,18 @@ GRACE_S = 2.0  # time for the hanging rank to report itself
 LAST_WORDS_S = 30.0
 ABANDONED_S = 4.0  # longer than any live rank is silent
 FREED_S = 10.0
+"""Deadline for a rank to get an error that waited for one that was ended and is restarted in place; else it is ended, too."""
 JOIN_S = 5.0
-"""Within so long, a rank gets an error that waited for one that was ended and is restarted in place; else it is ended, too."""
 EMERGENCY = "emergency"
-"""The phase in which a rank that has heard of a loss saves its last step, or waits for another one to (recovery/emergency_checkpoint.py)."""
+"""Phase of a rank that, after a loss, saves its last step or waits for another one to (recovery/emergency_checkpoint.py)."""
 DESERTED_S = 8.0
-"""Longer than ranks that have heard of a loss wait for a replacement and save, upon which those that wait for them hear of it."""
+"""Longer than ranks that know of a loss wait for a replacement and save; then those that wait for them hear of it."""
 HEARD_S = 3.0
-"""Within so long after a failure the rank has gone, and those that wait for it, but not on NCCL, have got an error."""
+"""So long after a failure the rank has gone, and except on NCCL, those that wait for it have got an error."""
 FORSAKEN_S = 15.0
-"""The same on a GPU without a SIGTERM, at least: else a quarter of `dist.timeout_s`. A host that is moved is silent as well."""
+"""Silence on a GPU without a SIGTERM: this, or `dist.timeout_s` / 4 if longer. A host that is moved is silent as well."""
 BLIND_S = 2.0
-"""A process that has not looked for so long was stopped itself, or its host: it does not know who was silent meanwhile."""
+"""A process that has not looked for so long was stopped itself, or its host, and does not know who was silent meanwhile."""
 STILL_S = 2.0  # longer than a main thread that can leave by itself stands still once another rank has failed
 
 
@@ -73,9 +72,8 @@ def period_s(environment: Environment, timeout_s: float) -> float:
 class Heartbeat:
     """This rank's heartbeat, and its view of the other ranks.
 
-    Args:
-        on_hang: called with the reason why this rank must leave, from a thread.
-        is_asked_to_stop: returns whether a stop signal has reached this process, although the main thread may not know.
+    `on_hang`: called from a thread with the reason why this rank must leave.
+    `is_asked_to_stop`: whether a stop signal has reached this process, even if the main thread does not know.
     """
 
     def __init__(
@@ -125,7 +123,6 @@ class Heartbeat:
             thread.start()
 
     def enter(self, kind: str, step: int) -> None:
-        """Enter a phase of work: `step`, `evaluation`, `save` or `finish`."""
         self.phases.enter(kind, step)
 
     def close(self) -> None:
@@ -135,25 +132,25 @@ class Heartbeat:
             self._watchdog.wind(self.timeout_s + LAST_WORDS_S)
 
     def join(self) -> None:
-        """Wait until its threads have ended, after `close`, while the store answers.
+        """After `close`: wait for the threads, while the store answers.
 
-        Python ends a thread that returns from C++, as from the store, while the interpreter ends; C++ then aborts the process.
+        Python ends a thread that returns from C++ (the store) during the interpreter's end, and C++ then aborts the process.
         """
         for thread in self._threads:
             thread.join(JOIN_S)
 
     def disarm(self) -> None:
-        """Let this process live on as long as it likes, after `close`."""
+        """After `close`: let this process live on."""
         if self._watchdog:
             self._watchdog.wind(0.0)
 
     def release(self) -> None:
-        """End the watchdog, after `close`, in a process that will have another one."""
+        """After `close`: delete the watchdog, in a process that will have another one."""
         if self._watchdog:
             self._watchdog.delete()
 
     def watch(self) -> None:
-        """Watch the other ranks from now on, also while this rank makes progress."""
+        """Watch the other ranks also while this rank makes progress."""
         self._watched_for_good = True
         self._look()
 
@@ -178,7 +175,7 @@ class Heartbeat:
 
     @property
     def is_abandoned(self) -> bool:
-        """On rank 0: whether it stands still, waiting for a rank or a store that does not answer."""
+        """On rank 0: it stands still, and a rank or the store does not answer."""
         return self.phases.age_s > ABANDONED_S and self.silence(ABANDONED_S) is not None
 
     def _store_lost(self, cause: str) -> RankLost:
@@ -195,9 +192,9 @@ class Heartbeat:
             self._watching.set()
 
     def _exchange(self) -> None:
-        """Post beats and, while watching, read them. In its own thread: a store that is cut off may block forever.
+        """Beat until the end, in its own thread: a store that is cut off may block forever.
 
-        An error of a device, say, is the main thread's to report: the others still hear from this rank.
+        Another error, such as a device's, is the main thread's to report: the others still hear from this rank.
         """
         from torch.distributed import DistError  # here, so that this module imports no torch
 
@@ -214,7 +211,7 @@ class Heartbeat:
             self.clock.wait(self._ended, self.period_s)
 
     def beat(self) -> None:
-        """Post one beat, and while watching, read the others'."""
+        """Post one beat; while watching, read the others'."""
         self._beat += 1
         mine = self.phases.now(self._beat)
         is_wanted = self._watching.is_set() or mine.age_s > self.timeout_s / 4
@@ -265,7 +262,7 @@ class Heartbeat:
         return found
 
     def _deserted(self, mine: Phase) -> RankLost | None:
-        """Return why this rank must leave although its main thread, which stands still, has not heard of it."""
+        """Return why this rank must leave although its main thread stands still and has not heard of it."""
         still_s = self.stillness.seconds(mine.number)
         self._is_still = still_s >= STILL_S and mine.label.split()[0] != EMERGENCY
         if not self._is_still:
@@ -280,7 +277,7 @@ class Heartbeat:
         return self._forsaken() if self.world.device.type == "cuda" else None
 
     def _forsaken(self) -> RankLost | None:
-        """Return why a rank that stands still on a GPU must leave: nothing else may tell it that the others are gone."""
+        """The same on a GPU: nothing else may tell the rank that the others are gone."""
         self._look()
         now, before = self.clock.monotonic(), self._judged_at
         self._judged_at = now
@@ -302,7 +299,7 @@ class Heartbeat:
         return found
 
     def _tell(self, mine: Phase) -> None:
-        """Print which rank is being waited for, although it is not a hang yet, so that the terminal is not silent."""
+        """Print which rank is waited for before it is a hang, so that the terminal is not silent."""
         seen = self.eye.outlook
         for one in seen.behind[:1] if seen else ():
             say(

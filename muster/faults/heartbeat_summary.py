@@ -1,4 +1,4 @@
-"""The ranks' views of each other: rank 0 reads and sums up every beat, the others read rank 0's summary."""
+"""The ranks' views of each other: rank 0 sums up all beats, the others read its summary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLIND = 4  # after this many missed polls, discard old beats
 
 
 class Eye:
-    """One rank's view. `outlook` is None before the first look; `gone` counts the ranks that rank 0 finds silent."""
+    """`outlook` is None before the first look; `gone` counts the ranks that rank 0 finds silent."""
 
     def __init__(self, world: World, period_s: float, *, clock: SystemClock = SYSTEM):
         self.world, self.period_s, self.clock = world, period_s, clock
@@ -63,7 +63,6 @@ class Survey(Eye):
         self._changed = [self.clock.monotonic()] * world.size
 
     def look(self, mine: Phase, *, is_wanted: bool) -> None:
-        """Read every rank's beat; update `gone` and, if needed, `outlook`."""
         beats = list(self.world.store_keys.beats()) if self.world.size > 1 else [b""]
         blind, now = self._was_blind(), self.clock.monotonic()
         for rank, beat in enumerate(beats):
@@ -80,13 +79,10 @@ class Survey(Eye):
             self.outlook = None
 
     def post(self, mine: Phase) -> str:
-        """Return rank 0's beat, with the outlook."""
         return json.dumps({"phase": asdict(mine), "outlook": self.outlook and self.outlook.as_json()})
 
 
 class Echo(Eye):
-    """The view of any other rank."""
-
     def __init__(self, world: World, period_s: float, *, clock: SystemClock = SYSTEM):
         super().__init__(world, period_s, clock=clock)
         self._beat = b""
@@ -94,16 +90,13 @@ class Echo(Eye):
 
     @property
     def first_silent_s(self) -> float:
-        """Seconds since rank 0 last posted a new beat."""
         return self.clock.monotonic() - self._changed
 
     def begin(self) -> None:
-        """Start to watch."""
         super().begin()
         self._changed = self.clock.monotonic()
 
     def look(self, mine: Phase, *, is_wanted: bool) -> None:
-        """Read rank 0's beat and its outlook."""
         beat = self.world.store_keys.first_beat()
         if self._was_blind() or beat != self._beat:
             self._changed = self.clock.monotonic()
@@ -116,5 +109,5 @@ class Echo(Eye):
 
 
 def phase_of(beat: bytes) -> Phase | None:
-    """Return the phase in a beat; None if the rank has not posted a phase yet."""
+    """None if the rank has not posted a phase yet."""
     return Phase(**json.loads(beat)["phase"]) if beat else None

@@ -1,7 +1,4 @@
-"""A kernel timer that ends this process when no code in it runs any more.
-
-A stopped process can do nothing itself, and torchrun waits 30 s for it to react to SIGTERM.
-"""
+"""A kernel timer that ends this process when no code in it runs any more: torchrun waits 30 s for a stopped process."""
 
 from __future__ import annotations
 
@@ -13,9 +10,7 @@ from muster.errors import say
 
 
 class Watchdog:
-    """A POSIX timer that kills this process, stopped or not, unless it is re-armed in time. Does nothing outside Linux.
-
-    SIGKILL needs no code of this process to run, so it also ends a process in state T.
+    """A POSIX timer that kills this process, in state T, too, unless re-armed in time. Does nothing outside Linux.
 
     Source: timer_create(2).
     """
@@ -45,7 +40,6 @@ class Watchdog:
             say("muster: this system has no timer_create: a stopped rank is detected, but only torchrun can end it")
 
     def delete(self) -> None:
-        """Delete the timer."""
         if self._libc:
             self._libc.timer_delete(self._timer)
             self._libc = None

@@ -1,8 +1,8 @@
 """Drop output that can no longer be written, instead of failing.
 
-`... | head`, a closed terminal and a full disk make every write fail, including those of libraries and of loader
-workers. A stream that is closed from the start (`>&-`) is worse: the next file that is opened gets its descriptor, and
-printed text goes into that file. So the entry of each process calls `endure` before anything else.
+`... | head`, a closed terminal and a full disk make every write fail, also of libraries and loader workers. A stream that is
+closed from the start (`>&-`) is worse: the next opened file gets its descriptor, and printed text. So each process's entry calls
+`endure` before anything else.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from typing import Any, TextIO
 
 NAMES = {1: "standard output", 2: "standard error"}
 CLOSED = "MUSTER_CLOSED"
-"""Variable that names the streams that a launcher found closed: its ranks inherit their replacements."""
+"""Variable with the streams that a launcher found closed: its ranks inherit the replacements."""
 PERMANENT = (errno.EPIPE, errno.EIO)
 _lost: dict[int, str] = {}
 
 
 def endure() -> None:
-    """Make writes to standard output and standard error never fail, for the rest of this process.
-
-    Also ignores SIGHUP, which a closed terminal sends.
-    """
+    """Make writes to stdout and stderr never fail, for the rest of this process. Ignores SIGHUP, which a closed terminal sends."""
     with contextlib.suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for number in range(3):
@@ -45,22 +42,20 @@ def endure() -> None:
 
 
 def lost() -> str:
-    """Return which output of this process was dropped, and why; empty if none was."""
+    """Return which output was dropped, and why; empty if none was."""
     return "; ".join(f"{NAMES[number]}: {why}" for number, why in sorted(_lost.items()))
 
 
 def has_reader() -> bool:
-    """Whether standard output has a reader, for work that is done only for it."""
     poll = select.poll()
     poll.register(1, 0)
     return not lost() and not any(found & (select.POLLERR | select.POLLHUP) for _, found in poll.poll(0))
 
 
 class Enduring(io.FileIO):
-    """A file whose writes cannot fail."""
+    """On an error records the cause and drops the data."""
 
     def write(self, data: Any) -> int:
-        """Write `data`; on an error record the cause and drop the data."""
         try:
             written = super().write(data)
         except OSError as error:
@@ -76,7 +71,7 @@ class Enduring(io.FileIO):
 
 
 def _enduring(number: int, now: TextIO | None) -> TextIO:
-    """Return a stream like `now` whose writes cannot fail; a stream on another file (a test's) stays as it is."""
+    """A stream on another file (a test's) stays as it is."""
     if now is None:  # the stream was closed when Python started
         _lost[number] = "it is closed"
         return open(os.devnull, "w", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How long the main thread has stood at one place, and does not wait for a thread of its own process there.
+"""Seconds that the main thread has been stuck at one instruction, not counting waits for threads of its own process.
 
 A thread that waits in C, as for a device whose collective never ends, runs no signal handler: SIGTERM does not end it.
 """
@@ -12,25 +12,19 @@ from collections.abc import Callable
 from muster.clock import SYSTEM, SystemClock
 
 OWN_THREADS = threading.__file__
-"""Where Python waits for a lock or a thread, such as the writer of a checkpoint; signal handlers run there."""
+"""Waits for a lock or a thread, such as the checkpoint writer; signal handlers run there."""
 
 Place = tuple[int, int] | None
 
 
 class Stillness:
-    """Measures stillness from one call of `seconds` to the next.
-
-    Args:
-        place: returns where the main thread stands; None if it waits for a thread of this process.
-    """
-
     def __init__(self, *, place: Callable[[], Place] | None = None, clock: SystemClock = SYSTEM):
         self._place, self.clock = place or main_thread, clock
         self._last: tuple[Place, int] = (None, -1)
         self._since = self.clock.monotonic()
 
     def seconds(self, phase: int) -> float:
-        """Return the seconds for which all calls have found the main thread at one place of the phase number `phase`."""
+        """Return how long all calls have found the main thread at one place in phase number `phase`."""
         here, now = self._place(), self.clock.monotonic()
         if here is None or (here, phase) != self._last:
             self._last, self._since = (here, phase), now
@@ -38,7 +32,7 @@ class Stillness:
 
 
 def main_thread() -> Place:
-    """Return the main thread's frame and instruction."""
+    """Return the main thread's frame and instruction; None if it waits for a thread of this process."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None or frame.f_code.co_filename == OWN_THREADS:
         return None

@@ -1,17 +1,15 @@
 """Turn SIGTERM into one point at which every rank stops.
 
-The signal reaches ranks at different moments, and a rank that stopped alone would leave the others waiting in a
-collective. A collective in every step to agree would slow down every run. So the ranks agree over the store, and only
-after a rank requests a stop:
+The signal reaches ranks at different moments. A rank that stopped alone would leave the others waiting in a collective, and a
+collective in every step to agree would slow down every run. So the ranks agree over the store:
 
 1. A rank that gets the signal requests a stop.
-2. When it sees the request, every rank's watcher posts how many phases of work (steps, evaluation batches) its rank has
-   begun. From then on the rank begins no further phase by itself.
-3. The last rank to post announces the largest number. All ranks go on to it and stop there, so every phase that any
-   rank has begun is begun by all.
+2. Each rank's watcher sees the request, and posts how many phases of work (steps, evaluation batches) its rank has begun. From then
+   on the rank begins none by itself.
+3. The last rank to post announces the largest number. All ranks go on to it and stop there: what one has begun, all begin.
 
-Before a request, a rank polls the store now and then; after it, it posts once and polls with growing pauses. None of
-this grows with the number of ranks, except the last rank's single read of all numbers.
+Before a request, a rank polls the store now and then; afterwards, it posts once and polls with growing pauses. Only the last rank's
+single read of all numbers grows with the number of ranks.
 """
 
 from __future__ import annotations
@@ -34,17 +32,17 @@ LONGEST_POLL_S = 5.0  # a sixth of a scheduler's usual grace period
 POLLS_PER_S = 400.0  # total of all nodes: one rank of each asks for all
 ANSWERS_PER_S = 1000.0  # total of all ranks, after a request
 ANSWERED_S = 12.0
-"""How long ranks that hold wait for all to answer a request to stop. Those that are asked because another one has died, as by
-torchrun when a supervisor is killed, wait for the dead one, too, and are killed after 30 s: so it leaves time to save."""
+"""How long a paused rank waits for all to acknowledge a stop. If torchrun stops the ranks because one has died, they wait for it, too,
+and are killed after 30 s: this leaves time to save."""
 
 
 def poll_s(nodes: int) -> float:
-    """Return how often a node asks for a request to stop: the store's load is bounded, and so is the delay."""
+    """Return the seconds between two polls of a node; bounds the store's load, and the delay."""
     return min(max(POLL_S / 2, nodes / POLLS_PER_S), LONGEST_POLL_S)
 
 
 class Preemption:
-    """Tracks whether this process has received a stop request. Call `install` as early as possible."""
+    """This process's stop request. Call `install` as early as possible."""
 
     def __init__(self) -> None:
         self._is_requested = False
@@ -53,11 +51,11 @@ class Preemption:
 
     @property
     def signalled(self) -> bool:
-        """Whether this process has received a stop request, as the main thread knows."""
+        """Whether the main thread knows of a stop request."""
         return self._is_requested
 
     def has_arrived(self) -> bool:
-        """Whether a stop request has reached this process, also while the main thread is in C and runs no handler."""
+        """Whether one has reached this process, also while the main thread is in C and runs no handler."""
         if self._arrivals and not self._has_arrived:
             with contextlib.suppress(BlockingIOError):
                 received = os.read(self._arrivals[0], 4096)
@@ -66,21 +64,19 @@ class Preemption:
         return self._has_arrived or self._is_requested
 
     def request(self) -> None:
-        """Stop this process's run at the next step, and with it those of all other ranks."""
+        """Stop all ranks at the next step."""
         self._is_requested = True
 
     def install(self) -> None:
-        """Handle SIGTERM, Ctrl-C, SIGUSR1 and SIGUSR2 from now on. A second SIGTERM changes nothing.
+        """Handle SIGTERM, Ctrl-C, and USR1 and USR2, which Slurm sends to every process of a step, loader workers included.
 
-        Slurm sends a step's USR1 or USR2 to every process in it, loader workers included; they mean the same as
-        SIGTERM.
+        A second SIGTERM changes nothing.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         self._note_arrivals()
 
     def uninstall(self) -> None:
-        """Leave the signals to the handlers that the caller sets."""
         if self._arrivals:
             if (other := signal.set_wakeup_fd(-1)) != self._arrivals[1]:
                 signal.set_wakeup_fd(other)
@@ -89,7 +85,7 @@ class Preemption:
             self._arrivals = None
 
     def _note_arrivals(self) -> None:
-        """Have signals written into a pipe on arrival, unless another library uses Python's only place for one."""
+        """Have signals written into a pipe on arrival, unless another library has Python's only wakeup fd."""
         if self._arrivals:
             return
         ends = os.pipe()
@@ -115,13 +111,9 @@ class Preemption:
 
 
 class Agreement:
-    """The ranks' agreement on the step at which all of them stop. Watches for requests until it is closed.
+    """The ranks' agreement on the step at which all stop. Watches for requests until it is closed.
 
-    `is_reached` is True once `proceed` has returned False; it changes at the same point on all ranks.
-
-    Args:
-        world: the ranks.
-        preemption: whether this rank has received a stop request.
+    `is_reached` is True once `proceed` has returned False.
     """
 
     def __init__(self, world: World, preemption: Preemption):
@@ -139,12 +131,11 @@ class Agreement:
             self._watcher.start()
 
     def proceed(self) -> bool:
-        """Whether to begin the next phase of work with a collective in it; False means to stop here.
+        """Whether to begin the next phase of work with a collective in it; False: stop here.
 
-        Collective: every rank must call it in the same order, and all get False at the same point.
+        Collective: every rank calls it in the same order, and all get False at the same point.
 
-        Raises:
-            DistBackendError: a rank has died and is restarted in place for the next attempt, or does not answer a request to stop.
+        Raises DistBackendError: a rank has died and is restarted in place for the next attempt, or does not answer a request to stop.
         """
         with self._change:
             if self._world.size == 1 and self._preemption.signalled and self._target is None:
@@ -163,7 +154,6 @@ class Agreement:
                 self._change.wait()
 
     def close(self) -> None:
-        """Stop watching."""
         self._ended.set()
         with self._change:  # no target will come for a thread that waits for it
             self._target = self._begun if self._target is None else self._target
@@ -186,7 +176,7 @@ class Agreement:
                     self._change.notify_all()
 
     def _await_request(self) -> bool:
-        """Wait until any rank requests a stop; False if the run ends before."""
+        """Return False if the run ends, or a rank is lost, before any rank requests a stop."""
         store_keys, every_s = self._world.store_keys, poll_s(self._world.environment.nodes)
         while not self._ended.wait(POLL_S):
             if self._preemption.has_arrived():
@@ -199,7 +189,7 @@ class Agreement:
         return False
 
     def _see_loss(self, *, every_s: float = 0.0) -> bool:
-        """Whether a rank has died and is restarted in place: `proceed` then raises."""
+        """Whether a rank has died and is restarted in place."""
         if not self._world.store_keys.is_one_lost(every_s=every_s):
             return False
         with self._change:
@@ -208,7 +198,7 @@ class Agreement:
         return True
 
     def _await_target(self) -> bool:
-        """Wait for the target; False if a rank has not answered for `ANSWERED_S` and the time in which it may look."""
+        """Return False if a rank has not answered for `ANSWERED_S` plus the time between its polls."""
         store_keys, pause_s = self._world.store_keys, POLL_S / 10
         deadline = time.monotonic() + ANSWERED_S + min(self._world.size / ANSWERS_PER_S, LONGEST_POLL_S)
         while not self._ended.wait(pause_s):

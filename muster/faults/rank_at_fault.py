@@ -1,8 +1,8 @@
 """Find the rank that blocks the others: pure functions over the posted phases.
 
-- A rank that gives no sign of life is lost: stopped, or behind a cut link.
-- The rank furthest behind hangs: its device has computed the gradients of fewer steps, it has entered fewer phases, or it
-  runs its own code while the others wait for it.
+- A silent rank is lost: stopped, or behind a cut link.
+- The rank furthest behind hangs: its device has computed the gradients of fewer steps, it has entered fewer phases, or it runs its
+  own code while the others wait for it.
 - A rank that is behind but within its time limit (a long save, a first compile) excuses the others.
 """
 
@@ -19,8 +19,6 @@ NAMED = 8  # the most ranks that an outlook names
 
 @dataclass(frozen=True)
 class Standing:
-    """One rank, as an outlook describes it."""
-
     rank: int
     host: str | None
     name: str
@@ -31,7 +29,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Rank 0's summary of all ranks; its size is bounded. `behind` is empty until all ranks have posted a phase."""
+    """Rank 0's summary of all ranks, of bounded size. `behind` is empty until all have posted a phase."""
 
     silent: list[Standing]
     behind: list[Standing]
@@ -46,35 +44,27 @@ class Outlook:
         return bool(self.behind) and progress(phase) == (self.gradients, self.number, self.waiting)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the outlook as JSON values."""
         return asdict(self)
 
     @classmethod
     def of_json(cls, said: dict[str, Any]) -> Outlook:
-        """Build an outlook from JSON values."""
         lists = {name: [Standing(**one) for one in said[name]] for name in ("silent", "behind")}
         return cls(**{**said, **lists})
 
 
 def progress(phase: Phase) -> tuple[int, int, bool]:
-    """Return how far a rank is, to compare: a queue lets code run ahead of a device that hangs, so its device comes first."""
+    """Return how far a rank is, to compare. The device comes first: a queue lets code run ahead of one that hangs."""
     return phase.gradients, phase.number, phase.waiting
 
 
 def last(phases: dict[int, Phase]) -> list[int]:
-    """Return the ranks that all others wait for: those of the least progress."""
+    """Return the ranks that all others wait for."""
     behind = min(map(progress, phases.values()))
     return [rank for rank, phase in sorted(phases.items()) if progress(phase) == behind]
 
 
 def outlook(phases: dict[int, Phase | None], *, silent_s: dict[int, float], quiet_s: float) -> Outlook:
-    """Sum up all ranks.
-
-    Args:
-        phases: the phase of each rank; None if it has not posted one.
-        silent_s: seconds since each rank's last new beat.
-        quiet_s: seconds of silence that are normal.
-    """
+    """`silent_s`: since each rank's last new beat. `quiet_s`: silence that is normal."""
     longest = sorted(silent_s, key=lambda rank: -silent_s[rank])[:NAMED]
     silent = [standing_of(rank, phases[rank], silent_s[rank]) for rank in sorted(longest) if silent_s[rank] > quiet_s]
     known = {rank: phase for rank, phase in phases.items() if phase}
@@ -97,7 +87,6 @@ def outlook(phases: dict[int, Phase | None], *, silent_s: dict[int, float], quie
 
 
 def standing_of(rank: int, phase: Phase | None, silent_s: float) -> Standing:
-    """Describe `rank` in `phase`, silent for `silent_s` seconds."""
     if phase is None:
         return Standing(rank, None, f"rank {rank} (start-up)", "", 0.0, silent_s)
     name = f"rank {rank} on {phase.host} ({phase.label})"
@@ -105,10 +94,7 @@ def standing_of(rank: int, phase: Phase | None, silent_s: float) -> Standing:
 
 
 def silence(seen: Outlook | None, seconds: float, *, symptom: str, me: int) -> RankLost | None:
-    """Return an error that names the ranks silent for `seconds`; None if there are none.
-
-    symptom: how the error describes them. me: this rank, whose own state is known.
-    """
+    """Return an error that names the ranks silent for `seconds`, except `me`; None if there are none."""
     gone = [one for one in (seen.silent if seen else []) if one.silent_s > seconds and one.rank != me]
     if not gone:
         return None
@@ -116,10 +102,7 @@ def silence(seen: Outlook | None, seconds: float, *, symptom: str, me: int) -> R
 
 
 def fault(seen: Outlook | None, mine: Phase, *, timeout_s: float, patient: bool) -> RankLost | None:
-    """Return why the rank in the phase `mine` must leave now; None while it must wait.
-
-    `patient`: give the rank at fault time to report itself.
-    """
+    """Return why the rank in `mine` must leave now; None while it must wait. `patient`: let the rank at fault report itself first."""
     if not seen or not seen.overdue or (patient and not seen.is_behind(mine)):
         return None
     period = f"for dist.timeout_s={timeout_s:g}"

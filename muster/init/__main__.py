@@ -21,7 +21,6 @@ DIFFERS = 1
 
 
 def main() -> int:
-    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="muster init", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -54,12 +53,12 @@ def main() -> int:
 
 
 def patterns(text: str) -> set[str]:
-    """Return what a .gitignore leaves out, however a folder's name is written."""
+    """Return a .gitignore's patterns, however a folder's name is written."""
     return {line.strip("/* ") for line in text.splitlines() if line.strip() and line[0] not in "#!"}
 
 
 def write(folder: Path, wanted: Mapping[str, str]) -> int:
-    """Write the files that are missing, show how the others differ, and return 0. Raises StorageError."""
+    """Raises StorageError."""
     for name, text in wanted.items():
         path = folder / name
         if created(path, text):
@@ -71,7 +70,7 @@ def write(folder: Path, wanted: Mapping[str, str]) -> int:
 
 
 def created(path: Path, text: str) -> bool:
-    """Create a file; return False if there is one. Raises StorageError."""
+    """Return False if there is a file already. Raises StorageError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         create_file(path, text.encode())
@@ -86,7 +85,6 @@ def created(path: Path, text: str) -> bool:
 
 
 def check(folder: Path, wanted: Mapping[str, str]) -> int:
-    """Print how files of the project differ from the kit's; return `DIFFERS` if any does."""
     different = {name: compared(folder / name, text) for name, text in wanted.items() if (folder / name).is_file()}
     for name, difference in different.items():
         if difference:
@@ -95,11 +93,7 @@ def check(folder: Path, wanted: Mapping[str, str]) -> int:
 
 
 def compared(path: Path, text: str) -> str:
-    """Return the unified difference from the file at `path` to the kit's `text`; empty if they are equal.
-
-    Raises:
-        StorageError: the file cannot be read.
-    """
+    """Return the unified diff from the file to the kit's `text`; empty if equal. Raises StorageError."""
     lines = difflib.unified_diff(
         read(path).splitlines(),
         text.splitlines(),
@@ -111,7 +105,7 @@ def compared(path: Path, text: str) -> str:
 
 
 def read(path: Path) -> str:
-    """Return the text of a file. Raises StorageError."""
+    """Raises StorageError."""
     try:
         return path.read_text(errors="replace", encoding="utf-8")
     except OSError as error:

@@ -21,7 +21,6 @@ SUBSTRATES = {
         "pytorchjob.yaml", "volume.yaml", "network-policy.yaml", "trainjob/trainjob.yaml", "indexed-job/indexed-job.yaml"
     ),
 }  # fmt: skip
-"""The templates of each substrate that a project gets."""
 DOCKERFILE = """\
 # Your project on the kit's image {kit}, which docker/wheel.Dockerfile or a clone of the kit builds once.
 ARG KIT={kit}
@@ -61,7 +60,7 @@ data/**
 !data/**/*.py
 """,
 }
-"""What neither a repository nor an image should have: secrets, environments, data and what runs write."""
+"""Neither a repository nor an image should have secrets, environments, data or output of runs."""
 README = """\
 # {name} on Muster
 
@@ -82,7 +81,7 @@ AFTER = (
 AFTER_A_JOB = '`muster report --watch --once {run}`, its page `{run}/report.html`, and `muster.load("{run}", into=model)` in a notebook'
 AFTER_A_SCRIPT = "what the script itself has written. Alone on this machine, `NPROC=2 muster launch node {words}` does what a cluster's\nnodes do"
 EXAMPLE_RUN = "runs/my-loop"
-"""The folder that examples/my_loop.py names; a project's copy has its own name."""
+"""In examples/my_loop.py; replaced in a project's copy."""
 BEGINS_ANEW = "run one\nagain to resume: a script that saves nothing begins anew"
 IMAGES = """\
 Images: the first is the kit's, built once from the wheel of Muster that you have installed, or in a clone of Muster by
@@ -122,17 +121,17 @@ $named || set -- {words} "$@"
 
 CPUS_OF_GPU = 4
 NOT_TEXT = ("y", "yes", "n", "no", "on", "off", "true", "false", "null")
-"""Words that YAML reads as something else than text."""
+"""YAML reads these as something else than text."""
 
 
 @dataclass(frozen=True)
 class Project:
-    """A user's project.
+    """A user's project. Raises ConfigError: `name` or `gpus` is not valid.
 
-    name: of the job and its objects in Kubernetes: lower-case letters, digits and hyphens. image: of its containers.
+    name: of the job and its objects in Kubernetes: lower-case letters, digits and hyphens.
     words: what follows `muster launch node`: overrides without the run's name, or `--` and a script.
-    example: path of the example's file; empty for a script that is there already. gpus: of each node, 0 for CPUs alone.
-    has_packages: whether the project has a requirements.txt.
+    example: path of the example's file; empty for a script that is there already.
+    gpus: of each node. has_packages: there is a requirements.txt.
     """
 
     name: str
@@ -152,24 +151,20 @@ class Project:
 
     @property
     def named(self) -> list[str]:
-        """The words with the run's name; a script has none."""
         return [*self.words] if self.words[0] == "--" else [f"name={self.name}", *self.words]
 
 
 def project(
     folder: Path, *, name: str | None, image: str | None, loop: bool, script: str = "", gpus: int = 0
 ) -> Project:
-    """Return the project in `folder`, whose job is its own `script` or an example.
-
-    Without a name it is called as the folder is. Raises ConfigError.
-    """
+    """`name`: by default the folder's. `script`: the job; empty for an example. Raises ConfigError."""
     name = name or re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
     words, example = own(script) if script else EXAMPLES[loop]
     return Project(name, image or f"{name}:1", words, example, gpus, (folder / "requirements.txt").is_file())
 
 
 def own(script: str) -> tuple[list[str], str]:
-    """Return the words that run a user's script, quoted as for a shell, and no example. Raises ConfigError."""
+    """Return a user's script as words and no example. Raises ConfigError."""
     try:
         words = [MARK, *shlex.split(script)]
     except ValueError as error:
@@ -180,13 +175,13 @@ def own(script: str) -> tuple[list[str], str]:
 
 
 def templates() -> Path:
-    """Return the folder of the templates: the package's own, or the clone that the package is in."""
+    """Return the package's folder of templates, or the clone that the package is in."""
     inside = PACKAGE / "templates"
     return inside if inside.is_dir() else PACKAGE.parent
 
 
 def files(given: Project, substrates: Sequence[str]) -> dict[str, str]:
-    """Return the text of each file of the project, by its path. Raises ConfigError."""
+    """Return path -> text of each file. Raises ConfigError."""
     if unknown := [each for each in substrates if each not in SUBSTRATES]:
         raise ConfigError(f"muster init {unknown[0]}: no such substrate; {nearest(unknown[0], SUBSTRATES)}")
     found = {".gitignore": IGNORES[".gitignore"]}
@@ -210,18 +205,17 @@ def files(given: Project, substrates: Sequence[str]) -> dict[str, str]:
 
 
 def built_from(name: str) -> Path:
-    """Return the path of a file that the kit's image is built from: the versions lie at the root of a clone."""
+    """Return the path of a file that the kit's image is built from; in a clone, constraints.txt is at the root."""
     inside = templates() / "docker" / name
     return inside if inside.is_file() else templates() / name
 
 
 def has_image(substrates: Sequence[str]) -> bool:
-    """Whether a substrate runs the project's image."""
     return bool({"docker", "k8s"} & {*substrates})
 
 
 def filled(given: Project, template: str) -> str:
-    """Return a template with the project's name, image, volume and job in place of the kit's example."""
+    """Put the project's name, image, volume and job in place of the kit's example."""
     indent = next(iter(re.findall(r"^( *)- name=muster$", template, flags=re.MULTILINE)), "")
     args = "\n".join(f"{indent}- {quoted(word)}" for word in given.named)
     changes = (
@@ -251,7 +245,7 @@ def filled(given: Project, template: str) -> str:
 
 
 def of_script() -> list[tuple[str, str]]:
-    """Return the changes of the templates' comments for a script, which knows no Hydra."""
+    """Return the changes of comments for a script, which knows no Hydra."""
     return [
         (r"\[Hydra overrides\]", "[more arguments of the script]"),
         (r" model=resnet50 data=imagefolder$", ""),
@@ -264,7 +258,7 @@ def of_script() -> list[tuple[str, str]]:
 
 
 def on_gpus(count: int) -> list[tuple[str, str]]:
-    """Return the changes of the templates for nodes with `count` GPUs each, and a process for each GPU."""
+    """Return the changes for nodes with `count` GPUs each, and a process for each GPU."""
     cpus = CPUS_OF_GPU * count
     own = f'requests: {{cpu: "{cpus}", memory: {16 * count}Gi, nvidia.com/gpu: "{count}"}}'
     slurm = f"#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node={count}\n# At most the CPUs of a node:\n#SBATCH --cpus-per-task={cpus}"
@@ -281,9 +275,9 @@ def on_gpus(count: int) -> list[tuple[str, str]]:
 
 
 def in_compose(words: str) -> str:
-    """Return `words` as the default of a variable within a quoted string of compose.yaml. Raises ConfigError.
+    """Return `words` as a variable's default in a quoted string of compose.yaml, where $$ is a dollar.
 
-    compose puts a variable's value in place of each $NAME, and takes $$ for a dollar; a default ends at its first brace.
+    Raises ConfigError: a brace, at which compose ends a default.
     """
     if "}" in words:
         raise ConfigError(
@@ -293,12 +287,11 @@ def in_compose(words: str) -> str:
 
 
 def quoted(word: str) -> str:
-    """Return `word` as a string of YAML: `1e-3` and `-m` are none without quotes."""
+    """Quote `word` for YAML: `1e-3` and `-m` would be no strings."""
     return word if re.fullmatch(r"[\w.]+=[\w./-]+", word) else json.dumps(word)
 
 
 def readme(given: Project, substrates: Sequence[str]) -> str:
-    """Return the project's page of commands."""
     words = shlex.join(given.named)
     script = script_of(given.words)
     rows = "".join(ROWS[each] for each in SUBSTRATES if each in substrates)

@@ -1,4 +1,4 @@
-"""What optimizers are in the middle of when a loop of a user's own saves: a step not yet counted, gradients not yet used."""
+"""What a user's loop is in the middle of when it saves: an optimizer's step not yet counted, gradients not yet used."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from muster.world.dtensor import in_pieces
 
 
 class Accumulation:
-    """Follows the steps of `optimizers` between two calls of `Job.step`, and whether a loop needs the gradients that are left.
+    """Follows the optimizers' steps between two calls of `Job.step`, and whether the loop needs the gradients that are left.
 
-    Those of an optimizer that made no step are needed. Those that are left after a step may be: another optimizer's loss has added to
-    them, they belong to the next step, or the loop adds to them for ever. Most loops throw them away. What a loop does shows at
-    its next backward pass, or at the optimizer's next step. Before that, what it ever needed it is taken to need again.
+    It needs those of an optimizer that made no step. It may need those left after a step: another optimizer's loss has added to
+    them, they belong to the next step, or the loop adds to them for ever. Most loops throw them away. The next backward pass, or the
+    optimizer's next step, shows it. Until then, a loop that has ever needed them counts as needing them.
 
-    Args:
-        optimizers: name -> optimizer.
-        names: parameter -> its name in checkpoints.
+    names: parameter -> its name in checkpoints.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer], names: Mapping[Tensor, str]):
@@ -50,7 +48,7 @@ class Accumulation:
         self._idle, self._stepped = self._optimizers.keys() - self._stepped, set()
 
     def end_step(self) -> None:
-        """Take notice of the gradients that are left at the end of a step of the job, and of the loop's body."""
+        """Note the gradients that are left at the end of the loop's body."""
         self._is_needed = {}
         for name, parameters in self._parameters().items():
             left = [(each, ref(each.grad)) for each in parameters if each.grad is not None]
@@ -62,7 +60,7 @@ class Accumulation:
                 self._hooks[name] = [each.register_hook(partial(self._see, name, ref(each))) for each in watched]
 
     def _see(self, name: str, first: Callable[[], Any], _: Tensor) -> None:
-        """Notice, before a backward pass adds to the first gradient, whether the loop has thrown away what was left."""
+        """Note whether the loop has thrown away the gradients left, before a backward pass adds to the first one."""
         self._unhook(name)
         self._first[name] = there = first()
         same = [each.grad for each, grad in self._left[name] if each.grad is grad()]  # others may be of this pass
@@ -93,7 +91,7 @@ class Accumulation:
         self._stepped.add(name)
 
     def is_within(self) -> bool:
-        """Return True in an optimizer's step, which may have collectives of its own, or after one that the job has not counted."""
+        """Return True in an optimizer's step, which may have collectives, or after one that the job has not counted."""
         return bool(self._stepped or self._begun)
 
     def refuse(self, what: str) -> None:
@@ -113,7 +111,7 @@ class Accumulation:
         return name in self._idle or self._is_needed.get(name, self.habits.get(name, True))
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that the next step may need, by parameter. A zero one is left out, but for one in pieces."""
+        """Return the gradients that the next step may need, by parameter; without zero ones, unless they are DTensors."""
         return {
             self._names[each]: each.grad
             for name, parameters in self._parameters().items()
@@ -123,7 +121,7 @@ class Accumulation:
         }
 
     def zeroed(self, kept: Collection[str] = ()) -> list[str]:
-        """Return the parameters whose gradients are there, and of no more use: they are not `kept`.
+        """Return the parameters that have a dense gradient and are not `kept`.
 
         An optimizer skips a parameter without a gradient, but not one whose gradient a loop has set to zero.
         """
@@ -131,7 +129,6 @@ class Accumulation:
         return sorted(there.difference(kept))
 
     def restore(self, gradients: Mapping[str, Any], zeroed: Collection[str] = ()) -> None:
-        """Restore the values of `gradients` and `zeroed`."""
         for parameter, name in self._names.items():
             if name in gradients:
                 parameter.grad = _like(parameter, gradients[name])
@@ -141,7 +138,7 @@ class Accumulation:
         self._idle = {name for name, each in found.items() if any(self._names[one] in gradients for one in each)}
 
     def _parameters(self) -> dict[str, list[Any]]:
-        """Return the parameters by optimizer; those of no optimizer that is tracked, and is torch's, by ""."""
+        """Return the parameters by optimizer; by "" those of no tracked torch optimizer."""
         found: dict[str, list[Any]] = {
             name: [each for group in optimizer.param_groups for each in group["params"]]
             for name, optimizer in self._optimizers.items()
@@ -153,14 +150,13 @@ class Accumulation:
 
 
 def _some(gradients: list[Any]) -> bool:
-    """Return whether a gradient is there that is not zero, as far as this rank's pieces show."""
+    """Return whether any gradient is not zero, as far as this rank's pieces show."""
     found = [each.to_local() if in_pieces(each) else each for each in gradients if each is not None]
     plain = [each._values() if each.is_sparse else each for each in found]
     return any(bool(each.any()) for each in sorted(plain, key=Tensor.numel))  # one element of a small one is enough
 
 
 def _like(parameter: Tensor, saved: Any) -> Tensor:
-    """Return a gradient in the layout of its parameter."""
     if in_pieces(saved):
         return saved
     if isinstance(saved, Mapping):  # see `packed`

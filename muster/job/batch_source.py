@@ -1,6 +1,6 @@
 """Where the batches of a loop come from: a data set, by the sample plan, or a DataLoader of the loop's own.
 
-Both continue in the middle of an epoch from the number of steps done alone.
+Both resume in the middle of an epoch from the number of steps done alone.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _began = WeakKeyDictionary[Any, str]()
 class Portion:
     """One rank's micro-batch of a step: `count` of the step's `total` samples; 0 of 0 if a loader does not say how many.
 
-    begins, ends: whether it is the first and the last one of the step on this rank.
-    of, of_step: what is counted in it, and in all of this rank's of the step; None if these are its planned samples.
+    begins, ends: whether it is this rank's first and last one of the step.
+    of, of_step: what is counted in it, and in all of this rank's of the step; `of` is None if these are its planned samples.
     """
 
     batch: Any
@@ -58,7 +58,7 @@ class Portion:
 
 
 def counted(portions: Iterator[Portion], count: Callable[[Any], Any] | None) -> Iterator[Portion]:
-    """Yield the portions with what `count` finds in each; None: the samples in it. Raises ConfigError if that is no count."""
+    """Yield the portions with what `count` finds in each; None: its samples. Raises ConfigError: that is no count."""
     step = list[Portion]()
     for each in portions:
         found = count(each.batch) if count and (each.count or not each.total) else float(each.count)
@@ -72,8 +72,8 @@ def counted(portions: Iterator[Portion], count: Callable[[Any], Any] | None) -> 
 class BatchSource(Protocol):
     """Batches by the number of steps done.
 
-    total_steps: the steps of the whole run. samples_per_epoch: 0 if unknown.
-    facts: what identifies the batches; a resume with others is refused. source: the data set or loader of the loop's own.
+    total_steps: of the whole run. samples_per_epoch: 0 if unknown. source: the loop's own data set or loader.
+    facts: what identifies the batches; a resume with others is refused.
     """
 
     source: Any
@@ -93,7 +93,7 @@ class BatchSource(Protocol):
 class PlannedSource:
     """Batches of a data set: each step takes the plan's next `plan.batch_size` samples, and a rank its share of them.
 
-    weights: a digest of the plan's.
+    weights: digest of the plan's.
     """
 
     def __init__(self, dataset: Any, plan: Plan, *, total_steps: int, loader: LoaderConfig, weights: str):
@@ -110,11 +110,9 @@ class PlannedSource:
         }
 
     def samples_before(self, step: int) -> int:
-        """Return the number of samples in the steps before `step`."""
         return self.plan.samples_before(step)
 
     def portions(self, step: int) -> Iterator[Portion]:
-        """Yield this rank's micro-batches from `step` to the end."""
         for micro_batches in batches(self.dataset, self.plan, range(step, self.total_steps), self.loader):
             last = len(micro_batches) - 1
             for number, each in enumerate(micro_batches):
@@ -124,9 +122,8 @@ class PlannedSource:
 class LoaderSource:
     """Batches of a DataLoader, exact after a resume with as many ranks as before.
 
-    The generators that it draws from are seeded: the global ones for each batch, and those that the loader, its samplers
-    and its data sets hold for each epoch. Batches of the epoch that were trained on before are read again and dropped. `set_epoch` of
-    any of them is called, and persistent workers start again.
+    It seeds the global generators for each batch. For each epoch it seeds those that the loader, its samplers and its data sets hold,
+    calls their `set_epoch`, and starts persistent workers again. It reads and drops the epoch's batches that were trained on before.
     """
 
     def __init__(self, loader: Any, *, total_steps: int, device: torch.device, seed: int, rank: int = 0):
@@ -149,22 +146,19 @@ class LoaderSource:
 
     @property
     def sampler(self) -> str:
-        """The name of the class of the loader's sampler."""
         return type(self.loader.batch_sampler.sampler).__name__
 
     def line(self, ranks: int) -> str:
-        """Return the call by which each of the `ranks` gets its share of these batches."""
+        """Return the call that gives each of the `ranks` its share of these batches."""
         batches = self.loader.batch_sampler
         weights, ordered = ", weights=sampler.weights", ", shuffle=False"
         more = {WeightedRandomSampler: weights, SequentialSampler: ordered}.get(type(batches.sampler), "")
         return f"job.batches(dataset, batch_size={batches.batch_size * ranks}{more}, ...)"
 
     def samples_before(self, step: int) -> int:
-        """Return 0: a loader does not say how many samples its batches have."""
         return 0
 
     def portions(self, step: int) -> Iterator[Portion]:
-        """Yield the loader's batches from `step` to the end."""
         self._go_through(step // self.steps_per_epoch)
         while step < self.total_steps:
             for batch in self._epoch(*divmod(step, self.steps_per_epoch)):
@@ -201,7 +195,7 @@ class LoaderSource:
                 yield found[0]
 
     def _go_through(self, epochs: int) -> None:
-        """Read the order of earlier epochs, and no sample: a sampler may shuffle on what it has shuffled before."""
+        """Read the order of earlier epochs, but no samples: a sampler may shuffle its previous order."""
         batches = getattr(self.loader, "batch_sampler", None)
         if batches is None or all(type(each).__module__.startswith("torch.") for each in _samplers(batches)):
             return
@@ -218,7 +212,6 @@ class LoaderSource:
 
 
 def _samplers(batches: Any) -> Iterator[Any]:
-    """Yield a batch sampler and the samplers inside it."""
     while batches is not None:
         yield batches
         batches = getattr(batches, "sampler", None)
@@ -234,9 +227,9 @@ def _parts(loader: Any) -> Iterator[Any]:
 
 
 def moved_on(source: Any) -> str:
-    """Return the class of a stream or sampler in `source` that is not as it was when this process first began to read it; empty if all are.
+    """Return the class of a stream or sampler in `source` that has changed since this process first read it; empty if none has.
 
-    In a later attempt of the same process, it would go on from where it stands, and in a rank that is restarted in place from its beginning.
+    In the next attempt it would continue from there in this process, but from its beginning in a rank that is restarted in place.
     """
     for part in _parts(source):
         is_own = isinstance(part, Sampler) and not type(part).__module__.startswith("torch.")
@@ -248,7 +241,7 @@ def moved_on(source: Any) -> str:
 
 
 def _seen(part: Any) -> Iterator[Any]:
-    """Yield what is seen of an object's state: numbers and texts by value, tensors by place and version, all else by its kind."""
+    """Yield an object's state: numbers and texts by value, tensors by address and version, all else by its type."""
     left_out = ("epoch", "_epoch") if hasattr(part, "set_epoch") else ()
     state = {name: value for name, value in vars(part).items() if name not in left_out}
     for leaf in pytree.tree_leaves(state):
@@ -257,7 +250,6 @@ def _seen(part: Any) -> Iterator[Any]:
 
 
 def _seed_own(part: Any, key: int) -> None:
-    """Seed the generators that a loader, sampler or data set holds itself."""
     for own in getattr(part, "__dict__", {}).values():
         if isinstance(own, KINDS):
             seed_one(own, key)
@@ -276,11 +268,8 @@ def batch_source(
 ) -> BatchSource:
     """Return the batches of `source`, a data set or a DataLoader. See `Job.batches`.
 
-    loader: how the samples of a data set are fetched, and the share of them that this rank gets.
-    weights: one for each sample, by which they are drawn; None: each sample once in an epoch.
-
-    Raises:
-        ConfigError: an argument is missing or out of range, or `source` is neither.
+    loader: how the samples of a data set are fetched, and this rank's share of them.
+    Raises ConfigError: an argument is missing or out of range, or `source` is neither.
     """
     if (epochs is None) == (max_steps is None):
         raise ConfigError(f"batches(epochs={epochs}, max_steps={max_steps}): give one of the two")
@@ -317,14 +306,13 @@ def batch_source(
 
 
 def is_loader(source: Any) -> bool:
-    """Return True for a DataLoader, and for one of another library: it yields batches, and has no samples by index."""
+    """Return True for a DataLoader, also of another library: it yields batches, and has no samples by index."""
     if isinstance(source, DataLoader):
         return True
     return not isinstance(source, IterableDataset) and not hasattr(source, "__getitem__")
 
 
 def _number_of_batches(loader: Any) -> int:
-    """Return the length of a loader. Raises ConfigError if there is none, as for a stream without one."""
     try:
         return len(with_length(loader, "batches"))
     except TypeError:
@@ -342,7 +330,7 @@ def at_least_one(what: str, **given: int | None) -> None:
 
 
 def with_length(source: Any, what: str) -> Any:
-    """Return a data set that `batches` reads: `source`, or a `Stream` of it. Raises ConfigError for one without samples.
+    """Return `source`, or a `Stream` of an IterableDataset. Raises ConfigError: it has no length, or no samples.
 
     what: the method that it is given to, for the message.
     """

@@ -1,4 +1,4 @@
-"""The start and the end of a job in a process that goes on to be its user's: signals, group, claim, exit code."""
+"""The start and the end of a job in a process that stays its user's: signals, group, claim, exit code."""
 
 from __future__ import annotations
 
@@ -35,12 +35,8 @@ class Parted(Exception):
 class Bootstrap:
     """A job's group, its claimed folder and its lifecycle, from `enter` to `leave`.
 
-    Args:
-        options: the job's settings.
-        preemption: whether this process has received a stop request.
-        kept: what this rank keeps if another one dies.
-        seeds_steps: whether the generators are seeded in each step.
-        why_no_survival: why the rank does not survive the death of another, although the settings ask for it.
+    seeds_steps: whether the generators are seeded in each step.
+    why_no_survival: why the rank does not survive the death of another, although the settings ask for it.
     """
 
     def __init__(
@@ -76,7 +72,7 @@ class Bootstrap:
         """Form the group and claim the folder. Collective.
 
         Raises:
-            ConfigError: a job is open in this process.
+            ConfigError: a job is open in this process, or this one has been used.
             SystemExit: the attempt has ended already; its error is reported.
             Parted: a rank has died meanwhile, and is restarted in place.
         """
@@ -103,7 +99,7 @@ class Bootstrap:
                 raise Parted from None
 
     def _refuse_memory(self) -> None:
-        """Raise RankLost if ranks that have made steps would begin anew: what is not tracked may remember them. Collective."""
+        """Raise RankLost if ranks that have made steps would start over: untracked objects may remember them. Collective."""
         if not (self.world.again and isinstance(self.start, Fresh)):
             return
         rank = self.world.lowest(self.kept.has_worked)
@@ -112,13 +108,12 @@ class Bootstrap:
 
     @property
     def has_parted(self) -> bool:
-        """True if this process goes on in the next attempt."""
         return self.life.has_parted
 
     def leave(self, error: BaseException | None) -> bool:
         """End the attempt: with other ranks an error ends this process. Raises SystemExit unless the run is done.
 
-        Returns True if `error` comes from the death of a rank that is restarted in place: this process goes on.
+        Return True if `error` comes from the death of a rank that is restarted in place: this process goes on.
         """
         if error is not None:
             self.kept.part(error, self.life.survives)

@@ -1,4 +1,4 @@
-"""The options with which a loop has built its optimizers and schedules, in place of which a resume loads a checkpoint's."""
+"""The options that a loop has built its optimizers and schedules with; a resume loads the checkpoint's in their place."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _tracked_before = WeakSet[Any]()
 def options_of(tracked: Tracked) -> dict[str, Any]:
     """Return name -> option of each optimizer and schedule, as JSON has it: `{"optimizer.lr": 0.1, "schedule.T_max": 32}`.
 
-    They are the options that the constructors name and the objects keep, and of a schedule of torch's what is in its state.
-    A group beyond the first is `optimizer.1.lr`, and so are parts of a schedule. Empty if one of the objects was tracked
-    before in this process: it is not as it was built.
+    They are the options that the constructors name and the objects keep; for a torch schedule, also what is in its state.
+    A later group is `optimizer.1.lr`, and so is a part of a schedule. Empty if one of the objects was tracked before in this process:
+    it is not as it was built.
     """
     optimizers, schedules = tracked.optimizers, {name: _schedule(each) for name, each in tracked.others.items()}
     objects = [*optimizers.values(), *filter(None, schedules.values())]
@@ -62,19 +62,19 @@ def options_of(tracked: Tracked) -> dict[str, Any]:
 
 
 def is_scheduled(tracked: Tracked) -> bool:
-    """Return True if a schedule is tracked, which sets options itself."""
+    """Return True if a schedule is tracked: it sets options itself."""
     return any(map(_schedule, tracked.others.values()))
 
 
 def differences(before: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, option before, option here) where they differ; an option that only one of them has is not compared."""
+    """Yield (name, option before, option here) where both have the option and differ."""
     for name, value in here.items():
         if name in before and not _is_same(before[name], value):
             yield name, before[name], value
 
 
 def told(path: str, changed: Sequence[tuple[str, Any, Any]]) -> str:
-    """Return in one line which options of the checkpoint at `path`, from `differences`, are loaded in place of which."""
+    """Return in one line which options of the checkpoint at `path`, from `differences`, are loaded in place of others."""
     public = [each for each in changed if not each[0].endswith(OF_TORCH)] or changed  # from which torch's own follow
     pairs = [f"{name}={before}, and this is {name}={now}" for name, before, now in public]
     left = [f"{len(pairs) - MOST_TOLD} more"] if len(pairs) > MOST_TOLD else []
@@ -83,7 +83,7 @@ def told(path: str, changed: Sequence[tuple[str, Any, Any]]) -> str:
 
 
 def is_length(tracked: Tracked, changed: tuple[str, Any, Any]) -> bool:
-    """Return True for an option of a schedule that is a number of steps, as T_max, or a list of them."""
+    """Return True for a schedule's option that is a number of steps, as T_max, or a list of them."""
     (name, before, _), own = changed, {*tracked.others}
     numbers = before if isinstance(before, list) else [before]
     return name.partition(".")[0] in own and all(type(each) is int for each in numbers)
@@ -132,7 +132,6 @@ def _plain(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _within(part: Any) -> list[Any]:
-    """Return the values of a dict in a list, the number in a tensor, or `part` itself."""
     if isinstance(part, dict) and part:
         return [*part.values()]
     return [part.item() if isinstance(part, Tensor) and part.numel() == 1 else part]

@@ -1,7 +1,7 @@
-"""Whether the loops of all ranks have ended after the same step.
+"""Check over the store that the loops of all ranks have ended after the same step.
 
-It is found out over the store. In a collective a rank that has left the loop would meet the collectives of those that
-still train, and gloo ends a process whose peer sends another number of bytes.
+A collective of a rank that has left the loop would meet those of ranks that still train, and gloo ends a process whose
+peer sends another number of bytes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,10 @@ POLLS_PER_S = 2000.0  # of all ranks together
 
 
 def end_alike(world: World, heartbeat: Heartbeat, step: int) -> None:
-    """Wait until the loops of all ranks have ended. Collective.
+    """Wait until the loops of all ranks have ended, this rank's after `step`. Collective.
 
-    Args:
-        world: the ranks.
-        heartbeat: this rank's, which tells whether others wait for it.
-        step: the step after which this rank's loop has ended.
-
-    Raises:
-        ConfigError: a loop has ended after another step, or waits in a collective for this rank.
-        DistBackendError: another rank has failed, or has died.
+    Raises ConfigError: a loop has ended after another step, or waits in a collective for this rank.
+    Raises DistBackendError: another rank has failed, or has died.
     """
     if world.size == 1:
         return

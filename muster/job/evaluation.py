@@ -39,11 +39,8 @@ def evaluate(
 
     Collective. See `Job.evaluate`.
 
-    loader: how samples are fetched, and this rank's share of them. begin: is called before each batch and before the
-    sums; False means to stop there.
-
-    Raises:
-        ConfigError: `measure` returns something else than tensors [B] by name, or pairs of them, or `dataset` has no samples.
+    loader: how samples are fetched, and this rank's share of them. begin: called before each batch and before the sums; False stops there.
+    Raises ConfigError: `measure` returns something else than tensors [B] by name, or pairs of them, or `dataset` has no samples.
     """
     at_least_one("evaluate", batch_size=batch_size)
     if is_loader(dataset):
@@ -67,7 +64,7 @@ def evaluate(
 
 @contextlib.contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put `modules` into evaluation mode, and each of their parts back into its own mode on exit."""
+    """Put `modules` into evaluation mode; on exit, put each of their parts back into its own mode."""
     parts = [part for module in modules for part in module.modules()]
     before = [part.training for part in parts]
     try:
@@ -81,9 +78,9 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_saved(modules: Iterable[nn.Module], world: World) -> Iterator[None]:
-    """Give all ranks rank 0's buffers, which are those of model.pt, where they differ, and back each rank's own on exit. Collective.
+    """Give all ranks rank 0's buffers, those of model.pt, where they differ; on exit, restore each rank's own. Collective.
 
-    After a step, the batch-norm statistics of the ranks differ. What is changed meanwhile stays.
+    After a step, the batch-norm statistics of the ranks differ. Buffers that are changed meanwhile stay changed.
     """
     found = {id(each): each for module in modules for each in _saved_buffers(module)} if world.size > 1 else {}
     buffers = [*found.values()]
@@ -109,7 +106,7 @@ def _saved_buffers(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _checked(found: Any, *, size: int) -> Mapping[str, Tensor]:
-    """Return the values of each sample by name, and the counts of a pair (sums, counts) as NAME/of. Raises ConfigError."""
+    """Return the values of each sample by name, and the counts of a pair (sums, counts) as NAME/of."""
     if not isinstance(found, Mapping):
         raise ConfigError(
             f"the function of evaluate() returns {described(found)}: return a dict of tensors, one value per sample"

@@ -1,4 +1,4 @@
-"""In-process restart of a loop of a user's own: a supervisor, and a child that calls the loop, again after each death."""
+"""In-process restart of a user's loop: a supervisor, and a child that calls the loop, again after each death."""
 
 from __future__ import annotations
 
@@ -33,12 +33,9 @@ J = TypeVar("J", bound=JobOptions)
 def run(job: J, enter: Callable[[J, Bootstrap], object]) -> None:
     """Call `enter(job, bootstrap)` in a child that is restarted in place if it dies by a signal. See `Job.run`.
 
+    The script continues in the child to its end. This process ends as the child does.
     enter: takes part in an attempt by that bootstrap; it may get a copy of `job`.
-
-    The script goes on in the child, and ends there, with all that it has left to its end. This process ends as the child does.
-
-    Raises:
-        SystemExit: the run is not done.
+    Raises SystemExit: the run is not done.
     """
     journal = _journal_of(job)
     if not isinstance(journal, StepJournal):
@@ -83,7 +80,7 @@ def _live(job: J, enter: Callable[[J, Bootstrap], object], kept: JobHandOver, pr
 
 
 def _journal_of(options: JobOptions) -> StepJournal | str:
-    """Return memory for the journal of a rank that is restarted in place if it dies; why not, if it is not."""
+    """Return the journal of a rank that is restarted in place if it dies; else why it is not."""
     try:
         if not options.survive or Environment.from_env().world_size == 1:
             return ""

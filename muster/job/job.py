@@ -76,7 +76,7 @@ class Job(JobOptions):
         return self._bootstrap.leave(error)
 
     def _end(self, error: BaseException | None) -> BaseException | None:
-        """Bring a run that is done or has stopped to its end; return any other error."""
+        """End a run that is done or has stopped; return any other error."""
         if isinstance(error, AgreedStop) and self._services:
             self._services.end_stopped(error)
             return None
@@ -93,7 +93,7 @@ class Job(JobOptions):
 
     @staticmethod
     def _stop_of(services: LoopServices) -> AgreedStop | None:
-        """Return the stop after which the loop has left by itself because of `should_stop`, and save its last step."""
+        """Save the last step of a loop that was left because of `should_stop`, and return the stop."""
         if not services.is_told_to_stop:
             return None
         services.has_left = True
@@ -460,7 +460,7 @@ class Job(JobOptions):
                 services.end_step()
 
     def _note_weight(self, services: LoopServices) -> None:
-        """Say once that the batches of a step are unequal, or several, and that the loop has not asked for their weights."""
+        """Say once that a step's batches are unequal, or several, and that the loop does not use `weight`."""
         portion, counted = self._portion, self._portion.of is not None
         own, all_of_them = (portion.of, self._of_step) if counted else (portion.count, portion.total)
         if self._is_weighed or own is None or own * self.world_size == all_of_them:
@@ -474,11 +474,10 @@ class Job(JobOptions):
 
 
 def _refuse_other(value: Any, *, what: str, meaning: str) -> None:
-    """Raise ConfigError unless `value`, which `what` names, is a number or a tensor of one element, with this `meaning`."""
     if not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)):
         raise ConfigError(f"{what} is {described(value)}: give a number or a tensor of one element, {meaning}")
 
 
 def _is_done(error: BaseException) -> bool:
-    """Return True for `sys.exit()` and `sys.exit(0)`, by which a script says that it is done."""
+    """Return True for `sys.exit()` and `sys.exit(0)`."""
     return isinstance(error, SystemExit) and not error.code

@@ -1,4 +1,4 @@
-"""The settings of a job whose loop is a user's own."""
+"""The settings of a `Job`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,6 @@ def as_yaml(options: JobOptions, **facts: Any) -> str:
 
 
 def run_options_of(options: JobOptions) -> RunOptions:
-    """Return where the run's files are and how it resumes."""
     return RunOptions(
         Path(options.folder),
         storage=options.storage,
@@ -107,7 +106,6 @@ def run_options_of(options: JobOptions) -> RunOptions:
 
 
 def group_options_of(options: JobOptions) -> GroupOptions:
-    """Return how the ranks form their process group."""
     return GroupOptions(
         device=options.device_type,
         timeout_s=options.timeout_s,
@@ -127,7 +125,7 @@ def _readable(value: Any) -> Any:
 
 
 def loggers_of(options: JobOptions) -> dict[str, Callable[..., Logger]]:
-    """Return what creates the loggers that the settings name."""
+    """Return name -> callable that creates the logger; the names are those that users know."""
     makers: dict[str, Callable[..., Logger]] = {}
     if options.metrics_port is not None:
         makers["metrics_port"] = partial(_prometheus, options.metrics_port)

@@ -1,4 +1,4 @@
-"""What is replicated on all ranks of a loop of a user's own, and may yet differ: buffers legitimately, parameters by mistake.
+"""Tensors that are replicated on all ranks of a user's loop, and may yet differ: buffers legitimately, parameters by mistake.
 
 DistributedDataParallel broadcasts rank 0's buffers (batch-norm statistics) before each forward pass only, so after a
 step those of the other ranks differ. A checkpoint must have the buffers of one rank, not some of each.
@@ -29,7 +29,7 @@ TOLERANCE = 1e-3
 
 
 class _Sum(nn.Module):
-    """A module whose gradients are zero, and are there in the reverse order of `parameters`."""
+    """A module whose gradients are zero, and come in the reverse order of `parameters`."""
 
     def __init__(self, parameters: Sequence[Tensor]):
         super().__init__()
@@ -40,13 +40,13 @@ class _Sum(nn.Module):
 
 
 def wrappers(modules: Collection[nn.Module]) -> list[DistributedDataParallel]:
-    """Return what has wrapped `modules` in DistributedDataParallel."""
+    """Return the DistributedDataParallel modules that wrap `modules`."""
     found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
     return [each for inner in modules for each in found if each.module is inner]
 
 
 def hooks_with_state(modules: Collection[nn.Module]) -> list[tuple[str, Any]]:
-    """Return (name, state) of each communication hook of what has wrapped `modules` that has a state of its own, as PowerSGD's."""
+    """Return (name, state) of each communication hook of the `wrappers` that has a state of its own, as PowerSGD's."""
     hooks = [each for module in wrappers(modules) for each in getattr(module, "_comm_hooks", ())]
     return [
         (getattr(hook, "__name__", str(hook)), state)
@@ -59,12 +59,10 @@ def settle_buckets(modules: Collection[nn.Module], world: World) -> None:
     """Have DistributedDataParallel lay out its buckets for good, by a backward pass of zeros. Collective.
 
     It does so after its first backward pass, in the order in which the gradients came. With three or more ranks the place
-    of a gradient in a bucket is the order of its summands, so the first step of each attempt would round otherwise than it
-    does in a run without an interruption. With `static_graph=True` it does: that records its first pass.
+    of a gradient in a bucket is the order of its summands, so the first step of each attempt would round otherwise than
+    in a run without an interruption. With `static_graph=True` it still does: that records its first pass.
 
-    Args:
-        modules: the modules inside of DistributedDataParallel, whether this is tracked or they are.
-        world: the ranks.
+    modules: the modules inside of DistributedDataParallel, whichever of the two is tracked.
     """
     if world.size < 3:
         return
@@ -96,10 +94,7 @@ def names_of_buffers(modules: Mapping[str, nn.Module]) -> set[str]:
 
 
 def kept_buffers(buffers: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return the buffers to save: rank 0's, and where they differ also those of each other rank, as its own state.
-
-    Collective.
-    """
+    """Return the buffers to save: rank 0's; if any differ, also those of each other rank, as its own state. Collective."""
     digests = world.gather([*buffers, digest_of(buffers.values())])
     if all(each == digests[0] for each in digests) or world.is_first:
         return dict(buffers)
@@ -109,8 +104,7 @@ def kept_buffers(buffers: Mapping[str, Tensor], world: World) -> dict[str, Tenso
 def check_replicas(named: Mapping[str, Tensor], world: World, *, tolerance: float, what: str, remedy: str) -> None:
     """Compare each replicated tensor with rank 0's. Collective.
 
-    Raises:
-        ConfigError: a tensor differs by more than `tolerance` times its largest element.
+    Raises ConfigError: a tensor differs by more than `tolerance` times rank 0's largest element.
     """
     apart = first_apart(named, world, tolerance=tolerance)
     world.together(ConfigError(f"{what} {apart} differs from rank 0's: {remedy}") if apart else None)
@@ -119,7 +113,7 @@ def check_replicas(named: Mapping[str, Tensor], world: World, *, tolerance: floa
 def first_apart(named: Mapping[str, Tensor], world: World, *, tolerance: float = 0.0) -> str:
     """Return the first of the replicated tensors that differs from rank 0's; empty if none does. Collective.
 
-    A sum of each tensor's bits and some elements are compared, and where they differ, all: of an embedding only some rows may differ.
+    It compares each tensor's sum of bits and some elements, and where they differ, all: only some rows of an embedding may differ.
     """
     if world.size == 1:
         return ""
@@ -149,7 +143,7 @@ def of_rank_0(tensor: Tensor, world: World) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> list[Any]:
-    """Return the sum of a tensor's bits, in words of 64 as far as they go, and some of its elements: a sum knows no order."""
+    """Return the sum of a tensor's bits, in int64 words and remaining bytes, and some of its elements: a sum knows no order."""
     flat = tensor.contiguous().flatten()
     if not flat.numel():
         return []
@@ -160,7 +154,6 @@ def _bits(tensor: Tensor) -> list[Any]:
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of the values of `tensors`."""
     digest = hashlib.sha256()
     for buffer in tensors:
         digest.update(as_bytes(host_copy(buffer)))

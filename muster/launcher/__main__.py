@@ -50,7 +50,7 @@ DOCTOR_WAITS_S = 30
 
 
 def node(given: Sequence[str]) -> int:
-    """Run this node's agent to its end, and return the exit code for its substrate. Raises ConfigError."""
+    """Run this node's agent to its end, and return the exit code for its substrate. Raises ConfigError, as all commands do."""
     kind = here(os.environ)
     spec = kind.spec(os.environ)
     overrides = kind.overrides(os.environ, given)
@@ -74,7 +74,6 @@ def node(given: Sequence[str]) -> int:
 
 
 def run_script(kind: Substrate, script: Script) -> int:
-    """Run the agent of a user's own script to its end, and return the exit code. Raises ConfigError."""
     script.check()
     spec = for_script(kind.spec(os.environ), os.environ)
     end = execute.run_script(spec, script, policy=kind.policy)
@@ -86,14 +85,14 @@ def run_script(kind: Substrate, script: Script) -> int:
 
 
 def note_end(path: Path, script: Script, code: int) -> None:
-    """Write how a script ended, for the rendezvous store, which ends with it."""
+    """Record how a script ended, for the rendezvous store, which ends then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"script": script.name, "exit_code": code, "time": round(time.time(), 3)}
     replace_file(path, lambda draft: draft.write_text(json.dumps(record) + "\n", encoding="utf-8"))
 
 
 def was_held(spec: Spec, overrides: Sequence[str], *, since: float) -> bool:
-    """Whether ranks of this job gave up because another part of the job held their run."""
+    """Whether ranks of this job gave up since then, because another part of the job held their run."""
     records = [outcome.newest(folder, launcher=spec.job_name) for folder in check_apart(overrides)[1]]
     return any(
         record.get("exit_code") == Held.exit_code and float(record.get("time", 0.0)) > since for record in records
@@ -101,7 +100,7 @@ def was_held(spec: Spec, overrides: Sequence[str], *, since: float) -> bool:
 
 
 def line(given: Sequence[str]) -> int:
-    """Print the command that `node` would run; without a launcher's variables, that of this machine. Raises ConfigError."""
+    """Print the command that `node` would run; without a launcher's variables, that of this machine."""
     kind = find(os.environ) or THIS_MACHINE
     spec = kind.spec(os.environ)
     overrides = kind.overrides(os.environ, given)
@@ -112,7 +111,7 @@ def line(given: Sequence[str]) -> int:
 
 
 def check_here(given: Sequence[str]) -> int:
-    """Check the overrides, including those from the environment, or look for the script. Raises ConfigError."""
+    """Check the overrides, including those from the environment, or look for the script."""
     overrides = (find(os.environ) or THIS_MACHINE).overrides(os.environ, given)
     if script := script_of(overrides):
         script.check()
@@ -122,7 +121,7 @@ def check_here(given: Sequence[str]) -> int:
 
 
 def doctor(given: Sequence[str]) -> int:
-    """Have all ranks check once whether they can train, and return torchrun's exit code. Raises ConfigError."""
+    """Have all ranks check whether they can train, without restarts, and return torchrun's exit code."""
     kind = here(os.environ)
     spec = replace(kind.spec(os.environ), max_restarts=0)
     if isinstance(spec.rendezvous, Dynamic):  # the doctor reports missing nodes: wait for them, but not forever
@@ -149,7 +148,7 @@ def store(given: Sequence[str]) -> int:
 
 
 def plan(given: Sequence[str]) -> int:
-    """Print what slurm/job.sh needs to start the nodes: job, run, before, srun_flags. Raises ConfigError."""
+    """Print what slurm/job.sh needs to start the nodes: job, run, before, srun_flags, and exports for srun."""
     flags, job = slurm.srun_flags(os.environ), slurm.job_name(os.environ)
     if note := slurm.note_of_components(os.environ):
         say(f"muster: {note}")
@@ -169,17 +168,15 @@ def plan(given: Sequence[str]) -> int:
 
 
 def records_in(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the last record of this Slurm job in each folder."""
     return [outcome.newest(folder, launcher=slurm.job_id(os.environ)) for folder in folders]
 
 
 def common(folders: Sequence[Path]) -> Path:
-    """Return the run's folder, or that of a sweep."""
     return Path(os.path.commonpath(folders))
 
 
 def verdict(given: Sequence[str]) -> int:
-    """Print what slurm/job.sh does at the end: code, requeue, line, and bad, a node to exclude. Raises ConfigError."""
+    """Print what slurm/job.sh does at the end: code, requeue, line, and bad, a node to exclude."""
     if len(given) not in (3, 4, 5, 8):
         raise ConfigError(
             f"verdict got {len(given)} arguments; valid: RUN BEFORE CODE [TOLD [LOST [NODES USABLE EXCLUDED]]]"
@@ -227,7 +224,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command with its arguments, and return the exit code."""
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
         say(str(__doc__).rstrip(), sys.stdout)

@@ -1,7 +1,6 @@
-"""Answers of a command to the script that has started it, on a standard output to which others print, too.
+"""A command's answer to the script that started it, on a standard output to which banners, `sitecustomize` and C libraries print, too.
 
-Banners, `sitecustomize` and C libraries print there before any code of the kit runs. The caller sets ANSWER to a word that nobody
-else knows; the answer stands between two lines with it.
+The caller sets ANSWER to a random word; the answer stands between two lines with it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ ANSWER = "MUSTER_ANSWER"
 
 
 def give(text: str, to: TextIO | None = None) -> None:
-    """Print `text` as the answer, or a part of it. `to`: standard output, if `sys.stdout` is none now."""
+    """Print `text` as the answer, or a part of it. `to`: standard output, if `sys.stdout` is another stream now."""
     mark = os.environ.get(ANSWER)
     print(f"\n{mark}\n{text}\n{mark}" if mark else text, file=to, flush=True)
 
 
 def asked(line: Sequence[str]) -> tuple[int, str]:
-    """Run a command; return its exit code and its answer. What else it prints goes to standard error."""
+    """Run a command; return its exit code and its answer. The rest of its output goes to standard error."""
     mark = secrets.token_hex(16)
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, env={**os.environ, ANSWER: mark}, check=False)
     parts = done.stdout.split(f"\n{mark}\n")

@@ -1,4 +1,4 @@
-"""Name a node whose ranks die often, or that the doctor has refused, so that the job's next attempt runs without it."""
+"""Name a node to exclude from the job's next attempt: its ranks die often, or the doctor has refused it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 DEATHS, WITHIN_S = 5, 3600.0
-"""A node is blamed for this many deaths within this time, if more than half of all were there: else the code is to blame."""
+"""Blame a node for this many deaths within this time, if it had more than half of all: else the code is to blame."""
 MOST = 2
 """The most nodes that a job excludes in all."""
 
 
 def blamed(events: Iterable[Mapping[str, Any]], nodes: Collection[str], *, now: float) -> str:
-    """Return the one of at least two `nodes` that is to blame by the events of metrics.jsonl; empty if none is.
-
-    now: seconds since the epoch.
-    """
+    """Return the node to blame, by the events of metrics.jsonl; empty if none is, or if there is one node alone."""
     recent = (each for each in events if each["event"] == "survived" and now - each.get("time", 0.0) < WITHIN_S)
     died = Counter(node for each in recent if (node := _node(each)) in {_short(name) for name in nodes})
     short, deaths = died.most_common(1)[0] if died else ("", 0)
@@ -35,18 +32,16 @@ def to_exclude(
     refused: str = "",
     so_far: int = 0,
 ) -> str:
-    """Return the node that a job excludes from its next attempt, beside those that it excludes already; empty if none.
+    """Return one more node to exclude from the job's next attempt; empty if none.
 
-    Args:
-        events: those of the run's metrics.jsonl.
-        nodes: the names of the job's nodes.
-        usable: name -> features, devices, processors and memory of the nodes of the job's partition that are up. As many
-            nodes like the excluded one must be left as the job has, or it would wait for ever.
-        excluded: the nodes that the job excludes already. The user's own among them do not count for `most`.
-        most: the most nodes that are excluded for their deaths, and the most requeues that the doctor's word is heard for.
-        now: seconds since the epoch.
-        refused: the host that the doctor has refused, if it is one of `nodes`.
-        so_far: how often the job was requeued.
+    events: those of metrics.jsonl.
+    usable: name -> features, devices, processors and memory of the partition's nodes that are up. As many nodes like the
+        excluded one must be left as the job has, or it would wait for ever.
+    excluded: nodes excluded already. The user's own among them do not count for `most`.
+    most: the most nodes that are excluded for deaths, and the most requeues up to which the doctor's refusal counts.
+    now: seconds since the epoch.
+    refused: the host that the doctor has refused.
+    so_far: how often the job was requeued.
     """
     events = list(events)
     by_doctor = next((name for name in nodes if refused and _short(name) == _short(refused)), "")

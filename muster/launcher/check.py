@@ -1,7 +1,4 @@
-"""Check whether the trainer would accept overrides, and find the folder of their run.
-
-The check runs in a separate process, which takes its imports with it: Hydra and the user's modules.
-"""
+"""Check in a separate process, which imports Hydra and the user's modules, whether the trainer accepts overrides."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from muster.launcher.spec import ACCEPTS
 
 
 def check(overrides: Sequence[str]) -> int:
-    """Print only the run's absolute folder, or the reason of a refusal on standard error. Returns the exit code."""
+    """Print the run's absolute folder, or the reason of a refusal on standard error. Return the exit code."""
     return subprocess.run(_line(overrides), check=False).returncode
 
 
 def check_apart(overrides: Sequence[str]) -> tuple[int, list[Path]]:
-    """Return the exit code and the run's folder, or those of a sweep's runs; prints the reason of a refusal."""
+    """Return the exit code and the folders of the run or the sweep's runs; prints the reason of a refusal."""
     code, folders = asked(_line(overrides))
     return code, [Path(line) for line in folders.splitlines()]
 

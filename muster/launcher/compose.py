@@ -18,13 +18,13 @@ MAX_RESTARTS = 100  # nodes are killed deliberately here
 
 
 def own_address() -> str:
-    """Return this container's address, of IPv4 if it has one; unlike its name, the whole network knows it."""
+    """Return this container's address, preferably of IPv4; unlike its name, the whole network knows it."""
     found = [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)]
     return str(min(found, key=lambda address: ":" in str(address)))
 
 
 def spec(env: Mapping[str, str], *, address: Callable[[], str] = own_address) -> Spec:
-    """Build this node's spec from its environment. Raises ConfigError."""
+    """Raises ConfigError."""
     return Spec(
         nnodes=f"1:{whole(env, 'NODES', least=1)}",
         nproc=text(env, "NPROC"),
@@ -40,10 +40,7 @@ def spec(env: Mapping[str, str], *, address: Callable[[], str] = own_address) ->
 
 
 def overrides(env: Mapping[str, str], given: Sequence[str] = ()) -> list[str]:
-    """Return the words of `ARGS`, split as by a shell, and `given`; for the trainer the run's name before them.
-
-    Raises ConfigError.
-    """
+    """Return the words of `ARGS`, split as by a shell, and `given`; for the trainer after the run's name. Raises ConfigError."""
     try:
         words = [*shlex.split(env.get("ARGS", "")), *given]
     except ValueError as error:
@@ -52,5 +49,5 @@ def overrides(env: Mapping[str, str], given: Sequence[str] = ()) -> list[str]:
 
 
 def end_of_script(env: Mapping[str, str]) -> Path:
-    """Return the file that a node writes when a user's own script has ended; the store waits for it. Raises ConfigError."""
+    """Return the file that a node writes when a script has ended, for the store. Raises ConfigError."""
     return Path("runs", text(env, "RUN"), "launch.json")

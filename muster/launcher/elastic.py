@@ -1,7 +1,6 @@
 """The agent of `muster.launch(...)`, on torch's elastic launch API: `python -m muster.launcher.elastic FOLDER PARENT`.
 
-FOLDER holds the files that spawn.py left there; the agent and the ranks add the files that spawn.py reads afterwards:
-plan.json, failure.json, value-RANK.
+FOLDER holds the files that spawn.py left; the agent and the ranks add plan.json, failure.json and value-RANK for it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from muster.world.environment import JOB
 
 
 def main(given: list[str]) -> int:
-    """Run the ranks to their end, and return 0 if all ended well."""
     folder, parent = Path(given[0]), int(given[1])
     process.die_with_parent(signal.SIGTERM, parent=parent)  # no process remains, however the caller dies
     spec, overrides = pickle.loads((folder / "job").read_bytes())
@@ -40,7 +38,6 @@ def main(given: list[str]) -> int:
 
 
 def plan_of(overrides: list[str]) -> dict[str, Any]:
-    """Return the run's folder and its last attempt, or why the overrides were refused."""
     found = answer(overrides)
     if "refused" in found:
         return found
@@ -49,7 +46,7 @@ def plan_of(overrides: list[str]) -> dict[str, Any]:
 
 
 def run(spec: Spec, line: list[str], folder: Path) -> int:
-    """Run one agent of `spec`, whose ranks run Python with the arguments `line`. Returns the exit code."""
+    """Run an agent whose ranks run Python with the arguments `line`. Return the exit code."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -82,10 +79,7 @@ def run(spec: Spec, line: list[str], folder: Path) -> int:
 
 
 def first(failures: dict[int, Any], folder: Path) -> dict[str, Any]:
-    """Return the first cause of the failures.
-
-    A rank that was killed left no message, and the messages of the others are consequences.
-    """
+    """Return the first cause: a killed rank leaves no message, and those of the others are consequences."""
     for rank, failure in sorted(failures.items()):
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the agent ends the other ranks by SIGTERM
             return {"rank": rank, "exit_code": 1, "message": f"killed by {failure.signal_name()}"}

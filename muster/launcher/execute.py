@@ -40,12 +40,12 @@ POLL_S = 0.2
 MOST = 400  # characters of the cause in the last line
 CONNECT_S, SAID_AFTER_S = 5.0, 10.0
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
-"""What a host with GPUs of NVIDIA or AMD has."""
+"""One exists on a host with GPUs of NVIDIA or AMD."""
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 SCRIPT = "MUSTER_SCRIPT"
-"""Variable that tells torchrun.py that the ranks run a user's own script; that file imports nothing of the kit."""
+"""Variable that tells torchrun.py that the ranks run a user's own script."""
 CAUSE = "MUSTER_CAUSE"
-"""Variable with the file in which script_agent.py writes what a rank failed with."""
+"""Variable with the file in which script_agent.py writes a rank's error."""
 MEETS_AT = "MUSTER_MEETS_AT"
 """Variable with the host of the rendezvous, for script_agent.py."""
 NO_HANGUP = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT"}
@@ -54,10 +54,7 @@ NO_HANGUP = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT"}
 
 @dataclass
 class Signals:
-    """The stop signals that this launcher has received.
-
-    Passes the first on to the agent as SIGTERM, unless the agent got SIGTERM itself.
-    """
+    """The stop signals that came. The agent gets SIGTERM for the first that it did not get itself: a terminal also sends it SIGINT."""
 
     policy: Policy
     came: list[int] = field(default_factory=list)
@@ -65,12 +62,10 @@ class Signals:
     passed_on: bool = False
 
     def on(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal."""
         self.came.append(number)
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Send SIGTERM to the agent, once, if a signal that it did not get itself has come."""
         alone = (*NOTICES, signal.SIGTERM) if self.policy.forwards_term else NOTICES
         wanted = not {*alone}.isdisjoint(self.came)
         if wanted and self.agent and not self.passed_on:
@@ -80,7 +75,7 @@ class Signals:
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """The next action, the signals that came, and the last record of outcome.json, or one like it for a script."""
+    """The next action, the signals that came, and the last record of outcome.json; for a script, one like it."""
 
     verdict: Verdict
     signals: tuple[int, ...]
@@ -88,10 +83,7 @@ class AgentEnd:
 
 
 def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folders: Sequence[Path] = ()) -> AgentEnd:
-    """Start the agent, wait for it, and judge its end by the records in `folders`, if they are known. Raises ConfigError.
-
-    The end of a sweep is that of the run that ended worst.
-    """
+    """Run the agent, and judge its end by the records in `folders`, if they are known. Raises ConfigError."""
     signals, known = _handled(policy), _records(folders, spec.job_name)
     code = _run_agent(spec, overrides, signals)
     told = bool(signals.came)
@@ -102,7 +94,7 @@ def run(spec: Spec, overrides: Sequence[str], *, policy: Policy, folders: Sequen
 
 
 def run_script(spec: Spec, script: Script, *, policy: Policy, requeues: Requeues | None = None) -> AgentEnd:
-    """Start the agent of a user's own script, wait for it, and judge its end by its exit code. Raises ConfigError."""
+    """Run the agent of a user's own script, and judge its end by its exit code. Raises ConfigError."""
     signals = _handled(policy)
     with tempfile.TemporaryDirectory(prefix="muster-") as folder:
         cause = Path(folder, "cause")
@@ -114,7 +106,6 @@ def run_script(spec: Spec, script: Script, *, policy: Policy, requeues: Requeues
 
 
 def _handled(policy: Policy) -> Signals:
-    """Handle the signals that ask this launcher to stop. A terminal also sends SIGINT to the agent itself."""
     signals = Signals(policy)
     for number in process.STOP_SIGNALS:
         signal.signal(number, signals.on)
@@ -142,7 +133,7 @@ def _run_agent(spec: Spec, overrides: Sequence[str], signals: Signals, extra: Ma
 
 
 def _meets_at(spec: Spec) -> dict[str, str]:
-    """Return what has the agents of a script choose the interface of its ranks. Ranks of the kit choose it themselves."""
+    """Return the variable by which a script's agents choose the interface of their ranks. The kit's ranks choose it themselves."""
     if spec.nnodes == "1":
         return {}
     at = spec.rendezvous
@@ -150,15 +141,12 @@ def _meets_at(spec: Spec) -> dict[str, str]:
 
 
 def may_meet(rendezvous: Dynamic, *, port_s: float, came: Sequence[int] = ()) -> bool:
-    """Wait until the agent can listen at its port, or reach its host; False, with a line, if that one does not come.
+    """Wait until the agent can listen at its port, or reach its host; False, with a line, if the host does not come.
 
-    Args:
-        rendezvous: where the nodes meet.
-        port_s: the longest wait for the port, which an agent before this one may have that still saves.
-        came: the stop signals so far; one that is added ends the wait.
+    port_s: the longest wait for the port: an earlier agent that still saves may hold it.
+    came: the stop signals so far; one that is added ends the wait.
 
-    Raises:
-        ConfigError: the port stays in use.
+    Raises ConfigError: the port stays in use.
     """
     if rendezvous.is_host:
         _await_port(rendezvous, port_s, came)
@@ -184,8 +172,8 @@ def _await_port(rendezvous: Dynamic, longest_s: float, came: Sequence[int]) -> N
 def _await_host(rendezvous: Dynamic, came: Sequence[int]) -> bool:
     """Wait until the rendezvous host listens.
 
-    Without the wait, nodes can miss each other again and again: torchrun tries its host twice for `read_timeout` and then
-    ends, and each pod of an Indexed Job that ends is replaced later than the one before.
+    Without the wait, nodes can miss each other for ever: torchrun tries twice for `read_timeout` and then ends, and each pod of
+    an Indexed Job that ends is replaced later than the one before.
     """
     longest, listens = rendezvous.timings.join_timeout, threading.Event()
     # In a thread, as no signal interrupts a look-up of a name. It ends within seconds of the host's coming.
@@ -208,7 +196,6 @@ def _await_host(rendezvous: Dynamic, came: Sequence[int]) -> bool:
 
 
 def _address(endpoint: str) -> tuple[str, int]:
-    """Return host and port. Raises ConfigError."""
     host, _, port = endpoint.rpartition(":")
     try:
         host.encode("idna")
@@ -218,7 +205,6 @@ def _address(endpoint: str) -> tuple[str, int]:
 
 
 def _ask(at: tuple[str, int], listens: threading.Event) -> None:
-    """Connect to `at` again and again until it succeeds, which sets `listens`, or somebody else has set that."""
     while not listens.is_set():
         with contextlib.suppress(OSError), socket.create_connection(at, timeout=CONNECT_S):
             listens.set()
@@ -226,10 +212,7 @@ def _ask(at: tuple[str, int], listens: threading.Event) -> None:
 
 
 def _as_child() -> None:
-    """In the agent's process: die with the launcher, and ignore USR1 and USR2.
-
-    Slurm sends USR1 and USR2 to every process; the launcher handles them.
-    """
+    """In the agent's process: ignore USR1 and USR2, which Slurm sends to every process; the launcher handles them."""
     process.die_with_parent()
     process.ignore(*NOTICES)
 
@@ -241,7 +224,7 @@ def _records(folders: Sequence[Path], launcher: str) -> list[dict[str, Any]]:
 def _settled(
     folders: Sequence[Path], launcher: str, known: Sequence[dict[str, Any]], *, told: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the record before, and the last one. After a stop request, wait for another node that still has to write it."""
+    """Return the record before, and the last one. After a stop request, wait for a node that still has to write it."""
     deadline = time.monotonic() + (LAST_WORDS_S if told else 0)
     while (both := before_and_after(known, _records(folders, launcher)))[1].get("outcome") == outcome.RUNNING:
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Kubernetes: build a pod's spec from the variables that an API injects and those of this kit's manifests."""
+"""Kubernetes: build a pod's spec from the variables of an operator and of this kit's manifests. All raise ConfigError."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ TIMINGS = Timings(join_timeout=600)  # pods pull images, and may be scheduled on
 
 
 def pytorchjob(env: Mapping[str, str]) -> Spec:
-    """Build the spec of a PyTorchJob pod: Training Operator v1, elastic. Raises ConfigError.
+    """PyTorchJob: Training Operator v1, elastic. Worker 0 holds the store.
 
-    The operator sets `PET_*` from the job's elasticPolicy. Worker 0 holds the store. With hostNetwork a pod's HOSTNAME is its
-    node's, so the manifest gives its name, too.
+    The operator sets `PET_*` from elasticPolicy. With hostNetwork a pod's HOSTNAME is its node's, so the manifest sets POD_NAME.
     """
     at = text(env, "PET_RDZV_ENDPOINT")
     host = at.rpartition(":")[0]
@@ -34,10 +33,7 @@ def pytorchjob(env: Mapping[str, str]) -> Spec:
 
 
 def static(env: Mapping[str, str]) -> Spec:
-    """Build the spec of a pod with a static rendezvous: of a TrainJob (Trainer v2), or a PyTorchJob without elasticPolicy.
-
-    The job is restarted as a whole, so no agent restarts its ranks. Raises ConfigError.
-    """
+    """TrainJob (Trainer v2), or PyTorchJob without elasticPolicy. The job is restarted as a whole: no agent restarts its ranks."""
     rendezvous = Static(
         master_addr=text(env, "PET_MASTER_ADDR"),
         master_port=whole(env, "PET_MASTER_PORT", default=PORT, least=1),
@@ -49,10 +45,7 @@ def static(env: Mapping[str, str]) -> Spec:
 
 
 def indexed_job(env: Mapping[str, str]) -> Spec:
-    """Build the spec of an Indexed Job pod, without an operator. Raises ConfigError.
-
-    `HEAD` is pod 0's own name; a Service's name would resolve to several addresses.
-    """
+    """Indexed Job, without an operator. `HEAD` is pod 0's own name: a Service's name would resolve to several addresses."""
     head = text(env, "HEAD")
     is_host = whole(env, "JOB_COMPLETION_INDEX") == 0
     rendezvous = Dynamic(endpoint=endpoint(head, port(env, default=PORT)), id=head, is_host=is_host, timings=TIMINGS)

@@ -18,7 +18,7 @@ GRACE_S = 40
 def spec(
     nnodes: str, *, port: int, id: str, is_host: bool, nproc: int = 1, max_restarts: int = 100, threads: int = 1
 ) -> Spec:
-    """Build the spec of an agent on this machine. Port 0 is any free port, for a world of one node."""
+    """Port 0 is any free port, for a world of one node."""
     return Spec(
         nnodes=nnodes,
         nproc=str(nproc),
@@ -31,7 +31,7 @@ def spec(
 
 
 def this_machine(env: Mapping[str, str]) -> Spec:
-    """Build the spec of a job on this machine alone, with `NPROC` processes. Raises ConfigError."""
+    """`NPROC` processes on this machine alone. Raises ConfigError."""
     nproc = whole(env, "NPROC", default=1, least=1)
     threads = whole(env, "OMP_NUM_THREADS", default=max(1, (os.cpu_count() or 1) // nproc), least=1)
     restarts = whole(env, "MAX_RESTARTS", default=SCRIPT_RESTARTS)

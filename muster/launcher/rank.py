@@ -17,7 +17,6 @@ from muster.process import end, launcher_pid
 
 
 def main(given: list[str]) -> None:
-    """Call the function, and write its value or its error to FOLDER."""
     lost_output.endure()
     agent.die_with_it()
     folder, rank = Path(given[0]), int(os.environ["RANK"])
@@ -41,7 +40,7 @@ def main(given: list[str]) -> None:
 
 
 def call(folder: Path) -> Any:
-    """Return the function's result; destroys a process group that the function has left open."""
+    """Call the function; destroy a process group that it has left open."""
     function, args = pickle.loads((folder / "call").read_bytes())
     value = function(*args)
     if "torch.distributed" in sys.modules:
@@ -52,7 +51,6 @@ def call(folder: Path) -> Any:
 
 
 def packed(value: Any) -> bytes:
-    """Pickle `value` to send it back. Raises ConfigError if it cannot be pickled."""
     import cloudpickle
 
     try:

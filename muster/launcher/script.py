@@ -1,7 +1,6 @@
-"""A user's own training script in place of the trainer: the words after a first bare `--`.
+"""A user's own training script in place of the trainer: `-- my.py --lr 1e-3` or `-- -m package.module --lr 1e-3`.
 
-`muster launch node -- my.py --lr 1e-3`, or `-- -m package.module --lr 1e-3`. Its exit code says how it ended:
-0 done, 75 run me again, any other failed.
+Its exit code says how it ended: 0 done, 75 run me again, any other failed.
 """
 
 from __future__ import annotations
@@ -19,27 +18,24 @@ MARK = "--"
 
 @dataclass(frozen=True)
 class Script:
-    """A script or module with its arguments, as torchrun takes them after its own options."""
+    """The words after a first bare `--`."""
 
     words: tuple[str, ...]
 
     @property
     def is_module(self) -> bool:
-        """Whether the script is given as `-m package.module`."""
         return self.words[0] == "-m"
 
     @property
     def name(self) -> str:
-        """The path of the script, or the name of the module."""
         return self.words[1 if self.is_module else 0]
 
     @property
     def given(self) -> list[str]:
-        """The words as a command of `muster launch` takes them."""
         return [MARK, *self.words]
 
     def check(self) -> None:
-        """Look for the script from the working folder, without importing it. Raises ConfigError."""
+        """Look for the script, without importing it. Raises ConfigError."""
         if self.is_module:
             top = self.name.partition(".")[0]
             if find_spec(top) is None and PathFinder.find_spec(top, [str(Path.cwd())]) is None:
@@ -51,7 +47,7 @@ class Script:
 
 
 def script_of(given: Sequence[str]) -> Script | None:
-    """Return the script in the words of a command line; None for overrides of the trainer. Raises ConfigError."""
+    """Return the script in a command line; None for overrides of the trainer. Raises ConfigError."""
     if MARK not in given:
         return None
     at = given.index(MARK)

@@ -1,18 +1,17 @@
 """torchrun for a user's own script: an agent that exits with what its ranks' exit codes mean.
 
-torchrun exits with 1 for every failure. The trainer's ranks write to a file how they ended; a script writes no such
-file, but the agent knows its ranks' exit codes. This one exits with
+torchrun exits with 1 for every failure, and a script writes no outcome.json. This agent exits with
 
     0      all ranks are done
     75     a rank left with 75, or the agent was told to stop before a rank began
     69     the nodes did not meet, or lost each other
     1-74   a rank failed with this code, the largest of several; 1 stands for a signal and for any other code
 
-An error of the script's own code, such as a name that is not defined, that ends two starts in a row within a minute, would
-end every other start as well: the agent fails at once. It writes what a rank failed with to the file CAUSE.
+An error of the script's own code that ends two starts in a row within a minute would end any other: the agent fails at once.
+It writes a rank's error to the file CAUSE.
 
-The agent ends the other ranks of a node that fails by SIGTERM. Their exit codes do not count: a script that saves on
-SIGTERM and always fails would be run again for ever.
+After a failure the agent ends the node's other ranks by SIGTERM. Their exit codes do not count: a script that always fails
+and saves on SIGTERM would be run again for ever.
 
 torchrun.py loads this file by its path, because the working folder may have its own `train`; so this file imports
 nothing of the kit.
@@ -45,18 +44,18 @@ from torch.distributed.launcher import api as launcher
 
 COME_BACK, UNMET, LARGEST = 75, 69, 74  # EX_TEMPFAIL and EX_UNAVAILABLE of sysexits.h
 CAUSE = "MUSTER_CAUSE"
-"""Variable with the path of the file in which the launcher looks for the cause; execute.py repeats the name."""
+"""Variable with the file for the cause; execute.py repeats the name."""
 MEETS_AT = "MUSTER_MEETS_AT"
 """Variable with the host of the rendezvous, if there are several nodes; execute.py repeats the name."""
 interfaces: Any = None
 store_client: Any = None
-"""muster/world/rendezvous/interfaces.py and muster/world/store_client.py, which torchrun.py has loaded by their paths, too."""
+"""muster/world/rendezvous/interfaces.py and muster/world/store_client.py, which torchrun.py loads by their paths."""
 EARLY_S = 60.0
 OF_CODE = (
     "ArgumentError|AssertionError|AttributeError|FileNotFoundError|ImportError|IndentationError|IndexError|KeyError|"
     "ModuleNotFoundError|NameError|NotImplementedError|SyntaxError|TabError|TypeError|ValueError|ZeroDivisionError"
 )
-"""Errors that a start finds again. Any other may come from the network, a disk or another rank."""
+"""Errors that repeat at every start. Any other may come from the network, a disk or another rank."""
 TAIL = 40  # lines of a rank's errors that are kept
 GROUP_S = 120.0  # a script may prepare its data before it forms a process group
 STEADY_S = 600.0
@@ -73,7 +72,6 @@ LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: no
 
 
 def main() -> int:
-    """Run torchrun with the arguments of this process, and return the exit code."""
     vars(launcher)["LocalElasticAgent"] = ScriptAgent
     vars(api)["get_subprocess_handler"] = Rank
     told = False
@@ -103,10 +101,8 @@ def main() -> int:
 def exit_code(ended: Mapping[int, int], *, told: bool) -> int:
     """Return the agent's exit code.
 
-    Args:
-        ended: the exit codes of this node's ranks, negative for a signal; without those of ranks that the agent ended
-            because another rank had failed.
-        told: whether the agent was told to stop.
+    ended: by rank, negative for a signal; without ranks that the agent ended because another one had failed.
+    told: the agent got a stop signal.
     """
     codes = [*ended.values()]
     if COME_BACK in codes or (told and not codes):
@@ -118,7 +114,7 @@ def exit_code(ended: Mapping[int, int], *, told: bool) -> int:
 
 
 def _note_cause(failed: list[Rank]) -> None:
-    """Write what the ranks failed with: an error of a rank's code first, as that of another may be its consequence."""
+    """Write the cause: first an error of a rank's own code, of which the others may be consequences."""
     path = os.environ.get(CAUSE)
     if path and failed:
         first = min(failed, key=lambda each: (not each.is_of_code(), not each.cause()))
@@ -127,7 +123,7 @@ def _note_cause(failed: list[Rank]) -> None:
 
 
 class ScriptAgent(LocalElasticAgent):
-    """torch's agent, with a bound on failures in a row, without a restart after exit code 75, and ended if it hangs."""
+    """torch's agent, with a bound on failures in a row, no restart after exit code 75, and an end if it hangs."""
 
     newest: ScriptAgent | None = None
 
@@ -141,7 +137,7 @@ class ScriptAgent(LocalElasticAgent):
         threading.Thread(target=self._watch, daemon=True).start()
 
     def ranks(self) -> list[Rank]:
-        """Return this node's ranks, also those that have ended."""
+        """Return this node's ranks, ended ones included."""
         return [*getattr(self._pcontext, "subprocess_handlers", {}).values()]
 
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
@@ -160,10 +156,10 @@ class ScriptAgent(LocalElasticAgent):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        """Restart the ranks, unless one of them is about to fail by itself: then torch's loop finds its exit code next.
+        """Restart the ranks, unless one is about to fail by itself: then torch's loop finds its exit code next.
 
-        A rank that leaves closes its connections before its process ends. So a rank of another node may fail, and its
-        agent wait for this one, while the rank that left with 75 still seems to work here.
+        A rank closes its connections before its process ends. So a rank of another node may fail, and its agent wait for this
+        one, while the rank that leaves with 75 here still seems to work.
         """
         others_wait, self.looks = self.looks is not None, None
         if not (others_wait and self._fails_within(LEAVES_S)):
@@ -228,11 +224,9 @@ class ScriptAgent(LocalElasticAgent):
         super()._shutdown(signal.SIGTERM, *more, **named)  # after Ctrl-C too: SIGTERM is what a script handles
 
     def _watch(self) -> None:
-        """End the ranks and this process if the agent hangs between two looks at its ranks.
+        """End the ranks and this process if the agent hangs between two looks at its ranks (see muster/faults/agent.py).
 
-        If the host of the rendezvous store vanishes without closing its connections (power, link), an agent whose read
-        timed out waits for the answer without a timeout (`TCPStore::doWait`): see muster/faults/agent.py. Meanwhile its
-        ranks would work on beside those of a job that was started again elsewhere.
+        Meanwhile its ranks would work on beside those of a job that was started again elsewhere.
         """
         unseen_s, before = 0.0, None
         while unseen_s < STUCK_S:
@@ -250,10 +244,7 @@ class ScriptAgent(LocalElasticAgent):
 
 
 class Rank(SubprocessHandler):
-    """A rank's process: it dies with the agent, and its lines begin with its rank if there are several.
-
-    `is_told`: the agent has sent it a signal to end.
-    """
+    """A rank's process. It dies with the agent. `is_told`: the agent has sent it a signal to end."""
 
     is_told = False
 
@@ -276,22 +267,20 @@ class Rank(SubprocessHandler):
         return process
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Send the signal to the rank and to the processes that it started."""
         self.is_told = True
         super().close(death_sig)
 
     def described(self) -> str:
-        """Say how this rank ended, and with which error at which line, if its last lines say so."""
+        """Say how this rank ended, and its error and line if its last lines say so."""
         code = self.proc.poll() or 0
         how = f"left with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
         return f"rank {self.rank} {how}" + (f": {self.cause()}" if code > 0 and self.cause() else "")
 
     def cause(self) -> str:
-        """Return `FILE:LINE: ERROR` of the last traceback that this rank wrote to standard error; empty without one."""
+        """Return `FILE:LINE: ERROR` of the last traceback on standard error; empty without one."""
         return ": ".join(filter(None, self._error()))
 
     def _error(self) -> tuple[str, str]:
-        """Return `FILE:LINE` and the error of the last traceback; both empty without one."""
         # torch's excepthook begins each line with the rank.
         lines = [re.sub(r"^\[rank\d+\]: ", "", line.decode(errors="replace").rstrip()) for line in self.tail]
         begins = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
@@ -305,20 +294,20 @@ class Rank(SubprocessHandler):
         return (f"{place[1]}:{place[2]}", error) if place and error else ("", "")
 
     def is_of_code(self) -> bool:
-        """Whether this rank left by an error of the script's own code, which no other error has led to."""
+        """Whether this rank ended by an error of the script's own code that no other error caused."""
         chained = any(b"the direct cause of" in line or b"During handling of" in line for line in self.tail)
         found = re.match(rf"([\w.]+\.)?({OF_CODE})(:|$)", self._error()[1])
         return self.proc.poll() == 1 and not chained and bool(found)  # 1 is that of an exception that nobody caught
 
     def end_output(self, deadline: float | None = None) -> None:
-        """Wait for the last lines of a rank that has ended, until `deadline` on the monotonic clock."""
+        """Wait for a rank's last lines until `deadline` on the monotonic clock."""
         deadline = deadline or time.monotonic() + LAST_LINES_S
         for each in self.output:
             each.join(max(0.0, deadline - time.monotonic()))
 
 
 def listens(port: int) -> bool:
-    """Return whether a process of this machine, or of its network namespace, listens at `port`; True if that cannot be known."""
+    """Whether a process in this network namespace listens at `port`; True if that cannot be known."""
     found = False
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(table, encoding="ascii") as lines:
@@ -330,7 +319,7 @@ def listens(port: int) -> bool:
 
 
 def _die_with(parent: int) -> None:
-    """Between fork and exec: have the kernel kill this process when the agent dies. See PR_SET_PDEATHSIG in prctl(2)."""
+    """Between fork and exec: die with the agent. See PR_SET_PDEATHSIG in prctl(2)."""
     if LIBC:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -338,11 +327,9 @@ def _die_with(parent: int) -> None:
 
 
 def _copy(source: IO[bytes], sink: IO[bytes], before: str, tail: deque[bytes] | None = None) -> None:
-    """Copy a rank's output, each line in one write after `before`. A progress bar's carriage return ends a line.
+    """Copy a rank's output, each line in one write after `before`, and the last ones to `tail`. `\\r` ends a line: progress bars.
 
-    `tail` keeps the last lines.
-
-    A line without an end is searched for one only where it has grown: the rank waits while this reads.
+    An unfinished line is searched only where it has grown: the rank waits while this reads.
     """
     mark, rest = before.encode(), list[bytes]()
     while chunk := source.read1():  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ GRACE_S = 120  # as --signal=B:USR1@120 in the batch scripts, and submit.py's si
 
 
 def spec(env: Mapping[str, str], *, nproc: int | None = None) -> Spec:
-    """Build the spec of one agent per node, with a process for each GPU from Slurm, or `NPROC`. Raises ConfigError."""
+    """One agent per node, with a process for each GPU from Slurm, or `NPROC`. Raises ConfigError."""
     job = whole(env, "SLURM_JOB_ID")
     nproc = nproc or processes(env)
     per_gpu = whole(env, "SLURM_CPUS_PER_GPU", default=0)
@@ -38,10 +38,7 @@ def spec(env: Mapping[str, str], *, nproc: int | None = None) -> Spec:
 
 
 def processes(env: Mapping[str, str]) -> int:
-    """Return the number of processes of a node: one for each GPU, or `NPROC`. Raises ConfigError.
-
-    Tasks are nodes here: the agent of each starts the processes.
-    """
+    """Return the processes of a node. Raises ConfigError: several tasks per node, but a task is a node's agent."""
     count = whole(env, "SLURM_GPUS_ON_NODE", default=0) or whole(env, "NPROC", default=1, least=1)
     tasks = whole(env, "SLURM_NTASKS_PER_NODE", default=1)
     if tasks not in (1, count):
@@ -53,20 +50,17 @@ def processes(env: Mapping[str, str]) -> int:
 
 
 def job_id(env: Mapping[str, str]) -> str:
-    """Return the job's id as in `place.job`; empty outside of a job."""
+    """Return the job's id as in `environment.job`; empty outside of a job."""
     return f"slurm:{env['SLURM_JOB_ID']}" if env.get("SLURM_JOB_ID") else ""
 
 
 def port_of(job: int) -> int:
-    """Return a port by job id, so that jobs on one node differ; lies below the range of outgoing connections."""
+    """Return a port that differs between jobs on one node; below the range of outgoing connections."""
     return FIRST_PORT + job % PORTS
 
 
 def free_port(env: Mapping[str, str]) -> int:
-    """Return the port of the rendezvous: MASTER_PORT, or from `port_of` on, the first that is free here, on the first node.
-
-    Raises ConfigError.
-    """
+    """Return the first free port here, on the first node: MASTER_PORT, or from `port_of` on. Raises ConfigError."""
     job = whole(env, "SLURM_JOB_ID")
     tried = [port(env, default=port_of(job)), *(port_of(job + more) for more in range(TRIED))]
     found = next(filter(is_free, tried), tried[0])
@@ -76,7 +70,7 @@ def free_port(env: Mapping[str, str]) -> int:
 
 
 def nnodes(env: Mapping[str, str]) -> str:
-    """Return the number of nodes: all of the job's, or from `MIN_NODES` on. Raises ConfigError."""
+    """Return N, or MIN_NODES:N. Raises ConfigError."""
     nodes = whole(env, "SLURM_JOB_NUM_NODES", least=1)
     if not env.get("MIN_NODES"):
         return str(nodes)
@@ -94,21 +88,16 @@ def job_name(env: Mapping[str, str]) -> str:
 
 
 def requeues(env: Mapping[str, str]) -> Requeues:
-    """Return how often Slurm has requeued this job, and the most that a script may be. Raises ConfigError."""
     so_far, most = whole(env, "SLURM_RESTART_COUNT", default=0), whole(env, "MAX_REQUEUES", default=Requeues.most)
     return Requeues(so_far, most)
 
 
 def most_excluded(env: Mapping[str, str]) -> int:
-    """Return how many nodes a job may exclude for the deaths of their ranks. Raises ConfigError."""
     return whole(env, "MAX_EXCLUDED", default=bad_nodes.MOST)
 
 
 def srun_flags(env: Mapping[str, str]) -> list[str]:
-    """Return srun's flags: one task per node; an elastic job outlives lost nodes, any other ends with the first.
-
-    Raises ConfigError: the job asks for more tasks per node.
-    """
+    """Return srun's flags: an elastic job outlives lost nodes, any other ends with the first. Raises ConfigError."""
     processes(env)
     elastic = ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
     fixed = ["--kill-on-bad-exit=0", "--wait=120"]
@@ -117,7 +106,7 @@ def srun_flags(env: Mapping[str, str]) -> list[str]:
 
 
 def note_of_components(env: Mapping[str, str]) -> str:
-    """Return what a heterogeneous job has to know: srun joins none of its components; empty for any other job."""
+    """Return a note for a heterogeneous job, whose components srun does not join; empty for any other job."""
     if (count := whole(env, "SLURM_HET_SIZE", default=1)) < 2:
         return ""
     return (
@@ -127,16 +116,13 @@ def note_of_components(env: Mapping[str, str]) -> str:
 
 
 def srun_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return srun's variables: the port of the rendezvous and, as srun does not inherit it since Slurm 22.05, --cpus-per-task.
-
-    Raises ConfigError.
-    """
+    """Return srun's variables: the port and, as srun does not inherit it since Slurm 22.05, --cpus-per-task. Raises ConfigError."""
     cpus = {"SRUN_CPUS_PER_TASK": env["SLURM_CPUS_PER_TASK"]} if env.get("SLURM_CPUS_PER_TASK") else {}
     return {"MASTER_PORT": str(free_port(env)), **cpus}
 
 
 def assignments(values: Mapping[str, str | Sequence[str]]) -> str:
-    """Return shell assignments for `eval`: variables, and arrays of arbitrary strings."""
+    """Return shell assignments for `eval`; a sequence becomes an array."""
     return "\n".join(
         f"{name}={shlex.quote(value) if isinstance(value, str) else f'({shlex.join(value)})'}"
         for name, value in values.items()

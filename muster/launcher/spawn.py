@@ -1,8 +1,7 @@
 """`muster.launch(...)`: start ranks on this machine from a script or a notebook, without a launcher.
 
-An agent (elastic.py) in a separate process starts and watches the ranks, because the caller's process may lack what the
-agent needs: signal handlers that torch may set, a fork without CUDA and threads, and an identity that no other launch
-has.
+An agent (elastic.py) in a separate process starts and watches the ranks. The caller's process may lack what an agent needs:
+signal handlers that torch may set, a fork without CUDA and threads, an identity that no other launch has.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ T = TypeVar("T")
 
 ECHO_S = 2.0  # for the last lines, after the agent has ended
 SPAWNED = "MUSTER_SPAWNED"
-"""Set for the agent and the ranks, which must not launch again, as they would in a module without a main guard."""
+"""Set for the agent and the ranks: in a module without a main guard they would launch again."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished run: its folder, and its outcome.json."""
+    """A finished run; `outcome` is its outcome.json."""
 
     folder: Path
     outcome: dict[str, Any]
@@ -93,7 +92,6 @@ def _refuse_ranks() -> None:
 
 
 def _devices() -> int:
-    """Return the number of GPUs; without any, of the cores that this process may use."""
     import torch  # here, so that the commands do not import it
 
     return torch.cuda.device_count() or len(usable_processors())
@@ -135,7 +133,7 @@ def _packed(function: Any, args: tuple[Any, ...]) -> bytes:
 
 
 def _run_agent(spec: Spec, folder: Path) -> tuple[int, list[int]]:
-    """Run the agent. Returns its exit code as in a shell, and the signals that came meanwhile."""
+    """Return the agent's exit code as in a shell, and the signals that came meanwhile."""
     line = [sys.executable, "-P", "-m", "muster.launcher.elastic", str(folder), str(os.getpid())]
     paths = [*(os.path.abspath(path or ".") for path in sys.path), os.getcwd()]  # `-P`: find no other `train`
     own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONUNBUFFERED": "1", SPAWNED: "1"}
@@ -169,7 +167,7 @@ def _echo(agent: subprocess.Popen[bytes]) -> None:
 
 
 def _end(agent: subprocess.Popen[bytes], grace_s: int) -> None:
-    """End the agent, if an exception interrupted the wait for it."""
+    """End the agent, if an exception cut the wait for it short."""
     if agent.poll() is None:
         agent.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -186,7 +184,6 @@ class _Signals:
     agent: subprocess.Popen[bytes] | None = None
 
     def on(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal."""
         self.came.append(number)
         if self.agent and len(self.came) == 1:
             self.agent.terminate()
@@ -194,7 +191,6 @@ class _Signals:
             self.agent.kill()  # the ranks die with it (faults/agent.py)
 
     def watch(self, agent: subprocess.Popen[bytes]) -> None:
-        """Set the agent; it gets SIGTERM at once if a signal has already come."""
         self.agent = agent
         if self.came:
             agent.terminate()
@@ -202,10 +198,7 @@ class _Signals:
 
 @contextlib.contextmanager
 def _passing_on() -> Iterator[_Signals]:
-    """Pass signals on to the agent, in the main thread.
-
-    Python handles signals only there. In another thread nothing is passed on; the agent notices when this process dies.
-    """
+    """Pass signals on to the agent. Outside of the main thread, Python handles none; the agent notices when this process dies."""
     signals = _Signals()
     if threading.current_thread() is not threading.main_thread():
         yield signals
@@ -220,20 +213,20 @@ def _passing_on() -> Iterator[_Signals]:
 
 @dataclass(frozen=True)
 class SpawnEnd:
-    """The files that the agent has left in `folder`, its exit code, and the signals that came to this process."""
+    """The agent's files in `folder`, its exit code, and the signals that came to this process."""
 
     folder: Path
     code: int
     came: list[int]
 
     def values(self, nproc: int) -> list[Any]:
-        """Return each rank's result. Raises MusterError, KeyboardInterrupt."""
+        """Return each rank's value. Raises MusterError, KeyboardInterrupt."""
         self._raise_if_stopped("the function was ended: launch it again")
         self._raise_if_failed()
         return [self._value(rank) for rank in range(nproc)]
 
     def run(self) -> Finished:
-        """Return the finished run. Raises MusterError, KeyboardInterrupt."""
+        """Raises MusterError, KeyboardInterrupt."""
         plan = self._read("plan.json")
         if refused := plan.get("refused"):
             raise of_code(*refused)
@@ -275,5 +268,4 @@ class SpawnEnd:
 
 
 def _error(code: int, message: str) -> MusterError:
-    """Return the error type that a rank with this exit code has raised; exit code 1 may be any error."""
     return of_code(code, message) if code in (*final(), Held.exit_code, Preempted.exit_code) else MusterError(message)

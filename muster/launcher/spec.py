@@ -18,13 +18,13 @@ from muster.launcher.script import script_of
 from muster.launcher.variables import whole
 
 ACCEPTS = "muster.train.validate"
-"""The module that checks whether the trainer accepts overrides."""
+"""Checks whether the trainer accepts overrides."""
 UNSHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Without this a surviving agent does not give the address of the group to a node that joins late or again."""
+"""Without it a surviving agent does not tell a node that joins late the group's address."""
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Variable with the seconds that workers have for the last checkpoint (torchrun's default: 30)."""
+"""Seconds that workers have for the last checkpoint (torchrun's default: 30)."""
 SCRIPT_RESTARTS = 3
-"""How often an agent restarts the ranks of a user's own script, which has no record of its progress to end a crash loop."""
+"""Restarts of a user's own script, which has no record of its progress to end a crash loop."""
 NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
 """What torchrun's `--numa-binding` takes."""
 MARGIN_S = 10  # of the grace period, for the agent to end and the launcher to read the outcome
@@ -35,14 +35,14 @@ class Timings:
     """The keys of `--rdzv-conf`, in whole seconds. The defaults are for nodes on a network."""
 
     join_timeout: int = 300
-    """Time for the slowest node to arrive: prologs and images take minutes, and waiting costs nothing."""
+    """For the slowest node: prologs and images take minutes, and waiting costs nothing."""
     last_call_timeout: int = 5
     """How long a round with enough nodes waits for more; part of every recovery (torchrun's default: 30)."""
     keep_alive_interval: int = 1
     keep_alive_max_attempt: int = 5
-    """A node is lost after this many intervals without a sign of life; longer than a busy network is silent."""
+    """Intervals without a sign of life until a node is lost; longer than a busy network is silent."""
     read_timeout: int = 20
-    """Timeout of one request to the store; less than `STUCK_S`, after which an agent counts as hung and is ended."""
+    """Of one request to the store; less than `STUCK_S`, after which an agent counts as hung."""
 
     def __post_init__(self) -> None:
         assert self.read_timeout < STUCK_S
@@ -52,12 +52,11 @@ class Timings:
 
 
 def endpoint(host: str, port: int) -> str:
-    """Return `host:port`, with an address of IPv6 in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def is_free(port: int) -> bool:
-    """Return whether a store could listen at `port` of this host; 0 is any free one."""
+    """Whether a store could listen at `port` of this host; 0 is any free one."""
     dual = socket.has_dualstack_ipv6()
     try:
         socket.create_server(
@@ -75,13 +74,12 @@ class Dynamic:
     endpoint: str
     id: str
     is_host: bool
-    """Whether this agent holds the store. Always passed to torchrun, which would guess it from names and addresses."""
+    """This agent holds the store. Always passed on: torchrun would guess it from names and addresses."""
     timings: Timings = Timings()
     awaits_host: bool = True
-    """Whether torchrun is started only when the host listens. torchrun itself tries twice for `read_timeout`."""
+    """Start torchrun only when the host listens: torchrun itself gives up after two `read_timeout`."""
 
     def flags(self) -> list[str]:
-        """Return torchrun's rendezvous flags."""
         return [
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={self.endpoint}",
@@ -99,7 +97,6 @@ class Static:
     node_rank: int
 
     def flags(self) -> list[str]:
-        """Return torchrun's rendezvous flags."""
         return [
             f"--master-addr={self.master_addr}",
             f"--master-port={self.master_port}",
@@ -118,22 +115,19 @@ class Spec:
     max_restarts: int
     rendezvous: Dynamic | Static
     local_addr: str
-    """The address of this node for other nodes: rank 0's becomes MASTER_ADDR.
-
-    A name may leave the DNS before its pod ends.
-    """
+    """This node's address for the others: rank 0's becomes MASTER_ADDR. A name may leave the DNS before its pod ends."""
     grace_s: int
     """Seconds between SIGTERM and SIGKILL on this substrate."""
     threads: int
-    """OpenMP threads of each process."""
+    """OMP_NUM_THREADS of each process."""
     numa_binding: str = ""
-    """torchrun's `--numa-binding`: the processors to which a process is bound, by its GPU; empty: any."""
+    """torchrun's `--numa-binding`, one of NUMA_BINDINGS: bind a process to processors beside its GPU; empty: no binding."""
     job: str = ""
-    """The job's name, the same on all nodes and when the job is started again; if empty, the rendezvous id is used."""
+    """The same on all nodes and when the job is started again."""
 
     @property
     def job_name(self) -> str:
-        """The job's name, or one from the rendezvous id; empty for a static rendezvous without a name."""
+        """`job`, or a name from the rendezvous id; empty for a static rendezvous without a name."""
         return self.job or (f"torchrun:{self.rendezvous.id}" if isinstance(self.rendezvous, Dynamic) else "")
 
     def __post_init__(self) -> None:
@@ -146,13 +140,12 @@ class Spec:
 
 
 def for_script(spec: Spec, env: Mapping[str, str]) -> Spec:
-    """Return the spec for ranks that run a user's own script: at most MAX_RESTARTS restarts in a row. Raises ConfigError."""
+    """Bound the restarts in a row of a user's own script by MAX_RESTARTS. Raises ConfigError."""
     most = whole(env, "MAX_RESTARTS", default=SCRIPT_RESTARTS)
     return replace(spec, max_restarts=min(spec.max_restarts, most))
 
 
 def environment(spec: Spec) -> dict[str, str]:
-    """Return the environment variables that torchrun needs to behave as the command says."""
     return {
         **UNSHARED,
         SHUTDOWN: str(spec.grace_s - MARGIN_S),
@@ -163,10 +156,7 @@ def environment(spec: Spec) -> dict[str, str]:
 def command(
     spec: Spec, overrides: Sequence[str], *, torchrun: Sequence[str] = ("torchrun",), module: str | None = None
 ) -> list[str]:
-    """Return the command that starts this node's agent.
-
-    Its ranks run the script in `overrides`, if they begin with `--`; otherwise `module`, by default the trainer.
-    """
+    """Return the agent's command. Its ranks run the script in `overrides`, if there is one; else `module`, by default the trainer."""
     script = script_of(overrides)
     return [
         *torchrun,
@@ -187,18 +177,17 @@ def entry() -> str:
 
 
 def printed(spec: Spec, line: Sequence[str]) -> str:
-    """Return the command in one readable line that a shell can run again."""
     settings = (f"{key}={shlex.quote(value)}" for key, value in environment(spec).items())
     return " ".join((*settings, shlex.join(line)))
 
 
 def this_torchrun() -> list[str]:
-    """Return this Python's torchrun: by its short name if a shell would find it, else in a form any shell finds."""
+    """Return this Python's torchrun, to print: by its short name if a shell would find it."""
     return ["torchrun"] if _beside_python() else [sys.executable, "-m", "torch.distributed.run"]
 
 
 def steady_torchrun() -> list[str]:
-    """Return torchrun with the changes of torchrun.py; a site's own script named torchrun is used as it is."""
+    """Return torchrun.py, to run; a site's own script named torchrun is used as it is."""
     found = _beside_python()
     if found and b"from torch.distributed.run import main" not in found.read_bytes():
         return ["torchrun"]

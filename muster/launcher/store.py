@@ -29,7 +29,6 @@ LONGEST_PAUSE_S = 60.0
 
 
 def main(given: Sequence[str]) -> None:
-    """Serve until SIGTERM, or until `--linger` seconds after a run has ended or a file was written."""
     parser = argparse.ArgumentParser(prog="muster launch store", description=__doc__)
     parser.add_argument("--port", type=int, default=STORE_PORT)
     parser.add_argument("--host", default="", help="listen only at this address: the store has no authentication")
@@ -75,14 +74,12 @@ def main(given: Sequence[str]) -> None:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at `host`, or at all addresses of IPv4 and IPv6 if it is empty."""
     if not host and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _written(path: Path) -> float:
-    """Return when `path` was written, in seconds since the epoch; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:

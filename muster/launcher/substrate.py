@@ -14,25 +14,24 @@ from muster.launcher.verdict import Policy
 
 
 def as_given(_env: Mapping[str, str], given: Sequence[str] = ()) -> list[str]:
-    """Return the words of the command line: none come by the environment."""
     return [*given]
 
 
 @dataclass(frozen=True)
 class Substrate:
-    """A substrate. `marks`: variables that are all set on it, and not together on any earlier one in the list."""
+    """`marks`: variables that are all set on it, and not together on any earlier one in SUBSTRATES."""
 
     name: str
     marks: tuple[str, ...]
     own_spec: Callable[[Mapping[str, str]], Spec]
     policy: Policy
     overrides: Callable[[Mapping[str, str], Sequence[str]], list[str]] = as_given
-    """Returns the words of the command line, with those that come by the environment."""
+    """Adds the words from the environment to those of the command line."""
     end_of_script: Callable[[Mapping[str, str]], Path] | None = None
-    """Returns the file that a node writes when a user's own script has ended."""
+    """The file that a node writes when a user's own script has ended."""
 
     def spec(self, env: Mapping[str, str]) -> Spec:
-        """Return this node's part of the launch. Raises ConfigError."""
+        """Raises ConfigError."""
         return replace(self.own_spec(env), numa_binding=one_of(env, "NUMA_BINDING", NUMA_BINDINGS))
 
 
@@ -58,12 +57,11 @@ SUBSTRATES = (
 
 
 def find(env: Mapping[str, str]) -> Substrate | None:
-    """Return the first substrate whose variables are set; None if there is none."""
     return next((kind for kind in SUBSTRATES if all(name in env for name in kind.marks)), None)
 
 
 def here(env: Mapping[str, str]) -> Substrate:
-    """Return the substrate of this process. Raises ConfigError if no substrate started it."""
+    """Raises ConfigError: no substrate started this process."""
     if kind := find(env):
         return kind
     known = ", ".join(f"{kind.name} ({' '.join(kind.marks)})" for kind in SUBSTRATES)

@@ -2,13 +2,11 @@
 
 With SCRIPT set in its environment, its ranks run a user's own script (script_agent.py).
 
-In torch's c10d rendezvous an agent writes the time of its own clock, and counts as lost when that time is older than
-the keep-alive window by the clock of the agent that reads it. So an agent whose clock is a minute behind is removed as
-soon as it joins, and an agent a minute ahead removes all others. Here an agent counts as lost when its entry has not
-changed for the length of the window, measured as elapsed time, so setting a clock while agents run changes nothing
-either.
+In torch's c10d rendezvous an agent writes the time of its own clock, and counts as lost when that is older than the keep-alive
+window by the reader's clock. So an agent whose clock is a minute behind is removed as soon as it joins, and one a minute ahead
+removes all others. Here an agent counts as lost when its entry has not changed for the window's length of elapsed time.
 
-Agents write the same entries as torch's own, so both may join one job. The launcher starts this file by its path,
+Agents write the same entries as torch's own: both may join one job. The launcher starts this file by its path,
 because the working folder may have its own `train`; so this file imports nothing of the kit.
 """
 
@@ -26,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 SCRIPT = "MUSTER_SCRIPT"
-"""Variable in which the launcher says that the ranks run a user's own script; execute.py repeats the name."""
+"""Set if the ranks run a user's own script; execute.py repeats the name."""
 
 
 class Steady:
@@ -36,12 +34,10 @@ class Steady:
         self.began, self.since = datetime.now(UTC), time.monotonic()
 
     def now(self, _zone: timezone = UTC) -> datetime:
-        """Return the current time in UTC."""
         return self.began + timedelta(seconds=time.monotonic() - self.since)
 
 
 def compare_no_clocks() -> None:
-    """Have the agent of this process judge others by the time since it last saw their entries change."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous as rendezvous
 
     holder: Any = rendezvous._BackendRendezvousStateHolder
@@ -64,10 +60,10 @@ def compare_no_clocks() -> None:
 
 
 def take_signals_between_looks() -> None:
-    """Have the agent of this process handle a stop signal before or after a look at its workers, not within.
+    """Have this process's agent handle stop signals before or after a look at its workers, not within.
 
-    torch's handler raises an exception. Within `subprocess.Popen.poll`, between taking a lock and the `try` that gives it
-    back, that would leave the lock taken, and the agent would never learn that its workers have ended.
+    torch's handler raises. In `subprocess.Popen.poll`, between taking a lock and the `try` that releases it, the lock would stay
+    taken, and the agent would never learn that its workers have ended.
     """
     from torch.distributed.elastic.multiprocessing import api
 
@@ -95,7 +91,6 @@ def take_signals_between_looks() -> None:
 
 
 def loaded(path: Path) -> ModuleType:
-    """Load a file of the kit by its path."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -105,7 +100,6 @@ def loaded(path: Path) -> ModuleType:
 
 
 def run_script() -> int:
-    """Run a user's own script on this node's ranks, and return the exit code."""
     here = Path(__file__).parent
     agent, world = loaded(here / "script_agent.py"), here.parent / "world"
     vars(agent)["interfaces"] = loaded(world / "rendezvous" / "interfaces.py")

@@ -8,7 +8,7 @@ from muster.errors import ConfigError
 
 
 def text(env: Mapping[str, str], name: str) -> str:
-    """Return the variable's value. Raises ConfigError if it is not set or empty."""
+    """Raises ConfigError: not set, or empty."""
     if not (given := env.get(name, "").strip()):  # a file with line ends of Windows leaves a carriage return
         by = "the launcher sets it, or the manifest that starts this node"
         if "SLURM_JOB_ID" in env:
@@ -20,7 +20,7 @@ def text(env: Mapping[str, str], name: str) -> str:
 def whole(
     env: Mapping[str, str], name: str, *, default: int | None = None, least: int = 0, most: int | None = None
 ) -> int:
-    """Return the variable as a whole number from `least` to `most`; an empty one counts as not set. Raises ConfigError."""
+    """Return a whole number from `least` to `most`; an empty variable counts as not set. Raises ConfigError."""
     given = env.get(name, "").strip() or (text(env, name) if default is None else str(default))
     if not given.isascii() or not given.isdigit() or int(given) < least or (most is not None and int(given) > most):
         span = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -29,7 +29,7 @@ def whole(
 
 
 def one_of(env: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
-    """Return the variable, one of `choices`; empty if it is not set. Raises ConfigError."""
+    """Return one of `choices`; empty if not set. Raises ConfigError."""
     given = env.get(name, "").strip()
     if given and given not in choices:
         raise ConfigError(f"{name}={given} is not valid; valid: {', '.join(choices)}")
@@ -37,5 +37,5 @@ def one_of(env: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
 
 
 def port(env: Mapping[str, str], *, default: int) -> int:
-    """Return the port of MASTER_PORT, at which the nodes meet. Raises ConfigError."""
+    """Return MASTER_PORT, at which the nodes meet. Raises ConfigError."""
     return whole(env, "MASTER_PORT", default=default, least=1, most=65535)

@@ -1,8 +1,8 @@
 """Judge how an attempt ended, for its launcher, and decide the substrate's next action.
 
-torchrun exits with 1 for every failure, even after SIGTERM with all progress saved. The true end is in outcome.json,
-unless that is still the file of an earlier attempt, or in refused.json, for a command that never had the run. Another
-job may have written either, so a launcher reads only the records of its own ranks (Attempt.launcher).
+torchrun exits with 1 for every failure, even after SIGTERM with all progress saved. The true end is in outcome.json, unless
+that is still an earlier attempt's, or in refused.json for a command that never had the run. Another job may have written
+either: a launcher reads only the records of its own ranks (Outcome.launcher).
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ COME_BACK = Preempted.exit_code
 UNMET = 69
 """Exit code of script_agent.py: the nodes did not meet, or lost each other."""
 UNBEGUN = "unbegun"
-"""Entry of a sweep's record: how many of its runs left none."""
+"""Entry of a sweep's record: the number of its runs without one."""
 SIGNALLED = 128
-"""Exit codes above this one stand for a signal."""
+"""Higher exit codes stand for a signal."""
 MOST_HELD = 20
-"""The most starts in a row, torchrun's restarts included, that may find the run held by another part of the job.
-
-After more a job that requeues itself no longer does. Kubernetes has its own bounds: backoffLimit, maxRestarts.
-"""
+"""A job no longer requeues itself after more starts in a row, torchrun's restarts included, that found the run held by another part
+of the job. Kubernetes has its own bounds: backoffLimit, maxRestarts."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +31,11 @@ class Policy:
     """The differences between substrates."""
 
     checks: bool = True
-    """A node checks the overrides itself, because no earlier step has."""
+    """A node checks the overrides: no earlier step has."""
     judges: bool = True
     """A node's exit code is the attempt's: its launcher acts on it."""
     forwards_term: bool = True
-    """False if SIGTERM reaches every process: a second one would cut torchrun's wait for its workers short."""
+    """False if SIGTERM reaches every process: a second one would end torchrun's wait for its workers."""
     restarts_as: int | None = None
     """The only exit code that is restarted, if all others but the final ones (2 to 7) would end the job."""
     fails_as: int | None = None
@@ -60,8 +58,6 @@ COMPOSE = Policy(checks=False, judges=False, again=5)  # nothing acts on its exi
 
 @dataclass(frozen=True)
 class Verdict:
-    """The next action: end with `code`, and request another attempt if `requeue`."""
-
     code: int
     requeue: bool
     line: str
@@ -70,15 +66,7 @@ class Verdict:
 def decide(
     before: Mapping[str, Any], after: Mapping[str, Any], agent_code: int, *, told: bool, policy: Policy
 ) -> Verdict:
-    """Judge the end of an attempt.
-
-    Args:
-        before: the record of outcome.json before the attempt.
-        after: the record after it.
-        agent_code: the exit code of the agent.
-        told: whether the launcher received a stop signal.
-        policy: the substrate's policy.
-    """
+    """Judge the end of an attempt by its records `before` and `after`. `told`: the launcher received a stop signal."""
     if agent_code == 0:
         return Verdict(0, False, "")
     if (
@@ -105,8 +93,6 @@ def decide(
 
 @dataclass(frozen=True)
 class Requeues:
-    """How often a job has been requeued so far, and the most that it may be."""
-
     so_far: int = 0
     most: int = 100
 
@@ -122,13 +108,10 @@ def decide_script(
 ) -> Verdict:
     """Judge how a user's own script ended, by exit codes alone.
 
-    Args:
-        agent_code: the exit code of the node's agent (script_agent.py), or the largest of all nodes'.
-        told: whether a signal asked the launcher to stop.
-        lost: the names of lost nodes, if any.
-        said: how a rank of this node ended, and with which error.
-        policy: the substrate's policy.
-        requeues: the bound of a job that requeues itself.
+    agent_code: of the node's agent (script_agent.py), or the largest of all nodes'.
+    told: the launcher received a stop signal.
+    lost: names of lost nodes.
+    said: how a rank of this node ended, and with which error.
     """
     if agent_code == 0:
         return Verdict(0, False, "")
@@ -148,7 +131,6 @@ def decide_script(
 
 
 def _requeue(requeues: Requeues | None) -> tuple[bool, str]:
-    """Return whether the job is requeued, and how the line says it."""
     if requeues is None:
         return False, ""
     if requeues.so_far >= requeues.most:
@@ -159,14 +141,12 @@ def _requeue(requeues: Requeues | None) -> tuple[bool, str]:
 def before_and_after(
     before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the two records of a run for `decide`; of a sweep's runs nothing, and the record of the one that ended worst.
+    """Return a run's two records for `decide`; for a sweep nothing, and the record of the run that ended worst.
 
-    A run that has not ended is worse than any that has: the sweep has to go on. If all runs of a sweep that have a new
-    record are done, the others were refused, or crashed before they began, or were to begin when the sweep was stopped.
+    A run that has not ended is worse than any that has: the sweep has to go on. If all new records are done, runs without one
+    were refused, crashed before they began, or had not begun when the sweep was stopped.
 
-    Args:
-        before: the record of each run before the attempt, or its identity.
-        after: the record of each run after it.
+    `before`: each run's record before the attempt, or its identity.
     """
     if len(after) < 2:
         return {**before[0]} if before else {}, {**after[0]} if after else {}

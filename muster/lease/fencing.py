@@ -38,12 +38,7 @@ class Entries(Protocol):
 
 
 class Claim:
-    """One attempt's claim on a place. `token` is 0 until `take` succeeds.
-
-    Args:
-        entries: the entries of the place.
-        content: identifies the attempt to others; JSON.
-    """
+    """One attempt's claim on a place. `token` is 0 until `take` succeeds. `content` identifies the attempt to others; JSON."""
 
     def __init__(self, entries: Entries, content: Mapping[str, Any]):
         self.entries, self.content, self.token = entries, content, 0
@@ -69,7 +64,6 @@ class Claim:
         return newest(self.entries) == (self.token, self.content)
 
     def clear_older(self) -> None:
-        """Delete the entries of superseded attempts."""
         for token in self.entries.tokens():
             if token < self.token:
                 self.entries.delete(token)
@@ -95,22 +89,20 @@ class FolderEntries:
         self.folder = folder
 
     def tokens(self) -> list[int]:
-        """Return the tokens of all entries; none if the folder cannot be read."""
         try:
             return [int(match[1]) for path in self.folder.iterdir() if (match := self.NAME.fullmatch(path.name))]
         except OSError:
             return []
 
     def read(self, token: int) -> dict[str, Any]:
-        """Return the entries that a claim has with their types; its holder counts as a stranger without them."""
+        """Values of a wrong type are left out; a holder without its values counts as a stranger."""
         return outcome.read_record(self._path(token))
 
     def create(self, token: int, content: Mapping[str, Any]) -> None:
-        """Create the file of an entry with link(2)."""
         create_file(self._path(token), json.dumps(content).encode())
 
     def delete(self, token: int) -> None:
-        """Delete the file of an entry; a failure leaves it there, superseded."""
+        """A failure leaves the file there, superseded."""
         with contextlib.suppress(OSError):
             self._path(token).unlink()
 
@@ -127,21 +119,18 @@ class StorageEntries:
         self.storage = storage
 
     def tokens(self) -> list[int]:
-        """Return the tokens of all markers."""
         with self.storage.doing("list"):
             return [int(match[1]) for each in self.storage.backend.list() if (match := self.NAME.fullmatch(each))]
 
     def read(self, token: int) -> dict[str, Any]:
-        """Return a marker. Raises Damaged if it is missing or malformed."""
+        """Raises Damaged: it is missing or malformed."""
         return self.storage.patiently(self._file(token), lambda: self._get(token))
 
     def create(self, token: int, content: Mapping[str, Any]) -> None:
-        """Create a marker."""
         with self.storage.doing("claim", FileExistsError):
             self.storage.backend.create(self._file(token), json.dumps(content).encode())
 
     def delete(self, token: int) -> None:
-        """Delete a marker."""
         with self.storage.doing("clear"):
             self.storage.backend.delete(self._file(token))
 

@@ -45,10 +45,7 @@ from muster.world.environment import (
 
 RENEW_S = 1.0
 HELD_S = 10.0
-"""A holder that stalls for less keeps its lease; after more it may lose it, and leaves when it wakes.
-
-Typical stalls are garbage collection and a slow file server.
-"""
+"""A holder that stalls for less (garbage collection, a slow file server) keeps its lease; after more it may lose it, and leaves."""
 WAIT_S = 30.0
 """The longest wait for another part of this job."""
 SUPERSEDED_S = 2.0  # a holder that has not trained for so long is superseded
@@ -73,11 +70,9 @@ class Claimant:
 
     @classmethod
     def own(cls, attempt: str, agents: list[str]) -> Claimant:
-        """Return the claimant for an attempt of this process's job."""
         return cls(attempt, tuple(agents), record_name(), job_name(), rendezvous_at())
 
     def as_entry(self) -> dict[str, Any]:
-        """Return the content of the claim."""
         return asdict(self) | {"host": socket.gethostname(), "restarts": restarts_left()}
 
 
@@ -91,19 +86,11 @@ def look(
 ) -> int:
     """Wait until no other attempt uses `folder`, and return the largest token it has had; `Lease` takes the next.
 
-    Changes nothing, except that it may write `.wanted`, which it removes again.
+    Changes nothing, except that it may write `.wanted`, which it removes again. `wait_s`: the longest wait for another part of
+    this job. `stopping` returns whether this process has received a stop request.
 
-    Args:
-        folder: the run's folder.
-        own: the attempt that wants to claim it.
-        wait_s: the longest wait for another part of this job.
-        stopping: returns whether this process has received a stop request.
-        clock: the time.
-
-    Raises:
-        ConfigError: another job uses the folder; or another part of this job does, and its clock differs.
-        Held: another part of this job uses the folder, and has not released it within `wait_s`.
-        Preempted: `stopping` became true meanwhile.
+    Raises ConfigError: another job uses the folder; or another part of this job does, and its clock differs. Raises Held:
+    another part has not released the folder within `wait_s`. Raises Preempted: `stopping` became true meanwhile.
     """
     recorded = outcome.last(folder).token  # read first: an attempt that begins in between is seen by its claim
     token, holder = newest_claim(folder)
@@ -155,10 +142,7 @@ def _said(sign: bytes) -> tuple[str, float | None]:
 
 
 def _compare_clocks(apart_s: float, holder: dict[str, Any]) -> None:
-    """Raise ConfigError if the clocks differ so much that torchrun would not keep both agents in one group.
-
-    `apart_s` is by how much this host's clock is ahead of the holder's.
-    """
+    """Raise ConfigError if torchrun would not keep both agents in one group. apart_s: this host's clock less the holder's."""
     if abs(apart_s) > CLOCKS_APART_S:
         raise ConfigError(
             f"the clock of {socket.gethostname()} is {abs(apart_s):.0f} s {'ahead of' if apart_s > 0 else 'behind'} that of "
@@ -184,10 +168,7 @@ def _remove(path: Path) -> None:
 
 
 def newest_claim(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return the largest token claimed in `folder` and its claim; (0, {}) if the folder is free.
-
-    Entries that a claim lacks or has in a wrong type are unknown; its holder then counts as a stranger.
-    """
+    """Return the largest token claimed in `folder` and its claim; (0, {}) if the folder is free."""
     return newest(FolderEntries(folder))
 
 
@@ -206,13 +187,13 @@ def in_use(folder: Path, holder: dict[str, Any]) -> ConfigError:
 
 
 class Lease:
-    """A claim on a run's folder, renewed until it is released. Calls `on_loss` once if another launch takes it over.
+    """A claim on a run's folder, renewed until it is released.
 
-    `after` is the result of `look`. If another launch has claimed the folder since, this claim fails.
+    `after` is the result of `look`; if another launch has claimed the folder since, this claim fails. `on_loss` is called once
+    if another launch takes the folder over, `on_request` once if another part of this job asks for it. `stands` returns True
+    while this attempt waits for lost ranks, so that another part may take over.
 
-    Raises:
-        ConfigError: another launch was faster.
-        StorageError: the folder cannot be written.
+    Raises ConfigError: another launch was faster. Raises StorageError: the folder cannot be written.
     """
 
     def __init__(
@@ -245,7 +226,6 @@ class Lease:
 
     @property
     def token(self) -> int:
-        """The number of this attempt's claim."""
         return self.claim.token
 
     def is_held(self) -> bool:
@@ -254,7 +234,6 @@ class Lease:
         return record.get("token") == self.token and self.claim.is_newest()
 
     def let_go(self) -> None:
-        """Stop renewing, and remove the claim if the folder still belongs to this attempt."""
         self.stop()
         give_up(self.folder, self.token)
 
@@ -287,7 +266,6 @@ class Lease:
         remove_last_sign(self.folder)
 
     def _request(self) -> str:
-        """Return which other part of this job asks for the run; empty if none does."""
         try:
             request = json.loads((self.folder / ".wanted").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -302,14 +280,13 @@ class Lease:
 
 
 def sign(token: int, beat: int, state: str, clock: SystemClock = SYSTEM) -> str:
-    """Return the content of `.alive`."""
     return f"{token} {beat} {state} {clock.time():.2f}"
 
 
 def show(folder: Path, text: str) -> None:
     """Renew a claim; ignores a full disk, which the checkpoints report.
 
-    A draft that a full disk has cut short must not remain: there would be a new one every second.
+    A draft that it has cut short must not remain: there would be a new one every second.
     """
     draft = draft_of(folder / ".alive")
     with contextlib.suppress(OSError):

@@ -19,7 +19,6 @@ POLL_S = 0.2
 
 
 def main(given: Sequence[str]) -> None:
-    """Renew the claim until the agent is gone or the claim is superseded."""
     folder, token, agent = Path(given[0]), int(given[1]), given[2]
     beat, shown = 0, 0.0
     while newest_claim(folder)[0] == token:

@@ -63,7 +63,6 @@ class RunOptions:
 
     @property
     def checkpoints(self) -> Storage:
-        """The storage that checkpoints are written to."""
         return Storage(self.storage or str(self.output_dir / "checkpoints"))
 
 
@@ -72,7 +71,7 @@ class RunFolder:
     """A run's folder, claimed by this attempt.
 
     before: record of the previous attempt. saved: checkpoint to resume from, if any. is_done: the run had finished.
-    lease: this attempt's claim on the folder; rank 0 only. owner: its claim on `checkpoint.storage`, if that is set.
+    lease: this attempt's claim on the folder; rank 0 only. storage_lease: its claim on `checkpoint.storage`, if that is set.
     """
 
     path: Path
@@ -107,16 +106,9 @@ def claim_folder(
 ) -> Lease | None:
     """Claim the run's folder and return the claim; None on other ranks than 0. Collective.
 
-    Args:
-        options: where the folder is.
-        world: the ranks.
-        stopping: returns whether this process has received a stop request.
-        on_loss: see `Lease`.
-        on_request: see `Lease`.
-        stands: see `Lease`.
+    `stopping` returns whether this process has received a stop request. `on_loss`, `on_request`, `stands`: see `Lease`.
 
-    Raises:
-        MusterError: another attempt uses the folder, or it cannot be written; see `folder_lease.look`.
+    Raises MusterError: another attempt uses the folder, or it cannot be written; see `folder_lease.look`.
     """
     path, own, held = options.output_dir, Claimant.own(world.attempt, world.agents), list[Lease]()
     wait_s = min(options.timeout_s + folder_lease.HELD_S, folder_lease.WAIT_S)
@@ -134,13 +126,12 @@ def claim_folder(
 
 
 def open_folder(options: RunOptions, world: World, held: Lease | None, *, refusal: Refusal) -> RunFolder:
-    """Choose the checkpoint to resume from, and record that this attempt runs in the folder that it has claimed.
+    """Choose the checkpoint to resume from, and record that this attempt runs in the folder that it has claimed. Collective.
 
-    The command is refused before anything of the run is changed. Rank 0 reads and chooses for all ranks: two ranks
-    that read the folder themselves may see different files. Collective.
+    The command is refused before anything of the run is changed. Rank 0 reads and chooses for all ranks: two ranks that read
+    the folder themselves may see different files.
 
-    Raises:
-        MusterError: the folder belongs to another run, is damaged, or cannot be written; see errors.py.
+    Raises MusterError: the folder belongs to another run, is damaged, or cannot be written; see errors.py.
     """
     path = options.output_dir
     _see_claim(path, world, held)
@@ -156,9 +147,9 @@ def open_folder(options: RunOptions, world: World, held: Lease | None, *, refusa
 
 
 def keep_folder(options: RunOptions, world: World, held: Lease | None) -> RunFolder:
-    """Record that this attempt goes on with the run in the folder that it has claimed, whose state its ranks hold.
+    """Record that this attempt continues the run in the folder it has claimed, whose state its ranks hold. Collective.
 
-    Collective. Raises MusterError.
+    Raises MusterError.
     """
     path = options.output_dir
     _see_claim(path, world, held)
@@ -182,7 +173,6 @@ def _see_claim(path: Path, world: World, held: Lease | None) -> None:
 
 
 def _before(path: Path, options: RunOptions, world: World) -> tuple[dict[str, object], bool]:
-    """Return the record of the previous attempt, and whether this launch starts over."""
     record = outcome.read(path)
     over = options.resume == "never" and not Outcome.of(record).is_same_launch(world.agents)
     return ({} if over else record), over

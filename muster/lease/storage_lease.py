@@ -34,8 +34,7 @@ class StorageLease:
     def claim(self, before: Outcome) -> None:
         """Take over the storage, and print so if another run owned it. `before`: the previous attempt in this folder.
 
-        Raises:
-            Lost: this launch owned the storage, and another run has taken it over since.
+        Raises Lost: this launch owned the storage, and another run has taken it over since.
         """
         self.storage.prepare()
         token, holder = newest(self._claim.entries)

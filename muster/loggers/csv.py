@@ -1,4 +1,4 @@
-"""CSV tables of train and eval records."""
+"""train.csv and eval.csv in the run's folder, one row per record; existing rows after `step` are dropped first."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from muster.loggers.base import Logger
 
 
 class Csv(Logger):
-    """Writes `folder`/train.csv and eval.csv, one row per record; existing rows after `step` are dropped first."""
-
     def __init__(self, folder: Path, step: int):
         self._folder, self._columns = folder, dict[str, list[str]]()
         for kind in ("train", "eval"):

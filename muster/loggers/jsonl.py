@@ -1,6 +1,6 @@
 """metrics.jsonl: the run's record, one JSON object per line, from which reports are made.
 
-A line that is cut short by a kill, or whose entries have a wrong type after a disk error or an edit, is ignored.
+A line that a kill cut short, or with entries of a wrong type after a disk error or an edit, is ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Whole = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Line(BaseModel):
-    """Base of the schemas: required entries of a line of one kind; further entries are allowed."""
+    """Base of the schemas; further entries are allowed."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -40,8 +40,6 @@ class Values(Line):
 
 
 class Train(Values):
-    """A `train` line."""
-
     loss: float | None
     lr: float | None
     grad_norm: float | None
@@ -50,7 +48,7 @@ class Train(Values):
 
 
 class Event(Line):
-    """An `event` line. time: seconds since the epoch."""
+    """`time`: seconds since the epoch."""
 
     event: str
     time: float = 0.0
@@ -63,12 +61,9 @@ KINDS: dict[str, type[BaseModel]] = {"train": Train, "eval": Values, "event": Ev
 
 
 class Jsonl(Logger):
-    """Appends to `folder`/metrics.jsonl; existing lines after `step` are dropped first, as training repeats them.
+    """Appends to metrics.jsonl, after `truncate`. Raises StorageError: the file cannot be opened.
 
-    Lines that cannot be written to a full disk are kept and retried; only failing checkpoints end the run.
-
-    Raises:
-        StorageError: the file cannot be opened.
+    Lines that a full disk refuses are kept and retried; only failing checkpoints end the run.
     """
 
     def __init__(self, folder: Path, step: int, *, evaluated: int | None = None):
@@ -100,7 +95,7 @@ class Jsonl(Logger):
 
 
 def append_event(folder: Path, event: str, **details: Any) -> None:
-    """Append an `event` line to an existing metrics.jsonl, after its logger may have closed it. Raises OSError."""
+    """Append to an existing metrics.jsonl, even after its logger has closed it. Raises OSError."""
     path = folder / NAME
     if path.exists():
         with path.open("rb") as file:
@@ -113,17 +108,15 @@ def append_event(folder: Path, event: str, **details: Any) -> None:
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any]:
-    """Replace NaN and infinity, which JSON does not have, by null."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
 
 
 def truncate(path: Path, step: int, *, evaluated: int | None = None) -> None:
-    """Drop `train` lines after `step` and `eval` lines after `evaluated` (default: `step`), which will be repeated.
+    """Drop `train` lines after `step` and `eval` lines after `evaluated` (default: `step`), which will be repeated, and invalid lines.
 
-    Invalid lines there, such as one cut short by a kill, are dropped, too. The file is a new one in any case: a process
-    that should be gone writes to the old one.
+    The file is always a new one: a process that should be gone writes to the old one.
     """
     if path.exists():
         newest = {"train": step, "eval": step if evaluated is None else evaluated}
@@ -134,12 +127,12 @@ def truncate(path: Path, step: int, *, evaluated: int | None = None) -> None:
 
 
 def read(path: Path, kinds: Mapping[str, type[BaseModel]] = KINDS) -> list[dict[str, Any]]:
-    """Return all valid lines of metrics.jsonl, or of a similar file with other `kinds` of lines."""
+    """Return all valid lines of metrics.jsonl, or of a file with other `kinds`."""
     return _parsed(path.read_bytes().splitlines() if path.exists() else [], kinds)
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """Return the valid `event` lines of metrics.jsonl, without reading the others closely."""
+    """Return the valid `event` lines, without parsing the others."""
     texts = _containing(b'"event"', path.read_bytes()) if path.exists() else []
     return [line for line in _parsed(texts, KINDS) if line["kind"] == "event"]
 
@@ -156,7 +149,6 @@ def begins(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _containing(word: bytes, data: bytes) -> Iterator[bytes]:
-    """Yield the lines that contain `word`."""
     end = 0
     while (at := data.find(word, end)) >= 0:
         end = data.find(b"\n", at)
@@ -165,9 +157,9 @@ def _containing(word: bytes, data: bytes) -> Iterator[bytes]:
 
 
 def tail(path: Path, *, until: Callable[[dict[str, Any]], bool]) -> tuple[int, list[dict[str, Any]]]:
-    """Return the last valid lines, at least from the last one for which `until` is true, and the byte at which they begin.
+    """Return the byte at which they begin, and the last valid lines, at least from the last one for which `until` is true.
 
-    A long run has a file that takes seconds to read. Lines are in the order of their steps.
+    Reading all of a long run's file takes seconds.
     """
     data = path.read_bytes() if path.exists() else b""
     length = TAIL_BYTES
@@ -193,6 +185,6 @@ def _parsed(texts: Iterable[bytes], kinds: Mapping[str, type[BaseModel]]) -> lis
 
 
 def last_step(folder: Path) -> int:
-    """Return the largest step that any attempt in `folder` has logged; 0 without one."""
+    """Return the largest logged step; 0 without one."""
     _, lines = tail(folder / NAME, until=lambda line: line["kind"] == "train")
     return max((line["step"] for line in lines if line["kind"] == "train"), default=0)

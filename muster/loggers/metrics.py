@@ -19,20 +19,16 @@ from muster.timing.timing_file import Timing
 from muster.world.counts import OF, SEEN
 
 OF_RECORDS = ("kind", "event", "step", "epoch", "samples", "samples_per_s", "time")
-"""Names that records have for entries of their own, whatever a loop logs."""
+"""Names that a loop's own values may not have."""
 Rates = Callable[[float, float | None], dict[str, float]]
 """(samples per second, what the loss counts in a sample) -> further entries of a `train` record."""
 RECENT = 64  # rank 0's are more: those of checkpoints, and of stragglers
 
 
 class Metrics:
-    """Creates records and passes them to the loggers; does nothing on ranks without loggers.
+    """Creates records and passes them to the loggers, if this rank has some.
 
-    Args:
-        loggers: the loggers.
-        samples: the samples before the first record.
-        windows: writes the ranks' times.
-        rates: returns further entries of a `train` record.
+    `samples`: before the first record. `windows`: writes the ranks' times.
     """
 
     def __init__(
@@ -48,14 +44,14 @@ class Metrics:
         self._lock = threading.Lock()  # the checkpoint writer reports from its own thread
         self._output_lost = ""
         self.of_body = deque[str](maxlen=RECENT)
-        """The last evaluations, since `end_body`."""
+        """The evaluations since `end_body`."""
         self.told = list[str]()
-        """Those of a body that a rank's death has ended: the body is repeated, and they are recorded already."""
+        """Recorded evaluations of a body that is repeated, as a rank's death has ended it."""
         self.recent = deque[dict[str, Any]](maxlen=RECENT)
-        """The last records, on every rank: rank 0 may die before it has written one."""
+        """Kept on every rank: rank 0 may die before it has written one."""
 
     def begin(self) -> None:
-        """Start the clock of the training speed, when training begins."""
+        """Start the clock of the training speed."""
         self._since = (self._since[0], time.perf_counter() - self._worked_s)
         self._worked_s = 0.0
 
@@ -65,7 +61,7 @@ class Metrics:
         return samples, time.perf_counter() - then
 
     def go_on(self, samples: int, seconds: float) -> None:
-        """Count the `since_last` of an attempt that a rank's death has ended in the speed of the next record."""
+        """Continue the `since_last` of an attempt that a rank's death has ended."""
         self._since, self._worked_s = (samples, self._since[1]), seconds
 
     def train(
@@ -80,10 +76,7 @@ class Metrics:
         more: dict[str, float],
         counted: float | None = None,
     ) -> None:
-        """Log a `train` record, with the `more` values at its end. None: not known.
-
-        counted: what the mean loss is over in a sample, on average, if it is not samples.
-        """
+        """None: not known. `counted`: items per sample that the mean loss is over, if it is not over samples."""
         (samples_then, then), now = self._since, time.perf_counter()
         self._since = (samples, now)
         speed = (samples - samples_then) / (now - then)
@@ -92,7 +85,7 @@ class Metrics:
         self._log("train", **known, samples=samples, **rates, **more)
 
     def eval(self, *, step: int, epoch: int, seconds: float, values: dict[str, float]) -> None:
-        """Log an `eval` record. `seconds`: duration of the evaluation, excluded from the training speed."""
+        """`seconds`: duration of the evaluation, excluded from the training speed."""
         samples, then = self._since
         self._since = (samples, then + seconds)
         record = {"step": step, "epoch": epoch, **values}
@@ -103,25 +96,24 @@ class Metrics:
             self._log("eval", **record)
 
     def repeat_body(self, told: list[str]) -> None:
-        """Take notice that a body is repeated, whose evaluations `told` are recorded already."""
         self.of_body.clear()
         self.told = told
 
     def end_body(self) -> None:
-        """Take notice that the body of a loop of a user's own has ended: it is not repeated."""
+        """The body of a user's own loop has ended: it is not repeated."""
         self.repeat_body([])
 
     def event(self, event: str, **details: Any) -> None:
-        """Log an `event` record: start, resume, checkpoint, preempted, restart, straggler, done and others."""
+        """`event`: start, resume, checkpoint, preempted, restart, straggler, done and others."""
         self._log("event", event=event, time=round(time.time(), 3), **redacted_all(details))
 
     def event_once(self, event: str, *, step: int, **details: Any) -> None:
-        """Log an `event` record, unless the attempt before this one, which a rank's death has ended, has done so."""
+        """Log an event, unless the previous attempt, which a rank's death has ended, has done so."""
         if ("event", event, step, None) not in map(_identity, self.recent):
             self.event(event, step=step, **details)
 
     def timing(self, step: int, ranks: list[Times]) -> None:
-        """Log each rank's times up to `step`, and a `straggler` event if the others wait for one rank."""
+        """Log each rank's times, and a `straggler` event if the others wait for one rank."""
         with self._lock:
             for logger in [*self._loggers]:
                 self._surely(logger, partial(logger.timing, step, ranks))
@@ -129,12 +121,11 @@ class Metrics:
             self.event("straggler", **late)
 
     def advance(self, step: int) -> None:
-        """Report that a step is done."""
         for logger in self._loggers:
             self._surely(logger, partial(logger.advance, step))
 
     def close(self, step: int = 0, rest: Times | None = None) -> None:
-        """Close all loggers at `step`. `rest`: times since the last call of `timing`. A second call does nothing."""
+        """`rest`: times since the last call of `timing`. A second call does nothing."""
         windows, self._windows = self._windows, None
         if windows:
             windows.close(step, rest or Times())
@@ -144,7 +135,7 @@ class Metrics:
             self._loggers = []  # a checkpoint writer may still report after the end of the run
 
     def make_up(self, records: Iterable[dict[str, Any]], *, known: Iterable[dict[str, Any]]) -> None:
-        """Log those of another rank's `recent` records that are not among the `known` ones."""
+        """Log those of another rank's `recent` records that are not `known`."""
         seen = {_identity(record) for record in known}
         for record in records:
             if _identity(record) not in seen:
@@ -160,7 +151,6 @@ class Metrics:
             self.event("note", text=f"{why}: output is dropped, and the run continues")
 
     def _surely(self, logger: Logger, act: Callable[[], Any]) -> None:
-        """Call a logger; if it raises, print the error and remove it. A logger never fails the run."""
         try:
             act()
         except Exception as error:
@@ -169,25 +159,24 @@ class Metrics:
 
 
 def check_names(names: Iterable[str], what: str, *, taken: Iterable[str] = ()) -> None:
-    """Raise ConfigError for a name of a value that records or sums use themselves; `taken`: further ones."""
+    """Raise ConfigError for a name that records or sums use themselves; `taken`: further ones."""
     for name in names:
         if name in OF_RECORDS or name in taken or name.endswith((OF, SEEN)):
             raise ConfigError(f"{what} has the name {name}, which records use themselves: choose another")
 
 
 def is_same(record: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two records, of two ranks, are one and the same of their run."""
+    """Whether two ranks' records are one of their run."""
     return _identity(record) == _identity(other)
 
 
 def _identity(record: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what tells a record from the others of a run."""
     text = _as_text(record) if record["kind"] == "eval" else record.get("text")
     return record["kind"], record.get("event"), record.get("step"), text
 
 
 def _as_text(record: dict[str, Any]) -> str:
-    """Return the values of an evaluation; a number that is not finite is None in a file."""
+    """A number that is not finite is None in a file."""
     plain = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }

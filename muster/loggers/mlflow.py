@@ -1,4 +1,4 @@
-"""MLflow logger. `pip install mlflow`; with a tracking server mlflow-skinny is enough."""
+"""MLflow logger. `pip install mlflow`; for a tracking server, mlflow-skinny is enough."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from muster.loggers.base import Logger
 from muster.loggers.tensorboard import scalars
 
 LONGEST = 500
-"""Maximum length of a parameter's value, in characters, that every server accepts."""
+"""Characters of a parameter's value that every server accepts."""
 
 
 class Mlflow(Logger):
-    """Logs to one MLflow run per run folder. A resumed run continues it; steps already logged are not sent again.
+    """One MLflow run per run folder. A resumed run continues it; steps already logged are not sent again.
 
-    uri: tracking server; none: MLFLOW_TRACKING_URI, else `folder`/mlflow.db (`mlflow ui --backend-store-uri
-        sqlite:///...`), which needs the full mlflow package.
+    `uri`: tracking server; None: MLFLOW_TRACKING_URI, else `folder`/mlflow.db (`mlflow ui --backend-store-uri sqlite:///...`).
 
     Source: https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html
     """
@@ -66,7 +65,7 @@ class Mlflow(Logger):
 
 
 def _client(where: str) -> MlflowClient:
-    """Return a client of the server or store `where`. Raises ValueError if MLflow does not take a store of files any more."""
+    """Raises ValueError: this MLflow takes no store of files any more."""
     try:
         return MlflowClient(tracking_uri=where)
     except Exception as error:

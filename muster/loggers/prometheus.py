@@ -1,4 +1,4 @@
-"""Prometheus logger: a metrics page for Prometheus to scrape."""
+"""Prometheus logger."""
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ class Prometheus(Logger):
     muster_step, muster_total_steps, muster_world_size; muster_train{name} and muster_eval{name}: last values;
     muster_samples; muster_events_total{event}; muster_rank_seconds_total{rank,part}: time of each rank by part.
 
-    Args:
-        name: name of the run, the label `run` of all metrics.
-        step: step at which this attempt begins.
-        total_steps: total steps of the run.
-        port: TCP port to listen on.
-        host: address to listen on; the default is reachable from this host only, 0.0.0.0 from everywhere.
+    `name`: label `run` of all metrics. `host`: 0.0.0.0 is reachable from everywhere, the default from this host only.
+
+    Raises OSError: it cannot listen at `port`.
 
     Source: https://prometheus.github.io/client_python/
     """
 
     key = "metrics.port"
-    """What the user calls the port."""
+    """The port's name in errors."""
 
     def __init__(self, name: str, step: int, total_steps: int, *, port: Annotated[int, Ge(1)], host: str = "127.0.0.1"):
         registry = CollectorRegistry()

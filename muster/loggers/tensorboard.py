@@ -1,4 +1,4 @@
-"""TensorBoard logger: event files in the run's folder."""
+"""TensorBoard logger."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from muster.loggers.base import Logger
 
 COORDINATES = ("kind", "step", "epoch", "samples")
 VERSION = "brain.Event:2"
-"""What each event file begins with."""
+"""Header of an event file."""
 
 
 def import_writer() -> None:
-    """Import what writes event files, which takes a second: once, for a process whose children write some."""
+    """Import the writer, which takes a second, once for a process whose children write event files."""
     with contextlib.suppress(ImportError):  # which `TensorBoard` raises
         importlib.import_module("tensorboard.compat.proto.event_pb2")
         importlib.import_module("tensorboard.summary.writer.record_writer")
 
 
 class TensorBoard(Logger):
-    """Writes the numbers of `train` and `eval` records and the config, as hyperparameters, to `folder`/tensorboard.
+    """Writes `train` and `eval` values and the config, as hyperparameters, to `folder`/tensorboard.
 
-    Each event is in the file at once, so that a rank that is killed loses none. torch's SummaryWriter has a thread that
-    writes them later: it takes the interpreter from the steps, 2 % of steps of 2 ms, and loses what it has not written.
+    Each event is written at once, so that a killed rank loses none. torch's SummaryWriter writes later, in a thread that takes
+    2 % of steps of 2 ms.
     """
 
     def __init__(self, folder: Path, step: int):
@@ -65,7 +65,7 @@ class TensorBoard(Logger):
         self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
     def _tell_config(self, config: dict[str, Any]) -> None:
-        """Write the config to the run's own event file: SummaryWriter.add_hparams would create another run."""
+        """Write to the run's own event file: SummaryWriter.add_hparams would create another run."""
         from torch.utils.tensorboard import summary
 
         plain = (bool, int, float, str)
@@ -82,7 +82,7 @@ class TensorBoard(Logger):
 
 
 def scalars(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a `train` or `eval` record, named `train/loss`; an empty dict for an event."""
+    """Return a record's values, named `train/loss`; none for an event."""
     if record["kind"] == "event":
         return {}
     known = {name: value for name, value in record.items() if name not in COORDINATES and value is not None}

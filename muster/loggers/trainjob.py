@@ -23,20 +23,16 @@ URL, CERTIFICATE, TOKEN = (
 )
 EVERY_S, ANSWERS_S = 10.0, 5.0
 MOST_METRICS, LONGEST = 200, 64
-"""Trainer refuses more metrics than 256, and names and values of more than 64 letters."""
+"""Trainer refuses more than 256 metrics, and names and values of more than 64 characters."""
 
 
 class TrainJob(Logger):
-    """Posts the progress, the seconds that are left and the last values to Trainer's server, every ten seconds.
+    """Posts progress, seconds left and last values to Trainer's server, every ten seconds.
 
-    A thread posts them, so that a slow server delays no step. The first error is printed, and later posts are tried again.
+    A thread posts them, so that a slow server delays no step. The first error is printed; later posts are tried again.
 
-    Args:
-        url: address of the job's status.
-        certificate: file with the certificate of the server's authority.
-        token: file with the pod's token, which the kubelet replaces from time to time.
-        step: step at which this attempt begins.
-        total_steps: total steps of the run; 0 if unknown.
+    `certificate`: file with the certificate of the server's authority. `token`: file with the pod's token, which the kubelet
+    replaces from time to time. `total_steps`: 0 if unknown.
 
     Source: https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress
     """
@@ -65,7 +61,7 @@ class TrainJob(Logger):
         self._thread.join(timeout=2 * ANSWERS_S)  # one post may be under way
 
     def status(self) -> dict[str, Any]:
-        """Return what is posted: Trainer's UpdateTrainJobStatusRequest."""
+        """Return Trainer's UpdateTrainJobStatusRequest."""
         done, values = self._step - self._first, self._values
         known: dict[str, Any] = {"lastUpdatedTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
         if self._total:
@@ -104,7 +100,7 @@ class TrainJob(Logger):
 
 
 def of_environment(env: Mapping[str, str] = os.environ, *, step: int, total_steps: int) -> list[Logger]:
-    """Return the logger of a TrainJob whose Trainer takes its progress (feature gate TrainJobStatus), or none."""
+    """Return a TrainJob's logger if its Trainer takes the progress (feature gate TrainJobStatus), or none."""
     if not all(env.get(name) for name in (URL, CERTIFICATE, TOKEN)):
         return []
     return [TrainJob(env[URL], env[CERTIFICATE], env[TOKEN], step=step, total_steps=total_steps)]

@@ -14,9 +14,9 @@ from muster.loggers.tensorboard import scalars
 
 
 class Wandb(Logger):
-    """Logs to one W&B run per run folder. A resumed run continues it; steps already logged are not sent again.
+    """One W&B run per run folder. A resumed run continues it; steps already logged are not sent again.
 
-    mode: online, offline (`folder`/wandb, to be sent later with `wandb sync`) or disabled; none: from WANDB_MODE.
+    `mode`: offline writes to `folder`/wandb, for `wandb sync` later; None: from WANDB_MODE.
 
     Source: https://docs.wandb.ai/ref/python/init
     """

@@ -1,9 +1,9 @@
-"""The save of the last step when a rank is lost for good: of a replicated state, each rank that is left holds all.
+"""The save of the last step when a rank is lost for good: each rank that is left holds all of a replicated state.
 
-The ranks that are left agree by the run's folder, since the rendezvous store may be lost, too: the one that creates a marker
-there commits a checkpoint alone, and the others wait for it, since torchrun ends a node's ranks once one of them has ended,
-and restarts the other nodes without it. A rank that learns of the loss late, when those that it waits for have ended, saves
-if the others could not. A part of a divided network that has been superseded commits nothing.
+The ranks that are left agree in the run's folder, since the rendezvous store may be lost, too. The one that creates a marker
+there commits a checkpoint alone. The others wait for it, since torchrun ends a node's ranks once one of them has ended, and
+restarts the other nodes without it. A rank that learns of the loss late, when those that it waits for have ended, saves if
+the others could not. A part of a divided network that has been superseded commits nothing.
 """
 
 from __future__ import annotations
@@ -32,19 +32,15 @@ from muster.world.group import World
 SAVED_S = 25.0
 """The longest wait for another rank's save: torchrun ends a node's other ranks 30 s after one has ended."""
 NOTICED_S = 0.5
-"""Within so long the ranks that an error reaches at all have got it."""
+"""The time within which an error reaches all ranks that it reaches at all."""
 POLL_S = 0.05
 POLLS_PER_S = 2000.0  # of all ranks together: the folder may be on a file server
 
 
 def save_emergency(world: World, folder: RunFolder, *, step: int, save: Callable[[], None] | None) -> None:
-    """Save the state at `step` on one of the ranks that are left, or wait for that. Every rank that is left must call it.
+    """Save this rank's last `step` on one of the ranks that are left, or wait for that. Every rank that is left must call it.
 
-    Args:
-        world: the ranks, some of which are gone.
-        folder: the run's folder.
-        step: the last step that this rank has done.
-        save: writes and commits a checkpoint; None: this rank cannot.
+    save: writes and commits a checkpoint; None: this rank cannot.
     """
     marker = folder.path / f"{DRAFT}emergency-{world.attempt}"  # a later claim deletes one that is left
     pause_s, began = max(POLL_S, world.size / POLLS_PER_S), time.monotonic()
@@ -68,7 +64,7 @@ def save_emergency(world: World, folder: RunFolder, *, step: int, save: Callable
 def make_up(running: Steps, folder: RunFolder) -> None:
     """Write the last lines before a save that one rank has made alone: the rank that writes them may have been lost.
 
-    The manifest of the save has them as `recent`, and as `unlogged` the samples whose loss no line will have.
+    The save's manifest has the lines as `recent`, and the number of samples whose loss is lost as `unlogged`.
     """
     saved = folder.saved
     if saved is None or saved.storage.root != running.checkpoints.storage.root:  # another run's, to start from
@@ -86,7 +82,7 @@ def make_up(running: Steps, folder: RunFolder) -> None:
 
 
 def last_lines(running: Steps) -> list[dict[str, Any]]:
-    """Return the last lines of `running` for `recent`: rank 0 may have been lost before it had written those of one step."""
+    """Return the last lines of `running` for `recent`: rank 0 may be lost before it has written those of one step."""
     return [record for record in running.records.recent if record["kind"] in ("train", "eval")][-2:]
 
 

@@ -16,7 +16,7 @@ from muster.report.results import RECORDS, runs_in
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Return 0, 2 if a folder is not a run's, or 5 if the page cannot be written."""
+    """Return 0, 2 if a folder is not a run's, or 5 if the page cannot be made."""
     parser = argparse.ArgumentParser(prog="muster report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a folder of such folders")
     parser.add_argument(

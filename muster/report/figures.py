@@ -1,4 +1,7 @@
-"""The report's figures, as data for Plotly's script: https://plotly.com/javascript/reference/."""
+"""The report's figures, as data for Plotly's script, or None where there is too little to show.
+
+Source: https://plotly.com/javascript/reference/
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from muster.report.history import LOSSES, History, differing
 
 Figure = dict[str, Any]
 DECADES = 30.0
-"""Positive values of a sweep whose largest is this many times the smallest are on a logarithmic axis."""
+"""Positive values of a sweep that spread by this factor are on a logarithmic axis."""
 MOST_POINTS = 2000
-"""Maximum number of points of a curve; longer curves are thinned out evenly."""
+"""Points of a curve; longer ones are thinned out evenly."""
 COLOURS = {
     "steps": "#2e9e6b", "compute": "#2e9e6b", "data wait": "#e8a33d", "data": "#e8a33d", "wait": "#8c8f98", "evaluation": "#5b8def",
     "checkpoint": "#9a6fd0", "repeated steps": "#d9534f", "start": "#57b5c4", "restart": "#c47f57", "down": "#7a5c5c",
@@ -31,7 +34,7 @@ SPEEDS = ("samples_per_s", "tokens_per_s", "mfu")
 
 
 def curves(histories: Sequence[History]) -> list[Figure]:
-    """Return a figure each of loss, evaluation metrics, learning rate, speed and gradient norm, over steps and time."""
+    """Return a figure each of loss, metrics, learning rate, speed, memory and gradient norm, over steps and time."""
     measured = [name for history in histories for line in history.evals for name in line]
     more = [name for history in histories for line in history.train[:1] for name in line]
     known = {"kind", "step", "epoch", "samples", "loss", *OF_A_STEP}
@@ -43,7 +46,7 @@ def curves(histories: Sequence[History]) -> list[Figure]:
 
 
 def _is_constant(figure: Figure) -> bool:
-    """Return True if all runs have one value, or each has one rate: a figure of several runs is there for what differs."""
+    """True if all runs have one value, or each has one rate: a figure of several runs shows what differs."""
     each = [{*trace["y"]} for trace in figure["data"]]
     return len(set().union(*each)) == 1 or (figure["title"] == WORDS["lr"] and all(len(values) == 1 for values in each))
 
@@ -85,7 +88,7 @@ def _curve(histories: Sequence[History], name: str) -> Figure:
 
 
 def marks(history: History) -> list[dict[str, Any]]:
-    """Return the steps and times of restarts, preemptions, deaths, world size changes and stragglers; at most the last 60."""
+    """Return steps and times of the last 60 restarts, failures, preemptions, deaths, world size changes and stragglers."""
     found: list[dict[str, Any]] = []
     size = None
     for line in history.events:
@@ -112,7 +115,7 @@ def marks(history: History) -> list[dict[str, Any]]:
 
 
 def where_time_went(histories: Sequence[History]) -> Figure | None:
-    """Return a figure with one bar per run: the shares of its wall-clock time; None if no times are recorded."""
+    """One bar per run: the shares of its wall-clock time."""
     known = [history for history in histories if history.seconds][::-1]
     if not known:
         return None
@@ -133,7 +136,7 @@ def where_time_went(histories: Sequence[History]) -> Figure | None:
 
 
 def ranks(history: History) -> Figure | None:
-    """Return a figure of each rank's step time in the last attempt; None with fewer than two ranks."""
+    """Each rank's step time in the last attempt."""
     rows, hosts = history.by_rank, history.hosts
     if len(rows) < 2:
         return None
@@ -153,14 +156,12 @@ def ranks(history: History) -> Figure | None:
 
 
 def _bars(title: str, data: list[Figure], xaxis: Figure, yaxis: Figure, *, height: int) -> Figure:
-    """Return a figure of horizontal stacked bars, one row per name."""
     traces = [{"type": "bar", "orientation": "h", **trace} for trace in data]
     layout = {"barmode": "stack", "xaxis": xaxis, "yaxis": {"type": "category", **yaxis}}
     return {"title": title, "data": traces, "layout": layout, "height": height, "wide": True}
 
 
 def checkpoints(history: History) -> Figure | None:
-    """Return a figure of the checkpoints' sizes and write times; None with fewer than two."""
     lines = _thinned(history.of_event("checkpoint"))
     if len(lines) < 2:
         return None
@@ -175,10 +176,7 @@ def checkpoints(history: History) -> Figure | None:
 
 
 def parallel(histories: Sequence[History]) -> Figure | None:
-    """Return a parallel-coordinates figure of a sweep, one line per run: differing keys and results.
-
-    None with fewer than three runs or two axes.
-    """
+    """Parallel coordinates of a sweep, one line per run: differing keys and results."""
     histories = [history for history in histories if history.config]  # others failed before they began
     if len(histories) < 3:
         return None
@@ -210,7 +208,7 @@ def parallel(histories: Sequence[History]) -> Figure | None:
 
 
 def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Return an axis: numbers unchanged, other values as the index of their first occurrence."""
+    """Other values than numbers become the index of their first occurrence."""
     if all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
         spread = min(values) > 0 and max(values) >= DECADES * min(values)
         return {"label": name, "values": list(values), **({"log": True} if spread else {})}
@@ -224,7 +222,7 @@ def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: `3.0 s`, `4 min 5 s`, `2 h 3 min`, `5 d 2 h`."""
+    """Return `3.0 s`, `4 min 5 s`, `2 h 3 min`, `5 d 2 h`."""
     whole = round(seconds)
     if whole < 10:
         return f"{seconds:.1f} s"
@@ -236,7 +234,6 @@ def duration(seconds: float) -> str:
 
 
 def _thinned(lines: Sequence[Any]) -> list[Any]:
-    """Return at most MOST_POINTS of the lines, evenly spaced, including the last."""
     every = -(-len(lines) // MOST_POINTS) or 1
     return [*lines[-1::-every]][::-1]
 

@@ -1,4 +1,4 @@
-"""A run's history, read from its folder once, for the page, the live view and the sweep table."""
+"""A run's history, read from its files once. Missing files give empty values, not errors."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ LOSSES = ("down", "restart", "survived deaths", "start", "repeated steps", "data
 class Stretch:
     """One attempt, from timing.jsonl. Times are in seconds since the epoch.
 
-    began: start of the process. trained: start of its training loop. ended: its last record.
-    resumed_at: first step. facts, windows, end: its lines, by kind.
+    began: of the process. trained: start of its training loop. ended: its last record. resumed_at: first step.
+    facts, windows, end: its lines, by kind.
     """
 
     began: float
@@ -44,15 +44,12 @@ class Stretch:
 
     @property
     def last_step(self) -> int:
-        """Last step on record; `resumed_at` if there is none."""
         last: int = max([self.resumed_at, *(line["step"] for line in self.windows), (self.end or {}).get("step", 0)])
         return last
 
 
 @dataclass(frozen=True)
 class History:
-    """A run's history, from its files. Missing files give empty values, not errors."""
-
     folder: Path
     lines: list[Line]
     timings: list[Line]
@@ -61,7 +58,7 @@ class History:
 
     @classmethod
     def of(cls, folder: Path) -> History:
-        """Read the history from `folder`. Raises OSError."""
+        """Raises OSError."""
         return cls(
             folder=folder,
             lines=jsonl.read(folder / jsonl.NAME),
@@ -72,27 +69,23 @@ class History:
 
     @property
     def name(self) -> str:
-        """Name of the run's folder."""
         return self.folder.resolve().name
 
     @cached_property
     def train(self) -> list[Line]:
-        """The `train` lines."""
         return [line for line in self.lines if line["kind"] == "train"]
 
     @cached_property
     def evals(self) -> list[Line]:
-        """The `eval` lines."""
         return [line for line in self.lines if line["kind"] == "eval"]
 
     @cached_property
     def events(self) -> list[Line]:
-        """The `event` lines."""
         return [line for line in self.lines if line["kind"] == "event"]
 
     @cached_property
     def begins(self) -> list[Line]:
-        """The `start` or `resume` event of each attempt that reached training, except those that found the run finished."""
+        """The `start` or `resume` event of each attempt, except those that found the run finished."""
         return jsonl.begins(self.events)
 
     @cached_property
@@ -106,43 +99,38 @@ class History:
 
     @property
     def logs(self) -> list[Path]:
-        """The files to which the output of the attempts went, without repetition, as far as they were known."""
+        """The attempts' log files, as far as they are known."""
         found = (stretch.facts.get("environment", {}).get("log") for stretch in self.stretches)
         return [Path(log) for log in dict.fromkeys(found) if log]
 
     def of_event(self, *names: str) -> list[Line]:
-        """Return the events with these names."""
         return [line for line in self.events if line["event"] in names]
 
     @property
     def total_steps(self) -> int | None:
-        """Total steps of the run, from its last attempt; None if not known."""
         return self.begins[-1].get("total_steps") if self.begins else None
 
     @property
     def world_size(self) -> int | None:
-        """World size of the last attempt; None if not known."""
         return self.begins[-1].get("world_size") if self.begins else None
 
     @property
     def step(self) -> int:
-        """Last step on record."""
         return max([line["step"] for line in (*self.train, *self.evals)], default=0)
 
     @property
     def state(self) -> str:
-        """Outcome in outcome.json: done, preempted, failed, running or another; none if there is none."""
+        """Outcome in outcome.json, such as done or failed; `none` without one."""
         return str(self.outcome.get("outcome") or "none")
 
     @cached_property
     def last_values(self) -> dict[str, float]:
-        """Metrics of the last evaluation, by name."""
         last = self.evals[-1] if self.evals else {}
         return {name: value for name, value in last.items() if name not in ("kind", "step", "epoch")}
 
     @cached_property
     def stretches(self) -> list[Stretch]:
-        """All attempts that reached training, except those that found the run finished."""
+        """The attempts in timing.jsonl, except those that found the run finished."""
         found: list[Stretch] = []
         for at, line in enumerate(self.timings):
             if line["kind"] != "attempt":
@@ -164,7 +152,7 @@ class History:
 
     @cached_property
     def spent(self) -> dict[str, float]:
-        """Seconds of wall-clock time by category: `steps` that count, and LOSSES. They add up to `seconds`."""
+        """Seconds by category: `steps` that count, and LOSSES. They add up to `seconds`."""
         spent = dict.fromkeys(("steps", *LOSSES), 0.0)
         for at, stretch in enumerate(self.stretches):
             before = self.stretches[at - 1] if at else None
@@ -188,19 +176,19 @@ class History:
         return spent
 
     def _is_survival(self, stretch: Stretch) -> bool:
-        """True if `stretch` is no attempt of its own: a rank was restarted in place, and the run goes on with the state that is alive."""
+        """True if `stretch` is no attempt of its own: a rank was restarted in place, and the run goes on with the live state."""
         return stretch.trained in self._restarts_in_place and stretch.facts.get("attempt") not in self._begun
 
     @cached_property
     def _restarts_in_place(self) -> set[float]:
-        """When the times began that were last begun before a death was noted: in rank 0's place, or anew, as by a Job."""
+        """Begin of each stretch that was the newest when a death was noted: one in rank 0's place, or anew, as by a Job."""
         began = [stretch.trained for stretch in self.stretches]
         times = [line["time"] for line in self.deaths if "time" in line]
         return {began[bisect(began, then) - 1] for then in times if began and then >= began[0]}
 
     @cached_property
     def _survived_s(self) -> float:
-        """Seconds for which deaths stopped training; ranks that died at once were restarted in place at the same time."""
+        """Seconds for which deaths stopped training; ranks that died at the same step were restarted together."""
         longest: dict[int, float] = {}
         for line in self.deaths:
             step = line["step"]
@@ -209,7 +197,6 @@ class History:
 
     @property
     def attempts(self) -> int:
-        """The number of attempts that reached training."""
         return len(self.begins) or sum(not self._is_survival(stretch) for stretch in self.stretches)
 
     @property
@@ -219,7 +206,7 @@ class History:
 
     @property
     def goodput(self) -> float | None:
-        """Share of wall-clock time spent in steps that count, from 0 to 1; None if no times are recorded."""
+        """Share of time in steps that count, from 0 to 1; None without recorded times."""
         return self.spent["steps"] / self.seconds if self.seconds else None
 
     @cached_property
@@ -237,15 +224,12 @@ class History:
 
     @property
     def hosts(self) -> list[str]:
-        """Host of each rank of the last attempt."""
+        """Of each rank of the last attempt."""
         facts = self.stretches[-1].facts if self.stretches else {}
         return [facts["hosts"][number] for number in facts.get("host_of_rank", ())]
 
     def time_of(self, step: int) -> float | None:
-        """Return the time at which `step` was last done, in seconds since the run began, by linear interpolation.
-
-        None if no times are recorded.
-        """
+        """Return when `step` was last done, interpolated, in seconds since the run began; None without recorded times."""
         known, times = self._clock
         if not known:
             return None
@@ -257,7 +241,7 @@ class History:
 
     @cached_property
     def _clock(self) -> tuple[list[int], list[float]]:
-        """Known steps and their times; of a repeated step the later time."""
+        """Steps and times; of a repeated step the later one."""
         times: dict[int, float] = {}
         zero = self.stretches[0].began if self.stretches else 0.0
         for stretch in self.stretches:
@@ -268,7 +252,7 @@ class History:
 
     @cached_property
     def ledger(self) -> tuple[bool | None, str]:
-        """True if the samples on record match the plan and no step is there twice (None: not known); and a summary."""
+        """Whether the samples on record match the plan and no step is there twice (None: unknown); and a summary."""
         size = next((line["samples_per_epoch"] for line in self.events if "samples_per_epoch" in line), None)
         if not size or not self.train or "batch_size" not in self.config:
             return None, "not known: there are no steps on record"
@@ -293,7 +277,6 @@ def _config(path: Path) -> Line:
 
 
 def ranked(histories: Sequence[History]) -> list[History]:
-    """Return the runs in the order of their results, the best one first (results.py)."""
     of = {id(result := Result.of(history.folder, history.lines)): (history, result) for history in histories}
     return [of[id(each)][0] for each in results.ranked([result for _, result in of.values()])]
 
@@ -302,10 +285,7 @@ UNTOLD = ("name", "output_dir")
 
 
 def differing(histories: list[History]) -> dict[str, list[Any]]:
-    """Return config key -> value of each run, for keys whose values differ, except names, folders and `log.`.
-
-    A run that failed before it had a config has no values, and differs in none.
-    """
+    """Return key -> each run's value, where values differ, except names, folders and `log.`. A run without a config differs in none."""
     flats = [flatten(history.config) for history in histories]
     names = dict.fromkeys(name for each in flats for name in each if name not in UNTOLD and not name.startswith("log."))
     found = {name: [each.get(name) for each in flats] for name in names}
@@ -314,6 +294,5 @@ def differing(histories: list[History]) -> dict[str, list[Any]]:
 
 
 def _plan(size: int, config: Mapping[str, Any]) -> Plan:
-    """Return the plan of a run with `size` training samples."""
     drop_last = bool((config.get("loader") or {}).get("drop_last"))
     return Plan(size, min(int(config["batch_size"]), size), drop_last=drop_last)

@@ -30,16 +30,16 @@ from muster.report.results import Result, metric_of
 
 NAME = "report.html"
 LAST = 200
-"""Maximum number of events shown; the last ones are."""
+"""The most events that are shown."""
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html about the run in `folder`. Raises OSError, StorageError."""
+    """Write `folder`/report.html. Raises OSError, StorageError."""
     return write_page([History.of(folder)], folder / NAME)
 
 
 def write_page(histories: Sequence[History], path: Path) -> Path:
-    """Write one page about all `histories` to `path`. Raises OSError, StorageError."""
+    """Raises OSError, StorageError."""
     page = Page()
     if len(histories) == 1:
         title = f"Run {histories[0].name}"
@@ -56,9 +56,9 @@ def write_page(histories: Sequence[History], path: Path) -> Path:
 
 @cache
 def plotly() -> str:
-    """Return Plotly's script from its installed package, compressed, in base64. Raises FileNotFoundError.
+    """Return Plotly's script, gzipped, in base64: 1.9 MB of 4.7, for each page of a sweep. Raises FileNotFoundError.
 
-    The script is 4.7 MB, 1.9 MB so, and a sweep has a page for each run. Every browser since 2023 has DecompressionStream.
+    Every browser since 2023 has DecompressionStream.
     """
     found = find_spec("plotly")  # not imported: that would take longer than the rest of the page
     if not found or not found.origin:
@@ -80,7 +80,7 @@ FILES = (
 
 
 def links(history: History, start: Path) -> str:
-    """Return the HTML of links to a run's files and its attempts' logs, relative to the page's folder `start`."""
+    """Return HTML links to a run's files and logs, relative to the page's folder `start`."""
     there = [_link(history.folder / name, start, name) for name in FILES if (history.folder / name).exists()]
     there += [_link(log, start, log.name) for log in history.logs if log.is_file()]
     return f'<p class="dim">{" · ".join(there)}</p>'
@@ -92,13 +92,13 @@ def _link(path: Path, start: Path, words: str) -> str:
 
 
 class Page:
-    """The figures of a page; the script draws each in the element with its number."""
+    """A page's figures; the script draws each in the element with its number."""
 
     def __init__(self) -> None:
         self.figures: list[Figure] = []
 
     def plots(self, wanted: Iterable[Figure | None]) -> str:
-        """Add figures, except None, and return the HTML for them."""
+        """Add figures, and return their HTML."""
         known = [figure for figure in wanted if figure]
         narrow = iter(spans(sum(not figure.get("wide") for figure in known)))
         each = [self._plot(figure, 12 if figure.get("wide") else next(narrow)) for figure in known]
@@ -113,13 +113,13 @@ class Page:
 
 
 def spans(number: int) -> list[int]:
-    """Return how many of 12 columns each of `number` figures takes: rows of three, and of two where one would be alone."""
+    """Return how many of 12 columns each figure takes: rows of three, and of two where one would be alone."""
     pairs = {0: 0, 1: 2, 2: 1}[number % 3] if number > 1 else 0
     return [12] if number == 1 else [4] * (number - 2 * pairs) + [6] * (2 * pairs)
 
 
 def one(history: History, page: Page, files: str = "") -> list[str]:
-    """Return the body of a page about one run. `files`: HTML of links to its files."""
+    """Return the body about one run. `files`: HTML of links to its files."""
     facts = {
         "steps": f"{history.step:,}" + (f" of {history.total_steps:,}" if history.total_steps else ""),
         "duration": duration(history.seconds),
@@ -194,7 +194,7 @@ MEANINGS = {
 
 
 def _memory(history: History) -> dict[str, str]:
-    """Return the peaks of rank 0's memory over all attempts whose end is on record, and the GPU's name."""
+    """Return rank 0's peaks over all attempts whose end is on record, and the GPU's name."""
     known = [(stretch.end or {}).get("memory_mb", {}) for stretch in history.stretches]
     environment = history.stretches[-1].facts.get("environment", {}) if history.stretches else {}
     peaks = {
@@ -206,7 +206,7 @@ def _memory(history: History) -> dict[str, str]:
 
 
 def _marks(marks: Sequence[dict[str, Any]]) -> str:
-    """Return the HTML that explains the numbers above the curves' dotted lines."""
+    """Explain the numbers above the curves' dotted lines."""
     told = " · ".join(f"<b>{n}</b> {escape(mark['what'])} (step {mark['step']:,})" for n, mark in enumerate(marks, 1))
     return f'<p class="dim">{told}</p>' if marks else ""
 
@@ -216,7 +216,7 @@ def _class(history: History) -> str:
 
 
 def compared(histories: Sequence[History], page: Page, start: Path) -> list[str]:
-    """Return the body of a page about several runs, the best of which comes first. `start`: the page's folder."""
+    """Return the body about several runs, best first. `start`: the page's folder."""
     differs, found = differing(list(histories)), [Result.of(history.folder, history.lines) for history in histories]
     key = metric_of(found)
     values = list(dict.fromkeys(name for result in found for name in result.values))
@@ -263,7 +263,6 @@ def compared(histories: Sequence[History], page: Page, start: Path) -> list[str]
 
 
 def _named(history: History, start: Path) -> str:
-    """Return a run's name, as a link to its own page if it has one."""
     there = (history.folder / NAME).exists()
     return _link(history.folder / NAME, start, history.name) if there else escape(history.name)
 
@@ -304,7 +303,6 @@ def _when(history: History) -> str:
 
 
 def _deaths(history: History) -> str:
-    """Return the number of deaths, and their hosts, first the one with most of them."""
     by_host = Counter(str(line.get("host", "?")) for line in history.deaths).most_common()
     return f"{len(history.deaths)} on {', '.join(f'{host} ({number})' if len(by_host) > 1 else host for host, number in by_host[:3])}"
 
@@ -315,7 +313,6 @@ def _speed(history: History) -> str:
 
 
 def _of_devices(history: History) -> dict[str, str]:
-    """Return tokens a second, utilization and memory, as far as the records have them."""
     tokens, share = _median(history, "tokens_per_s"), _median(history, "mfu")
     memory = max((line["peak_memory_gib"] for line in history.train if line.get("peak_memory_gib")), default=None)
     return {
@@ -326,7 +323,6 @@ def _of_devices(history: History) -> dict[str, str]:
 
 
 def _median(history: History, name: str) -> float | None:
-    """Return the median of an entry of the `train` lines; None if none has it."""
     values = sorted(line[name] for line in history.train if line.get(name) is not None)
     return values[len(values) // 2] if values else None
 
@@ -340,7 +336,7 @@ def _facts(facts: dict[str, str]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, best: bool = False, escaped: bool = False) -> str:
-    """Return an HTML table. best: the first row is marked. escaped: the cells are HTML already."""
+    """`best`: mark the first row. `escaped`: the cells are HTML already."""
     top = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>" if head else ""
     body = "".join(
         f"<tr{' class=best' if best and not number else ''}>"
@@ -356,5 +352,5 @@ def _cell(html: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """Return JSON for a script element; `</` is escaped, as it could end the element."""
+    """For a script element, which `</` could end."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")

@@ -17,11 +17,11 @@ from muster.outcome import Outcome
 
 COORDINATES = ("kind", "step", "epoch")
 OF_A_RUN = (NAME, "config.yaml", "model.pt", "checkpoints")
-"""Files of which a run's folder has at least one."""
+"""A run's folder has at least one of these."""
 RECORDS = (NAME, outcome.OUTCOME)
-"""Files of a run that was claimed, of which one that failed before it began has the second alone."""
+"""Files of a claimed run; one that failed before it began has the second alone."""
 DEFAULT_METRICS = ("loss", "train loss")
-"""Metrics that runs without `checkpoint.best` are compared by: the first that one of them has."""
+"""Without `checkpoint.best`, runs are compared by the first that one of them has."""
 
 UNENDED, FAILED = 1, 2
 
@@ -30,10 +30,10 @@ UNENDED, FAILED = 1, 2
 class Result:
     """The values of one run.
 
-    step, values: of the evaluation that `checkpoint.best` chose, else of the last one; without evaluations, of the last
-        `train` line, as `train loss`.
-    metric, mode: the metric of `checkpoint.best`, and `min` or `max`; empty without it.
-    standing: 0 if the run is done, or nothing says how it ended; 1 if it has not come to its end; 2 if it has failed.
+    step, values: of the evaluation that `checkpoint.best` chose, else of the last one; without evaluations, of the last `train` line,
+        as `train loss`.
+    metric, mode: of `checkpoint.best`, with `min` or `max`; empty without it.
+    standing: 0 if the run is done, or nothing says how it ended; UNENDED; FAILED.
     """
 
     folder: Path
@@ -45,10 +45,7 @@ class Result:
 
     @classmethod
     def of(cls, folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> Result:
-        """Read the result of the run in `folder`. A run that has measured nothing has no values.
-
-        lines: those of its metrics.jsonl, if they were read already.
-        """
+        """A run that has measured nothing has no values. `lines`: those of its metrics.jsonl, if read already."""
         lines, best = read(folder / NAME) if lines is None else lines, read_best(folder)
         standing = _standing(outcome.last(folder).outcome)
         evaluations = [line for line in lines if line["kind"] == "eval"]
@@ -68,13 +65,13 @@ class Result:
         return cls(folder=folder, standing=standing)
 
     def value(self, metric: str) -> float:
-        """Return the value of `metric`; NaN if the run has none."""
+        """Return NaN if the run has none."""
         value = self.values.get(metric)
         return math.nan if value is None else float(value)
 
 
 def metric_of(results: Sequence[Result]) -> str:
-    """Return the metric to compare runs by: that of `checkpoint.best` if all use the same one, else the loss."""
+    """Return the metric to compare by: that of `checkpoint.best` if all use the same, else one of DEFAULT_METRICS; empty without one."""
     chosen = {each.metric for each in results if each.values and each.standing < FAILED} or {
         each.metric for each in results if each.values
     }
@@ -84,9 +81,9 @@ def metric_of(results: Sequence[Result]) -> str:
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:
-    """Return the results with the best first, those that are equal by the numbers in their folders' names.
+    """Sort with the best first; equal ones by the numbers in their folders' names.
 
-    A run that has not come to its end, or has failed, is behind all that have; one without a finite value comes last.
+    A run that has not ended, then one that has failed, is behind all that are done; one without a finite value comes last.
     """
     metric = metric_of(results)
     modes = {each.mode for each in results if each.metric == metric and each.mode} or {direction(metric)}
@@ -100,17 +97,16 @@ def ranked(results: Sequence[Result]) -> list[Result]:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the folder itself if it is a run's, else the run folders in it, sorted by name."""
+    """Return the folder if it is a run's, else the runs in it, sorted by name."""
     if (folder / NAME).exists():
         return [folder]
     return sorted({path.parent for name in RECORDS for path in folder.glob(f"*/{name}")})
 
 
 def best_in(folder: Path) -> tuple[Result, str] | None:
-    """Return the best run of the sweep in `folder`, and a line that says why; None if the folder is not a sweep's.
+    """Return a sweep's best run, and a line that says why; None if the folder is not a sweep's.
 
-    Raises:
-        ConfigError: no run in it has a finite loss or metric.
+    Raises ConfigError: no run has a finite loss or metric.
     """
     runs = [] if any((folder / name).exists() for name in OF_A_RUN) else runs_in(folder)
     if not runs:
@@ -136,7 +132,7 @@ def _standing(of: str) -> int:
 
 
 def _by_numbers(folder: Path) -> list[tuple[int, str]]:
-    """Return what sorts seed-2 before seed-10."""
+    """Sort seed-2 before seed-10."""
     parts = re.findall(r"[0-9]+|[^0-9]+", folder.name)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 

@@ -1,4 +1,4 @@
-"""The results of a sweep's jobs as a table at its end."""
+"""The table of results at a sweep's end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muster.report.results import FAILED, Result, metric_of, ranked
 
 
 class SweptJob(NamedTuple):
-    """A job: its folder if its config was accepted, its exit code, and its value of each swept key."""
+    """`folder`: None if the config was not accepted. `values`: of each swept key."""
 
     folder: str | None
     exit_code: int
@@ -24,11 +24,7 @@ class SweptJob(NamedTuple):
 
 
 def print_table(jobs: Sequence[SweptJob]) -> None:
-    """Print a row per job, the best first, and the columns that differ between jobs. No column is cut off at any width.
-
-    A row has the values of the job's best evaluation if `checkpoint.best` is set, else of its last one, else its last
-    loss. Jobs are compared by `checkpoint.best`, else by the loss.
-    """
+    """Print a row per job (see `Result`), the best first, and the columns that differ. No column is cut off at any width."""
     results = {id(job): _result(job) for job in jobs}
     order = [id(result) for result in ranked([*results.values()])]
     rows = sorted(jobs, key=lambda job: order.index(id(results[id(job)])))
@@ -57,17 +53,14 @@ def print_table(jobs: Sequence[SweptJob]) -> None:
 
 
 def _result(job: SweptJob) -> Result:
-    """Return the job's own result: a job that was refused has none, whatever run its folder holds."""
+    """A job that was refused has no result, whatever run its folder holds."""
     if not job.folder or job.exit_code in (ConfigError.exit_code, Held.exit_code):
         return Result(folder=Path(job.folder or ""), standing=FAILED)
     return Result.of(Path(job.folder))
 
 
 def _columns(jobs: Sequence[SweptJob], results: Sequence[Result], metric: str) -> dict[str, list[str]]:
-    """Return the cells of each column by its title: of keys, exit code, step and values, those that differ.
-
-    The metric that jobs are compared by is always shown, and one column that names the job.
-    """
+    """Return title -> cells of the columns that differ; always with `metric`, and one that names the job."""
     keys = dict.fromkeys(key for job in jobs for key in job.values)
     names = dict.fromkeys(name for result in results for name in result.values)
     swept = {key: [job.values.get(key, "") for job in jobs] for key in keys}

@@ -1,4 +1,4 @@
-"""`muster report --watch RUN [RUN...]`: show the progress of runs in the terminal, from their files alone."""
+"""`muster report --watch RUN [RUN...]`: show runs in the terminal, from their files alone."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ EVERY_S = 1.0
 LEVELS = "▁▂▃▄▅▆▇█"
 SILENT_S = 60.0
 SPEEDS = 20
-"""Number of timing windows over which speed is averaged."""
+"""Timing windows over which speed is averaged."""
 STYLES = {"done": "green", "running": "blue", "preempted": "yellow", "none": ""}
 
 
 def watch(folders: Sequence[Path], *, once: bool = False) -> int:
-    """Show the runs until all are done, the output has no reader, or Ctrl-C. Returns 0."""
+    """Show the runs until all are done, the output has no reader, or Ctrl-C. Return 0."""
     console = Console()
     if once:
         console.print(Group(*(_surely_shown(folder, console.width) for folder in folders)))
@@ -61,7 +61,7 @@ def _surely_shown(folder: Path, width: int) -> Group:
 
 
 def shown(folder: Path, width: int, *, now: float | None = None) -> Group:
-    """Return lines about one run: progress, loss and speed, and the last event, or the error and what resumes the run."""
+    """Return lines about one run: progress, values, and the last event or the error."""
     if not (folder / NAME).exists():
         last = outcome.last(folder)
         state = f"{last.outcome.replace('_', ' ')}: {last.error}" if last.error else f"no {NAME} yet"
@@ -96,7 +96,7 @@ def _how_far(history: History, now: float) -> Table:
 
 
 def _left(history: History, now: float) -> str:
-    """Return the time left at the current speed and the goodput; the duration if the run does not run."""
+    """Return time left and goodput; the duration if the run does not run."""
     speed, good = _steps_per_s(history), f"goodput {100 * (history.goodput or 0):.0f} %"
     if history.state != "running":
         return f"took {duration(history.seconds)}, {good}" if history.seconds else ""
@@ -109,7 +109,6 @@ def _left(history: History, now: float) -> str:
 
 
 def _times(folder: Path) -> list[float]:
-    """Return when the run's files were last written, in seconds since the epoch."""
     return [path.stat().st_mtime for path in (folder / NAME, folder / timing.NAME) if path.exists()]
 
 
@@ -139,10 +138,7 @@ def _how_well(history: History, width: int) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a chart of at most `width` characters, each the mean of equally many values, scaled to the full range.
-
-    Positive values are shown on a logarithmic scale.
-    """
+    """Return at most `width` characters, each the mean of equally many values. If all are positive, the scale is logarithmic."""
     size = max(1, -(-len(values) // width))
     means = [sum(part) / len(part) for at in range(0, len(values), size) if (part := values[at : at + size])]
     means = [math.log(mean) for mean in means] if min(means) > 0 else means

@@ -1,4 +1,4 @@
-"""Detection of stragglers: ranks that the others repeatedly wait for."""
+"""Detect stragglers, ranks that the others repeatedly wait for, over consecutive windows. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from statistics import median
 from muster.timing.clock import Times
 
 WINDOWS = 3
-"""Consecutive windows in which the same rank must be late: a slow disk or processor persists, noise does not."""
+"""Consecutive windows in which one rank must be late: a slow disk or processor persists, noise does not."""
 SHARE = 0.2
 """Minimum share of the time that all ranks lose; less is not worth fixing."""
 
 
 @dataclass(frozen=True)
 class Late:
-    """A late rank. share: of the time, lost by all ranks. cause: `data` or `compute`, where the rank spends it."""
+    """`share`: of the time, lost by all ranks. `cause`: `data` or `compute`."""
 
     rank: int
     share: float
@@ -24,17 +24,12 @@ class Late:
 
 
 class Stragglers:
-    """Detects stragglers over consecutive windows. Rank 0 only."""
-
     def __init__(self) -> None:
         self._late: list[Late] = []
         self._told = -1
 
     def look(self, window: Sequence[Times]) -> Late | None:
-        """Return the rank that is late in `window` and was in the two before, else None.
-
-        A rank is returned once, until another rank or no rank is late.
-        """
+        """Return the rank that was late in the last WINDOWS windows: once, until another rank or none is late."""
         late = latest(window)
         if late is None or (self._late and self._late[-1].rank != late.rank):
             self._late, self._told = [], -1

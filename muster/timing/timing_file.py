@@ -2,8 +2,8 @@
 
 Each line has a `kind`: `attempt` {time, began, step, attempt, world_size, hosts, host_of_rank, environment},
 `window` {time, first, step, seconds, data, wait, evaluation, checkpoint} or
-`end` {time, first, step, seconds, evaluation, checkpoint, memory_mb}. Times are in seconds; `data` and `wait` have one number per
-rank.
+`end` {time, first, step, seconds, evaluation, checkpoint, memory_mb}. Times are in seconds, `time` and `began` since the epoch;
+`data` and `wait` have one number per rank.
 """
 
 from __future__ import annotations
@@ -35,16 +35,12 @@ NAME = "timing.jsonl"
 
 
 class TimingLine(BaseModel):
-    """Entries of every line. time: seconds since the epoch."""
-
     model_config = ConfigDict(strict=True, extra="allow")
     time: float
     step: int
 
 
 class AttemptLine(TimingLine):
-    """An `attempt` line: the process's start, hosts and environment."""
-
     began: float
     hosts: list[str]
     host_of_rank: list[int]
@@ -52,8 +48,6 @@ class AttemptLine(TimingLine):
 
 
 class EndLine(TimingLine):
-    """An `end` line: the seconds from step `first` to the end of the attempt."""
-
     first: int
     seconds: float
     evaluation: float
@@ -61,8 +55,6 @@ class EndLine(TimingLine):
 
 
 class WindowLine(EndLine):
-    """A `window` line: the seconds from step `first` to `step`, and each rank's waits."""
-
     data: list[float]
     wait: list[float]
 
@@ -73,10 +65,7 @@ RANKS_PER_S = 32  # a line has two numbers per rank: large worlds write lines le
 
 
 class Timing:
-    """Combines log lines to windows, writes them, and detects stragglers. Rank 0 only.
-
-    A write error is printed once; the run continues without the file.
-    """
+    """Combines log lines to windows, and writes them. Rank 0 only. After a write error, the run continues without the file."""
 
     def __init__(self, folder: Path, *, hosts: Sequence[str], attempt: str, step: int):
         self._path, self._hosts, self._step = folder / NAME, hosts, step
@@ -91,7 +80,7 @@ class Timing:
         )  # fmt: skip
 
     def add(self, step: int, ranks: Sequence[Times]) -> dict[str, Any] | None:
-        """Add all ranks' times up to `step`. Return the fields of a `straggler` event, or None."""
+        """Return the fields of a `straggler` event, or None."""
         self._window = [so_far + now for so_far, now in zip(self._window, ranks, strict=True)]
         self._last = step
         if self._window[0].seconds < self._least_s:
@@ -101,7 +90,7 @@ class Timing:
         return self._described(late, step) if late else None
 
     def close(self, step: int, rest: Times) -> None:
-        """Write the end of the attempt at `step`. `rest`: times since the last log line."""
+        """`rest`: times since the last log line."""
         global _ended
         if self._window[0].seconds:
             self._write_window()
@@ -143,7 +132,7 @@ _ended = 0.0  # time at which the sweep's previous job in this process ended
 
 
 def began() -> float:
-    """Return when this process began to work for this run, in seconds since the epoch; now if that is not known."""
+    """Return when this process began to work for this run, in seconds since the epoch; now if unknown."""
     if sys.platform != "linux":
         return time.time()
     try:
@@ -155,7 +144,6 @@ def began() -> float:
 
 
 def environment() -> dict[str, Any]:
-    """Return command, whether it resumes the run, log file, versions, processor, GPU and threads of this process."""
     import torch  # here, so that readers of timing.jsonl do not import it
 
     on_cuda = torch.cuda.is_available()
@@ -174,10 +162,7 @@ def environment() -> dict[str, Any]:
 
 
 def log_file() -> str | None:
-    """Return the file that the job's output goes to: `$MUSTER_LOG`, as a batch script sets it, or this process's own.
-
-    None if the output goes elsewhere, as to a terminal.
-    """
+    """Return the file of the job's output: `$MUSTER_LOG` of a batch script, or this process's own; None for a terminal or pipe."""
     if named := os.environ.get("MUSTER_LOG"):
         return named
     with contextlib.suppress(OSError):
@@ -187,7 +172,7 @@ def log_file() -> str | None:
 
 
 def peak_memory_mb() -> dict[str, int]:
-    """Return the most memory that rank 0 has held in MB: `ram`, and `gpu` if it has used one."""
+    """Return this process's peaks in MB: `ram`, and `gpu` if it has used one."""
     import torch
 
     unit = 1 if sys.platform == "darwin" else 1024  # see getrusage(2) of each
@@ -198,7 +183,7 @@ def peak_memory_mb() -> dict[str, int]:
 
 
 def processor() -> str:
-    """Return CPU vendor (else architecture) and vector instructions, by which torch and MKL choose their kernels."""
+    """Return CPU vendor (else architecture) and vector instructions, which select the kernels of torch and MKL."""
     import torch
 
     found = None

@@ -18,12 +18,9 @@ SEEN = "\0samples"
 
 
 def counted(found: Any, said: str, *, waits: bool = True) -> Any:
-    """Return a count as a number, or as a tensor [] in float64 if it is one and is not to be waited for; NaN if it is below 0 then.
+    """Return a count as a number; unless `waits`, a tensor as a float64 tensor [], NaN if it is below 0.
 
-    said: what has returned `found`, for the message.
-
-    Raises:
-        ConfigError: it is no number, or is below 0 or not finite.
+    said: what has returned `found`, for the message. Raises ConfigError: it is no number, or is below 0 or not finite.
     """
     is_one = (isinstance(found, Tensor) and found.numel() == 1) or isinstance(found, int | float)
     if not is_one or isinstance(found, bool):
@@ -40,10 +37,7 @@ def counted(found: Any, said: str, *, waits: bool = True) -> Any:
 def unpaired(found: Mapping[str, Any], said: str) -> dict[str, Any]:
     """Return `found` with each pair (sum, count) as two entries, NAME and NAME/of.
 
-    said: what has returned `found`, for the message.
-
-    Raises:
-        ConfigError: a name ends with /of.
+    said: what has returned `found`, for the message. Raises ConfigError: a name ends with /of.
     """
     each = dict[str, Any]()
     for name, value in found.items():

@@ -14,9 +14,7 @@ from muster.world.group_options import GroupOptions
 def choose_device(options: GroupOptions, environment: Environment) -> torch.device:
     """Return this rank's device: `gpus[local_rank]` if given, else `local_rank`, else the CPU.
 
-    Raises:
-        ConfigError: the device does not exist, or there are more local ranks than GPUs; the message lists the valid
-            choices.
+    Raises ConfigError, listing the valid choices: the device does not exist, or there are more local ranks than GPUs.
     """
     if options.device == "cpu":
         return torch.device("cpu")
@@ -42,8 +40,7 @@ def choose_device(options: GroupOptions, environment: Environment) -> torch.devi
 def choose_backend(options: GroupOptions, device: torch.device) -> str:
     """Return the backend: gloo on CPU; on CUDA nccl for CUDA tensors and gloo for the few small CPU tensors.
 
-    Raises:
-        ConfigError: nccl without CUDA devices.
+    Raises ConfigError: nccl without CUDA devices.
     """
     backend = options.backend
     if backend == "nccl" and device.type != "cuda":

@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 
 def in_pieces(value: Any) -> TypeGuard[DTensor]:
-    """Whether `value` is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def own_piece(tensor: Tensor) -> Tensor:
-    """Return this rank's local piece of a DTensor; any other tensor as it is."""
     return tensor.to_local() if in_pieces(tensor) else tensor

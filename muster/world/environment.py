@@ -40,11 +40,7 @@ class Environment:
 
     @classmethod
     def from_env(cls, init_method: str = "env://") -> Environment:
-        """Read the position from the environment.
-
-        Raises:
-            ConfigError: a variable is not a number, only some are set, or they do not fit `init_method`.
-        """
+        """Raises ConfigError: a variable is not a number, only some are set, or they do not fit `init_method`."""
         if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
             raise ConfigError("only one of RANK and WORLD_SIZE is set: set both, or start through torchrun")
         rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
@@ -74,7 +70,6 @@ class Environment:
 
     @property
     def is_one_node(self) -> bool:
-        """Whether all ranks are on this node."""
         return self.local_world_size == self.world_size
 
     @property
@@ -135,7 +130,6 @@ def _seen(agent: str) -> str | None:
 
 
 def _began(pid: int) -> str:
-    """Return when a process began, in clock ticks since boot; empty if it is gone or a zombie."""
     return _state(pid)[1]
 
 
@@ -156,10 +150,7 @@ def _pid_namespace() -> str:
 
 
 def asked_for(local_world_size: int) -> int | None:
-    """Return the most ranks that the launcher was asked to start; None if its variables do not say.
-
-    An elastic job may begin with fewer ranks.
-    """
+    """Return the most ranks that the launcher was asked to start; an elastic job may begin with fewer. None if it does not say."""
     nodes = next(filter(None, (os.environ.get(name) for name in (NODES, "PET_NNODES", "SLURM_NNODES"))), "")
     match = re.fullmatch(r"(?:\d+:)?(\d+)", nodes)
     return int(match[1]) * local_world_size if match else None
@@ -176,7 +167,7 @@ def job() -> str:
 
 
 def tasks_apart() -> int:
-    """Return of how many tasks of one srun this process is one that no launcher has made a rank; 1 if it is none."""
+    """Return the number of tasks of the srun that started this process, if no launcher has made it a rank; else 1."""
     count = os.environ.get("SLURM_STEP_NUM_TASKS", "")
     return int(count) if count.isdigit() and "WORLD_SIZE" not in os.environ else 1
 
@@ -189,8 +180,7 @@ def record_name() -> str:
 def job_name() -> str:
     """Return the name of this process's job, the same on all nodes and over restarts; empty if unknown.
 
-    `muster launch` sets it. Otherwise it is torchrun's rendezvous id, if one was given: agents with the same
-    id are parts of one job.
+    `muster launch` sets it. Otherwise it is torchrun's rendezvous id: agents with the same id are parts of one job.
     """
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return os.environ.get(JOB) or ("" if run in ("", "none") else f"torchrun:{run}")

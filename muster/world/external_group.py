@@ -28,7 +28,6 @@ SHARED = "torchrun shares its store with this script's own process group, which 
 
 
 def exists() -> bool:
-    """Return True if this process has a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -48,11 +47,7 @@ def why_restart_may_hang() -> str:
 
 
 def borrow(options: GroupOptions) -> World:
-    """Return the ranks of the existing default group. Collective.
-
-    Raises:
-        ConfigError: ranks differ in `options.alike`.
-    """
+    """Return the ranks of the existing default group. Collective. Raises ConfigError: ranks differ in `options.alike`."""
     group = _group_of_cpu_tensors()
     environment, store = _place(group), dist.distributed_c10d._get_default_store()
     attempt = _gathered(uuid.uuid4().hex[:8], group)[0]

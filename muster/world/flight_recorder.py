@@ -25,13 +25,12 @@ def switch_on() -> None:
 
 
 def variable(version: str) -> str:
-    """Return the name of the number of entries in a version of torch."""
     major, minor = map(int, version.split(".")[:2])
     return VARIABLES[(major, minor) < (2, 13)]
 
 
 def write(folder: Path, *, attempt: str, rank: int) -> str | None:
-    """Write this rank's record into a folder of the attempt in `folder`, and return that one's name; None if it fails.
+    """Write this rank's record into a folder of the attempt in `folder`; return that folder's name, or None if it fails.
 
     It takes `WRITE_S` at most, because the folder may be lost, too.
     """

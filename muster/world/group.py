@@ -70,12 +70,10 @@ class World:
 
     @property
     def rank(self) -> int:
-        """The rank of this process."""
         return self.environment.rank
 
     @property
     def size(self) -> int:
-        """The world size."""
         return self.environment.world_size
 
     @property
@@ -95,7 +93,7 @@ class World:
         return [float(value) for value in total]
 
     def sum_later(self, values: list[float]) -> Callable[[], list[float]]:
-        """Begin to sum over ranks in float64; return what waits for the other ranks, and returns the sums. Collective.
+        """Begin to sum over ranks in float64; return a function that waits for the other ranks and returns the sums. Collective.
 
         No sum but the next may be begun before all ranks have asked for this one.
         """
@@ -183,8 +181,7 @@ class World:
     def same(self, what: str, value: str, *, remedy: str, error: type[MusterError] = DataError) -> None:
         """Raise `error` on every rank unless all have the same `value`. Collective.
 
-        The message names the first rank that differs: "`what` `value` on rank 1 (host), ... on rank 0 (host):
-        `remedy`".
+        The message names the first rank that differs: "`what` `value` on rank 1 (host), ... on rank 0 (host): `remedy`".
         """
         first = self.broadcast([socket.gethostname(), value])
         rank = self.lowest(first[1] != value)
@@ -212,8 +209,7 @@ class World:
     def _sees_nobody_lower(self, folder: Path) -> bool:
         """Return whether this is the lowest of the ranks that share `folder`, among one rank of each node. Collective.
 
-        Each of these creates a token file in the folder, or in the nearest parent that exists. A rank that cannot, sees
-        only its own.
+        Each of these creates a token file in the folder or its nearest existing parent. A rank that cannot, sees only its own.
         """
         is_leader, seen = self.environment.local_rank == 0, [self.rank]
         where = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
@@ -240,7 +236,7 @@ class World:
                 self.shared.remove()
 
     def part(self) -> None:
-        """Dissolve the process group, some of whose ranks are gone, and whose other ranks meet again.
+        """Dissolve the process group: some of its ranks are gone, and the others meet again.
 
         It closes this rank's connections: so ranks that wait for this one, and not for one that is gone, get an error, too.
         """
@@ -269,18 +265,12 @@ def start(
 ) -> World:
     """Meet the other ranks and form the process group. Collective.
 
-    Raises:
-        ConfigError: a rank is missing, or differs in config, code or torch version; a device or backend is not
-            available.
-        Stopped: `stopping` became true on some rank before all had met.
-        RankLost: a rank was lost while the group was formed.
+    `stopping` returns whether this process has received a stop request. `membership`: None unless a rank that dies may be
+    restarted in place. `on_meeting` is called when all ranks have met, before the group is formed.
 
-    Args:
-        options: how to form the group.
-        environment: this process's position.
-        stopping: returns whether this process has received a stop request.
-        membership: which process of its rank this is, if a rank that dies may be restarted in place.
-        on_meeting: called when all ranks have met, before the group is formed.
+    Raises ConfigError: a rank is missing, or differs in config, code or torch version; a device or backend is not available.
+    Raises Stopped: `stopping` became true on some rank before all had met. Raises RankLost: a rank was lost while the group
+    was formed.
     """
     timeout_s = options.start_timeout_s
     try:
@@ -337,9 +327,9 @@ def dissolve() -> None:
 
 
 def _forget_default(group: dist.ProcessGroup | None) -> None:
-    """Replace `group` as the default of functions: those of a module that was imported when it existed hold it for ever.
+    """Replace `group` as the default of functions of a module imported while it existed; they would hold it for ever.
 
-    DistributedDataParallel imports it, with torch._dynamo.
+    DistributedDataParallel imports that module, with torch._dynamo.
     """
     for each in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
         if isinstance(each, FunctionType) and each.__defaults__:
@@ -355,12 +345,9 @@ def alone(device: torch.device) -> World:
 def form_group(
     options: GroupOptions, environment: Environment, store_keys: StoreKeys, *, backend: str, device: torch.device
 ) -> None:
-    """Form torch's process group. Collective.
+    """Form torch's process group, whose collectives then wait as long as the heartbeat allows. Collective.
 
-    Afterwards its collectives wait as long as the heartbeat allows.
-
-    Raises:
-        RankLost: the group was not formed within `dist.start_timeout_s`, or broke.
+    Raises RankLost: the group was not formed within `dist.start_timeout_s`, or broke.
     """
     choose_interface(environment, store_keys)
     read_addresses_at_once()
@@ -390,5 +377,5 @@ def form_group(
 
 
 def _bytes(text: bytes, length: int) -> torch.Tensor:
-    """Return `text` as a uint8 tensor of shape [length], padded."""
+    """The result has shape [length], padded with zeros."""
     return torch.frombuffer(bytearray(text.ljust(length, b"\0") or b"\0"), dtype=torch.uint8)[:length]

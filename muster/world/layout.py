@@ -17,11 +17,8 @@ class Layout:
     """A grid of named dimensions over ranks 0 to size - 1; the last dimension varies fastest.
 
     Neighboring ranks are mostly on one node and form the groups of the last dimension, so put the dimension that
-    communicates most last.
-
-    Args:
-        sizes: ranks along each dimension, in order.
-        samples_over: the dimensions that divide a global batch; along the others ranks work on the same samples.
+    communicates most last. `samples_over`: the dimensions that divide a global batch; along the others ranks work on the same
+    samples.
     """
 
     sizes: Mapping[str, int]
@@ -31,8 +28,7 @@ class Layout:
     def of(cls, world_size: int, *, samples_over: tuple[str, ...] = (DATA,), **sizes: int) -> Layout:
         """Build a layout from `sizes`; one size may be -1, which stands for the rest of `world_size`.
 
-        Raises:
-            ConfigError: the sizes do not divide the world size.
+        Raises ConfigError: the sizes do not divide the world size.
         """
         given = math.prod(size for size in sizes.values() if size > 0)
         rest, remainder = divmod(world_size, given)
@@ -49,11 +45,9 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
         return math.prod(self.sizes.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the position of `rank` along each dimension."""
         found: dict[str, int] = {}
         for name, size in reversed(list(self.sizes.items())):
             rank, found[name] = divmod(rank, size)
@@ -71,10 +65,7 @@ class Layout:
         return not any(place for name, place in self.coordinates(rank).items() if name not in self.samples_over)
 
     def mesh(self, device_type: str) -> Any:
-        """Return the grid as torch's DeviceMesh, with the same dimension names. Collective.
-
-        Its groups wait as long as the default group.
-        """
+        """Return the grid as torch's DeviceMesh; its groups wait as long as the default group. Collective."""
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 

@@ -61,17 +61,14 @@ class LastTimes:
         return self._of[what] == math.inf
 
     def set_known(self, what: int) -> None:
-        """Note that the answer is true."""
         self._of[what] = math.inf
 
 
 class NodeMemory:
-    """The memory of one node's ranks in one attempt.
+    """The memory of one node's ranks in one attempt, mapped by all of them.
 
-    Args:
-        memory: mapped by all of them.
-        index: this rank's place on the node, below `count`.
-        path: the memory's file, which is removed once all have mapped it; None: there is none.
+    index: this rank's place on the node, below `count`.
+    path: the memory's file, which is removed once all have mapped it; None: there is none.
     """
 
     def __init__(self, memory: mmap.mmap, index: int, count: int, *, path: Path | None = None):
@@ -85,11 +82,9 @@ class NodeMemory:
 
     @classmethod
     def open(cls, name: str, index: int, count: int) -> NodeMemory:
-        """Map the file of this name, which the first rank makes.
+        """Map the file of this name, which the first rank to come makes.
 
-        Raises:
-            OSError: there is no space for it.
-            ValueError: the file is another user's, or has another size.
+        Raises OSError: there is no space for it. Raises ValueError: the file is another user's, or has another size.
         """
         folder = Path("/dev/shm")
         path = (folder if folder.is_dir() else Path(tempfile.gettempdir())) / name
@@ -143,7 +138,7 @@ class NodeMemory:
 def node_memory(environment: Environment, attempt: str) -> Iterator[NodeMemory | None]:
     """Yield the memory of the ranks that torchrun has started on this node; None if it is one, or none can be had.
 
-    When the block ends, all ranks must have entered it: the memory's file is removed.
+    All ranks must have entered the block before it ends: then the memory's file is removed.
     """
     memory = None
     if environment.local_world_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":

@@ -22,11 +22,9 @@ POLL_S = 0.02
 class Connections:
     """The connections of one process to the rendezvous store, opened when they are first used.
 
-    A process that goes on in another attempt keeps them: for each new one the store looks up the name of the address that
-    it comes from, and answers nobody meanwhile, for 5 s if the name server is silent (`LibUVStoreDaemon::onConnect`).
-
-    Args:
-        first: the connection of the meeting and of the process group.
+    A process that goes on in another attempt keeps them: for each new one the store looks up the name of the address that it
+    comes from, and answers nobody meanwhile, for 5 s if the name server is silent (`LibUVStoreDaemon::onConnect`).
+    `first`: the connection of the meeting and of the process group.
     """
 
     def __init__(self, first: Store):
@@ -47,7 +45,6 @@ class Client:
         self._store, self._operations = store, operations
 
     def set(self, key: str, value: str) -> None:
-        """Set `key` to `value`."""
         self._operations["set"] += 1
         self._store.set(key, value)
 
@@ -67,7 +64,6 @@ class Client:
         return bool(self._store.check(list(keys)))
 
     def add(self, key: str, number: int) -> int:
-        """Add `number` to the counter `key` and return its new value."""
         self._operations["add"] += 1
         return int(self._store.add(key, number))
 
@@ -77,12 +73,10 @@ class Client:
         return str(self._store.compare_set(key, "", value).decode())
 
     def wait(self, key: str, seconds: float) -> None:
-        """Wait up to `seconds` until `key` is set."""
         self._operations["wait"] += 1
         self._store.wait([key], timedelta(seconds=seconds))
 
     def delete(self, *keys: str) -> None:
-        """Delete `keys`."""
         for key in keys:
             self._operations["delete"] += 1
             self._store.delete_key(key)
@@ -93,13 +87,12 @@ class Client:
             self.set(f"{gate}/all", "1")
 
     def await_all(self, gate: str, seconds: float) -> None:
-        """Wait up to `seconds` until `gate` is open."""
         self.wait(f"{gate}/all", seconds)
 
     def exchange_address(self, address: str, *, of: int) -> str:
         """Post this host's address for the others, and return it; for "", return the first that another one posts.
 
-        Only the call with "" waits, until there is an address, or all `of` callers have called, or for `ADDRESS_S`; then it returns "".
+        Only the call with "" waits: for an address, until all `of` callers have called, or for `ADDRESS_S`; then it returns "".
         """
         if address:
             self.set("address", address)

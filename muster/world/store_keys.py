@@ -69,7 +69,7 @@ class StoreKeys:
     def is_one_lost(self, *, every_s: float = 0.0) -> bool:
         """Whether a rank of this attempt has died, and is restarted in place for the next. Answered at once.
 
-        every_s: the node's ranks ask the store no more often, and read what they know from their memory.
+        every_s: the node's ranks ask the store no more often, and read the last answer from their memory.
         """
         incarnations = self.incarnations
         return incarnations is not None and self._times.known(LOST, every_s, incarnations.is_one_lost)
@@ -81,13 +81,11 @@ class StoreKeys:
     # The network interface (rendezvous/interfaces.py)
 
     def exchange_address(self, address: str) -> str:
-        """Post this host's address for the others, and return it; for "", return the first that another rank posts."""
         return self._quick.exchange_address(address, of=self.size)
 
     # Reachability, if no process group could be formed (connectivity.py)
 
     def post_reach(self, text: str) -> None:
-        """Post the address at which this rank can be reached."""
         self._patient.set(f"reach/{self.rank}", text)
         self._patient.count("reach", of=self.size)
 
@@ -135,7 +133,6 @@ class StoreKeys:
         return None
 
     def first_beat(self) -> bytes:
-        """Return rank 0's newest heartbeat."""
         return self._quick.gets(["beat/0"])[0]
 
     def beats(self) -> Sequence[bytes]:
@@ -157,7 +154,6 @@ class StoreKeys:
     # Stopping (faults/preemption.py)
 
     def ask_to_stop(self) -> None:
-        """Request that all ranks stop."""
         self._quick.set("stop", "1")
         self._times.set_known(STOP)
 
@@ -217,7 +213,6 @@ class StoreKeys:
     # The end of a user's loop (job/end_barrier.py)
 
     def post_end(self, step: int) -> None:
-        """Post the step after which this rank's loop has ended."""
         self._quick.set(f"end/{self.rank}", str(step))
         self._quick.count("end", of=self.size)
 
@@ -230,11 +225,7 @@ class StoreKeys:
     # Leaving (attempt/failure_report.py). The store may be gone or hang forever, so none of these calls waits long for it.
 
     def claim_failure(self, record: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-        """Post the failure of this rank, unless another rank has posted one.
-
-        Returns:
-            Whether this rank was the first, and the record of the first rank.
-        """
+        """Post the failure of this rank, unless another rank has posted one. Return (is it the first, the first rank's record)."""
         mine = json.dumps([self.rank, record])
         said = within(ANSWER_S, lambda: self._quick.put_first("failed", mine))
         rank, first = json.loads(said or mine)
@@ -301,20 +292,13 @@ def within(seconds: float, ask: Callable[[], Any]) -> Any:
 
 
 class Incarnations:
-    """The replacements in one launch.
-
-    Args:
-        store: a client of the rendezvous store.
-        launch: the first attempt of the launch.
-        known: the number of replacements among the ranks of this group.
-    """
+    """The replacements in one launch. `launch`: its first attempt. `known`: the replacements among the ranks of this group."""
 
     def __init__(self, store: Store, launch: str, *, known: int = 0):
         self.launch, self.known = launch, known
         self._store = PrefixStore(launch, store)
 
     def announce(self) -> None:
-        """Count this process as a replacement."""
         self._store.add("incarnations", 1)
 
     def is_one_lost(self) -> bool:

@@ -21,7 +21,7 @@ def extend(timeout_s: float) -> None:
 
 
 def set_timeout(group: dist.ProcessGroup | None) -> None:
-    """Give `group` (None: the default one) the timeout of the default group; torch gives a new group its own, of 10 or 30 minutes."""
+    """Give `group` (None: the default one) the timeout of the default group; torch gives a new group 10 or 30 minutes."""
     change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # its name before torch 2.15
     if _extended:
         change(_extended[0], group)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Callbacks:
     """Calls each of the `named` callbacks in order.
 
-    `on_eval_end` and `on_checkpoint` call them in reverse order, so that the last change to the model is undone first.
-    Their states are stored side by side under `callbacks/NAME/`.
+    `on_eval_end` and `on_checkpoint` call them in reverse order, so that the last change to the model is undone first. Their states
+    are stored side by side under `callbacks/NAME/`, and `load` skips callbacks that have none.
     """
 
     def __init__(self, named: Mapping[str, Callback]):
@@ -54,63 +54,52 @@ class Callbacks:
         return [_prefix(name) for name, callback in self.named.items() if callback.averages]
 
     def on_build(self, strategy: Strategy) -> None:
-        """Call `on_build` of each callback."""
         for callback in self.named.values():
             callback.on_build(strategy)
 
     def on_start(self, run: Run) -> None:
-        """Call `on_start` of each callback."""
         for callback in self.named.values():
             callback.on_start(run)
 
     def on_step_end(self, run: Run) -> None:
-        """Call `on_step_end` of each callback."""
         for callback in self.named.values():
             callback.on_step_end(run)
 
     def on_trial(self, values: dict[str, float]) -> None:
-        """Call `on_trial` of each callback."""
         for callback in self.named.values():
             callback.on_trial(values)
 
     def on_eval_begin(self, run: Run) -> None:
-        """Call `on_eval_begin` of each callback."""
         self.are_within = True
         for callback in self.named.values():
             callback.on_eval_begin(run)
 
     def on_eval_end(self, run: Run, values: dict[str, float]) -> None:
-        """Call `on_eval_end` of each callback in reverse order."""
         self.are_cut_short = True
         for callback in reversed(self.named.values()):
             callback.on_eval_end(run, values)
         self.are_within = self.are_cut_short = False
 
     def on_checkpoint(self, run: Run) -> None:
-        """Call `on_checkpoint` of each callback in reverse order."""
         for callback in reversed(self.named.values()):
             callback.on_checkpoint(run)
         self.are_within = False
 
     def on_end(self, run: Run) -> None:
-        """Call `on_end` of each callback."""
         self.are_within = True
         for callback in self.named.values():
             callback.on_end(run)
 
     def close(self) -> None:
-        """Call `close` of each callback."""
         for callback in self.named.values():
             callback.close()
 
     def state(self) -> dict[str, Any]:
-        """Return the states of all callbacks, with names prefixed by `callbacks/NAME/`."""
         return {
             f"{_prefix(name)}{key}": value for name, each in self.named.items() for key, value in each.state().items()
         }
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Return the tensors of all callbacks to read the `saved` tensors into, with the same prefixes."""
         found: dict[str, Tensor] = {}
         for name, callback in self.named.items():
             for key, target in callback.targets(_own(name, saved)).items():
@@ -118,7 +107,6 @@ class Callbacks:
         return found
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Pass each callback its own part of `state`; skip callbacks that have none."""
         for name, callback in self.named.items():
             if own := _own(name, state):
                 callback.load(own)

@@ -41,11 +41,10 @@ class EarlyStopping(Callback):
         self._decide(run)
 
     def on_trial(self, values: dict[str, float]) -> None:
-        """Raise ConfigError if evaluations do not measure `metric`."""
+        """Raises ConfigError: evaluations do not measure `metric`."""
         value_of(self.metric, values, key="callbacks.early_stopping.metric")
 
     def on_eval_end(self, run: Run, values: dict[str, float]) -> None:
-        """Update the best value and the number of evaluations without improvement, and stop if it is due."""
         self._see_mode(run)
         if run.is_evaluated_again and not math.isnan(self._best):  # the restored state has a value, and has counted it
             return
@@ -57,11 +56,9 @@ class EarlyStopping(Callback):
         self._decide(run)
 
     def state(self) -> dict[str, Any]:
-        """Return the metric, its best value and the number of evaluations without improvement."""
         return {"metric": self.metric, "best": self._best, "waited": self._waited, "mode": self._mode}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore `state` unless it is of another metric."""
         if state.get("metric", self.metric) == self.metric:  # values of different metrics cannot be compared
             self._best, self._waited = state["best"], state["waited"]
             self._restored = state.get("mode") or direction_before(self.metric)

@@ -53,7 +53,6 @@ class Ema(Callback):
         self._restored: set[str] = set()
 
     def on_build(self, strategy: Strategy) -> None:
-        """Allocate an average for each trainable parameter."""
         self._weights = {name: p for name, p in strategy.parameters().items() if p.requires_grad}
         self._average = {name: p.detach().clone() for name, p in self._weights.items()}
 
@@ -65,38 +64,31 @@ class Ema(Callback):
             average.copy_(weight)
 
     def on_step_end(self, run: Run) -> None:
-        """Update the averages every `every_steps` steps."""
         if run.step % self.every_steps == 0:
             averages, weights = (list(side) for side in zip(*self._pairs(), strict=True))
             torch._foreach_lerp_(averages, weights, 1 - self._next_decay())
             self._updates = None if self._updates is None else self._updates + 1
 
     def on_eval_begin(self, run: Run) -> None:
-        """Swap the averages into the model."""
         self._use(True)
 
     def on_eval_end(self, run: Run, values: dict[str, float]) -> None:
-        """Swap the weights back into the model."""
         self._use(False)
 
     def on_checkpoint(self, run: Run) -> None:
-        """Swap the weights back if an evaluation is being aborted."""
         self._use(False)
 
     def on_end(self, run: Run) -> None:
-        """Swap the averages into the model, for `model.pt`."""
         self._use(True)
 
     def state(self) -> dict[str, Any]:
-        """Return the averages by parameter name, and the update count if it is known."""
         return {**self._average, **({} if self._updates is None else {UPDATES: self._updates})}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Return the averages that the checkpoint has."""
         return {name: average for name, average in self._average.items() if name in saved}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the update count; the averages are read in place. Without a saved count there is no warm-up."""
+        """The averages are read in place. Without a saved update count there is no warm-up."""
         self._restored, self._updates = {*state} - {UPDATES}, state.get(UPDATES)
 
     def _next_decay(self) -> float:

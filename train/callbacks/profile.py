@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 
 class Profile(Callback):
-    """Profiles `steps` steps after the first `skip_steps` of the attempt with torch.profiler.
+    """Profiles `steps` steps after the first `skip_steps` of the attempt.
 
     Each rank writes `profile/rank-NNNNN-step-N.json` in the run's folder.
-
     Source: https://docs.pytorch.org/docs/stable/profiler.html; the files open at https://ui.perfetto.dev.
     """
 
@@ -27,12 +26,10 @@ class Profile(Callback):
         self._profiler: Any = None
 
     def on_start(self, run: Run) -> None:
-        """Choose the first step to profile; start the profiler if that is the next step."""
         self._first = run.step + self.skip_steps
         self._begin(run)
 
     def on_step_end(self, run: Run) -> None:
-        """Start the profiler before the first step to profile; write the trace after the last."""
         if self._profiler and run.step == self._first + self.steps:
             self._profiler.stop()
             folder = Path(run.config.output_dir, "profile")
@@ -42,7 +39,7 @@ class Profile(Callback):
         self._begin(run)
 
     def close(self) -> None:
-        """Stop a running profiler without writing its trace."""
+        """Stops a running profiler without writing its trace."""
         if self._profiler:
             self._profiler.stop()
 

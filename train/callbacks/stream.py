@@ -9,19 +9,14 @@ from muster.train.callbacks.base import Callback
 
 
 class Position(Callback):
-    """Saves and restores a stream's own state.
-
-    The state of any rank will do: no rank has read past the end of the global batch.
-    """
+    """The state of any rank will do: no rank has read past the end of the global batch."""
 
     def __init__(self, stream: Stream):
         self.stream = stream
 
     def state(self) -> dict[str, Any]:
-        """Return the stream's state; empty if it has none."""
         state = self.stream.state()
         return {"state": state} if state else {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the stream's state."""
         self.stream.load(state["state"])

@@ -25,9 +25,8 @@ ASIDE = {"optimizer": ("groups",), "metrics": ("of",)}
 def check(composed: DictConfig) -> Config:
     """Convert Hydra's composed config to dataclasses and parts, and validate it.
 
-    Raises:
-        ConfigError: a key is unknown, a value is out of range, or a part does not accept its values.
-        OmegaConfBaseException: a value is missing or of the wrong type.
+    Raises ConfigError: a key is unknown, a value is out of range, or a part does not accept its values.
+    Raises OmegaConfBaseException: a value is missing or of the wrong type.
     """
     plain = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(plain, dict)

@@ -29,7 +29,7 @@ TAKE_A_VALUE = {
 def arranged(words: Sequence[str]) -> list[str]:
     """Return the command line with all overrides before the options, as Hydra expects.
 
-    Raises ConfigError if Hydra does not have an option, or an option lacks its value.
+    Raises ConfigError: Hydra does not have an option, an option lacks its value, or an override is empty or shuffles a sweep's values.
     """
     overrides, options = divided(words)
     if wrong := _unknown_option(words):
@@ -48,7 +48,7 @@ def arranged(words: Sequence[str]) -> list[str]:
 
 
 def _is_shuffled(override: Override) -> bool:
-    """Whether a sweep's order is drawn anew by each process, of which there are several."""
+    """Return whether each of several processes draws a sweep's order of its own."""
     return os.environ.get("WORLD_SIZE", "1") != "1" and bool(getattr(override.value(), "shuffle", False))
 
 
@@ -89,7 +89,6 @@ def given(key: str, default: Any) -> Any:
 
 
 def config_dir() -> str | None:
-    """Return the value of `--config-dir` in sys.argv, or None."""
     words = sys.argv[1:]
     for place, word in enumerate(words):
         name, _, value = word.partition("=")
@@ -104,7 +103,6 @@ def swept_keys(words: Sequence[str]) -> set[str]:
 
 
 def _unknown_option(words: Sequence[str]) -> ConfigError | None:
-    """Return an error for the first word that starts like an option but is not one of Hydra's, or None."""
     for place, word in enumerate(words):
         name, _, value = word.partition("=")
         is_known = any(flag.startswith(name) for flag in FLAGS) if word.startswith("--") else word.startswith(SHORT)

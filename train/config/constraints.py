@@ -20,8 +20,6 @@ __all__ = ["FREE", "LOCAL", "Ge", "Gt", "Le", "Mark", "not_finite", "out_of_rang
 
 @dataclass(frozen=True)
 class Mark:
-    """A label on a key."""
-
     name: str
 
 

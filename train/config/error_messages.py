@@ -27,10 +27,7 @@ YOURS = "give the folder that holds your model/, data/ or experiment/ with their
 
 
 def explain(error: Exception, overrides: Sequence[str] | None = None) -> ConfigError:
-    """Convert an error of Hydra, OmegaConf or a YAML reader to a one-line ConfigError with the nearest valid name.
-
-    overrides: the overrides that were composed; None: those of sys.argv.
-    """
+    """Convert an error of Hydra, OmegaConf or a YAML reader; `overrides`: those that were composed; None: those of sys.argv."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text = str(error)
     if said := _of_file(error) or _of_option(text) or _of_choice(error, divided(overrides or sys.argv[1:])[0]):
@@ -112,7 +109,6 @@ def _of_option(text: str) -> str | None:
 
 
 def no_folder(path: str) -> str:
-    """Return the message for a `--config-dir` that is not a folder."""
     return f"--config-dir {path}: {_missing(path)}; {YOURS}"
 
 
@@ -135,7 +131,6 @@ def _of_choice(error: Exception, overrides: Sequence[str]) -> str | None:
 
 
 def unknown_key(key: str) -> ConfigError:
-    """Return the ConfigError for an unknown key, with the nearest valid names."""
     if key.startswith("hydra/"):
         return _no_group(key, key)
     if elsewhere := said_elsewhere(key):

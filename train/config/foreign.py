@@ -51,7 +51,6 @@ def said_elsewhere(key: str) -> str | None:
 
 
 def _global_batch(key: str) -> str:
-    """Return the batch size to write for this value and the ranks of this launch."""
     value, ranks = given(key, None), int(os.environ.get("WORLD_SIZE", "1"))
     if not isinstance(value, int):
         return "write batch_size"

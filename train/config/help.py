@@ -40,7 +40,6 @@ def help_template() -> str:
 
 
 def _wrapped(name: str, meaning: str) -> str:
-    """Return the lines of one key: its name, and its meaning in the second column."""
     indent = " " * 28
     lines = textwrap.wrap(meaning, WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)
     return f"  {name:<25} " + f"\n{indent}".join(lines)

@@ -42,19 +42,15 @@ def key(default: Any, meaning: str, *marks: Any) -> Any:
 
 
 def key_of(factory: Any, meaning: str, *marks: Any) -> Any:
-    """Define a key whose default is created by `factory` each time."""
     return field(default_factory=factory, metadata={"meaning": meaning, "marks": marks})
 
 
 def part(meaning: str) -> Any:
-    """Define a group, whose chosen part is built with its own constructor."""
     return field(default=MISSING, metadata={"meaning": meaning, "marks": ()})
 
 
 @dataclass
 class Loader:
-    """Keys of `loader`: how samples are read and batched."""
-
     num_workers: int | None = key(
         None,
         "number of processes per rank that load samples ahead of training; `null`: on GPUs the cores of the rank, at most 16 and "
@@ -75,8 +71,6 @@ class Loader:
 
 @dataclass
 class Dist:
-    """Keys of `dist`: how ranks communicate."""
-
     backend: Backend = key(Backend.auto, "`gloo` or `nccl`; `auto`: NCCL on GPUs, gloo on the CPU", FREE)
     timeout_s: float = key(
         300.0, "seconds without progress after which a rank is reported as hung and ended", Gt(0), Le(LONGEST_S), FREE
@@ -109,8 +103,6 @@ class Dist:
 
 @dataclass
 class Checkpoint:
-    """Keys of `checkpoint`: when and where checkpoints are saved, and how a run resumes."""
-
     every_steps: int = key(100, "save a checkpoint every N steps", Ge(1), FREE)
     every_s: float | None = key(
         None, "save a checkpoint every N seconds of training, in place of `every_steps`; `null`: off", Gt(0), FREE
@@ -146,8 +138,6 @@ class Checkpoint:
 
 @dataclass
 class Log:
-    """Keys of `log`: which outputs are written, and how often."""
-
     every_steps: int = key(10, "write a `train` record every N steps", Ge(1), FREE)
     every_s: float | None = key(
         None, "write a `train` record every N seconds, in place of `every_steps`; `null`: off", Gt(0), FREE
@@ -162,8 +152,6 @@ class Log:
 
 @dataclass
 class Eval:
-    """Keys of `eval`: how often and on how many samples the model is evaluated."""
-
     every_steps: int | str | None = key(
         None,
         "evaluate every N steps and after the last step; `null`: after every epoch; `off`: never",
@@ -178,7 +166,7 @@ class Eval:
 
 @dataclass
 class Config:
-    """Configuration of one run. None means unlimited or chosen automatically, as the key's meaning says."""
+    """None means unlimited or chosen automatically, as the key's meaning says."""
 
     name: str = key("run", "name of the run", FREE)
     output_dir: str = key("runs/${name}", "folder of the run; each run needs its own", FREE)

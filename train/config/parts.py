@@ -28,10 +28,7 @@ BY_CONVENTION = {"data.root": (FREE, LOCAL)}
 
 @dataclass(frozen=True)
 class Part:
-    """A class or function to call, with its values from the config.
-
-    aside: values in the config that are for the caller of the part, not for its constructor.
-    """
+    """A class or function to call, with its values from the config; `aside`: values that are for the caller, not for its constructor."""
 
     key: str
     target: str
@@ -53,8 +50,7 @@ class Part:
 def build(part: Part, *args: Any, **offered: Any) -> Any:
     """Call the part's target with `args`, its values, and the entries of `offered` that its signature names.
 
-    Raises:
-        ConfigError: the target cannot be imported, or does not accept these values.
+    Raises ConfigError: the target cannot be imported, or does not accept these values.
     """
     target = locate(part)
     kwargs = {name: _built(f"{part.key}.{name}", value) for name, value in checked_values(part).items()}
@@ -76,10 +72,10 @@ def build(part: Part, *args: Any, **offered: Any) -> Any:
 
 
 def bound(part: Part, *, free: int, **offered: Any) -> Any:
-    """Return a callable that takes `free` positional arguments.
+    """Return a callable that takes `free` positional arguments. Raises ConfigError.
 
-    A function that needs exactly `free` more arguments is returned with its values bound. A class, or a function that
-    makes the callable, is built. Raises ConfigError.
+    A function that needs exactly `free` more arguments is returned with its values bound. A class, or a function that makes the
+    callable, is built.
     """
     target = locate(part)
     parameters = signature(target).values()
@@ -92,10 +88,10 @@ def bound(part: Part, *, free: int, **offered: Any) -> Any:
 
 
 def callable_of(key: str, value: Any, *, train: bool = True) -> Any:
-    """Return the callable that `value` names; None for None.
+    """Return the callable that `value` names; None for None. Raises ConfigError.
 
-    An import path names a function, returned as is, or a class, built without arguments. A `_target_` names a part to
-    build. A parameter `train` of the function or class is true if the callable is used for training. Raises ConfigError.
+    An import path names a function, returned as is, or a class, built without arguments. A `_target_` names a part to build. A
+    parameter `train` of the function or class is true if the callable is used for training.
     """
     if value is None:
         return None
@@ -108,13 +104,11 @@ def callable_of(key: str, value: Any, *, train: bool = True) -> Any:
 
 
 def _told(target: Any, *, train: bool) -> Any:
-    """Bind `train` if `target` has a parameter of that name."""
     asks = callable(target) and "train" in signature(target)
     return functools.partial(target, train=train) if asks else target
 
 
 def _built(key: str, value: Any) -> Any:
-    """Build values that are parts themselves, at any depth."""
     if isinstance(value, dict) and TARGET in value:
         return build(Part.of(key, value))
     if isinstance(value, dict):
@@ -130,8 +124,7 @@ def locate(part: Part) -> Any:
 def checked_values(part: Part) -> dict[str, Any]:
     """Return the part's values, validated and converted by its constructor's annotations.
 
-    Raises:
-        ConfigError: a name is not a parameter, or a value has the wrong type or is out of range.
+    Raises ConfigError: a name is not a parameter, or a value has the wrong type or is out of range.
     """
     target = locate(part)
     parameters, hints = signature(target), type_hints(target)
@@ -198,7 +191,6 @@ def _annotated(target: Any) -> Any:
 
 
 def signature(target: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of `target` by name."""
     try:
         return dict(inspect.signature(target).parameters)
     except ValueError:  # some C callables have none
@@ -206,5 +198,5 @@ def signature(target: Any) -> dict[str, inspect.Parameter]:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name is one of the patterns, lies in a module that is, or fits one with `*`."""
+    """Return whether a name is one of the patterns, lies in a module that is, or fits one with `*`."""
     return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)

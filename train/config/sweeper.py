@@ -26,7 +26,6 @@ composed_mode = Hydra.get_mode
 
 
 def elsewhere(given: str) -> str:
-    """Return the message for a launcher other than Hydra's basic one."""
     return (
         f"{given}: a sweep's runs start one after another here (hydra/launcher=basic); to start each as a job of its own, "
         "write `python slurm/submit.py -m`, with cluster=local without Slurm (`muster init slurm` writes slurm/submit.py)"

@@ -11,7 +11,8 @@ members:
     sample_weights                one number for each sample: an epoch draws len(dataset) samples with these weights, with
                                   replacement, as torch's WeightedRandomSampler does
     tokens_per_sample             property of text: records then have tokens per second, too
-    prepare(**values)             a classmethod that downloads; called on one rank of each node before the rest
+    prepare(**values)             a classmethod that downloads; called before the rest on one of the ranks that see the same
+                                  folder `root`, or without `root` on one rank of each node
     compact(), expand(inputs)     for GPUs: the same data set with smaller samples, such as uint8 pixels, and what makes of
                                   them, on the GPU, the inputs that the data set itself gives
     fingerprint()                 returns a string that changes when the data does

@@ -20,7 +20,7 @@ from muster.train.config.parts import callable_of
 def loader_config(config: Config, *, shard: tuple[int, int], device: torch.device, train: bool = True) -> LoaderConfig:
     """Return how samples are fetched for the rank whose slice of every global batch is `shard`, (index, number).
 
-    train: True if the batches are for training; a user's functions may take it as a parameter.
+    `train`: the batches are for training; a user's functions may take it as a parameter.
     """
     share = Share(*shard, micro_batch_size=config.micro_batch_size, slices=config.virtual_world_size)
     loader = config.loader
@@ -41,9 +41,9 @@ def micro_batches(
     device: torch.device,
     train: bool = True,
 ) -> Iterator[list[Batch]]:
-    """Yield this rank's micro-batches of each of `steps`, as the config says; see `loader_config`.
+    """Yield this rank's micro-batches of each of `steps`; see `loader_config`.
 
-    shard: None on a rank that takes no samples; its lists are empty.
+    `shard`: None on a rank that takes no samples; its lists are empty.
     """
     if shard is None:
         return iter([] for _ in steps)

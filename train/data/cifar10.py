@@ -1,4 +1,4 @@
-"""CIFAR-10, read from its original files."""
+"""CIFAR-10."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ class Cifar10(Images):
 
     @classmethod
     def prepare(cls, root: str, **_: Any) -> None:
-        """Download the batches if they are absent."""
         folder = Path(root) / "cifar-10-batches-py"
         if all((folder / name).is_file() for name in (*cls.TRAIN, *cls.TEST)):
             return

@@ -1,4 +1,4 @@
-"""Synthetic click data: lists of items, few of them popular, and whether they were clicked."""
+"""Synthetic click data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ class Clicks(Generated):
         return torch.from_numpy(items), torch.from_numpy((appeal.sum(1) > 0).astype(np.int64))
 
     def fingerprint(self) -> str:
-        """Return the parameters that determine the data."""
         return f"clicks:{self.num_samples}:{self.num_items}:{self.input_shape[0]}:{self.hidden_seed}"
 
 

@@ -1,4 +1,4 @@
-"""The scanned digits that come with scikit-learn: real data without a download."""
+"""Scanned digits, with scikit-learn: real data without a download."""
 
 from __future__ import annotations
 

@@ -57,7 +57,6 @@ class ImageFolder:
         return picture if self.is_compact else self.expand(picture), label
 
     def compact(self) -> ImageFolder:
-        """Return the same data set with `[3, H, W] uint8` pictures, a quarter of the bytes; `expand` normalizes them."""
         other = copy.copy(self)
         other.is_compact = True
         return other
@@ -68,7 +67,6 @@ class ImageFolder:
         return pictures.as_subclass(Tensor).float().mul_(1 / 255).sub_(mean).div_(std)
 
     def fingerprint(self) -> str:
-        """Return the length and a hash of the file names, labels and sizes."""
         files = ((Path(path).name, label, Path(path).stat().st_size) for path, label in self.pictures.samples)
         return f"{len(self)}:{hash_of(files)}"
 

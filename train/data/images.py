@@ -47,7 +47,6 @@ class Images:
         return images, self.labels.index_select(0, chosen)
 
     def compact(self) -> Images:
-        """Return the same data set with `[B, C, H, W] uint8` images, a quarter of the bytes; `expand` normalizes them."""
         other = copy.copy(self)
         other.is_compact = True
         return other
@@ -58,7 +57,6 @@ class Images:
         return torch.addcmul(offset, images.float(), scale)
 
     def fingerprint(self) -> str:
-        """Return the length and a hash of all images and labels."""
         return f"{len(self)}:{hash_of([self.images.numpy().tobytes(), self.labels.numpy().tobytes()])}"
 
 
@@ -90,8 +88,7 @@ def shift_and_flip(images: Tensor, keys: Keys, *, shift: int, flip: bool, fill: 
 def rgb(picture: Image.Image) -> Image.Image:
     """Return a picture in mode RGB; one of 16 bits is scaled, where `convert` would cut its values off at 255.
 
-    Raises:
-        ValueError: nothing says what range its values have.
+    Raises ValueError: nothing says what range its values have.
     """
     if picture.mode.startswith("I;16"):
         picture = Image.fromarray((np.asarray(picture).astype(np.uint32) // 257).astype(np.uint8))

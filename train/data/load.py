@@ -26,10 +26,7 @@ from muster.world.group import World
 
 @dataclass(frozen=True)
 class Data:
-    """The training and test splits. Models are built for `num_classes`, if the data has it.
-
-    weights: draws the training samples, if the data has `sample_weights`.
-    """
+    """The two splits. Models are built for `num_classes`, if the data has it; `weights` draws the training samples, if it has `sample_weights`."""
 
     train: Any
     test: Any | None
@@ -59,12 +56,9 @@ class Data:
 
 
 def load(config: Config, world: World) -> Data:
-    """Build both splits. Collective.
+    """Build both splits. One of the ranks that see the same folder downloads while the others wait. Collective.
 
-    One of the ranks that see the same folder downloads while the others wait.
-
-    Raises:
-        DataError: on every rank, if any rank cannot load the data.
+    Raises DataError: on every rank, if any rank cannot load the data.
     """
     failure: DataError | None = None
     try:
@@ -91,10 +85,7 @@ def _where(error: OSError) -> str:
 
 
 def _remedy(part: Part, error: OSError) -> str:
-    """Return the advice for a file that cannot be read.
-
-    It names the parameter whose value is a prefix of the file's path, or else `root`; without either, the code.
-    """
+    """Return advice that names the parameter whose value is a prefix of the file's path, or else `root`; without either, the code."""
     parameters = signature(locate(part))
     values = {name: each.default for name, each in parameters.items()} | part.values
     texts = {name: str(value) for name, value in values.items() if isinstance(value, str | Path) and str(value)}

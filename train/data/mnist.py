@@ -1,4 +1,4 @@
-"""MNIST, read from its original files."""
+"""MNIST."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Mnist(Images):
 
     @classmethod
     def prepare(cls, root: str, **_: Any) -> None:
-        """Download the files if they are absent."""
         folder = Path(root) / "MNIST" / "raw"
         if all((folder / name).is_file() for name in cls.FILES):
             return

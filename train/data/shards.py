@@ -38,9 +38,7 @@ class Shards:
     jpg, jpeg and png become `[3, H, W] float32` from 0 to 1, in steps of 1/255, resized to `image_size` if it is given;
     cls and id an int, txt a str, json its content, npy a tensor, others bytes. The index is written beside the shards if
     the folder is writable.
-
-    Raises:
-        DataError: there are no shards, or one cannot be read.
+    Raises DataError: there are no shards, or one cannot be read.
     """
 
     def __init__(self, train: bool, *, root: str, input: str, target: str, image_size: int | None, num_classes: int):
@@ -52,7 +50,6 @@ class Shards:
 
     @staticmethod
     def prepare(root: str, **_: Any) -> None:
-        """Write the indices. Called on one of the ranks that see the same folder."""
         for split in ("train", "val"):
             if (Path(root) / split).is_dir():
                 index(Path(root) / split, write=True)
@@ -71,7 +68,6 @@ class Shards:
         return inputs, targets.float() / 255 if self.endings[1] in PICTURES else targets
 
     def compact(self) -> Shards:
-        """Return the same data set with input pictures as `[3, H, W] uint8`, a quarter of the bytes; `expand` divides them."""
         other = copy.copy(self)
         other.is_compact, other._open = self.endings[0] in PICTURES, {}
         return other
@@ -81,7 +77,6 @@ class Shards:
         return inputs.float() / 255 if self.endings[0] in PICTURES else inputs
 
     def fingerprint(self) -> str:
-        """Return the length and a hash of the index."""
         return f"{len(self)}:{hash_of([shard, sorted(files.items())] for shard, files in self.samples)}"
 
     def _decode(self, shard: str, ending: str, at: int, size: int) -> Any:
@@ -120,10 +115,7 @@ Sample = tuple[str, dict[str, tuple[int, int]]]
 def index(folder: Path, *, write: bool = False) -> list[Sample]:
     """Return all samples in the order of shard names, from the index file if it matches, else from the shards.
 
-    write: also write the index file if the folder is writable.
-
-    Raises:
-        DataError: there are no shards, or one cannot be read.
+    `write`: also write the index file if the folder is writable. Raises DataError as `Shards` does.
     """
     shards = sorted(folder.glob("*.tar"))
     if not shards:

@@ -41,7 +41,6 @@ class Synthetic(Generated):
         return images.view(-1, *self.input_shape), torch.from_numpy(labels.astype(np.int64))
 
     def fingerprint(self) -> str:
-        """Return the parameters that determine the data."""
         return f"synthetic:{self.num_samples}:{self.input_shape}:{self.num_classes}:{TERMS}:{CHOICES}"
 
 

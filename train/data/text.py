@@ -52,11 +52,9 @@ class Text:
         return inputs[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int], keys: Keys | None = None) -> tuple[Tensor, Tensor]:
-        """Return `[B, T] int64` bytes and `[B, T] int64` next bytes."""
         positions = self.starts[np.asarray(indices)][:, None] + np.arange(self.block_size + 1)
         windows = torch.from_numpy(self.bytes[positions].astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def fingerprint(self) -> str:
-        """Return the number of bytes, and a hash of them if they are fewer than 256 MiB."""
         return f"{len(self.bytes)}:{hash_of([self.bytes.tobytes()]) if len(self.bytes) < 1 << 28 else ''}"

@@ -25,19 +25,13 @@ BLOCKS, BLOCK_BYTES = 64, 1 << 16
 class Tokens:
     """Windows of `block_size` tokens of `root`/train.bin or of `root`/train/*.bin, in order of name; val likewise.
 
-    A file holds token ids of type `dtype` in little-endian order and nothing else, as nanoGPT's data scripts write
-    it. Sample i of a file is its tokens [iT, iT + T], `[T] int64`; the target is the same shifted by one. Files are mapped:
-    they may be larger than the memory. Without val files the test split is empty.
+    A file holds token ids of type `dtype` in little-endian order and nothing else, as nanoGPT's data scripts write it. Sample i of
+    a file is its tokens from iT up to, not including, iT + T, where T is `block_size`: `[T] int64`; the target is the same shifted
+    by one. Files are mapped: they may be larger than the memory. Without val files the test split is empty.
 
-    Args:
-        train: True for the training split.
-        root: folder with the files.
-        block_size: T, tokens per sample.
-        vocab_size: number of different tokens, for which the model is built.
-        dtype: NumPy's name of the type of a token: `uint16`, or `uint32` for more than 65,536 different tokens.
-
-    Raises:
-        DataError: a file is missing, cut short or too short for a window, or has a token that is not below `vocab_size`.
+    `vocab_size`: number of different tokens, for which the model is built. `dtype`: NumPy's name of the type of a token, `uint32`
+    for more than 65,536 different ones.
+    Raises DataError: a file is missing, cut short or too short for a window, or has a token that is not below `vocab_size`.
 
     Source: https://github.com/karpathy/nanoGPT/tree/master/data/openwebtext
     """
@@ -70,12 +64,10 @@ class Tokens:
         return inputs[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int], keys: Keys | None = None) -> tuple[Tensor, Tensor]:
-        """Return `[B, T] int64` tokens and `[B, T] int64` next tokens. Raises DataError."""
         windows = torch.from_numpy(np.stack([self._window(index) for index in indices]))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def fingerprint(self) -> str:
-        """Return the number of windows, and a hash of each file's size and of blocks spread over it."""
         return f"{len(self)}:{hash_of(part for file in self.files for part in _looks(file))}"
 
     def _window(self, index: int) -> np.ndarray:
@@ -123,13 +115,12 @@ class Tokens:
 
 
 def files_of(root: Path, split: str) -> list[Path]:
-    """Return `root`/SPLIT.bin, or else all of `root`/SPLIT/*.bin in order of name."""
     single = root / f"{split}.bin"
     return [single] if single.is_file() else sorted((root / split).glob("*.bin"))
 
 
 def _looks(file: Path) -> list[Any]:
-    """Return the size of `file` and blocks of it, from the first to the last."""
+    """Return the size of `file` and `BLOCKS` blocks of it, spread from the first to the last."""
     size, looks = file.stat().st_size, list[Any]()
     last = max(0, size - BLOCK_BYTES)
     with file.open("rb") as opened:

@@ -22,7 +22,6 @@ class Attention(nn.Module):
         self.out = nn.Linear(hidden_dim, hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend within each sequence, over the heads that this rank holds."""
         heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).transpose(1, 2)  # [B, local heads, T, 3, head_dim]
         q, k, v = heads.unbind(-2)
         dropout = self.dropout if self.training else 0.0

@@ -1,4 +1,4 @@
-"""Small convolutional network with batch norm."""
+"""Small convolutional network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class Quarters(nn.Module):
     """
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Return the averages."""
         rows, columns = (((0, (side + 1) // 2), (side // 2, side)) for side in pictures.shape[-2:])
         means = [
             pictures[..., top:bottom, left:right].mean((-2, -1)) for top, bottom in rows for left, right in columns

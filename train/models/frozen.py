@@ -15,9 +15,7 @@ STAYS = "_stays_in_evaluation_mode"
 def keep_in_evaluation(model: nn.Module, frozen: Iterable[str]) -> list[str]:
     """Mark the modules whose parameters are all frozen and that train otherwise than they evaluate; return their names.
 
-    A module within another one that is marked is not named.
-
-    frozen: names of the parameters that the config has frozen.
+    A module within another one that is marked is not named. `frozen`: names of the parameters that the config has frozen.
     """
     names = [*_outermost(model, {*frozen}, "")]
     mark(model, names)
@@ -32,12 +30,10 @@ def mark(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def marked(model: nn.Module) -> list[str]:
-    """Return the names of the modules that stay in evaluation mode."""
     return [name for name, each in model.named_modules() if STAYS in each.__dict__]
 
 
 def set_mode(model: nn.Module, mode: bool) -> None:
-    """Set training or evaluation mode; what is marked is in evaluation mode also in training."""
     model.train(mode)
     for each in model.modules() if mode else ():
         if each.training and STAYS in each.__dict__:

@@ -53,7 +53,6 @@ class Gpt(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * num_layers) ** 0.5 if name.endswith("out.weight") else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the next token at every position."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -71,7 +70,6 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed the tokens, with dropout."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x: Tensor = self.dropout(self.token(tokens) + self.position(positions))
         return x
@@ -88,7 +86,6 @@ class Block(nn.Module):
         self.mlp_in, self.mlp_out = nn.Linear(hidden_dim, 4 * hidden_dim), nn.Linear(4 * hidden_dim, hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply attention, then the MLP."""
         x = x + self._drop(self.attention(self.attention_norm(x)))
         return x + self._drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))))
 

@@ -18,9 +18,9 @@ from muster.world.group import World
 
 
 def first_weights(config: Config, world: World) -> dict[str, Any] | None:
-    """Return the state dict that `init_from` names, or None. One rank of a host downloads while the others wait.
+    """Return the state dict that `init_from` names, or None. Collective. Raises MusterError.
 
-    Collective. Raises MusterError.
+    One of the ranks that share torch.hub's folder downloads while the others wait.
     """
     if not config.init_from:
         return None

@@ -17,11 +17,7 @@ Form = Any
 
 
 def form_of(inputs: Any, *, size: int) -> Form:
-    """Return the form of a batch's inputs; a first dimension of `size` is that of the batch.
-
-    Raises:
-        ConfigError: an input is not a tensor.
-    """
+    """Return the form of a batch's inputs; a first dimension of `size` is that of the batch. Raises ConfigError: an input is not a tensor."""
     if isinstance(inputs, Mapping):
         return {str(name): form_of(value, size=size) for name, value in inputs.items()}
     if isinstance(inputs, (tuple, list)):
@@ -48,7 +44,6 @@ def example(form: Form, *, size: int) -> Any:
 
 
 def is_tensors(form: Form) -> bool:
-    """Return True if this is the form of one tensor, not of several."""
     return isinstance(form, dict) and isinstance(form.get("dtype"), str)
 
 

@@ -1,4 +1,4 @@
-"""Multi-layer perceptron: 784-512-10 on MNIST."""
+"""Multi-layer perceptron."""
 
 from __future__ import annotations
 

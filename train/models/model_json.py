@@ -50,7 +50,6 @@ class ModelRecord:
         return f"{self.model.target}({', '.join(f'{name}={value}' for name, value in values.items())})"
 
     def to_json(self) -> str:
-        """Return the content of model.json."""
         plain = {"model": to_dict(self.model), "filled_in": self.filled_in, "inputs": self.inputs}
         return json.dumps(plain, indent=1, default=str) + "\n"
 
@@ -76,8 +75,7 @@ class ModelRecord:
 def filled_in(part: Part, data: Data) -> dict[str, Any]:
     """Return the values of the data set that the model's constructor takes and the config does not set.
 
-    Raises:
-        ConfigError: the constructor needs a number of classes, which the data set does not have.
+    Raises ConfigError: the constructor needs a number of classes, which the data set does not have.
     """
     parameters = signature(locate(part))
     wanted = parameters.keys() - part.values.keys()

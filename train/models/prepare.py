@@ -28,12 +28,10 @@ def prepared(
 ) -> nn.Module:
     """Build the model, load `weights` except names that match `ignore`, and freeze parameters that match `freeze`.
 
-    ignore: None if the weights are a whole run's own, which must all fit.
-    in_evaluation: gets the names of the frozen modules that stay in evaluation mode; None: they train as the others.
-
-    Raises:
-        ConfigError: weights and model differ in other names or in shapes, a pattern of `freeze` matches nothing, or a
-            parameter has no size yet (a lazy layer).
+    `ignore`: None if the weights are a whole run's own, which must all fit. `in_evaluation`: gets the names of the frozen modules
+    that stay in evaluation mode; None: they train as the others.
+    Raises ConfigError: weights and model differ in other names or in shapes, a pattern of `freeze` matches nothing, or a parameter
+    has no size yet (a lazy layer).
     """
     model = compiled_in_place(build())
     for name, parameter in model.named_parameters():
@@ -59,8 +57,8 @@ def prepared(
 def compiled_in_place(model: nn.Module) -> nn.Module:
     """Return the model with each wrapper of torch.compile replaced by its module, compiled as by `nn.Module.compile`.
 
-    The wrapper puts `_orig_mod.` into the names of weights, which then are not those of the model without it. One with hooks of its own
-    stays.
+    The wrapper puts `_orig_mod.` into the names of weights, which then are not those of the model without it. One with hooks of its
+    own stays.
     """
     for module in [*model.modules()]:
         for name, child in module._modules.items():
@@ -79,8 +77,7 @@ def _unwrapped(module: Any) -> Any:
 def take(model: nn.Module, weights: Mapping[str, Any], ignore: Sequence[str] | None) -> None:
     """Load `weights`, a state dict, into the model, except names that match `ignore`.
 
-    Raises:
-        ConfigError: a name that does not match `ignore` is missing on either side, or differs in shape.
+    Raises ConfigError: a name that does not match `ignore` is missing on either side, or differs in shape.
     """
     weights = {plain(name): value for name, value in weights.items()}
     wanted = {name: value for name, value in weights.items() if not matches(name, ignore or ())}

@@ -27,6 +27,5 @@ class Recommender(nn.Module):
         self.dense = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
 
     def forward(self, items: Tensor) -> Tensor:
-        """Return the logits for each list of items."""
         logits: Tensor = self.dense(self.embedding(items))
         return logits

@@ -57,7 +57,6 @@ class Vit(nn.Module):
         nn.init.trunc_normal_(self.vit.heads.head.weight, std=0.02)  # torchvision's is zero, for fine-tuning
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits for each image."""
         logits: Tensor = self.vit(images)
         return logits
 

@@ -19,10 +19,8 @@ from muster.world.group import World
 def build_objective(part: Part, *, device: torch.device) -> Any:
     """Build the objective, a callable of (outputs, targets).
 
-    The state of an objective that is a module is part of the run's state, as the model's buffers are.
-
-    Raises:
-        ConfigError: it cannot be built, or has parameters to train.
+    The state of one that is a module is part of the run's state, as the model's buffers are.
+    Raises ConfigError: it cannot be built, or has parameters to train.
     """
     objective = bound(part, free=2)
     if not isinstance(objective, nn.Module):
@@ -48,7 +46,6 @@ def build_measures(parts: Mapping[str, Part], *, world: World, sliced: bool = Fa
 
 
 def _built(name: str, part: Part, device: torch.device) -> Any:
-    """Build a metric on the device, if it has tensors to move. Raises ConfigError if a method is missing."""
     metric = build(part)
     if missing := [each for each in ("update", "compute", "reset") if not callable(getattr(metric, each, None))]:
         raise ConfigError(

@@ -19,14 +19,14 @@ from muster.train.objectives.trial import Trial
 
 
 class BySlice:
-    """Wraps `metric`, the torchmetrics object `metrics.NAME`, and keeps one copy of it for each slice."""
+    """Keeps one copy per slice of `metric`, the torchmetrics object `metrics.NAME`."""
 
     def __init__(self, metric: Any, name: str):
         self.metric, self.name = metric, name
         self._copies: dict[int, Any] = {}
 
     def update(self, outputs: Any, targets: Any, *, slice: int, trial: Trial | None = None) -> None:
-        """Update the copy of this slice. Raises ConfigError if it keeps a number that is not put together with the others'."""
+        """Update the slice's copy. Raises ConfigError as `update_watched` does."""
         if slice in self._copies:
             self._copies[slice].update(outputs, targets)
             return
@@ -44,16 +44,11 @@ class BySlice:
         return together([*copies.values()], name=self.name).compute()
 
     def reset(self) -> None:
-        """Discard all copies."""
         self._copies = {}
 
 
 def by_slice(metric: Any, name: str) -> Any:
-    """Wrap `metric` in BySlice.
-
-    A metric that is not of torchmetrics, or that contains others which synchronize their states themselves, is returned
-    as is.
-    """
+    """Wrap `metric` in BySlice, unless it is not of torchmetrics, or contains others that synchronize their states themselves."""
     inner = [each for each in metric.modules() if hasattr(each, "sync")] if isinstance(metric, nn.Module) else []
     return BySlice(metric, name) if len(inner) == 1 and inner[0] is metric else metric  # torchmetrics overloads ==
 
@@ -61,8 +56,7 @@ def by_slice(metric: Any, name: str) -> Any:
 def together(metrics: list[Any], *, name: str) -> Any:
     """Return the first of `metrics`, set up to merge the states of all, in order, when it computes.
 
-    Raises:
-        ConfigError: `metrics.NAME` keeps its samples apart, and slices have different numbers of them.
+    Raises ConfigError: `metrics.NAME` keeps its samples apart, and slices have different numbers of them.
     """
     states, turn, first = [_state(metric) for metric in metrics], count(), metrics[0]
     if len({len(state) for state in states}) > 1:

@@ -1,7 +1,6 @@
-"""What the mean of an objective is over: samples, or what it counts, such as the labels that are not left out.
+"""What an objective's mean is over: samples, or what it counts, such as the labels that are not left out.
 
-The loss of a step is the mean over all that its global batch has of it. A micro-batch's mean therefore weighs as its count,
-over that of the global batch: (x1 / n1 + x2 / n2) / 2 is not (x1 + x2) / (n1 + n2).
+A micro-batch's mean weighs as its count over that of the global batch: (x1 / n1 + x2 / n2) / 2 is not (x1 + x2) / (n1 + n2).
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ OWN = ("torch", "muster")
 def count_of(objective: Any, model: Any = None) -> Count | None:
     """Return what `objective` counts; None if its mean is over samples, or nobody knows over what.
 
-    It is the objective's method `count(targets)`, if it has one. torch's cross_entropy and nll_loss, and their modules, leave
-    out the labels `ignore_index`, and take a mean weighted by `weight`. `model_loss` of one of Hugging Face's models leaves out
-    the labels -100. A class that is derived from one of these and computes its loss itself has to say again what it counts.
+    An objective's own method `count(targets)` comes first. torch's cross_entropy and nll_loss, and their modules, leave out the labels
+    `ignore_index`, and take a mean weighted by `weight`. `model_loss` of one of Hugging Face's models leaves out the labels -100. A class
+    that is derived from one of these and computes its loss itself has to define `count` again.
     """
     given = dict[str, Any]()
     while isinstance(objective, partial):
@@ -74,9 +73,9 @@ def _says_again(objective: Any) -> bool:
 
 
 def labels(targets: Any, *, ignored: int = IGNORED, weight: Tensor | None = None) -> Tensor | None:
-    """Return the number of integer labels that are not `ignored`, or the sum of their classes' weights, []; else None.
+    """Return the number of integer labels that are not `ignored`, or the sum of their classes' weights, [].
 
-    Probabilities of classes as targets are a mean over samples.
+    None for other targets: with probabilities of classes, the mean is over samples.
     """
     if not isinstance(targets, Tensor) or targets.is_floating_point():
         return None
@@ -87,8 +86,6 @@ def labels(targets: Any, *, ignored: int = IGNORED, weight: Tensor | None = None
 
 
 class Labels:
-    """Counts labels as `labels` does."""
-
     def __init__(self, ignored: int = IGNORED, weight: Tensor | None = None):
         self.ignored, self.weight = ignored, weight
 
@@ -96,7 +93,7 @@ class Labels:
         return labels(targets, ignored=self.ignored, weight=self.weight)
 
     def number(self, inputs: Any, targets: Any) -> Any:
-        """Return the count of targets on the CPU as a number: on a small batch torch's operations take ten times as long."""
+        """Return the count on the CPU as a number: on a small batch torch's operations take ten times as long."""
         if self.weight is not None or not isinstance(targets, Tensor) or targets.is_floating_point():
             return self(inputs, targets)
         if targets.dim() == 1 and len(targets) <= FEW:
@@ -105,16 +102,13 @@ class Labels:
 
 
 def _model_labels(inputs: Any, targets: Any, *, is_shifted: bool) -> Tensor | None:
-    """Return the number of labels of the model's own loss: its input `labels`, without the first if each predicts the next."""
+    """Count the labels of the model's own loss: its input `labels`, without the first if each output predicts the next."""
     given = inputs.get(LABELS) if hasattr(inputs, "get") else None
     return labels(given[..., 1:] if is_shifted else given) if isinstance(given, Tensor) else None
 
 
 def _predicts_next(model: Any) -> bool:
-    """Return whether the loss of one of transformers' models compares each output with the label after it.
-
-    `PreTrainedModel.loss_function` takes the loss of `loss_type`, and ForCausalLMLoss without one.
-    """
+    """Return whether the loss of a transformers model compares each output with the label after it; without `loss_type`, it is ForCausalLMLoss."""
     kind = getattr(model, "loss_type", None) or "CausalLM"
     has_decoder_of_its_own = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return not has_decoder_of_its_own and any(each in kind for each in ("CausalLM", "ConditionalGeneration"))
@@ -125,10 +119,7 @@ def counted(
 ) -> Any:
     """Return what a micro-batch of `samples` samples has: a number, or a tensor [] if the objective gives one.
 
-    waits: return a number in any case, for which a device is waited for.
-
-    Raises:
-        ConfigError: `objective.count` gives no number.
+    waits: return a number in any case, for which a device is waited for. Raises ConfigError: `objective.count` gives no number.
     """
     ask = count.number if waits and isinstance(count, Labels) else count
     found = ask(inputs, targets) if ask else None
@@ -165,18 +156,15 @@ def _nothing(outputs: Any, loss: Tensor) -> Tensor:
 
 
 def times(value: Tensor, count: Any) -> Tensor:
-    """Return a mean times its count; zero if it counts nothing."""
     if isinstance(count, Tensor):
         return torch.where(count == 0, 0.0, value.double() * count)
     return value * count if count else torch.zeros_like(value)
 
 
 def refuse_divided(objective: Any, config: Config, *, parts: int) -> None:
-    """Raise ConfigError if the objective is a loss of the batch as a whole (`whole_batch = True`), and the batch is divided.
+    """Raise ConfigError if the objective is a loss of the batch as a whole (`whole_batch = True`) and the batch is divided, into `parts` by the strategy.
 
     Also for one of torch's losses that is a sum: it has no weight in a step, whose loss is a mean.
-
-    parts: into which the strategy divides it.
     """
     how = getattr(objective, "keywords", {}).get("reduction") or getattr(objective, "reduction", None) or "mean"
     if how != "mean" and is_known(objective):

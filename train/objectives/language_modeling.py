@@ -15,10 +15,7 @@ from muster.train.objectives.counted import labels, times
 
 
 class LanguageModeling:
-    """Mean cross-entropy per token of `[B, T, classes]` logits and `[B, T] int64` next tokens, computed in fp32.
-
-    Tokens -100 are left out.
-    """
+    """Mean cross-entropy per token of `[B, T, classes]` logits and `[B, T] int64` next tokens (-100: left out), computed in fp32."""
 
     def __init__(self) -> None:
         self._in_training = _cross_entropy
@@ -28,7 +25,7 @@ class LanguageModeling:
         self._in_training = torch.compile(_cross_entropy)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss. Targets of other types, which torch may take or not, are not compiled."""
+        """Targets of other types, which torch may take or not, are not compiled."""
         is_int64 = isinstance(targets, Tensor) and targets.dtype is torch.int64
         return _loss(self._in_training if is_int64 else _cross_entropy, outputs, targets)
 

@@ -19,8 +19,7 @@ from muster.world.group import World
 def fill_lists(metrics: Mapping[str, Any], world: World) -> None:
     """Give ranks without samples empty tensors like those of other ranks. Collective.
 
-    Raises:
-        ConfigError: a metric keeps its samples apart, and ranks have different numbers of them.
+    Raises ConfigError: a metric keeps its samples apart, and ranks have different numbers of them.
     """
     if world.size == 1:
         return

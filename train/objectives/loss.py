@@ -16,8 +16,7 @@ from muster.errors import ConfigError, MusterError
 def loss_of(objective: Any, outputs: Any, targets: Any, *, model: Any, trains: bool = True) -> Tensor:
     """Return the mean loss over a micro-batch, [] float, with a gradient if `trains`.
 
-    Raises:
-        ConfigError: the result is not a loss, or model, objective and data do not fit together.
+    Raises ConfigError: the result is not a loss, or model, objective and data do not fit together.
     """
     refuse_each_with_each(objective, outputs, targets, model)
     loss = explained(objective, objective, outputs, targets, model=model)
@@ -96,7 +95,6 @@ def _no_outputs(model: Any) -> ConfigError:
 
 
 def _misfit(objective: Any, outputs: Any, targets: Any, model: Any, error: Exception) -> Exception:
-    """Return the error for an objective that does not accept its inputs, if no user code was involved in `error`."""
     if isinstance(error, torch.OutOfMemoryError):
         return error
     got = f"{name_of(model)}.forward returns {described(outputs)}{_where(model)}"

@@ -44,10 +44,8 @@ def sums(
 ) -> dict[str, Tensor]:
     """Return the objective's metrics summed over the `count` samples of a micro-batch.
 
-    Without a method `metrics`: the loss, summed over what the objective counts, and the scalars that the model's outputs have
-    by name, each a mean over the micro-batch.
-
-    A metric may be a pair (sum, count) if it is a mean over something other than samples, such as tokens or pixels.
+    Without a method `metrics`: the loss, summed over what the objective counts, and the scalars that the model's outputs have by name, each
+    a mean over the micro-batch. A metric may be a pair (sum, count) if it is a mean over something else, such as tokens or pixels.
 
     loss: the loss that the objective already returned for this micro-batch; one with state must not see a batch twice.
     counts: what the objective counts (`count_of`).
@@ -71,7 +69,6 @@ def sums(
 
 
 def _count(value: Any, *, like: Any) -> Any:
-    """Convert a count given as a plain number to a tensor on the device of its sum."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return torch.tensor(float(value), device=like.device) if is_number and isinstance(like, Tensor) else value
 
@@ -99,8 +96,8 @@ class Measures:
 
     Their `compute` adds up their states over the ranks and is collective. It returns a number, or several by name.
 
-    of: the entry of the model's outputs that a metric takes, by the metric's name. Without one a metric takes the
-        outputs as they are, and one of torchmetrics their `logits` if they are as Hugging Face's models give them.
+    of: metric's name -> the entry of the model's outputs that it takes. Without one a metric takes the outputs as they are, and one of
+        torchmetrics their `logits` if they are as Hugging Face's models give them.
     anew: what builds a metric anew, on the CPU.
     """
 
@@ -124,7 +121,7 @@ class Measures:
         self._trials = dict[str, Trial | None]()
 
     def update(self, outputs: Any, targets: Any, *, slice: int) -> None:
-        """Update all metrics with the outputs for a micro-batch of a slice of the global batch."""
+        """`slice`: number of the slice of the global batch that the micro-batch is of."""
         for name, metric in self.named.items():
             taken = in_full(self._taken(name, outputs))
             self._try(name, taken, targets)
@@ -178,7 +175,6 @@ class Measures:
             self._talks.add(name)
 
     def _taken(self, name: str, outputs: Any) -> Any:
-        """Return what the metric takes of the outputs. Raises ConfigError."""
         if name in self._of:
             return entry(outputs, self._of[name], key=f"metrics.{name}.of")
         return logits_of(outputs) if name in self._picks else outputs
@@ -195,8 +191,7 @@ class Measures:
     def compute(self, world: World) -> dict[str, float]:
         """Return all values since the last reset by name, and reset. Collective.
 
-        Raises:
-            ConfigError: a value is not a number, two metrics give one name, or a metric of the user's own does not add up.
+        Raises ConfigError: a value is not a number, two metrics give one name, or a metric of the user's own does not add up.
         """
         fill_lists(self.named, world)
         found, of = dict[str, float](), dict[str, str]()
@@ -226,18 +221,14 @@ class Measures:
         return self._of_all(found, of, world) if self.named and world.size > 1 else found
 
     def _refuse(self, wrong: Mapping[str, str]) -> None:
-        """Raise ConfigError for the first of the metrics that were seen to give something else for several ranks."""
         for name, said in wrong.items():
             raise self._of_own_samples(name, f"{name} {said}")
 
     def _of_all(self, values: dict[str, float], of: Mapping[str, str], world: World) -> dict[str, float]:
-        """Return rank 0's values. Collective.
+        """Return rank 0's values; `of`: the name of the metric that has given each. Collective.
 
-        of: the name of the metric that has given each value. A metric that communicates may give NaN on other ranks: it
-            computes on rank 0 alone. One that does not, and gives the same on all, must not depend on the samples.
-
-        Raises:
-            ConfigError: the value of a rank is of its own samples alone.
+        A metric that communicates may give NaN on other ranks: it computes on rank 0 alone. One that does not, and gives the same on all, must
+        not depend on the samples. Raises ConfigError: the value of a rank is of its own samples alone.
         """
         everybody = world.gather([values, of, sorted(self._talks), self._wrong])
         firsts, of_firsts, *_ = everybody[0]
@@ -269,11 +260,8 @@ class Measures:
     def direction(self, metric: str, *, key: str, mode_key: str, mode: str = "auto", recorded: str = "") -> str:
         """Return `min` or `max`: which value of `metric` is the best one.
 
-        mode: `min` or `max` if the user has said it; else a metric's own `higher_is_better` says it, or its name.
-        recorded: what an earlier attempt of the run went by, if nothing else says it.
-
-        Raises:
-            ConfigError: nothing says it; the message names `key`, and `mode_key` to say it by.
+        `mode` decides if it is not `auto`; then the metric's own `higher_is_better`; then its name; then `recorded`, what an earlier attempt
+        went by. Raises ConfigError: nothing decides; the message names `key`, and `mode_key` to say it by.
         """
         if mode != "auto":
             return mode
@@ -304,7 +292,6 @@ def _no_number(name: str, key: str, value: Any, metric: Any) -> str:
 
 
 def _misfit(name: str, metric: Any, outputs: Any, targets: Any, error: Exception) -> ConfigError:
-    """Return the error for a metric that does not accept its inputs, if no user code was involved in `error`."""
     kind = name_of(metric.metric if isinstance(metric, BySlice) else metric)
     remedy = "give it values that it accepts, or use a class of your own"
     if is_own(metric.metric if isinstance(metric, BySlice) else metric):

@@ -1,4 +1,4 @@
-"""Whether a metric's value is of the samples of all ranks: one that adds up nothing over them is of its own rank's."""
+"""Find metrics whose value is of their own rank's samples alone, because they add up nothing over the ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def adds_up(metric: Any) -> bool:
 def depends(metric: Any, samples: tuple[Any, Any] | None) -> bool:
     """Return whether the value of `metric` is seen to change with its samples; False if it cannot be tried.
 
-    The metric must not communicate. A rate of learning, say, is the same on all ranks without it.
+    The metric must not communicate. A learning rate, for example, is the same on all ranks without depending on samples.
     """
 
     def value(times: int, most: int) -> str:
@@ -60,10 +60,9 @@ def depends(metric: Any, samples: tuple[Any, Any] | None) -> bool:
 def update_watched(metric: Any, update: Callable[[], object], *, name: str, trial: Trial | None = None) -> None:
     """Call `update`, which updates `metric` for the first time.
 
-    Raises:
-        ConfigError: it counts something that a user's own torchmetrics class has not declared by `add_state`, and which
-            neither ranks nor slices put together (without a trial: it changed a number or a tensor, or a list's length); or
-            it made metrics, which other ranks or slices may not have.
+    Raises ConfigError: it counts something that a user's own torchmetrics class has not declared by `add_state`, so that neither ranks nor
+    slices put it together (without a trial: it changed a number or a tensor, or a list's length); or it made metrics, which other ranks or
+    slices may not have.
     """
     before, parts = undeclared(metric), _parts(metric)
     update()
@@ -89,5 +88,4 @@ def _has_counted(before: Any, after: Any) -> bool:
 
 
 def _parts(metric: Any) -> int:
-    """Return the number of metrics within `metric`."""
     return sum(hasattr(each, "sync") for each in metric.modules()) if isinstance(metric, nn.Module) else 0

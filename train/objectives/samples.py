@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 
 def few(samples: Any, most: int) -> Any:
-    """Return copies of the first of `samples`, a pair of outputs and targets: of tensors and lists as long as the targets."""
+    """Return copies of the first `most` of `samples`, a pair of outputs and targets: of tensors and lists as long as the targets."""
     count = _count(samples)
 
     def cut(each: Any) -> Any:
@@ -91,7 +91,6 @@ def _count(samples: Any) -> int:
 
 
 def _is_of(each: Any, count: int) -> bool:
-    """Return whether `each` has something of each of `count` samples."""
     if isinstance(each, Tensor):
         return bool(each.dim()) and len(each) == count
     return isinstance(each, list) and len(each) == count

@@ -46,8 +46,7 @@ PROCESSES = {"os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system", 
 def confine(descriptor: int) -> None:
     """Let this process, from now on, write to standard streams and `descriptor` alone.
 
-    Raises:
-        OSError: the system cannot: another processor than x86-64, or no seccomp.
+    Raises OSError: the system cannot (another processor than x86-64, or no seccomp).
     """
     if sys.platform != "linux" or platform.machine() != "x86_64" or not process.LIBC:
         raise OSError("no filter for this system")
@@ -100,10 +99,7 @@ def _protect_shared_memory() -> None:
 
 
 def _open_files_anew(*, but: int) -> None:
-    """Replace open files by their own opened anew: this process's parent reads on from wherever this one would leave them.
-
-    What is neither a file nor a device, such as a pipe, becomes empty.
-    """
+    """Reopen open files: the parent would read on from wherever this process leaves them. What is no file, directory or device becomes empty."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the listing's own is closed

@@ -1,8 +1,8 @@
 """Try a user's own metric, before its first update, as if several ranks had the same samples.
 
-Its value then has to be that of one rank which has all of them: a metric that forgets to add something up over the ranks
-gives another one. torch's own FakeProcessGroup stands for the ranks. The trial is in a child of this process: metrics keep
-caches, write files and change what they are given, and none of that may reach the run.
+Its value then has to be that of one rank which has all of them: a metric that forgets to add something up over the ranks gives
+another one. The trial is in a child of this process: metrics keep caches, write files and change what they are given, and none of that
+may reach the run.
 """
 
 from __future__ import annotations
@@ -55,15 +55,10 @@ class Trial:
 
 
 def tried(metric: Any, samples: tuple[Any, Any], build: Callable[[], Any] | None = None) -> Trial | None:
-    """Return what `metric` does as if there were `RANKS` ranks that all have the same samples; None if it cannot be tried.
+    """Return what `metric`, before its first update, does as if `RANKS` ranks all had the same samples; None if it cannot be tried.
 
-    Nobody else takes part. It is tried in a child of this process, whose caches, generators and files do not change: the child
-    is confined, prints nothing, and is ended after `TRIAL_S`.
-
-    Args:
-        metric: the metric before its first update.
-        samples: what its `update` takes.
-        build: makes the metric anew: it may have asked for the number of ranks when it was made.
+    Not collective. The child is confined, prints nothing, and is ended after `TRIAL_S`.
+    build: makes the metric anew: it may have asked for the number of ranks when it was made.
     """
     if sys.platform != "linux":
         return None
@@ -166,7 +161,7 @@ def _made_anew(build: Callable[[], Any] | None) -> Callable[[int], Any]:
 def _judged(make: Callable[[int], Any], samples: tuple[Any, Any]) -> tuple[str, set[str], bool]:
     """Return how the value differs for several ranks, the names of values that show nothing, and whether `update` communicates.
 
-    make: returns the metric for a number of ranks, before its first update.
+    make: number of ranks -> the metric before its first update.
     """
 
     talks = False
@@ -267,7 +262,6 @@ def _is_close(one: float, other: float, *, rel_tol: float = 1e-4) -> bool:
 
 
 def copied(metric: Any) -> Any:
-    """Return a copy, or the metric itself if it cannot be copied."""
     try:
         return copy.deepcopy(metric)
     except Exception:

@@ -48,8 +48,7 @@ def _is_group(value: Any) -> bool:
 def uniform_ranks(size: int) -> Iterator[OnlyUniform]:
     """Stand for `size` ranks that all do and have the same as this one, which is rank 0, in torch.distributed.
 
-    Raises:
-        Untried: something communicates otherwise, or this version of torch cannot.
+    Raises Untried: something communicates otherwise, or this version of torch cannot.
     """
     from torch.distributed import distributed_c10d as c10d
 

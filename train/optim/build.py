@@ -29,15 +29,12 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the configured optimizer over (name, parameter) pairs, fused where possible (fused.py).
 
-    `optimizer.groups` divides the parameters into groups. An optimizer, or a function that makes one, whose signature
-    has `named_parameters` gets the pairs instead.
+    `optimizer.groups` divides the parameters into groups. An optimizer, or a function that makes one, whose signature has
+    `named_parameters` gets the pairs instead.
 
     elsewhere: names of the model's parameters that only other ranks have.
-    adapt: called with the built optimizer; returns the options of its groups, beside their rates, that change in
-        training.
-
-    Raises:
-        ConfigError: there is nothing to train, a group matches nothing, or the optimizer cannot take such a step.
+    adapt: called with the built optimizer; returns the options of its groups, beside their rates, that change in training.
+    Raises ConfigError: there is nothing to train, a group matches nothing, or the optimizer cannot take such a step.
     """
     trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trainable:
@@ -71,8 +68,7 @@ def build_optimizer(
 def divided(part: Part, named: Sequence[Named], elsewhere: Sequence[str]) -> list[Any]:
     """Return the parameters as one group, or in the groups of `optimizer.groups`.
 
-    A parameter joins the first group whose pattern matches its name; the rest form a last group. A group may be empty
-    if other ranks have its parameters.
+    A parameter joins the first group whose pattern matches; the rest form a last group. A group may be empty if other ranks have its parameters.
     """
     if not part.aside:
         return [parameter for _, parameter in named]

@@ -22,14 +22,10 @@ BUFFER = "momentum_buffer"
 def choose(
     optimizer: torch.optim.Optimizer, part: Part, *, precision: Precision, changing: Collection[str] = ()
 ) -> None:
-    """Fuse the step of each group that allows it, unless the config chooses otherwise.
-
-    Only steps that torch fuses on both CPU and CUDA are considered.
+    """Fuse the step of each group that allows it, if torch fuses it on both CPU and CUDA, unless the config chooses otherwise.
 
     changing: options of the groups that a schedule sets: a momentum of 0 may change.
-
-    Raises:
-        ConfigError: the config requests a fused step that would compute something else.
+    Raises ConfigError: the config requests a fused step that would compute something else.
     """
     if part.target not in (SGD, *ADAM):
         return
@@ -69,9 +65,7 @@ class Guard:
     """Hooks before and after each step that keep unsupported gradients from fused kernels.
 
     They depend only on the gradients and the state of the current step, so that a resume does the same.
-
-    Args:
-        ours: for each group, True if the kit chose to fuse it.
+    ours: for each group, True if the kit chose to fuse it.
     """
 
     def __init__(self, target: str, ours: list[bool]):
@@ -81,8 +75,7 @@ class Guard:
     def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Convert sparse gradients to a form that the step accepts, and create missing momentum.
 
-        Raises:
-            ConfigError: the optimizer accepts no sparse gradients, fused or not.
+        Raises ConfigError: the optimizer accepts no sparse gradients, fused or not.
         """
         for group, chosen in zip(optimizer.param_groups, self.ours, strict=False):  # a model may add groups later
             if sparse := [parameter for parameter, gradient in _given(group) if gradient.is_sparse]:
@@ -96,10 +89,7 @@ class Guard:
             self._spared.pop()["fused"] = True
 
     def _spare(self, group: dict[str, Any], sparse: list[nn.Parameter], *, chosen: bool) -> None:
-        """Keep gradients sparse in plain SGD, by unfusing it for this step if the kit fused it; else make them dense.
-
-        Momentum and weight decay apply to all rows, so they need dense gradients.
-        """
+        """Keep gradients sparse in plain SGD, unfused for this step if the kit fused it; momentum and weight decay, of all rows, need dense ones."""
         if self.target in ADAM:
             raise ConfigError(
                 f"{self.target} does not support sparse gradients, which Embedding(sparse=True) has: "

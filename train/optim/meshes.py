@@ -36,12 +36,10 @@ class Parting:
         self._whole: list[dict[str, Any]] | None = None
 
     def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Divide each group by mesh."""
         self._whole = optimizer.param_groups
         optimizer.param_groups = [_options(part, group) for group in self._whole for part in _parts(group["params"])]
 
     def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Put the groups back."""
         assert self._whole is not None
         optimizer.param_groups, self._whole = self._whole, None
 

@@ -24,8 +24,7 @@ REHEARSED = 10_000
 def build_schedule(part: Part, *, lr: float | None, total_steps: int, steps_per_epoch: int) -> Callable[[int], float]:
     """Build the schedule of `scheduler`: a function of the step, or a class of torch.optim.lr_scheduler.
 
-    Raises:
-        ConfigError: it cannot be built, or depends on more than the step.
+    Raises ConfigError: it cannot be built, or depends on more than the step.
     """
     target = locate(part)
     if inspect.isclass(target) and issubclass(target, ReduceLROnPlateau):
@@ -61,9 +60,7 @@ def base_rate(optimizer: torch.optim.Optimizer) -> float | None:
 def adapt(schedule: Callable[[int], float], optimizer: torch.optim.Optimizer, *, total_steps: int) -> set[str]:
     """Base `schedule` on the optimizer as built; return the options of its groups, beside the rates, that it changes.
 
-    Raises:
-        ConfigError: the schedule would change a rate, and the optimizer has none or one of 0; or it ends before the
-            run.
+    Raises ConfigError: the schedule would change a rate, and the optimizer has none or one of 0; or it ends before the run.
     """
     rate, kind = base_rate(optimizer), type(optimizer).__name__
     if isinstance(schedule, TorchSchedule):
@@ -87,8 +84,7 @@ def _looked_at(total_steps: int) -> list[int]:
 class TorchSchedule:
     """Wraps a scheduler of torch. `total_steps` is filled in if it has such a parameter.
 
-    `schedule(step)` returns the factor on `lr` for an optimizer with one group. `over(optimizer)` gives every group the
-    values that torch's scheduler sets.
+    `schedule(step)` returns the factor on `lr` for an optimizer with one group; `over(optimizer)` gives every group torch's values.
     """
 
     def __init__(self, part: Part, *, lr: float, total_steps: int):
@@ -194,7 +190,6 @@ class Replay:
         return found
 
     def _too_short(self, steps: int, reason: str = "") -> ConfigError:
-        """Return the error for a scheduler that cannot be stepped further."""
         said = f"{self._part.target} ends after {steps} steps, and the run has {self._steps}{reason}"
         if "total_steps" not in signature(locate(self._part)):
             return ConfigError(f"{said}: give max_steps={steps}, or another scheduler")

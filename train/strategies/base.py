@@ -1,8 +1,6 @@
-"""The interface between the training loop and the strategies.
+"""The interface between the training loop and the strategies; the loop knows only this interface.
 
-The loop knows only this interface. A strategy is built from its config group alone and rejects unsupported options
-before a process group exists. It then builds the model, distributes it over the ranks and builds the optimizer. It runs
-one optimizer step on this rank's micro-batches and evaluates one micro-batch.
+A strategy is built from its config group alone and rejects unsupported options before a process group exists.
 
 The state is a flat dict. Shared names are the same on every rank: `model/<parameter>`, `optimizer/<parameter>/<value>`,
 `optimizer/groups`, `scaler`, and `buffers/<name>` for buffers in no state dict. Each rank holds the part that it owns
@@ -91,7 +89,7 @@ class Strategy(ABC):
 
     world: World
     honours: ClassVar[Collection[str]] = frozenset()
-    """The config keys of honours.MADE_BY that this strategy supports; setting any other of them is a ConfigError."""
+    """The keys of supported_keys.MADE_BY that this strategy supports; setting any other of them is a ConfigError."""
 
     @property
     def caveat(self) -> str:
@@ -141,12 +139,9 @@ class Strategy(ABC):
         return False
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by their names in the state, as this rank holds them.
+        """The model's parameters by their names in the state: the same values on all ranks that hold them.
 
-        A parameter has the same values on all ranks that hold it.
-
-        Raises:
-            ConfigError: the strategy does not keep the parameters equal across ranks after every step.
+        Raises ConfigError: the strategy does not keep the parameters equal across ranks after every step.
         """
         raise ConfigError(
             f"strategy={type(self).__name__}: it does not give callbacks access to its parameters, which its ranks do not hold "
@@ -167,9 +162,9 @@ class Strategy(ABC):
         """Run one optimizer step on this rank's micro-batches of global step `step`. Collective."""
 
     def waited_s(self) -> float:
-        """Exposed communication time in seconds since the last call: this rank's wait for other ranks' gradients.
+        """Exposed communication time in seconds since the last call: this rank's wait for other ranks' gradients; 0 if not measured.
 
-        0 if it is not measured. All steps so far must have finished on the device.
+        All steps so far must have finished on the device.
         """
         return 0.0
 
@@ -211,8 +206,7 @@ class Strategy(ABC):
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Tensors in this rank's layout to read the `saved` ones into; names left out are not read. Collective.
 
-        Raises:
-            ConfigError: the saved tensors do not match this model.
+        Raises ConfigError: the saved tensors do not match this model.
         """
 
     @abstractmethod
@@ -220,9 +214,7 @@ class Strategy(ABC):
         """Load a saved state: the filled `targets` and the plain values. Collective.
 
         Names with `own_prefix` are present only at the world size that saved them.
-
-        Raises:
-            ConfigError: the state does not fit this model and optimizer.
+        Raises ConfigError: the state does not fit this model and optimizer.
         """
 
     @abstractmethod

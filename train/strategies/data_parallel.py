@@ -24,11 +24,9 @@ LOGICAL_DEVICES = 2
 
 
 class DataParallel(Stepping):
-    """torch.nn.DataParallel over the GPUs of one process; on the CPU, the same steps over logical devices.
+    """torch.nn.DataParallel over the `gpus` (None: all) of one process; on the CPU, the same steps over logical devices.
 
-    Args:
-        devices: number of devices; None: all GPUs, or 2 logical devices on the CPU.
-        gpus: indices of the GPUs to use; None: all GPUs.
+    devices: their number; None: all of `gpus`, or 2 logical devices on the CPU.
     """
 
     honours = frozenset({*Stepping.honours, "channels_last"})
@@ -37,7 +35,6 @@ class DataParallel(Stepping):
         self.devices, self.gpus = devices, gpus
 
     def check(self, config: Config, world_size: int) -> None:
-        """Raise ConfigError for several processes, compile, or more devices than there are GPUs."""
         if world_size > 1:
             raise ConfigError(
                 f"strategy=data_parallel takes one process and was started with {world_size}: use strategy=ddp"
@@ -51,7 +48,6 @@ class DataParallel(Stepping):
             raise ConfigError(f"strategy.devices={self.devices}, and there are {there} GPUs: use {there} at most")
 
     def build(self, recipe: Recipe, world: World) -> None:
-        """Build the model and the optimizer step."""
         self.world, self.model = world, build_model(recipe, world.device)
         self.optimizer_step = OptimizerStep(
             recipe, world=world, layout=self.layout(world.size), model=self.model, forward=self._forward()
@@ -67,19 +63,13 @@ class DataParallel(Stepping):
 
 
 class LogicalDevices(nn.Module):
-    """The steps of torch.nn.DataParallel for the CPU, which it does not support: parts of the batch run in sequence.
-
-    Args:
-        module: the model to run.
-        number: number of logical devices.
-    """
+    """The steps of torch.nn.DataParallel for the CPU, which it does not support: `number` parts of the batch run in sequence."""
 
     def __init__(self, module: nn.Module, number: int):
         super().__init__()
         self.module, self.number = module, number
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Scatter the inputs, run each part on its replica and gather the outputs."""
         parts = scatter((args, kwargs), self.number)
         replicas = [replicate(self.module) if index else {} for index in range(len(parts))]  # part 0 uses the model
         outputs = [functional_call(self.module, state, *part) for state, part in zip(replicas, parts, strict=True)]
@@ -100,5 +90,4 @@ def replicate(module: nn.Module) -> dict[str, Tensor]:
 
 
 def gather(outputs: list[Any]) -> Any:
-    """Concatenate the outputs of all parts along dimension 0."""
     return pytree.tree_map(lambda *parts: torch.cat(parts), *outputs)

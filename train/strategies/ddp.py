@@ -24,8 +24,6 @@ HALVES = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 
 @dataclass(kw_only=True, eq=False)
 class Ddp(ConfiguredReplicas):
-    """DDP over all ranks; plain training on one rank."""
-
     compression: Literal["none", "bf16", "fp16", "powersgd"]
     powersgd_rank: Annotated[int, Ge(1)]
     powersgd_warm_up_steps: Annotated[int, Ge(2)]
@@ -37,13 +35,11 @@ class Ddp(ConfiguredReplicas):
 
     @property
     def caveat(self) -> str:
-        """The loss of PowerSGD's error feedback on a resume at another world size; empty for other compressions."""
         if self.compression != "powersgd":
             return ""
         return "strategy.compression=powersgd: a resume at another world size forgets what the compression has missed so far"
 
     def check(self, config: Config, world_size: int) -> None:
-        """Raise ConfigError for options that do not combine with the chosen compression."""
         super().check(config, world_size)
         self.refuse_with_slices(config, compression=self.compression)
         if self.compression == "powersgd" and config.precision is Precision.fp16:
@@ -54,11 +50,9 @@ class Ddp(ConfiguredReplicas):
             )
 
     def sums_in_memory(self) -> bool:
-        """Return True if nothing is compressed, and the ranks have shared memory."""
         return self.compression == "none" and super().sums_in_memory()
 
     def choose_reduction(self, ddp: DistributedDataParallel) -> None:
-        """Register the communication hook of the chosen compression."""
         if self.compression == "none":
             super().choose_reduction(ddp)
         if hook := HALVES.get(self.compression):
@@ -71,26 +65,22 @@ class Ddp(ConfiguredReplicas):
             )
 
     def needs_warm_up(self) -> bool:
-        """Return True also for PowerSGD, which keeps its state per bucket."""
+        """Also for PowerSGD, which keeps its state per bucket."""
         return self.compression == "powersgd" or super().needs_warm_up()
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
-        """Run one optimizer step, after a warm-up if one is needed. Collective."""
         self.warm_up(batches)
         if self.powersgd:
             self.powersgd.begin(step)
         return super().step(step, batches)
 
     def state(self) -> dict[str, Any]:
-        """The state of DDP and of PowerSGD. Collective."""
         return super().state() | (self.powersgd.state() if self.powersgd else {})
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Tensors to read the `saved` ones into, PowerSGD's included. Collective."""
         return super().targets(saved) | (self.powersgd.targets(saved) if self.powersgd else {})
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a saved state, PowerSGD's included. Collective."""
         super().load(state)
         if self.powersgd:
             self.powersgd.load(state)

@@ -31,9 +31,9 @@ from muster.world.group import World
 
 
 class LocalStep(OptimizerStep):
-    """An optimizer step on this rank's own gradient. Evaluation and checkpoints use the average of the ranks' models.
+    """An optimizer step on this rank's own gradient.
 
-    The average does not change the ranks' own models, so evaluating or saving does not affect training.
+    Evaluation and checkpoints use the average of the ranks' models, which does not change these, so that neither affects training.
     """
 
     apart: tuple[str, ...] = ()
@@ -59,12 +59,10 @@ class LocalStep(OptimizerStep):
         self.apart, self._average = ("optimizer/",), None
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
-        """Metrics of one micro-batch with the averaged model, summed over its samples. Collective."""
         with self._averaged():
             return super().evaluate(batch)
 
     def weights(self) -> dict[str, Any]:
-        """The averaged model's state dict. Collective."""
         with self._averaged():
             return super().weights()
 
@@ -93,7 +91,6 @@ class LocalStep(OptimizerStep):
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that require a gradient, by name."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     @property
@@ -125,10 +122,7 @@ class LocalStep(OptimizerStep):
             parameter.data, value.data = value.data, parameter.data
 
     def _must_skip(self, norm: Tensor) -> bool:
-        """Return True if any rank's gradient is not finite. Collective if steps may be skipped.
-
-        The ranks' own gradients differ, so they must agree on skipping a step.
-        """
+        """The ranks' own gradients differ, so they agree on skipping a step. Collective if steps may be skipped."""
         if not self.apart:
             return super()._must_skip(norm)
         return self.leaves_out and self.world.lowest(not bool(torch.isfinite(norm))) is not None
@@ -137,10 +131,7 @@ class LocalStep(OptimizerStep):
 class Outer:
     """The outer optimizer: SGD with Nesterov momentum on the change of the averaged parameters over a period.
 
-    Args:
-        parameters: the trained parameters by name; `anchor` holds their values at the start of the period.
-        lr: learning rate of the outer optimizer.
-        momentum: momentum factor of the outer optimizer.
+    `anchor` holds the parameters' values at the start of the period.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], *, lr: float, momentum: float):
@@ -149,7 +140,6 @@ class Outer:
         self.momentum = {name: torch.zeros_like(value) for name, value in self.anchor.items()}
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Start a period from `parameters`."""
         for anchor, parameter in zip(self.anchor.values(), parameters, strict=True):
             anchor.copy_(parameter.detach())
 
@@ -162,21 +152,12 @@ class Outer:
         return list(self.anchor.values())
 
     def state(self) -> dict[str, Tensor]:
-        """Anchor and momentum by name, the same on every rank."""
         anchor = {f"outer/anchor/{name}": value for name, value in self.anchor.items()}
         return anchor | {f"outer/momentum/{name}": value for name, value in self.momentum.items()}
 
 
 class LocalSgd(Replicas):
-    """DDP for `warm_up_steps` steps, then local steps with an average every `every_steps` steps.
-
-    Args:
-        every_steps: number of steps between two averages.
-        warm_up_steps: number of first steps that run under DDP.
-        outer: outer optimizer that is applied to the averages.
-        outer_lr: learning rate of the outer optimizer.
-        outer_momentum: momentum factor of the outer optimizer.
-    """
+    """DDP for `warm_up_steps` steps, then local steps; every `every_steps` steps an average, to which the `outer` optimizer is applied."""
 
     step_class = LocalStep
     optimizer_step: LocalStep
@@ -197,23 +178,19 @@ class LocalSgd(Replicas):
 
     @property
     def caveat(self) -> str:
-        """The limit of a resume at another world size."""
         return "strategy=local_sgd: a resume at another world size starts all ranks from the average of their weights"
 
     def check(self, config: Config, world_size: int) -> None:
-        """Raise ConfigError for precision=fp16."""
         super().check(config, world_size)
         if config.precision is Precision.fp16:
             raise ConfigError("strategy=local_sgd cannot be combined with precision=fp16: use fp32 or bf16")
 
     def build(self, recipe: Recipe, world: World) -> None:
-        """Build the model under DDP, and the outer optimizer if configured. Collective."""
         super().build(recipe, world)
         if self.outer_options:
             self.outer = Outer(self.optimizer_step.trained, **self.outer_options)
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
-        """Run one optimizer step on this rank's samples; average the ranks after a period's last step. Collective."""
         if not self.is_alone(step):
             return super().step(step, batches)
         local, since = self.optimizer_step, (step - self.warm_up_steps) % self.every_steps
@@ -230,7 +207,6 @@ class LocalSgd(Replicas):
         return result
 
     def is_alone(self, step: int) -> bool:
-        """Whether this rank takes the step without an exchange of gradients."""
         return step >= self.warm_up_steps
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -238,21 +214,18 @@ class LocalSgd(Replicas):
         return Strategy.parameters(self)
 
     def sync_parameters(self) -> None:
-        """Replace the parameters by their average over the ranks, if they differ. Collective."""
         if "model/" in self.optimizer_step.apart:
             self.optimizer_step.take(self.optimizer_step.average())
 
     def state(self) -> dict[str, Any]:
-        """State of the step and of the outer optimizer. Collective."""
         return super().state() | (self.outer.state() if self.outer else {})
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Tensors to read the `saved` ones into, the outer optimizer's included."""
         outer = self.outer.state() if self.outer else {}
         return super().targets(saved) | {name: value for name, value in outer.items() if name in saved}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a saved state; without a saved outer optimizer, a period starts from the loaded parameters."""
+        """Without a saved outer optimizer, a period starts from the loaded parameters."""
         super().load(state)
         if self.outer and not any(name.startswith("outer/") for name in state):
             self.outer.begin(self.optimizer_step.trained.values())

@@ -26,11 +26,9 @@ from muster.world.group import World
 
 
 class ModelParallel(Replicas):
-    """Two devices per process: with n processes on a host, local rank i uses entries i and n + i of `gpus`.
+    """Two devices per process: with n processes on a host, local rank i uses entries i and n + i of `gpus` (None: all GPUs).
 
-    Args:
-        split: names of the layers on the second device.
-        gpus: indices of the GPUs to use; None: all GPUs.
+    split: names of the layers on the second device.
     """
 
     honours = Replicas.honours - {"compile"}
@@ -39,7 +37,6 @@ class ModelParallel(Replicas):
         self.split, self.gpus = split, gpus
 
     def check(self, config: Config, world_size: int) -> None:
-        """Raise ConfigError for compile, for fewer than two GPUs per process, or for several processes on NCCL."""
         super().check(config, world_size)
         if config.compile:
             raise ConfigError(
@@ -58,7 +55,6 @@ class ModelParallel(Replicas):
             )
 
     def build(self, recipe: Recipe, world: World) -> None:
-        """Build the model on the host, split it over the two devices and wrap it in DDP. Collective."""
         self.world, self.model = world, build_model(recipe, torch.device("cpu"))  # it may not fit into one device
         spread(self.model, self.split, first=world.device, second=self._second())
         self.wrap(recipe)
@@ -68,7 +64,6 @@ class ModelParallel(Replicas):
         return None
 
     def seed(self, step: int) -> None:
-        """Seed the generators for this rank's part of a step, and the second device's with another word."""
         super().seed(step)
         recipe = self.optimizer_step.recipe
         if self.world.device.type == "cuda" and not recipe.slices:
@@ -88,8 +83,7 @@ class ModelParallel(Replicas):
 def spread(model: nn.Module, split: list[str], *, first: torch.device, second: torch.device) -> None:
     """Move the layers in `split` to the `second` device and the rest to the `first`; hooks move inputs to their layers.
 
-    Raises:
-        ConfigError: `split` is empty, names an unknown layer, or separates layers that share a weight.
+    Raises ConfigError: `split` is empty, names an unknown layer, or separates layers that share a weight.
     """
     check_names(model, split)
     check_shared(model, split)

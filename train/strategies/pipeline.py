@@ -46,10 +46,8 @@ class Pipeline(Stepping):
     """The layers are divided in order over `stages` ranks, the samples over the remaining dimension.
 
     Args:
-        stages: number of ranks in a pipeline.
-        schedule: order of the forward and backward passes of the micro-batches.
         stages_per_rank: 2 or more for the interleaved schedule, 1 for the others; None: 2 or 1 accordingly.
-        num_micro_batches: minimum number per step; None: 4 * `stages`. `micro_batch_size` may require more.
+        num_micro_batches: wanted per step, see `Flow.of`; None: 4 * `stages`. `micro_batch_size` may require more.
         split: names of the layers at which the second and later stages begin; None: cut evenly by parameter count.
     """
 
@@ -74,11 +72,9 @@ class Pipeline(Stepping):
         return self.stages * self.stages_per_rank
 
     def layout(self, world_size: int) -> Layout:
-        """A grid of `data` x `stages` ranks. Raises ConfigError if `stages` does not divide the world size."""
         return Layout.of(world_size, data=-1, stages=self.stages)
 
     def check(self, config: Config, world_size: int) -> None:
-        """Raise ConfigError for one rank, or for options that do not combine with the pipeline."""
         if world_size == 1:
             raise ConfigError("strategy=pipeline takes two processes or more, and there is one: use strategy=single")
         super().check(config, world_size)
@@ -94,11 +90,7 @@ class Pipeline(Stepping):
         refuse(config, "pipeline")
 
     def build(self, recipe: Recipe, world: World) -> None:
-        """Build the model on the host, cut it, and move this rank's stages to its device. Collective.
-
-        Raises:
-            ConfigError: the model cannot be cut as configured.
-        """
+        """Build the model on the host, cut it, and move this rank's stages to its device. Raises ConfigError: it cannot be cut as configured."""
         self.world, layout = world, self.layout(world.size)
         mesh = layout.mesh(world.device.type)
         model = recipe.build_model()  # on the host: no device ever holds the full model
@@ -118,11 +110,10 @@ class Pipeline(Stepping):
         )
 
     def divides(self, world_size: int) -> int:
-        """The number of parts into which a batch is divided, beside micro-batches: at least two pass through the stages."""
+        """At least two micro-batches pass through the stages."""
         return super().divides(world_size) * max(2, self.num_micro_batches)
 
     def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
-        """Name -> function that returns the full tensor on rank 0, for the model's state dict. Collective."""
         own = self.optimizer_step.weights()
         return {name: partial(self._fetch, name, own.get(name)) for name in self.part.whole}
 
@@ -142,16 +133,8 @@ class Pipeline(Stepping):
 class PipelineStep(OptimizerStep):
     """An optimizer step with micro-batches that pass through the stages; gradients are averaged once, at the end.
 
-    Args:
-        recipe: everything that the step needs beside the model.
-        world: the ranks of the run.
-        layout: how the model and the samples are distributed.
-        part: this rank's stages.
-        schedule: key of SCHEDULES.
-        num_micro_batches: minimum number of micro-batches per step.
-
-    Raises:
-        ConfigError: the number of the optimizer's parameter groups differs between stages.
+    schedule: key of SCHEDULES. num_micro_batches: wanted per step, see `Flow.of`.
+    Raises ConfigError: the number of the optimizer's parameter groups differs between stages.
     """
 
     def __init__(
@@ -179,7 +162,7 @@ class PipelineStep(OptimizerStep):
         self.everywhere = [[name for name in part.whole if name in names] for names in theirs]
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
-        """Accumulate the gradient; return this rank's share of the loss, [], 0 except on the last stage. Collective."""
+        """Return this rank's share of the loss, [], 0 except on the last stage."""
         self._flow = Flow.of(batches, number=self._num_micro_batches, stages=self._part.line.size())
         losses: list[Tensor] = []
         self._run(
@@ -194,14 +177,13 @@ class PipelineStep(OptimizerStep):
         return torch.stack([loss.detach() for loss in losses]).sum() / self._shards
 
     def norm(self) -> Tensor:
-        """[] L2 norm of the global gradient, the same on every rank; shared parameters count once. Collective."""
+        """Shared parameters count once."""
         own = total_norm(p.grad for p in self._part.counted if p.grad is not None).to(self.world.device)
         squared = own.double().square()
         dist.all_reduce(squared, group=self._part.line)
         return squared.sqrt().to(own.dtype)
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
-        """Metrics of one micro-batch, summed over its samples, on the last stage. Collective."""
         self.set_training(False)
         flow = Flow.of([batch], number=self._part.line.size(), stages=self._part.line.size())
         with self.buffers.in_use(), torch.no_grad():
@@ -216,7 +198,7 @@ class PipelineStep(OptimizerStep):
         return {name: value * bool(batch.count) for name, value in measured.items()}
 
     def state(self) -> dict[str, Any]:
-        """State under flat names for a resume. Raises ConfigError if optimizer state is not a tensor. Collective."""
+        """Raises ConfigError also if optimizer state is not a tensor."""
         state = super().state()
         for name, value in state.items():
             if name.startswith("optimizer/") and name != "optimizer/groups" and not isinstance(value, Tensor):
@@ -261,14 +243,9 @@ class PipelineStep(OptimizerStep):
 
 
 class OwnStages:
-    """This rank's stages of the model.
+    """This rank's stages of `model`, the only part of it that is moved to `device`.
 
-    Args:
-        model: the full model, of which only this rank's part is moved to `device`.
-        stages: the cut of the model.
-        line: process group of the ranks of one pipeline.
-        data: process group of the ranks that hold the same stages.
-        device: device for this rank's stages.
+    line: process group of the ranks of one pipeline. data: that of the ranks that hold the same stages.
     """
 
     def __init__(
@@ -313,19 +290,14 @@ class OwnStages:
 
     @property
     def has_first(self) -> bool:
-        """True if this rank holds the first stage."""
         return 0 in self.stages
 
     @property
     def has_last(self) -> bool:
-        """True if this rank holds the last stage."""
         return self.number - 1 in self.stages
 
     def add_tied(self, used: set[str]) -> None:
-        """All-reduce the gradients of parameters that several ranks of the pipeline hold. Collective.
-
-        used: names of the parameters that have a gradient on any rank.
-        """
+        """All-reduce the gradients of parameters that several ranks of the pipeline hold, if on any rank they are `used`. Collective."""
         for name, parameter in self._tied.items():
             if name not in used:
                 continue
@@ -361,11 +333,8 @@ class Flow:
     def of(cls, batches: list[Batch], *, number: int, stages: int) -> Flow:
         """Divide the samples of `batches` into micro-batches.
 
-        There are at least `number` of them, if there are enough samples. Their number is a multiple of `stages`, and
-        none is larger than a batch.
-
-        Raises:
-            ConfigError: the input of a sample is not a single tensor.
+        About `number` of them, or as many as `batches` if these are more: fewer if the size, which is rounded up, needs fewer. Their number is a
+        multiple of `stages`, and none is larger than a batch. Raises ConfigError: the input of a sample is not a single tensor.
         """
         full = [batch for batch in batches if batch.count] or batches[:1]
         if not all(isinstance(batch.inputs, Tensor) for batch in full):
@@ -396,10 +365,6 @@ class Autocast(nn.Module):
 
     torch 2.11 runs a stage once more in the first step of each process, for the shapes of its outputs: without gradients,
     but as in training. That leaves generators and buffers as they were, or the step would differ after a resume.
-
-    Args:
-        stage: the stage to run.
-        autocast: returns the context manager for the run's precision.
     """
 
     def __init__(self, stage: nn.Module, autocast: Callable[[], contextlib.AbstractContextManager[Any]]):
@@ -407,7 +372,6 @@ class Autocast(nn.Module):
         self.stage, self.autocast = stage, autocast
 
     def forward(self, *inputs: Any) -> Any:
-        """Run the stage under autocast."""
         is_for_shapes = self.stage.training and not torch.is_grad_enabled()
         with self.autocast(), self._untouched() if is_for_shapes else contextlib.nullcontext():
             return self.stage(*inputs)

@@ -23,7 +23,6 @@ Groups = list[list[str]]
 
 
 def of_model(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """`model/<name>` for each entry of a state dict."""
     return {f"model/{name}": value for name, value in weights.items()}
 
 
@@ -54,7 +53,6 @@ def refuse_extra_state(model: nn.Module, strategy: str) -> None:
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
-    """Return the parameter names of each group of the optimizer."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
@@ -65,14 +63,8 @@ def of_optimizer(
     """`optimizer/<parameter>/<value>` for the optimizer's state, and its groups' options with parameter names.
 
     State that belongs to no parameter but has a name is stored as one plain value.
-
-    Args:
-        optimizer: the optimizer whose state is returned.
-        model: the model on this rank.
-        everywhere: the groups of the full model, if other ranks hold some of its parameters.
-
-    Raises:
-        ConfigError: the optimizer has state that belongs neither to a parameter nor to a name.
+    everywhere: the groups of the full model, if other ranks hold some of its parameters.
+    Raises ConfigError: the optimizer has state that belongs neither to a parameter nor to a name.
     """
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     flat: dict[str, Any] = {
@@ -101,14 +93,8 @@ def targets(
 ) -> dict[str, Tensor]:
     """Tensors in this rank's layout to read the `saved` ones into: the model's own, and new ones for the optimizer.
 
-    Args:
-        model: the model on this rank.
-        optimizer: the optimizer over the model's parameters.
-        saved: size and dtype of the saved tensors by name.
-        elsewhere: sizes of the state entries that only other ranks hold: compared here, but not read.
-
-    Raises:
-        ConfigError: the model and the saved model differ in names or sizes.
+    elsewhere: sizes of the state entries that only other ranks hold: compared here, but not read.
+    Raises ConfigError: the model and the saved model differ in names or sizes.
     """
     here = of_model({name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)})
     there = {name for name in saved if name.startswith("model/")}
@@ -139,18 +125,8 @@ def load(
 ) -> None:
     """Load a flat state; its groups may differ from the optimizer's groups, or be in a different order.
 
-    In the optimizer's groups, `configured` keys keep the values of the config. All other keys get the values of the
-    saved groups of the same parameters.
-
-    Args:
-        model: the model on this rank.
-        optimizer: the optimizer over the model's parameters.
-        state: the flat state.
-        configured: option keys that the config sets.
-        everywhere: the groups of the full model, if other ranks hold some of its parameters.
-
-    Raises:
-        ConfigError: the state does not fit.
+    In the optimizer's groups, the `configured` options keep the values of the config. All others get the values of the saved groups of the
+    same parameters. everywhere: as for `of_optimizer`. Raises ConfigError: the state does not fit.
     """
     decides = configured | ALWAYS_CONFIGURED
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -168,7 +144,6 @@ def load(
 
 
 def _device(value: Any) -> str:
-    """Device type of the first tensor in a value; `cpu` if there is none."""
     return next((leaf.device.type for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), "cpu")
 
 

@@ -23,10 +23,9 @@ CONSTANT = "muster.train.optim.constant."
 
 
 def honoured(kind: type) -> frozenset[str]:
-    """The config keys that the strategy class `kind` supports.
+    """The config keys that the strategy class `kind` supports: the `honours` of the nearest class in the MRO that declares it.
 
-    Those in the `honours` of the nearest class in the MRO that declares it. A subclass below that class loses the keys of a
-    method that it overrides: only its author knows whether it still implements them.
+    A subclass below that class loses the keys of a method that it overrides: only its author knows whether it still implements them.
     """
     lost: set[str] = set()
     for each in kind.__mro__:

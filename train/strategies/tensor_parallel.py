@@ -42,10 +42,8 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 class TensorParallel(Stepping):
     """Layers are sharded over `tensor` ranks, samples are divided over the remaining dimension.
 
-    Args:
-        tensor: number of ranks that share a layer.
-        shard: also shard the parameters over the ranks that divide the samples, as FSDP does.
-        plan: pattern of a layer's name -> colwise or rowwise; None: the model's own `tensor_parallel_plan`.
+    shard: also shard the parameters over the ranks that divide the samples, as FSDP does.
+    plan: pattern of a layer's name -> colwise or rowwise; None: the model's own `tensor_parallel_plan`.
     """
 
     honours = Stepping.honours
@@ -61,20 +59,14 @@ class TensorParallel(Stepping):
         self.plan: Plan | None = {str(name): style for name, style in plan.items()} if plan else None
 
     def layout(self, world_size: int) -> Layout:
-        """A grid of `data` x `tensor` ranks. Raises ConfigError if `tensor` does not divide the world size."""
         return Layout.of(world_size, data=-1, tensor=self.tensor)
 
     def check(self, config: Config, world_size: int) -> None:
-        """Raise ConfigError for options that do not combine with tensor parallelism."""
         super().check(config, world_size)
         refuse(config, "tensor_parallel")
 
     def build(self, recipe: Recipe, world: World) -> None:
-        """Build the model, shard its layers by the plan and build the optimizer step. Collective.
-
-        Raises:
-            ConfigError: there is no plan, or the plan does not fit the model.
-        """
+        """Build the model, shard its layers by the plan. Raises ConfigError: there is no plan, or it does not fit the model."""
         self.world, layout = world, self.layout(world.size)
         self.model = recipe.build_model().to(world.device)
         styles = divided_layers(self.model, self._plan(self.model), ranks=self.tensor)
@@ -98,8 +90,7 @@ class TensorParallel(Stepping):
     def draws_as(self) -> int:
         """The first rank of this rank's tensor group.
 
-        Activations between two sharded layers are replicated on the ranks of a group, and dropout must drop the same
-        elements on each of them.
+        The ranks of a group replicate the activations between two sharded layers, so dropout must drop the same elements on each.
         """
         return self.world.rank // self.tensor * self.tensor
 
@@ -116,13 +107,8 @@ class TensorParallel(Stepping):
 class TensorStep(ShardedStep):
     """Averages gradients once, after the last backward pass, because DDP does not support DTensor parameters.
 
-    Args:
-        recipe: everything that the step needs beside the model.
-        world: the ranks of the run.
-        layout: how the model and the samples are distributed.
-        model: the model with sharded layers.
-        average_over: mesh over which gradients are averaged; None if FSDP averages them or there is one data shard.
-        lockstep: checks the order of sharded units; None without `shard`.
+    average_over: mesh over which gradients are averaged; None if FSDP averages them or there is one data shard.
+    lockstep: checks the order of sharded units; None without `shard`.
     """
 
     def __init__(
@@ -140,7 +126,6 @@ class TensorStep(ShardedStep):
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
-        """Accumulate the gradient and average it; return this rank's share of the loss, []. Collective."""
         loss = super().backward(step, batches)
         if self._average_over:
             complete(self._trained, self.world, names=[*self._trained])
@@ -151,8 +136,7 @@ class TensorStep(ShardedStep):
 def divided_layers(model: nn.Module, plan: Plan, *, ranks: int) -> dict[str, str]:
     """Layer name -> style, for each layer that matches a pattern of the plan.
 
-    Raises:
-        ConfigError: a pattern matches no layer, or a layer that cannot be sharded over `ranks`.
+    Raises ConfigError: a pattern matches no layer, or a layer that cannot be sharded over `ranks`.
     """
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]

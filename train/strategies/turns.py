@@ -41,13 +41,11 @@ class Turns(Stepping):
     honours = frozenset({"grad_clip", "log.train_metrics", "scheduler", "metrics"})
 
     def check(self, config: Config, world_size: int) -> None:
-        """Raise ConfigError if there are no parts."""
         super().check(config, world_size)
         if not self.parts:
             raise ConfigError("strategy=turns needs the submodules to train in turn: strategy.parts=[first,second]")
 
     def build(self, recipe: Recipe, world: World) -> None:
-        """Build the model with the same weights on all ranks, then the optimizer. Collective. Raises ConfigError."""
         self.world, self.model = world, build_model(recipe, world.device)
         modules = dict(self.model.named_modules())
         for part in self.parts:
@@ -70,7 +68,6 @@ class Turns(Stepping):
         return self.model
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
-        """Run one update of each part. Collective."""
         self.seed(step)
         inner = self.optimizer_step
         inner.set_training(True)

@@ -23,18 +23,15 @@ from muster.world.group import World
 
 
 class Zero(ConfiguredReplicas):
-    """DDP with partitioned optimizer state; plain training on one rank."""
-
     honours = ConfiguredReplicas.honours
 
     def build(self, recipe: Recipe, world: World) -> None:
-        """Build the model under DDP with a partitioned optimizer. Collective."""
         if world.size > 1:
             recipe = replace(recipe, build_optimizer=partial(divided, recipe.build_optimizer))
         super().build(recipe, world)
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Tensors to read the `saved` ones into; optimizer state only for the parameters that this rank updates."""
+        """Optimizer state only for the parameters that this rank updates."""
         optimizer = self.optimizer_step.optimizer
         if isinstance(optimizer, DividedOptimizer):
             own = optimizer.own()
@@ -59,10 +56,7 @@ class DividedOptimizer(ZeroRedundancyOptimizer):
         return {parameter for group in self.optim.param_groups for parameter in group["params"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's part of `state_dict`.
-
-        The method of torch's ZeroRedundancyOptimizer would leave the `step` tensors of fused optimizers on the host.
-        """
+        """Load this rank's part. torch's ZeroRedundancyOptimizer would leave the `step` tensors of fused optimizers on the host."""
         parameters, own = [parameter for group in self.param_groups for parameter in group["params"]], self.own()
         state = state_dict["state"]  # keys: parameter indices, and names for state that belongs to no parameter
         kept = {key: value for key, value in state.items() if isinstance(key, str) or parameters[key] in own}

@@ -54,8 +54,8 @@ and PCIe); H200: its data sheet, the same rates. A100: "NVIDIA A100 Tensor Core 
 class Throughput:
     """What a sample is worth in the terms of its field.
 
-    tokens: tokens of a sample; None if the data is not text. flops: operations of forward and backward for a sample, of
-    the `peak` of all ranks' devices together in FLOP/s; None if one of the two is not known.
+    tokens: tokens of a sample; None if the data is not text. flops: operations of forward and backward for a sample, on rank 0; not
+    counted if the peak is not known. peak: FLOP/s of all ranks' devices together. None: not known.
     """
 
     tokens: int | None = None
@@ -65,8 +65,7 @@ class Throughput:
     def rates(self, samples_per_s: float, counted: float | None = None) -> dict[str, float]:
         """Return `tokens_per_s` and `mfu`, as far as they are known.
 
-        counted: tokens of a sample that the objective counts, on average since the last line; None: all that it has.
-
+        `counted`: tokens of a sample that the objective counts, on average since the last line; None: all that it has.
         mfu: model FLOPs utilization, the rate of the operations that the model needs as a share of the devices' peak: 0 to 1.
 
         Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B.
@@ -92,7 +91,7 @@ def throughput(config: Config, data: Data, world: World) -> Throughput:
 
 
 def multiplied(config: Config) -> str:
-    """Return the type of the factors of a product: a field of `peaks.Peak`."""
+    """Return the type of the factors of a product: a field of `Peak`."""
     cast = config.strategy.values.get("param_dtype")
     if cast or config.precision is not Precision.fp32:
         return str(cast or config.precision.name)
@@ -100,10 +99,7 @@ def multiplied(config: Config) -> str:
 
 
 def peak_memory(world: World) -> list[float]:
-    """Return the most memory that tensors have taken on this rank's device, GiB, in a row of zeros for the other ranks.
-
-    Empty on the CPU. Does not wait for the device.
-    """
+    """Return this rank's peak memory of tensors, GiB, in a row of zeros for the other ranks; empty on the CPU. Does not wait for the device."""
     if world.device.type != "cuda":
         return []
     row = [0.0] * world.size

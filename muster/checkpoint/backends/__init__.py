@@ -13,8 +13,7 @@ from muster.import_by_path import imported
 def at(place: str) -> Backend:
     """Return the backend of `place`: a folder's path, an fsspec URL, or `package.module.Class://...` (custom class).
 
-    Raises:
-        ConfigError: there is no such class, or the URL's file system is not installed.
+    Raises ConfigError: there is no such class, or the URL's file system is not installed.
     """
     scheme, found, _ = place.partition("://")
     if not found:

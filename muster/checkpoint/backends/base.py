@@ -52,9 +52,7 @@ class Backend(ABC):
     def create(self, name: str, data: bytes) -> None:
         """Write a small file atomically, unless a file of this name exists.
 
-        Raises:
-            FileExistsError: the file exists, with other content.
-            Unsure: the file may have been written.
+        Raises FileExistsError: the file exists, with other content. Raises Unsure: the file may have been written.
         """
 
     @abstractmethod
@@ -85,9 +83,7 @@ class Backend(ABC):
     def publish(self, draft: str, name: str, manifest: bytes) -> None:
         """Commit `draft` atomically as the checkpoint `name` with `manifest`; never overwrite another.
 
-        Raises:
-            FileExistsError: there is another checkpoint of this name.
-            Unsure: the checkpoint may have been published.
+        Raises FileExistsError: there is another checkpoint of this name. Raises Unsure: the checkpoint may have been published.
         """
 
     @abstractmethod
@@ -96,10 +92,7 @@ class Backend(ABC):
 
     @abstractmethod
     def withdraw(self, name: str, word: str) -> str:
-        """Undo `publish` in one step and keep all files: rename `name`, or an earlier result, to begin with `word`.
-
-        Returns the new name.
-        """
+        """Rename `name`, or an earlier result, to begin with `word`; return the new name. Undoes `publish` in one step and keeps all files."""
 
     @abstractmethod
     def withdrawn(self, word: str) -> Sequence[str]:
@@ -107,19 +100,14 @@ class Backend(ABC):
 
     @abstractmethod
     def remove(self, name: str, manifest: Callable[[], dict[str, Any]]) -> None:
-        """Delete the checkpoint `name` after it was withdrawn, so that a partial one is never visible.
+        """Withdraw the checkpoint `name`, then delete it, so that a partial one is never visible.
 
-        Args:
-            name: name of the checkpoint.
-            manifest: reads its manifest; raises Damaged, on which nothing may have been deleted yet.
+        `manifest` reads its manifest; it may raise Damaged, on which nothing may have been deleted yet.
         """
 
     @abstractmethod
     def clear(self) -> None:
-        """Delete drafts that killed writers left, if no draft can become a checkpoint any more.
-
-        Called by the owner of the storage before it writes.
-        """
+        """Delete drafts that killed writers left, if no draft can become a checkpoint any more. Only the owner of the storage calls it."""
 
     @abstractmethod
     def clear_drafts(self, newest: int) -> None:

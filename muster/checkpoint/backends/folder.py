@@ -1,4 +1,4 @@
-"""Checkpoints in a POSIX folder: a draft is a hidden folder, and its rename is the commit."""
+"""Checkpoints in a POSIX folder: each has a folder `step-NNNNNNNN/` with the ranks' files, the index and the manifest."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from muster.files import create_file, sync_folder
 
 
 class Directory(CommitByRename):
-    """Stores a checkpoint as `step-NNNNNNNN/` with the ranks' files, the index and the manifest."""
-
     def __init__(self, folder: Path):
         self.folder, self.root = folder, str(folder)
 

@@ -1,4 +1,7 @@
-"""Checkpoints in an object store: files stay where they were written, and creating the manifest is the commit."""
+"""Checkpoints in an object store, on any fsspec file system.
+
+Source: https://filesystem-spec.readthedocs.io
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,6 @@ PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": 
 
 
 class ObjectStore(CommitByManifest):
-    """Stores files in `step-NNNNNNNN/ATTEMPT/` and their `step-NNNNNNNN/manifest.json`, on any fsspec file system.
-
-    Source: https://filesystem-spec.readthedocs.io
-    """
-
     def __init__(self, url: str):
         self.root = url.rstrip("/")
         if found := re.search(r"[*?\[\]]", url):

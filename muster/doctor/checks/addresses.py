@@ -1,4 +1,4 @@
-"""Check of host names, addresses and network interfaces."""
+"""Check that MASTER_ADDR is one host for all and not loopback, and that own names and MTUs fit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from muster.world.rendezvous.interfaces import is_loopback
 
 
 class Addresses(Check):
-    """MASTER_ADDR is one host for all and not loopback; own names and MTUs fit."""
-
     name = "addresses"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
@@ -80,7 +78,6 @@ class Addresses(Check):
 
 
 def resolved(name: str) -> list[str]:
-    """Return the addresses of a host name; an empty list if it has none."""
     try:
         return (
             sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})

@@ -1,4 +1,4 @@
-"""Check of the nodes' clocks, which the comparison of logs relies on."""
+"""Check that the hosts' clocks are within `MOST_S` seconds of their median, which the comparison of logs relies on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ MOST_S = 2.0
 
 
 class Clocks(Check):
-    """The hosts' clocks are within `MOST_S` seconds of their median."""
-
     name = "clocks"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Check that torch.compile can build kernels for the GPUs: Triton needs a C compiler on each host."""
+"""Check that each host with GPUs has a C compiler, which Triton needs, and that one of its ranks compiles and runs a kernel."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from muster.world.group import World
 
 
 class Compiler(Check):
-    """Each host with GPUs has a C compiler, and one rank of it compiles and runs a kernel."""
-
     name = "compiler"
     slow = True
 

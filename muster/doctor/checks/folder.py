@@ -1,4 +1,4 @@
-"""Check of the run's folder: shared by all ranks, with enough space and speed."""
+"""Check that the run's folder is writable and shared by all ranks, has free space and is fast enough."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ LEAST_FREE_GB, LEAST_SPEED = 1.0, 20.0
 
 
 class OutputFolder(Check):
-    """The run's folder is writable and shared by all ranks, has free space and is fast enough."""
-
     name = "folder"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
@@ -76,7 +74,7 @@ class OutputFolder(Check):
 
 
 def _sees_token_of_rank_0(folder: Path, world: World) -> bool:
-    """Return whether a file that rank 0 creates in `folder` is visible here. Collective."""
+    """Collective."""
     name: str = world.broadcast(f".muster-doctor-{uuid.uuid4().hex}")
     token = folder / name
     if world.is_first:

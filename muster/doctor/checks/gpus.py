@@ -1,4 +1,4 @@
-"""Check of GPUs: free memory, memory errors, throttling, two ranks on one device."""
+"""Check that each rank has a GPU of its own with free memory, no memory errors, no throttling and the same driver."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ TIMEOUT_S = 10.0
 
 
 class Gpus(Check):
-    """Each rank has a GPU of its own with free memory, no memory errors, no throttling and the same driver."""
-
     name = "gpus"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:

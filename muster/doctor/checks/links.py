@@ -1,4 +1,4 @@
-"""Check of the link between each pair of ranks, for links slower than the rest."""
+"""Check that no link between two ranks is slower than the median link divided by `SLOWER`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ MOST_RANKS = 32
 
 
 class Links(Check):
-    """No link is slower than the median link divided by `SLOWER`."""
-
     name = "links"
     slow = True
 

@@ -1,4 +1,4 @@
-"""Check of memory, shared memory and file descriptors."""
+"""Check that each host has enough memory, /dev/shm and file descriptors for its ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ LEAST_FILES = 1024
 
 
 class Memory(Check):
-    """Each host has enough memory, /dev/shm and file descriptors for its ranks."""
-
     name = "memory"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Check of the ports that ranks may listen on: each rank has several connections to every other."""
+"""Check of the ports that ranks may listen on: each host has free ones, as each rank has several connections to every other.
+
+The port range and MASTER_PORT must be the same on all hosts.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,6 @@ LEAST = 1000
 
 
 class Ports(Check):
-    """Each host has free ports; port range and MASTER_PORT are the same on all hosts."""
-
     name = "ports"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Check of the processors that ranks can use against the threads that they start."""
+"""Check that a host's ranks start no more threads than it has usable processors, and that Slurm's request is met."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from muster.world.group import World
 
 
 class Processors(Check):
-    """The ranks of a host start no more threads than it has usable processors, and Slurm's request is met."""
-
     name = "processors"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:

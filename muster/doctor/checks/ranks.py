@@ -1,4 +1,4 @@
-"""Check of the number of ranks."""
+"""Check that all expected ranks are present, and that all belong to one Slurm job."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from muster.world.group import World
 
 
 class Ranks(Check):
-    """All expected ranks are present, and all belong to one Slurm job."""
-
     name = "ranks"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:

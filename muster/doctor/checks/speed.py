@@ -1,4 +1,7 @@
-"""Check of compute speed: matrix products on all ranks at once, and all-reduce."""
+"""Check of compute speed, on all ranks at once, and of all-reduce.
+
+No rank may multiply matrices slower than the median rank divided by `SLOWER`.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,6 @@ SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 
 
 class Speed(Check):
-    """No rank multiplies matrices slower than the median rank divided by `SLOWER`."""
-
     name = "speed"
     slow = True
 

@@ -1,4 +1,4 @@
-"""Check of software versions on all nodes."""
+"""Check that all nodes have the same software versions, GPUs and machine type."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ MUST = ("torch", "nccl", "kit")
 
 
 class Versions(Check):
-    """All nodes have the same software versions, GPUs and machine type."""
-
     name = "versions"
 
     def look(self, world: World, visit: Visit) -> dict[str, Any]:
@@ -46,12 +44,10 @@ class Versions(Check):
         return ", ".join(f"{name} {ranks[0][name]}" for name in self.names(ranks) if ranks[0][name])
 
     def names(self, ranks: Sequence[Facts]) -> list[str]:
-        """Return the names of the compared facts."""
         return [name for name in ranks[0] if name not in ("rank", "host", "local_rank")]
 
 
 def installed(name: str) -> str:
-    """Return the installed version of a package; `checkout` if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -35,7 +35,6 @@ class Hosts:
     across: dist.ProcessGroup
 
     def ranks(self, host: int) -> range:
-        """Return the ranks of `host`."""
         return range(host * self.per_host, (host + 1) * self.per_host)
 
 
@@ -43,9 +42,7 @@ def find_hosts(world: World, wanted: str, *, within_s: float = 60.0) -> Hosts | 
     """Return the hosts if sums should go by hosts, as `dist.hierarchical` says. Collective.
 
     within_s: seconds in which groups are formed: one of the ranks may die meanwhile.
-
-    Raises:
-        ConfigError: `always`, and the ranks train on GPUs.
+    Raises ConfigError: `always`, and the ranks train on GPUs.
     """
     if wanted == "never" or world.size == 1:
         return None
@@ -82,10 +79,7 @@ def _group(groups: list[list[int]], within_s: float) -> dist.ProcessGroup:
 
 
 def _is_slow(world: World, hosts: Hosts) -> bool:
-    """Measure memory and network, with all ranks at a time, and return whether the network is much slower.
-
-    Collective.
-    """
+    """Measure memory and network, with all ranks at a time, and return whether the network is much slower. Collective."""
     data = torch.ones(BYTES // hosts.number * hosts.number, dtype=torch.uint8)
     copy = torch.empty_like(data)
     leaving = len(data) * (hosts.number - 1) / hosts.number

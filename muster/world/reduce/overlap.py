@@ -18,8 +18,7 @@ from muster.world.reduce.shared_memory import SharedMemory
 class Overlap:
     """Averages each DDP bucket over the ranks.
 
-    A thread reduces all buckets of a step but the last. The calling thread reduces the last one: no computation is left
-    to overlap it with.
+    A thread reduces all buckets of a step but the last, for which no computation is left to overlap: the caller reduces it.
     """
 
     def __init__(self, memory: SharedMemory):

@@ -93,12 +93,9 @@ class SharedMemory:
     ) -> None:
         """Combine all ranks' vectors into one, the same on every rank. Collective.
 
-        Args:
-            mine: this rank's vectors, [n] each, of one dtype.
-            counts: the number of vectors of each rank.
-            combine: called with the same part of all vectors; leaves the result in the first rank's first vector.
-            into: [n], receives the result.
-            scale: factor of this rank's vectors, applied first.
+        `mine`: this rank's vectors, [n] each, of one dtype. `counts`: the number of vectors of each rank. `combine` is called with the
+        same part of all vectors, and leaves the result in the first rank's first vector. `into`: [n], receives the result. `scale`:
+        factor of this rank's vectors, applied first.
         """
         for part in _parts(into.numel(), SLOT_BYTES // (max(counts) * into.element_size())):
             size = part.stop - part.start
@@ -114,7 +111,7 @@ class SharedMemory:
             into[part].copy_(slots[0][0])
 
     def post(self, values: Sequence[float]) -> Callable[[], list[list[float]]]:
-        """Show at most `POST` numbers to the other ranks; return what waits for theirs and returns all ranks', by rank.
+        """Post at most `POST` numbers; return a function that waits for the other ranks and returns all ranks' numbers, by rank.
 
         No rank may post the next but one before all have asked for these.
         """
@@ -177,7 +174,7 @@ class SharedMemory:
         self._peers = {}
 
     def _call(self, address: int, operation: int, value: int, limit: Any = None) -> None:
-        """Call futex(2); a wait returns on a wake, on the timeout or on a signal."""
+        """futex(2); a wait returns on a wake, on the timeout or on a signal."""
         self._syscall(FUTEX, ctypes.c_void_p(address), operation, ctypes.c_uint32(value), limit, None, 0)
 
 
@@ -201,10 +198,7 @@ def in_order(rows: Rows) -> None:
 
 
 def share_memory(world: World) -> SharedMemory | None:
-    """Map memory shared by all ranks; None unless all are processes of one host and train on its CPUs.
-
-    Collective.
-    """
+    """Map memory shared by all ranks; None unless all are processes of one host and train on its CPUs. Collective."""
     if world.size == 1 or world.device.type != "cpu":
         return None
     handle = _create(world.size) if world.is_first else None
@@ -228,8 +222,7 @@ def share_memory(world: World) -> SharedMemory | None:
 def why_none() -> str:
     """Return why ranks of this machine share no memory; empty if they may.
 
-    The counters rely on stores that become visible in program order. On ARM they do not without a fence, which Python has
-    no call for.
+    The counters rely on stores becoming visible in program order; ARM needs a fence for that, which Python has no call for.
     """
     if sys.platform == "linux" and platform.machine() == "x86_64":
         return ""

@@ -91,7 +91,6 @@ class TreeSum:
         return total
 
     def _combine(self, nodes: list[list[Node]], parts: Sequence[Tensor]) -> Tensor:
-        """Add up all ranks' subtrees in place, into the first rank's first."""
         flat = zip(chain(*nodes), chain(*parts), strict=True)
         return tree_sum(dict(flat), self.leaves)
 
@@ -101,10 +100,7 @@ class TreeSum:
         return _gathered(part, self.world_size)[: mine.shape[1]]
 
     def _by_hosts(self, mine: Tensor, nodes: list[list[Node]], hosts: Hosts) -> Tensor:
-        """As `_exchange`, among the ranks of each host first, and then among ranks of one local rank on all hosts.
-
-        A host then sends the subtrees of all its leaves, which are few, instead of those of each of its ranks.
-        """
+        """As `_exchange`, among the ranks of each host first, and then among ranks of one local rank on all hosts."""
         of_hosts = [subtrees(leaves_of(host, hosts.number, self.leaves), self.leaves) for host in range(hosts.number)]
         own = [nodes[rank] for rank in hosts.ranks(self.rank // hosts.per_host)]
         rows = _dealt(_padded(mine, self.world_size), [*map(len, own)], among=hosts.here)
@@ -121,9 +117,9 @@ def _padded(rows: Tensor, multiple: int) -> Tensor:
 
 
 def _dealt(rows: Tensor, counts: list[int], *, among: dist.ProcessGroup | None = None) -> Sequence[Tensor]:
-    """Give each rank `among` all its chunk of this rank's `rows`, [k, n]; return this rank's chunks, [counts[r], n / ranks] of rank r.
+    """Give each rank `among` all its chunk of this rank's `rows`, [k, n]. Collective in the group.
 
-    Collective: every rank of the group must call it.
+    Returns this rank's chunks: [counts[r], n / ranks] of rank r.
     """
     ranks = len(counts)
     chunk = rows.shape[1] // ranks
@@ -140,7 +136,7 @@ def _dealt(rows: Tensor, counts: list[int], *, among: dist.ProcessGroup | None =
 
 
 def _gathered(part: Tensor, ranks: int, *, among: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the parts of all ranks of a group, one after the other. Collective: every rank of the group must call it."""
+    """Return the parts of all ranks of a group, one after the other. Collective in the group."""
     whole = part.new_empty(len(part) * ranks)
     dist.all_gather_into_tensor(whole, part, group=among)
     return whole

@@ -51,7 +51,6 @@ def closed(store_keys: StoreKeys) -> str:
 
 
 def answers_at(address: str, port: int) -> bool:
-    """Whether a connection can be opened within `CONNECT_S`."""
     try:
         with socket.create_connection((address, port), timeout=CONNECT_S):
             return True

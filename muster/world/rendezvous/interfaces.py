@@ -17,7 +17,7 @@ GLOBAL = "00"
 
 
 def own_address(master: str) -> str:
-    """Return the address of GLOO_SOCKET_IFNAME, or of the interface that leads to `master`. Raises OSError if there is none."""
+    """Return the address of GLOO_SOCKET_IFNAME, else of the interface that leads to `master`. Raises OSError if there is none."""
     if name := os.environ.get("GLOO_SOCKET_IFNAME"):
         return _address_of(name.split(",")[0])
     return _source(master)
@@ -26,13 +26,11 @@ def own_address(master: str) -> str:
 def interface_to(master: str, exchange: Callable[[str], str]) -> str:
     """Return the name of the interface that leads to the other hosts; empty if that is not known.
 
-    It is the one that leads to `master`. The master's own name may lead to itself by the loopback interface, as 127.0.1.1 does
-    on Debian: the master's host takes the interface that leads to an address by which another host reaches it.
+    It is the one that leads to `master`, a name or an address of the first host. On that host the name may lead to the loopback
+    interface, as 127.0.1.1 does on Debian: it takes the interface that leads to an address by which another host reaches it.
 
-    Args:
-        master: a name or an address of the first host.
-        exchange: posts this host's address for the others and returns it. For "" it waits, and returns the first address that
-            another one posts, or "" if all have called and none has. May raise OSError or RuntimeError.
+    `exchange` posts this host's address for the others and returns it; for "" it waits and returns the first address that another
+    one posts, or "" if all have called and none has. It may raise OSError or RuntimeError.
     """
     with contextlib.suppress(OSError, RuntimeError):
         address = own_address(master)
@@ -63,7 +61,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_known_as_loopback() -> bool:
-    """Return whether gloo may announce a loopback address to other hosts: this host's own name stands for one, or for none."""
+    """Return whether gloo may announce a loopback address to other hosts: this host's name resolves to one, or not at all."""
     try:
         return any(is_loopback(str(info[4][0])) for info in socket.getaddrinfo(socket.gethostname(), None))
     except OSError:
@@ -93,7 +91,6 @@ def _source(host: str) -> str:
 
 
 def _address_of(interface: str) -> str:
-    """Return the first address of `interface`. Raises OSError if it has none."""
     found = next((address for name, address in addresses() if name == interface), "")
     if not found:
         raise OSError(f"{interface} has no address")

@@ -80,24 +80,14 @@ def meet(
     stopping: Callable[[], bool] = lambda: False,
     membership: Membership | None = None,
 ) -> Met:
-    """Find the other ranks, and check that all are present, alike and without error.
+    """Find the other ranks, and check that all are present, alike and without error. Collective.
 
-    Collective.
+    `alike`: the flat values that all ranks must have in common; None compares none. `error`: keeps this rank from training; all
+    ranks then end with it. `device`: the device type, which all ranks must have in common. `stopping` returns True after a stop
+    request to this process; all ranks that have arrived then leave at once. `membership`: as for `group.start`.
 
-    Args:
-        environment: this process's position.
-        alike: the flat values that all ranks must have in common; None compares none.
-        error: an error that keeps this rank from training; all ranks then end with it.
-        timeout_s: seconds within which all ranks must arrive.
-        device: the device type of this rank, which all ranks must have in common.
-        stopping: returns True after a stop request to this process; all ranks that have arrived then leave at once.
-        membership: which process of its rank this is, if a rank that dies may be restarted in place.
-
-    Raises:
-        MusterError: the early error of the lowest rank that has one.
-        ConfigError: ranks are missing or differ.
-        Stopped: a rank received a stop request.
-        RankLost: the store, or rank 0 which held it, is gone.
+    Raises MusterError: the early error of the lowest rank that has one. Raises ConfigError: ranks are missing or differ.
+    Raises Stopped: a rank received a stop request. Raises RankLost: the store, or rank 0 which held it, is gone.
     """
     if environment.world_size == 1:
         if error:
@@ -175,7 +165,6 @@ class Own:
         device: str,
         membership: Membership | None = None,
     ) -> Own:
-        """Return the facts, hello and config of the process at `environment`; the arguments are those of `meet`."""
         facts = {
             "host": socket.gethostname(),
             "torch": torch.__version__,
@@ -225,7 +214,7 @@ def host(
 
 
 def incarnations_of(hellos: Mapping[int, dict[str, Any]]) -> tuple[str, int] | None:
-    """Return the launch and the number of replacements among ranks that may all be restarted in place; None if not all may."""
+    """Return (launch, number of replacements) of ranks that may all be restarted in place; None if not all may."""
     if not all("incarnation" in hello for hello in hellos.values()):
         return None
     incarnations = [hello["incarnation"] for hello in hellos.values()]
@@ -233,7 +222,6 @@ def incarnations_of(hellos: Mapping[int, dict[str, Any]]) -> tuple[str, int] | N
 
 
 def error_of(verdict: Mapping[str, Any]) -> tuple[int, str] | None:
-    """Return the error that keeps the ranks from training, (exit code, message), or None."""
     error = verdict["error"]
     return (int(error[0]), str(error[1])) if error else None
 
@@ -243,10 +231,8 @@ def attend_meeting(
 ) -> dict[str, Any]:
     """Take part in the meeting on a rank other than 0, in a thread, because the store blocks. Returns the verdict.
 
-    Raises:
-        Unheard: rank 0 did not come.
-        Abandoned: rank 0 came, but it or the store was lost.
-        Stopped: this process received a stop request, and rank 0 did not answer.
+    Raises Unheard: rank 0 did not come. Raises Abandoned: rank 0 came, but it or the store was lost. Raises Stopped: this process
+    received a stop request, and rank 0 did not answer.
     """
     guest = Guest(waiting, own, deadline + VERDICT_S, stopping)
     thread = threading.Thread(target=guest.run, name="meeting", daemon=True)
@@ -269,7 +255,7 @@ def attend_meeting(
 
 
 class Guest:
-    """The meeting as seen by a rank other than 0. `run` blocks on the store, so it needs its own thread."""
+    """The meeting as seen by a rank other than 0."""
 
     def __init__(self, lobby: Lobby, own: Own, deadline: float, stopping: Callable[[], bool]):
         self.lobby, self.own, self.deadline, self.stopping = lobby, own, deadline, stopping
@@ -279,7 +265,7 @@ class Guest:
         self.failure: Unheard | Abandoned | None = None
 
     def run(self) -> None:
-        """Take part in meetings until one gives a verdict; sets `verdict` or `failure`."""
+        """Take part in meetings until one gives a verdict; sets `verdict` or `failure`. Blocks on the store: run it in a thread."""
         environment = self.own.environment
         try:
             self.verdict = self._meet()
@@ -362,12 +348,7 @@ def difference(
 ) -> str | None:
     """Describe how `rank` differs from rank 0 so that they must not train together; None if they match.
 
-    Args:
-        first: rank 0's facts.
-        other: the facts of `rank`.
-        ours: rank 0's flat config.
-        theirs: the flat config of `rank`.
-        rank: the rank that is compared with rank 0.
+    `first` and `other` are the facts of rank 0 and of `rank`; `ours` and `theirs` their flat configs.
     """
     who = f"rank {rank} on {other['host']}"
     for key in ("torch", "code"):

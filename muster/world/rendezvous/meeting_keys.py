@@ -1,4 +1,4 @@
-"""The keys of the rendezvous store by which ranks meet, before they form an attempt."""
+"""The keys of the rendezvous store by which ranks meet, before they form an attempt. `meeting.py` describes the protocol."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from muster.world.store_client import Client
 
 
 class Lobby:
-    """The keys that ranks use to meet, before they form an attempt. `meeting.py` describes the protocol."""
-
     def __init__(self, store: Store, operations: Counter[str] | None = None):
         self.operations = Counter[str]() if operations is None else operations
         self._client = Client(store, self.operations)
@@ -40,7 +38,6 @@ class Lobby:
         return self._awaited(f"meet/{meeting}/open", seconds)
 
     def config(self, meeting: int) -> dict[str, Any] | None:
-        """Return rank 0's config, flattened."""
         config: dict[str, Any] | None = json.loads(self._client.get(f"meet/{meeting}/config"))
         return config
 
@@ -69,7 +66,6 @@ class Lobby:
         return self._client.put_first(f"meet/{meeting}/verdict", mine) == mine
 
     def verdict(self, meeting: int, seconds: float) -> dict[str, Any]:
-        """Wait for the verdict of `meeting` and return it."""
         return self._awaited(f"meet/{meeting}/verdict", seconds)
 
     def acknowledge(self, meeting: int, *, of: int) -> None:
@@ -77,7 +73,6 @@ class Lobby:
         self._client.count(f"meet/{meeting}/heard", of=of)
 
     def await_acknowledgements(self, meeting: int, seconds: float) -> None:
-        """Wait up to `seconds` until all ranks have confirmed the verdict."""
         with contextlib.suppress(RuntimeError):
             self._client.await_all(f"meet/{meeting}/heard", seconds)
 

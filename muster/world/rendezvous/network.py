@@ -54,9 +54,8 @@ class Stopped(Preempted):
 def connect(environment: Environment, *, timeout_s: float, stopping: Callable[[], bool]) -> Store:
     """Return a client of the rendezvous store, which rank 0 hosts unless torchrun's agent does.
 
-    Raises:
-        Unheard: no store answers at the address.
-        Stopped: this process was told to stop meanwhile.
+    Raises Unheard: no store answers at the address. Raises RankLost: the port is taken, and torchrun can choose another.
+    Raises Stopped: this process was told to stop meanwhile.
     """
     host = _resolved(os.environ["MASTER_ADDR"], environment)
     address = f"{host}:{os.environ['MASTER_PORT']}"
@@ -168,9 +167,7 @@ def check_descriptors(environment: Environment) -> None:
     """Ensure that this process may open a socket to each other rank and, if it hosts the store, to each store client.
 
     gloo connects every rank with every other. Raises the soft limit where the hard limit allows it.
-
-    Raises:
-        ConfigError: the hard limit is too low.
+    Raises ConfigError: the hard limit is too low.
     """
     if environment.world_size == 1:
         return
@@ -190,8 +187,8 @@ def check_descriptors(environment: Environment) -> None:
 def read_addresses_at_once() -> None:
     """Have gloo read the addresses of all ranks by one request to the store, of one size for any number of ranks.
 
-    Without its two variables each rank makes three requests for each other one, for what grows with the ranks, too: three million
-    requests for 1,024 ranks. What the environment says stays.
+    Without its two variables each rank makes three requests per other rank, of a size that grows with the ranks, too: three
+    million requests for 1,024 ranks. Variables that are set stay.
     """
     for name in ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"):
         os.environ.setdefault(name, "1")

@@ -47,7 +47,6 @@ def use() -> socket.socket | None:
 
 
 def set_used() -> None:
-    """Note that a store listens at the port, in this process or in a child of it."""
     _used.add(_key())
 
 
@@ -70,12 +69,10 @@ def _key() -> tuple[str, str]:
 def listener(host: str, port: int, *, is_one_node: bool = False) -> socket.socket | None:
     """Return a listening socket at the only address of `host`; None if the store must listen on all interfaces.
 
-    The store must listen on all interfaces if the name resolves to several addresses, to an address of another host (a
-    service, a gateway) or, as on Debian, to 127.0.1.1 here and to another address everywhere else: a client may use any
-    of them.
+    It must if the name resolves to several addresses, to an address of another host (a service, a gateway) or, as on Debian,
+    to 127.0.1.1 here and to another address everywhere else: a client may use any of them.
 
-    Raises:
-        OSError: the port is taken.
+    Raises OSError: the port is taken.
     """
     with contextlib.suppress(socket.gaierror):
         found = {info[4][0]: info[0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}

@@ -51,9 +51,8 @@ class SharedFile:
     def open(self) -> Store:
         """Return a client of the store.
 
-        Raises:
-            Unheard: rank 0 did not come, another launch uses the path, or the folder cannot be used.
-            Stopped: this process was told to stop meanwhile.
+        Raises Unheard: rank 0 did not come, another launch uses the path, or the folder cannot be used. Raises Stopped: this process
+        was told to stop meanwhile.
         """
         try:
             return self._host() if self.environment.rank == 0 else self._client(self._heard())
@@ -117,7 +116,6 @@ class SharedFile:
                         answered[rank] = word
 
     def _heard(self) -> str:
-        """Return the name of the store, once rank 0 has answered."""
         word, rank = uuid.uuid4().hex, self.environment.rank
 
         def ask() -> str | None:

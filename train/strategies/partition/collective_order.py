@@ -26,11 +26,8 @@ class Lockstep:
     same size together; where sizes differ, gloo ends the process. Within a unit, ranks may use different parameters: a
     rank without a gradient contributes zeros, and a parameter that no rank used keeps no gradient, as in one process.
 
-    Args:
-        model: the model on which `fully_shard` was called, after its units.
-        units: the modules of the model on which `fully_shard` was called.
-        world: the ranks of the run.
-        shards: number of ranks that share a parameter; with 1, nothing is gathered and replicas all-reduce.
+    model, units: `fully_shard` was called on the units, then on the model.
+    shards: number of ranks that share a parameter; with 1, nothing is gathered and replicas all-reduce.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], world: World, *, shards: int):
@@ -57,8 +54,7 @@ class Lockstep:
     def reduced(self) -> None:
         """End a step, after the last backward pass; drops gradients of parameters that no rank used. Collective.
 
-        Raises:
-            ConfigError: not all ranks have reached the end of the step.
+        Raises ConfigError: not all ranks have reached the end of the step.
         """
         self.agree(END)
         assert self._watched is not None
@@ -91,10 +87,7 @@ class Lockstep:
         return f"the {'forward' if place % 2 else 'gradient'} of {self._names[(place - 1) // 2]}"
 
     def _watch(self) -> None:
-        """Register hooks that record which full parameters get a gradient.
-
-        Works unit by unit, because a full parameter exists only after its unit is gathered.
-        """
+        """Register hooks that record which full parameters get a gradient: unit by unit, as they exist only after a unit is gathered."""
         self._watched = {}
         sharded = dict(self.model.named_parameters())
         for unit in self._units:

@@ -38,12 +38,7 @@ OWN = frozenset(vars(nn.Module()))
 
 
 class FirstBuilds:
-    """A model whose weights rank 0 has. Collective: every rank must make it, and `fill` the same modules.
-
-    Args:
-        build: builds the model, with weights.
-        world: the ranks.
-    """
+    """A model whose weights rank 0 has. Collective: every rank must make it, and `fill` the same modules."""
 
     def __init__(self, build: Callable[[], nn.Module], world: World):
         self.model, self._is_alone = _built(build, world), world.size == 1
@@ -61,10 +56,7 @@ class FirstBuilds:
 
 
 def _built(build: Callable[[], nn.Module], world: World) -> nn.Module:
-    """Return the model, without storage on ranks other than 0 if it is the same in all else.
-
-    The generators are left as they were.
-    """
+    """Return the model, without storage on ranks other than 0 if it is the same in all else. The generators stay as they were."""
     if world.size == 1:
         with kept_generators():
             return build()

@@ -22,15 +22,10 @@ from muster.train.models.frozen import set_mode
 
 
 class Stages:
-    """The stages of a model, in order.
+    """The `number` stages of a model, in order.
 
-    Args:
-        model: the full model.
-        number: number of stages.
-        split: names of the layers at which the second and later stages begin; None: cut evenly by parameter count.
-
-    Raises:
-        ConfigError: the model cannot be cut this way.
+    split: names of the layers at which the second and later stages begin; None: cut evenly by parameter count.
+    Raises ConfigError: the model cannot be cut this way.
     """
 
     def __init__(self, model: nn.Module, *, number: int, split: Sequence[str] | None):
@@ -169,7 +164,6 @@ class _Tracer(fx.Tracer):
         self._blocks, self._inside = blocks(model), inside
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return True for a module that is not traced."""
         within = f"{module_qualified_name}."
         if any(name.startswith(within) for name in self._inside) or isinstance(m, nn.Sequential):
             return False
@@ -222,10 +216,7 @@ def _within(name: str, target: str) -> bool:
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost elements of the model's ModuleLists and Sequentials by name, in order.
-
-    A ModuleList or Sequential that is an element itself is replaced by its own elements.
-    """
+    """The outermost elements of the model's ModuleLists and Sequentials by name, in order; one that is an element itself gives its own."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") for block in found)

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 
 def begin_alike(module: nn.Module, *, by: torch.device | None = None) -> None:
-    """Broadcast the parameters and buffers of rank 0 to all ranks. Collective.
+    """Broadcast the parameters and buffers of rank 0 to all ranks; by: as for `broadcast`. Collective.
 
     Call it before a module is sharded: shards of different models do not form one model.
-
-    by: device to send from, if the ranks hold the module on different devices.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         broadcast((*module.parameters(), *module.buffers()), by=by)

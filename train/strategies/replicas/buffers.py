@@ -43,11 +43,8 @@ class Buffers:
     Floating-point buffers are averaged over the ranks; of others the first rank's value is used. The ranks' own buffers
     do not change, so evaluating or saving does not affect training.
 
-    Args:
-        model: the model with the buffers.
-        world: the ranks of the run.
-        objective: a module whose buffers and (untrained) parameters are part of the run's state, too.
-        group: process group of the ranks that share the model's buffers; None: all ranks.
+    objective: a module whose buffers and (untrained) parameters are part of the run's state, too.
+    group: process group of the ranks that share the model's buffers; None: all ranks.
     """
 
     def __init__(
@@ -107,7 +104,6 @@ class Buffers:
             self.put_back(kept)
 
     def copy(self) -> list[Kept]:
-        """Return a snapshot of this rank's buffers."""
         found = []
         for place, names in self._places():
             tensors = {key: place[key] for key in names}
@@ -197,7 +193,6 @@ class Buffers:
 
 
 def is_averaged(buffer: Tensor) -> bool:
-    """Return True for floating-point and complex buffers."""
     return buffer.is_floating_point() or buffer.is_complex()
 
 

@@ -24,11 +24,8 @@ NEVER_BY_ZERO = 1e-8  # torch's default of 0 gives NaN for a layer whose gradien
 class PowerSgd:
     """torch's PowerSGD hook on `ddp`, with state that can be checkpointed.
 
-    Args:
-        ddp: the model under DDP, on which the hook is registered.
-        world: the ranks of the run.
-        rank: rank of the approximation; the factors of an [n, m] gradient are [n, rank] and [rank, m].
-        warm_up_steps: number of the run's first steps, at least 2, that are not compressed.
+    rank: rank of the approximation; the factors of an [n, m] gradient are [n, rank] and [rank, m].
+    warm_up_steps: number of the run's first steps, at least 2, that are not compressed.
     """
 
     def __init__(self, ddp: DistributedDataParallel, world: World, *, rank: int, warm_up_steps: int):
@@ -60,7 +57,6 @@ class PowerSgd:
         }
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Tensors to read this rank's own `saved` state into."""
         own = {name: facts for name, facts in saved.items() if name.startswith(self._own)}
         return {name: torch.empty(f.size, dtype=f.dtype, device=self.world.device) for name, f in own.items()}
 

@@ -37,7 +37,6 @@ class Replicas(Stepping):
     """Names of the parameters that DDP reduces, in its index order: those that required a gradient at its creation."""
 
     def build(self, recipe: Recipe, world: World) -> None:
-        """Build the model, compile it if configured, then wrap it. Collective."""
         self.world = world
         self.model = self.place(build_model(recipe, world.device))
         if recipe.compile:
@@ -64,11 +63,7 @@ class Replicas(Stepping):
         self.optimizer_step = self.step_class(recipe, **parts)
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
-        """Run one optimizer step, after a warm-up if one is needed. Collective.
-
-        Raises:
-            ConfigError: a parameter got no gradient in the previous step.
-        """
+        """Raises ConfigError: a parameter got no gradient in the previous step."""
         self.warm_up(batches)
         try:
             return super().step(step, batches)
@@ -102,9 +97,8 @@ class Replicas(Stepping):
     def needs_warm_up(self) -> bool:
         """Return True if the bucket layout changes the rounding of a gradient sum.
 
-        DDP rebuilds its buckets after its first backward pass. With three or more ranks, the position in a bucket
-        decides the order of summation, so without a warm-up the first step after a resume would round differently from
-        the same step of an uninterrupted run.
+        DDP rebuilds its buckets after its first backward pass. With three or more ranks, the position in a bucket decides the order of
+        summation: without a warm-up, the first step after a resume would round differently from that of an uninterrupted run.
         """
         return self.world.size > 2 and not self.sums_in_memory()  # which sums in rank order
 
@@ -121,12 +115,10 @@ class Replicas(Stepping):
         return bool(self.world.memory) and not sparse_in(self.model)
 
     def choose_reduction(self, ddp: DistributedDataParallel) -> None:
-        """Reduce gradients in shared memory where that can be."""
         if self.world.memory and self.sums_in_memory():
             ddp.register_comm_hook(Overlap(self.world.memory), lambda overlap, bucket: overlap(bucket))
 
     def ddp_options(self) -> Mapping[str, Any]:
-        """Keyword arguments for DistributedDataParallel."""
         return {"gradient_as_bucket_view": True}
 
     def device_ids(self) -> list[torch.device] | None:
@@ -136,8 +128,6 @@ class Replicas(Stepping):
 
 @dataclass(kw_only=True, eq=False)
 class ConfiguredReplicas(Replicas):
-    """DDP with torch's options for it."""
-
     bucket_cap_mb: Annotated[float, Gt(0), FREE]
     gradient_as_bucket_view: Annotated[bool, FREE]
     static_graph: Annotated[bool, FREE]
@@ -145,7 +135,6 @@ class ConfiguredReplicas(Replicas):
     sync_batchnorm: bool
 
     def check(self, config: Config, world_size: int) -> None:
-        """Raise ConfigError for options that do not combine."""
         super().check(config, world_size)
         self.refuse_with_slices(config, sync_batchnorm=self.sync_batchnorm)
 
@@ -167,10 +156,9 @@ class ConfiguredReplicas(Replicas):
         return model
 
     def needs_warm_up(self) -> bool:
-        """Return True also for a static graph, whose first iteration cannot run within `no_sync`."""
+        """Also for a static graph, whose first iteration cannot run within `no_sync`."""
         return self.static_graph or super().needs_warm_up()
 
     def ddp_options(self) -> Mapping[str, Any]:
-        """Keyword arguments for DistributedDataParallel, from the config."""
         names = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
         return {name: getattr(self, name) for name in names}

@@ -37,13 +37,7 @@ from muster.world.layout import DATA, Layout
 
 
 class Table(Server):
-    """The server of the remote submodule: computes its forward for trainers, and updates it after all gradients are in.
-
-    Args:
-        module: the remote submodule.
-        optimizer_step: the optimizer and the parameters on the server.
-        trainers: ranks that call the submodule.
-    """
+    """The server of the remote submodule: computes its forward for trainers and updates it by their gradients."""
 
     def __init__(self, module: nn.Module, optimizer_step: OptimizerStep, *, trainers: range):
         super().__init__(optimizer_step, trainers=trainers, per_update=len(trainers))
@@ -59,10 +53,7 @@ class Table(Server):
 
     @rpc.functions.async_execution  # type: ignore[untyped-decorator]
     def push_context(self, trainer: int, step: int, context: int, elsewhere: Tensor) -> Future[Answer]:
-        """RPC: queue the gradients that a backward pass in `context` left here.
-
-        elsewhere: [] norm of the trainer's dense gradient.
-        """
+        """RPC: queue the gradients that a backward pass in `context` left here. elsewhere: [] norm of the trainer's dense gradient."""
         left = dist_autograd.get_gradients(context)
         parts = [left.get(parameter) for parameter in self.optimizer_step.parameters]
         return self.take(Gradient(trainer, step, parts, elsewhere))
@@ -73,10 +64,7 @@ class Table(Server):
 
     @rpc.functions.async_execution  # type: ignore[untyped-decorator]
     def expect(self, trainer: int, step: int, elsewhere: Tensor) -> Future[None]:
-        """RPC: announce the next gradient of `trainer`. The future completes when the gradient may be applied.
-
-        elsewhere: [] norm of the trainer's dense gradient.
-        """
+        """RPC: announce the next gradient of `trainer`; elsewhere: as for `push_context`. The future completes when it may be applied."""
         announced: Future[None] = Future()
         with self._change:
             self._expected[trainer] = (step, elsewhere)
@@ -108,22 +96,17 @@ class Table(Server):
         super()._proceed()
 
     def norm(self, batch: list[Gradient]) -> Tensor:
-        """[] L2 norm of the global gradient: the table's and the dense part's."""
         own = super().norm(batch)
         return torch.hypot(own, batch[0].elsewhere) if batch[0].elsewhere is not None else own
 
 
 class SharedOptimizer:
-    """The optimizer that DistributedOptimizer creates on the server for each trainer.
-
-    It forwards to the server's one optimizer, which checkpoints save.
-    """
+    """What DistributedOptimizer creates on the server for each trainer: it forwards to the one optimizer, which checkpoints save."""
 
     def __init__(self, _parameters: list[Tensor], *, trainer: int):
         self.trainer = trainer
 
     def step(self) -> None:
-        """Apply the trainer's gradient to the table."""
         table = served()
         assert isinstance(table, Table)
         table.apply(self.trainer)
@@ -142,7 +125,6 @@ class Remote(nn.Module):
         self._outputs: list[tuple[Tensor, Tensor]] = []
 
     def forward(self, *inputs: Any) -> Tensor:
-        """Run the submodule on the server; return its output on this device."""
         assert self.table
         # Not rpc_async: if the RRef's type is unknown yet, it calls from another thread, outside the autograd context.
         call = partial(self.table.rpc_sync(timeout=0).forward, self.training, *to(torch.device("cpu"), inputs))
@@ -160,16 +142,13 @@ class Remote(nn.Module):
         calls.attempt(lambda: dist_autograd.backward(context, roots), rank=SERVER)
 
     def forget(self) -> None:
-        """Drop the outputs that wait for a backward pass."""
         self._outputs.clear()
 
 
 class DdpRpc(Served):
     """Rank 0 holds the submodule `remote`; the other ranks train the rest of the model under DDP.
 
-    Args:
-        remote: name of the submodule on the server.
-        asynchronous: update the table by each trainer's gradient on arrival, not once by the gradients of all trainers.
+    asynchronous: update the table by each trainer's gradient on arrival, not once by the gradients of all trainers.
     """
 
     name = "ddp_rpc"
@@ -181,12 +160,10 @@ class DdpRpc(Served):
 
     @property
     def caveat(self) -> str:
-        """The non-determinism of asynchronous updates; empty if they are synchronous."""
         told = "each trainer's gradient steps the table as it comes: the weights are not reproducible"
         return told if self.asynchronous else ""
 
     def check(self, config: Config, world_size: int) -> None:
-        """Raise ConfigError for options that need the global gradient if updates are asynchronous."""
         super().check(config, world_size)
         if self.asynchronous and (config.grad_clip is not None or config.on_nonfinite is NonFinite.skip):
             given = "on_nonfinite=skip" if config.grad_clip is None else f"grad_clip={config.grad_clip:g}"
@@ -197,15 +174,10 @@ class DdpRpc(Served):
 
     @property
     def is_together(self) -> bool:
-        """Whether the table is updated by the gradients of all trainers."""
         return not self.asynchronous
 
     def build(self, recipe: Recipe, world: World) -> None:
-        """Build the model, split off the remote submodule, and start the server and the trainers. Collective.
-
-        Raises:
-            ConfigError: `remote` is not a submodule with parameters, or the optimizer has several parameter groups.
-        """
+        """Also starts the server. Raises ConfigError: `remote` is no submodule with parameters, or the optimizer has several parameter groups."""
         self.world, self.trainers = world, range(1, world.size)
         self.warmed_up = len(self.trainers) < 3  # see Replicas.needs_warm_up
         whole = build_model(recipe, world.device if world.rank != SERVER else torch.device("cpu"))
@@ -241,7 +213,6 @@ class DdpRpc(Served):
             self.table_optimizer = self._refer()
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
-        """Run one step: a trainer trains on its samples, the server waits for all gradients."""
         if self.table:
             self.table.begin(step)
             last = self.table.await_all(step)
@@ -253,15 +224,11 @@ class DdpRpc(Served):
         return self._train(step, batches)
 
     def has_diverged(self) -> bool:
-        """Return True if the server has skipped a non-finite gradient of an asynchronous update. Collective.
-
-        Only the server knows about skipped asynchronous updates.
-        """
+        """Only the server knows about skipped asynchronous updates."""
         left_out = self.table is not None and self.table.left_out > 0
         return self.asynchronous and self.world.broadcast(left_out, source=SERVER)
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Tensors to read the `saved` ones into, for the part of the model on this rank. Collective."""
         targets, failure = dict[str, Tensor](), None
         try:
             targets = self.optimizer_step.targets(self._mine(saved))
@@ -271,7 +238,6 @@ class DdpRpc(Served):
         return targets
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load this rank's part of a saved state. Collective."""
         failure = None
         try:
             super().load(self._mine(state))
@@ -280,7 +246,6 @@ class DdpRpc(Served):
         self.world.together(failure)  # no rank may look up rows while the table still loads
 
     def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
-        """Name -> function that returns the full tensor on rank 0, for the plain model's state dict. Collective."""
         held = self.optimizer_step.weights()
         return {name: partial(self._whole, name, held.get(name)) for name in self.plain}
 
@@ -329,7 +294,6 @@ class DdpRpc(Served):
         return calls.answer(call(self.world.rank, *args), rank=SERVER)
 
     def _refer(self) -> Any:
-        """Create a DistributedOptimizer over the table's parameters on the server."""
         from torch.distributed.optim import DistributedOptimizer  # imports torch._dynamo
 
         logging.getLogger("torch.distributed.optim.optimizer").setLevel(

@@ -36,8 +36,7 @@ from muster.world.layout import DATA, Layout
 class ParameterServer(Served):
     """Rank 0 is the server, the other ranks are trainers.
 
-    Args:
-        gradients_per_update: number of gradients per optimizer step; None: one of each trainer, which is synchronous.
+    gradients_per_update: number of gradients per optimizer step; None: one of each trainer, which is synchronous.
     """
 
     name = "parameter_server"
@@ -50,11 +49,10 @@ class ParameterServer(Served):
 
     @property
     def caveat(self) -> str:
-        """The non-determinism of asynchronous updates; empty if updates are synchronous. Known after `build`."""
+        """Known after `build`."""
         return self._caveat
 
     def check(self, config: Config, world_size: int) -> None:
-        """Raise ConfigError if `gradients_per_update` does not divide the trainers, or options do not combine."""
         super().check(config, world_size)
         trainers = self.layout(world_size).world_size
         batch = self.gradients_per_update or trainers
@@ -71,7 +69,6 @@ class ParameterServer(Served):
             )
 
     def build(self, recipe: Recipe, world: World) -> None:
-        """Build the model on all ranks, start the server and its trainers. Collective."""
         self.world, trainers = world, self.layout(world.size).world_size
         per_update = self.gradients_per_update or trainers
         self._is_synchronous = per_update == trainers
@@ -99,11 +96,9 @@ class ParameterServer(Served):
 
     @property
     def is_together(self) -> bool:
-        """Whether an update is by the gradients of all trainers."""
         return self._is_synchronous
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
-        """Run one step: a trainer trains on its samples, the server waits for gradients."""
         self._step, self._is_newest = step, self._is_synchronous
         if not self.server:
             return self._train(step, batches)
@@ -128,15 +123,11 @@ class ParameterServer(Served):
         return StepResult(loss, answer.grad_norm, skipped)
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
-        """Metrics of one micro-batch with the newest parameters, summed over its samples. Collective."""
         self.sync_parameters()
         return super().evaluate(batch)
 
     def has_diverged(self) -> bool:
-        """Return True if the server has skipped a non-finite gradient of an asynchronous update. Collective.
-
-        A synchronous step reports a skipped gradient in its StepResult, so the result is False there.
-        """
+        """Only the server knows about skipped asynchronous updates; a synchronous step reports it in its StepResult."""
         if self.server:
             self.sync_parameters()
         left_out = self.server is not None and self.server.left_out > 0
@@ -160,12 +151,10 @@ class ParameterServer(Served):
         return state if self.server else {name: value for name, value in state.items() if name.startswith(own)}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Tensors to read the `saved` ones into; the optimizer's on the server only."""
         targets = self.optimizer_step.targets(saved)
         return {name: target for name, target in targets.items() if self.server or not name.startswith("optimizer/")}
 
     def weights(self) -> dict[str, Any]:
-        """The model's state dict, with the trainers' buffers. Collective."""
         self._share_buffers()
         return self.optimizer_step.weights()
 

@@ -56,11 +56,6 @@ class Server:
 
     Gradients of a step wait until the server has begun that step, too. Otherwise they could change parameters that are
     just being saved.
-
-    Args:
-        optimizer_step: the optimizer and the parameters on the server.
-        trainers: ranks that send gradients.
-        per_update: number of gradients per update.
     """
 
     def __init__(self, optimizer_step: OptimizerStep, *, trainers: Iterable[int], per_update: int):
@@ -76,7 +71,7 @@ class Server:
 
     @rpc.functions.async_execution  # type: ignore[untyped-decorator]
     def push(self, trainer: int, step: int, gradient: list[Tensor | None]) -> Future[Answer]:
-        """RPC: queue a gradient. The future completes with the update that includes the gradient."""
+        """RPC: see `take`."""
         return self.take(Gradient(trainer, step, gradient))
 
     def take(self, gradient: Gradient) -> Future[Answer]:
@@ -173,7 +168,7 @@ class Served(Stepping):
     honours = frozenset({*Stepping.honours, "channels_last"} - {"log.train_metrics"})
 
     def layout(self, world_size: int) -> Layout:
-        """The grid of the trainers, without the server. Raises ConfigError for fewer than 2 processes."""
+        """The grid of the trainers, without the server."""
         if world_size < 2:
             raise ConfigError(
                 f"strategy={self.name} takes at least 2 processes, a server and a trainer, and was started with {world_size}: "
@@ -182,7 +177,6 @@ class Served(Stepping):
         return Layout({DATA: world_size - 1})
 
     def check(self, config: Config, world_size: int) -> None:
-        """Raise ConfigError for precision=fp16 or compile."""
         super().check(config, world_size)
         if config.precision is Precision.fp16:
             raise ConfigError(
@@ -196,7 +190,6 @@ class Served(Stepping):
 
     @property
     def data_shard(self) -> tuple[int, int] | None:
-        """(index, number of shards) of this trainer's part of every global batch; None on the server."""
         return None if self.world.rank == SERVER else self.layout(self.world.size).shard(self.world.rank - 1)
 
     @property
@@ -209,7 +202,6 @@ class Served(Stepping):
         return Strategy.parameters(self)
 
     def close(self) -> None:
-        """Shut down the RPC agent. Collective."""
         calls.close()
 
 

@@ -30,10 +30,7 @@ SIZES = {"in_features": -1, "in_channels": 1, "num_features": 1, "input_size": -
 def why_refused(
     error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> ConfigError | None:
-    """Explain an `error` that `model(*args, **kwargs)` raised: what was given, what was expected, and how to fix it.
-
-    Returns None for other kinds of errors.
-    """
+    """Explain an `error` that `model(*args, **kwargs)` raised: what was given, what was expected, and how to fix it; None for other errors."""
     message = kind_and_message(error)[1]
     given = described(args[0]) if len(args) == 1 else described(dict(kwargs) if kwargs else args)
     name, where = f"{type(model).__name__}.forward", defined(model, "forward")

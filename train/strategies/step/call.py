@@ -52,7 +52,6 @@ class Call:
         return (inputs,), {}
 
     def needs(self, name: str) -> bool:
-        """Return True if `forward` has the parameter `name` without a default."""
         return name in self._needed
 
     def _by_name(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

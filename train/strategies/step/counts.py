@@ -23,7 +23,7 @@ OVER_SAMPLES = (
 
 
 class Total:
-    """What the global batch has, asked for once, `within` what measures the wait for it."""
+    """The count of the global batch, asked for once; `within` is a context that measures the wait for it."""
 
     __slots__ = ("_ask", "_known", "_within")
 
@@ -41,9 +41,6 @@ class Counts:
     """What the objective counts in a rank's micro-batches, for their weights in a step.
 
     Args:
-        objective: what is trained by.
-        model: what it is computed for.
-        world: the ranks.
         speaks: whether the counts of this rank's samples are to be added up: others may have the same samples.
         slices: `virtual_world_size`; the slices' counts are then added in their order.
         together: whether all ranks take the step together, so that it has a global batch.
@@ -90,8 +87,7 @@ class Counts:
     def weigh(self, batches: Sequence[Batch], *, alone: bool = False) -> list[Batch]:
         """Return the micro-batches of a step with what is counted in them. Collective, unless `alone`: within this rank's samples.
 
-        Raises:
-            ConfigError: the ranks take no step together, and the number per sample is not always the same.
+        Raises ConfigError: the ranks take no step together, and the number per sample is not always the same.
         """
         if self._count is None and not self._collates:
             return list(batches)

@@ -20,13 +20,8 @@ def complete(parameters: Mapping[str, Tensor], world: World, *, names: Sequence[
     Ranks may use different parameters in a step (routing, stochastic depth), but all ranks must reduce the same list of
     gradients. A parameter without a gradient on any rank keeps none, so the optimizer skips it.
 
-    Args:
-        parameters: this rank's parameters by name.
-        world: all ranks, including those that hold other parts of the model.
-        names: the parameter names of all ranks, in the same order on every rank.
-
-    Returns:
-        The names of the parameters that have a gradient on any rank.
+    `world`: all ranks, including those that hold other parts of the model. `names`: the parameter names of all ranks, in the same order on
+    every rank. Returns those that have a gradient on any rank.
     """
     mine = {name for name, parameter in parameters.items() if parameter.grad is not None}
     used = used_anywhere(mine, world, names=names)

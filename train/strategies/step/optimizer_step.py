@@ -50,10 +50,7 @@ class OptimizerStep:
     """One optimizer step: gradient accumulation, precision, loss scaling, clipping, update, and skipping a step.
 
     Args:
-        recipe: everything that the step needs beside the model.
-        world: the ranks of the run.
-        layout: how the model and the samples are distributed. Gradients are averaged over the ranks that divide the
-            samples.
+        layout: how the model and the samples are distributed. Gradients are averaged over the ranks that divide the samples.
         model: the model, distributed over the ranks as in `layout`; the optimizer is built over its parameters.
         forward: the callable for training, if the model is wrapped; None: the model itself.
         no_sync: context manager for every forward and backward pass of a step except the last.
@@ -107,14 +104,12 @@ class OptimizerStep:
 
     @property
     def parameters(self) -> list[Any]:
-        """The optimizer's parameters, in the order of its groups."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
         """Run the optimizer step of global step `step`. Collective.
 
-        Raises:
-            ConfigError: after the first backward pass, the model trains parameters that the optimizer does not have.
+        Raises ConfigError: after the first backward pass, the model trains parameters that the optimizer does not have.
         """
         if self.before_forward:
             self.before_forward(step)
@@ -139,10 +134,7 @@ class OptimizerStep:
         return StepResult(loss, self.norm if norm is None else norm, skipped, self._measured)
 
     def update(self, step: int, norm: Tensor | None) -> bool:
-        """Update the parameters by their reduced gradients. Returns True if the update was skipped.
-
-        norm: [] L2 norm of the global gradient, if known.
-        """
+        """Update the parameters by their reduced gradients; return True if skipped. norm: [] L2 norm of the global gradient, if known."""
         self._set_lr(step)
         if norm is not None and self._must_skip(norm):
             self.scaler.update()
@@ -234,7 +226,6 @@ class OptimizerStep:
         return {name: value * bool(batch.count and self._speaks) for name, value in measured.items()}
 
     def _measure(self, outputs: Any, batch: Batch, loss: Tensor) -> None:
-        """Add the metrics of a training micro-batch to those of the step."""
         with torch.no_grad():
             found = {**self._sums(outputs, batch, loss), SEEN: torch.tensor(batch.count)}
         for name, value in found.items() if batch.count and self._speaks else ():
@@ -253,9 +244,8 @@ class OptimizerStep:
     def weights(self) -> dict[str, Any]:
         """The model's state dict with the buffers that all ranks share. Collective.
 
-        Raises:
-            ConfigError: the optimizer lacks a trained parameter, buffers differ in size between ranks, or extra state
-                cannot be loaded with `weights_only=True`.
+        Raises ConfigError: the optimizer lacks a trained parameter, buffers differ in size between ranks, or extra state cannot be loaded with
+        `weights_only=True`.
         """
         self.see_parameters()
         weights, shared = self.model.state_dict(), self.buffers.shared()
@@ -263,10 +253,7 @@ class OptimizerStep:
         return {name: shared.get(name, value) for name, value in weights.items()}
 
     def state(self) -> dict[str, Any]:
-        """State under flat names for a resume at any world size. Collective.
-
-        Includes this rank's own buffers if they differ between ranks.
-        """
+        """State under flat names for a resume at any world size, with this rank's own buffers if they differ between ranks. Collective."""
         weights, shared = self.weights(), self.buffers.shared()
         model = flat.of_model(weights)
         optimizer = flat.of_optimizer(self.optimizer, self.model, everywhere=self.everywhere)
@@ -288,8 +275,7 @@ class OptimizerStep:
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
         """Tensors to read the `saved` ones into: model, optimizer, shared buffers and this rank's own buffers.
 
-        Raises:
-            ConfigError: the saved model differs from this model in names or sizes.
+        Raises ConfigError: the saved model differs from this model in names or sizes.
         """
         self.buffers.make_room(saved, prefix=flat.MODEL)
         return {
@@ -364,7 +350,6 @@ class Stepping(Strategy):
 
     @property
     def lr(self) -> float:
-        """Learning rate of the first parameter group in the last step."""
         return self.optimizer_step.lr
 
     @cached_property
@@ -384,32 +369,25 @@ class Stepping(Strategy):
             self.draws.seed(recipe.seed, step, self.draws_as)
 
     def step(self, step: int, batches: list[Batch]) -> StepResult:
-        """Run one optimizer step. Collective."""
         self.seed(step)
         return self.optimizer_step.step(step, batches)
 
     def waited_s(self) -> float:
-        """Exposed communication time in seconds since the last call."""
         return self.optimizer_step.waiting.read()
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Count the time in this context, within a step, as a wait for other ranks."""
         return self.optimizer_step.waiting.within()
 
     def gradients_computed(self) -> int:
-        """Steps whose own gradients this rank's device has computed; 0 on CPU."""
         return self.optimizer_step.waiting.computed()
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
-        """Metrics of one micro-batch, summed over its samples. Collective."""
         return self.optimizer_step.evaluate(batch)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name, as this rank holds them."""
         return dict(self.optimizer_step.model.named_parameters())
 
     def finite(self) -> Collection[str]:
-        """Names of the trained parameters that this rank holds, in `state`."""
         trained, model = set(self.optimizer_step.parameters), self.optimizer_step.model
         return {
             f"{flat.MODEL}{name}" for name, each in model.named_parameters(remove_duplicate=False) if each in trained
@@ -419,19 +397,15 @@ class Stepping(Strategy):
         """Do nothing: the parameters are equal after every step."""
 
     def state(self) -> dict[str, Any]:
-        """State under flat names for a resume. Collective."""
         return self.optimizer_step.state()
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Tensors to read the `saved` ones into. Collective."""
         return self.optimizer_step.targets(saved)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a saved state. Collective."""
         self.optimizer_step.load(state)
 
     def weights(self) -> dict[str, Tensor | Callable[[], Tensor]]:
-        """The model's state dict by unwrapped names. Collective."""
         return self.optimizer_step.weights()
 
 

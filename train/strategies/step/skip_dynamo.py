@@ -21,10 +21,7 @@ DYNAMO = "torch._dynamo"
 
 
 def stay_eager() -> None:
-    """Make torch's optimizers and DDP call their methods without torch._dynamo's wrappers.
-
-    Does nothing if torch._dynamo is already imported.
-    """
+    """Make torch's optimizers and DDP call their methods without torch._dynamo's wrappers, unless it is already imported."""
     if DYNAMO in sys.modules:
         return
     for owner in (Optimizer, DistributedDataParallel):
@@ -39,7 +36,6 @@ def stay_eager() -> None:
 
 
 def innermost(method: Any) -> Any:
-    """Return the function inside all decorators of `method`."""
     while inner := getattr(method, "__wrapped__", None):
         method = inner
     return method

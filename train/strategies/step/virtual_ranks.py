@@ -38,10 +38,7 @@ class SlicedStep(OptimizerStep):
     An integer buffer is a count, to which the slices' changes are added. An element of a bool buffer flips if it
     changes in any slice.
 
-    Args:
-        recipe: everything that the step needs beside the model.
-        slices: the number of slices, `virtual_world_size`.
-        parts: the remaining arguments of OptimizerStep.
+    slices: their number, `virtual_world_size`. parts: the remaining arguments of OptimizerStep.
     """
 
     def __init__(self, recipe: Recipe, *, slices: int, **parts: Any):
@@ -145,10 +142,7 @@ def _alike(start: Tensor, end: Tensor) -> bool:
 
 
 def _given(name: str, start: Tensor, end: Tensor, slice_number: int | None) -> Tensor:
-    """Return a slice's term in the sum of a buffer. A slice without samples has number None.
-
-    Such a slice contributes zeros.
-    """
+    """Return a slice's term in the sum of a buffer. A slice without samples has number None and contributes zeros."""
     if is_averaged(end):
         return in_float64(end) if slice_number is not None else torch.zeros_like(in_float64(end))
     if end.dtype is torch.bool:
@@ -165,7 +159,6 @@ def _taken(start: Tensor, total: Tensor, with_samples: float) -> Tensor:
 
 
 def _seed(seed: int, step: int, number: int) -> None:
-    """Seed the generators for one slice of one step."""
     seed_generators(key_of(seed, step, number), on_device=True)
 
 
