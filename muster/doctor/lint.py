@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ def lint(paths: list[Path]) -> list[str]:
 def files_in(paths: list[Path]) -> list[Path]:
     """Return the batch scripts and manifests among files, and in folders.
 
-    Raises:
-        ConfigError: a path is not there, or is no such file, or is a folder without one.
+    Raises ConfigError: a path is missing, is no such file, or is a folder without one.
     """
     found = list[Path]()
     for path in paths:
@@ -57,17 +56,17 @@ def claims(texts: Mapping[Path, str]) -> Iterator[tuple[Path, int, str]]:
         (file, each) for file, text in texts.items() if file.suffix in (".yaml", ".yml") for each in manifests(text)
     ]
     modes = {
-        str(mapping(each, "metadata").get("name")): [*map(str, mapping(each, "spec").get("accessModes") or [])]
+        name_of(each): [*map(str, mapping(each, "spec").get("accessModes") or [])]
         for _, each in documents
         if each.get("kind") == "PersistentVolumeClaim"
     }
     for file, each in documents if modes else ():
         for name in dict.fromkeys(map(str, inside(each, "claimName"))):
-            line = line_of(texts[file], rf"claimName:\s*[\"']?{re.escape(name)}\b")
+            line = line_of(texts[file], rf"claimName:\s*[\"']?{re.escape(name)}(?![\w.-])")
             if name not in modes:
-                if meant := get_close_matches(name, modes, n=1, cutoff=0.8):  # else it is made elsewhere
-                    yield file, line, f"claimName {name}: no file has that claim; do you mean {meant[0]}?"
-            elif modes[name] and {*modes[name]} <= {"ReadWriteOnce", "ReadWriteOncePod"} and has_several_pods(each):
+                if meant := next((other for other in modes if is_slip(name, other)), None):  # else it is made elsewhere
+                    yield file, line, f"claimName {name}: no file has that claim; do you mean {meant}?"
+            elif modes[name] and {*modes[name]} <= {"ReadWriteOnce", "ReadWriteOncePod"} and pods(each, name) > 1:
                 yield (
                     file,
                     line,
@@ -75,70 +74,106 @@ def claims(texts: Mapping[Path, str]) -> Iterator[tuple[Path, int, str]]:
                 )
 
 
-def has_several_pods(document: dict[str, Any]) -> bool:
-    """Return whether a manifest is of a job that may have several pods."""
-    is_many = mapping(document, "spec").get("parallelism", "1") != "1"
-    return document.get("kind") in ("PyTorchJob", "TrainJob") or (document.get("kind") == "Job" and is_many)
+def is_slip(name: str, other: str) -> bool:
+    """Return whether two names differ by a few letters of one of their words, and not by a number or a letter that stands alone."""
+    words = [pair for pair in zip(name.split("-"), other.split("-"), strict=False) if pair[0] != pair[1]]
+    if name.count("-") != other.count("-") or len(words) != 1:
+        return False
+    one, two = (re.sub(r"\d", "", word) for word in words[0])
+    return one != two and min(len(one), len(two)) > 2 and SequenceMatcher(None, one, two).ratio() >= 0.8
+
+
+def pods(document: dict[str, Any], claim: str) -> int:
+    """Return how many pods of a job mount `claim`; 1 if its text does not say."""
+    spec = mapping(document, "spec")
+    counts = {
+        "PyTorchJob": [
+            each.get("replicas", 1)
+            for each in mapping(spec, "pytorchReplicaSpecs").values()
+            if isinstance(each, dict) and claim in map(str, inside(each, "claimName"))
+        ],
+        "TrainJob": [mapping(spec, "trainer").get("numNodes", 1)],
+        "Job": [spec.get("parallelism", 1)],
+    }
+    return sum(int(each) for each in counts.get(str(document.get("kind")), [1]) if str(each).isdigit())
 
 
 def blank_in_directive(text: str) -> Iterator[tuple[int, str]]:
-    """Find `# SBATCH`, which Slurm reads as a comment."""
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(r"#\s+SBATCH\b|##+\s*SBATCH\b", line):
             yield number, "Slurm takes this for a comment: write #SBATCH without a blank"
 
 
 def directive_too_late(text: str) -> Iterator[tuple[int, str]]:
-    """Find #SBATCH directives after the first command, which Slurm ignores."""
-    commands = False
-    for number, line in enumerate(text.splitlines(), 1):
-        if commands and line.startswith("#SBATCH"):
+    has_begun = False
+    for number, line in commands(text):
+        if has_begun and line.startswith("#SBATCH"):
             yield number, "Slurm reads no directive after the first command: move it up"
-        commands |= bool(line.strip()) and not line.startswith("#")
+        has_begun |= bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def commands(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a script with their numbers: continued lines as one, and none of a here-document."""
+    ends, begin, joined = "", 0, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if ends:
+            ends = "" if line.strip() == ends else ends
+            continue
+        begin, joined = begin or number, joined + line
+        if line.endswith("\\") and not line.startswith("#"):
+            joined = joined[:-1] + " "
+            continue
+        if here := re.search(r"<<-?\s*[\"']?(\w+)", joined):
+            ends = here[1]
+        yield begin, joined
+        begin, joined = 0, ""
+
+
+def directive(text: str, name: str) -> re.Match[str] | None:
+    """Return the match of a directive of sbatch, whose group 1 is its value; None if it is not given."""
+    return re.search(rf"^#SBATCH(?:\s[^#\n]*)?\s--{name}[=\s]+([^\s#]+)", text, re.M)
 
 
 def processors_lost(text: str) -> Iterator[tuple[int, str]]:
-    """Find srun without --cpus-per-task, which it does not inherit from sbatch."""
     if not re.search(r"^#SBATCH\s+(?:--cpus-per-task|-c)\b", text, re.M) or "SRUN_CPUS_PER_TASK" in text:
         return
-    for number, line in enumerate(text.splitlines(), 1):
-        if re.match(r"\s*(?:exec\s+)?srun\b", line) and "--cpus-per-task" not in line and " -c" not in line:
+    for number, line in commands(text):
+        if re.match(r"\s*(?:exec\s+)?srun\b", line) and not re.search(r"--cpus-per-task|\s-c[\s=]*[\d$]", line):
             yield number, "srun does not inherit --cpus-per-task: pass it here as well, or export SRUN_CPUS_PER_TASK"
 
 
 def no_warning(text: str) -> Iterator[tuple[int, str]]:
     """Find training jobs without --signal, which the time limit kills before they can save."""
-    trains = re.search(
-        r"^[^#\n]*(?:\btorchrun\b|\blaunch node\b|(?:^|[\s;&])(?:source|\.) \S*slurm/job\.sh\b)", text, re.M
-    )
+    by_kit = re.search(r"^[^#\n]*(?:^|[\s;&])(?:source|\.)\s[^#;\n]*slurm/job\.sh\b", text, re.M)
+    trains = by_kit or re.search(r"^[^#\n]*(?:\btorchrun\b|\blaunch node\b)", text, re.M)
     if not trains or not re.search(r"^#SBATCH", text, re.M):
         return
-    by_kit = re.search(r"^[^#\n]*(?:^|[\s;&])(?:source|\.) \S*slurm/job\.sh\b", text, re.M)
-    if not (signal := re.search(r"^#SBATCH.*\s--signal[=\s]+(\S+)", text, re.M)):
+    if not (signal := directive(text, "signal")):
         yield 1, "no #SBATCH --signal=B:USR1@120: the time limit kills the run before it can save"
-    elif by_kit and not re.match(r"[\"']?R?B", signal[1]):
+    elif by_kit and not re.match(r"[\"']?R?B:", signal[1]):
         yield (
-            line_of(text, r"^#SBATCH.*\s--signal"),
+            line_at(text, signal.start()),
             f"--signal={signal[1]} reaches the steps of srun, not this script, which passes it on: write B:USR1@120",
         )
-    if by_kit and (many := re.search(r"^#SBATCH\s+--ntasks-per-node[=\s]+(\d+)", text, re.M)):
-        if int(many[1]) > 1:
-            line = line_of(text, r"^#SBATCH\s+--ntasks-per-node")
-            yield (
-                line,
-                f"--ntasks-per-node={many[1]} starts as many agents of torchrun on a node, each with all ranks: write 1; NPROC is the number of ranks",
-            )
+    many = directive(text, "ntasks-per-node") if by_kit else None
+    if many and many[1] != "1":
+        yield (
+            line_at(text, many.start()),
+            f"--ntasks-per-node={many[1]} starts as many agents of torchrun on a node, each with all ranks: write 1; NPROC is the number of ranks",
+        )
 
 
 def line_ends_of_windows(text: str) -> Iterator[tuple[int, str]]:
-    """Find carriage returns at the end of a line: sbatch refuses such a script, and bash takes them for a part of the word."""
     if "\r\n" in text:
-        at = text.count("\n", 0, text.index("\r\n")) + 1
-        yield at, "the line ends with a carriage return, as on Windows: save the file with Unix line ends (dos2unix)"
+        yield (
+            line_at(text, text.index("\r\n")),
+            "the line ends with a carriage return, as on Windows: save the file with Unix line ends (dos2unix)",
+        )
 
 
 def flag_over_variable(text: str) -> Iterator[tuple[int, str]]:
     """Find torchrun flags that override a PET_ variable set in the same file."""
+    is_set = re.sub(r"\$[({]?PET_\w+", "", text)
     for number, line in enumerate(text.splitlines(), 1):
         for flag, variable in (
             ("nnodes", "NNODES"),
@@ -147,7 +182,7 @@ def flag_over_variable(text: str) -> Iterator[tuple[int, str]]:
             ("node-rank", "NODE_RANK"),
         ):
             if re.search(rf"--{flag}\b".replace("-", "[-_]").replace("[-_][-_]", "--", 1), line) and re.search(
-                rf"PET_{variable}\b", text
+                rf"PET_{variable}\b", is_set
             ):
                 yield number, f"--{flag} wins over PET_{variable}, which is set here, too: keep one of the two"
 
@@ -158,7 +193,6 @@ class Plain(yaml.SafeLoader):
     yaml_implicit_resolvers = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # noqa: RUF012
 
     def untagged(self, node: yaml.Node) -> Any:
-        """Return the value of a node without its tag."""
         if isinstance(node, yaml.MappingNode):
             return self.construct_mapping(node, deep=True)
         if isinstance(node, yaml.SequenceNode):
@@ -170,36 +204,46 @@ Plain.add_constructor(None, Plain.untagged)
 
 
 def manifests(text: str) -> list[Any]:
-    """Return the YAML documents that are mappings; an empty list if the text is not valid YAML."""
+    """Return the YAML documents that are mappings, and the items of lists of them; an empty list if the text is not valid YAML."""
     try:
-        return [each for each in yaml.load_all(text, Loader=Plain) if isinstance(each, dict)]
-    except (yaml.YAMLError, ValueError):
+        found = [each for each in yaml.load_all(text, Loader=Plain) if isinstance(each, dict)]
+    except (
+        Exception
+    ):  # what `unreadable` reports: PyYAML raises errors of its own, and others for a tag that does not fit its value
         return []
+    items = (each.get("items") for each in found if each.get("kind") == "List")
+    return found + [
+        each for of_list in items if isinstance(of_list, list) for each in of_list if isinstance(each, dict)
+    ]
+
+
+def name_of(document: dict[str, Any]) -> str:
+    return str(mapping(document, "metadata").get("name"))
 
 
 def mapping(document: Any, key: str) -> dict[str, Any]:
-    """Return the mapping under `key`; an empty one if there is none."""
     found = document.get(key) if isinstance(document, dict) else None
     return found if isinstance(found, dict) else {}
 
 
 def unreadable(text: str) -> Iterator[tuple[int, str]]:
-    """Find text that is not YAML."""
     try:
         if "{{" not in text:  # a template of Helm, for example
             for _ in yaml.load_all(text, Loader=Plain):
                 pass
-    except (yaml.YAMLError, ValueError) as error:
+    except Exception as error:
         mark = getattr(error, "problem_mark", None)
         yield (mark.line + 1 if mark else 1), f"not valid YAML, so nothing else is checked: {one_line(error)}"
 
 
-def inside(value: Any, key: str) -> Iterator[Any]:
-    """Yield what stands under `key`, at any depth of a document."""
+def inside(value: Any, key: str, within: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Yield what stands under `key`, at any depth of a document. within: ids of what holds `value`, which may hold itself."""
+    if id(value) in within:
+        return
     for name, each in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
         if name == key:
             yield each
-        yield from inside(each, key)
+        yield from inside(each, key, (*within, id(value)))
 
 
 def variables(value: Any) -> dict[str, Any]:
@@ -208,9 +252,20 @@ def variables(value: Any) -> dict[str, Any]:
     return {str(each.get("name")): each.get("value") for each in names}
 
 
+def environment(service: dict[str, Any]) -> dict[str, Any]:
+    """Return the environment variables of a service of compose, which may be a list of NAME=VALUE."""
+    given = service.get("environment")
+    pairs = (str(each).partition("=") for each in given) if isinstance(given, list) else ()
+    return mapping(service, "environment") or {name: value for name, _, value in pairs}
+
+
 def line_of(text: str, pattern: str) -> int:
     """Return the number of the first line that matches, or 1."""
     return next((number for number, line in enumerate(text.splitlines(), 1) if re.search(pattern, line)), 1)
+
+
+def line_at(text: str, place: int) -> int:
+    return text.count("\n", 0, place) + 1
 
 
 def not_by_exit_code(text: str) -> Iterator[tuple[int, str]]:
@@ -262,7 +317,7 @@ def counts_differ(text: str) -> Iterator[tuple[int, str]]:
                 f"{given}: the three must be one number, that of the pods which train together",
             )
         subdomain, head = next(inside(spec, "subdomain"), ""), env.get("HEAD")
-        first = f"{mapping(document, 'metadata').get('name')}-0.{subdomain}"
+        first = f"{name_of(document)}-0.{subdomain}"
         if head and not subdomain:
             yield (
                 line_of(text, r"\bHEAD\b"),
@@ -273,13 +328,14 @@ def counts_differ(text: str) -> Iterator[tuple[int, str]]:
 
 
 def grace_too_short(text: str) -> Iterator[tuple[int, str]]:
-    """Find pods with a grace period shorter than the time that workers may take to save."""
     for match in re.finditer(r"terminationGracePeriodSeconds:\s*(\d+)", text):
         timeout = re.search(rf"(?:{SHUTDOWN}|GRACE_S)\D+?value:\s*\D?(\d+)", text)
         needed = int(timeout[1]) if timeout else 30
-        if int(match[1]) < needed:
+        before = re.split(r"^---", text[: match.start()], flags=re.M)[-1]
+        is_service = re.search(r"^kind:\s*(?:Deployment|StatefulSet|DaemonSet|ReplicaSet)\b", before, re.M)
+        if int(match[1]) < needed and not is_service:
             yield (
-                text.count("\n", 0, match.start()) + 1,
+                line_at(text, match.start()),
                 f"the pod is killed after {match[1]} s, and its workers may take {needed} s to save: make it longer",
             )
 
@@ -289,7 +345,7 @@ def stopped_too_soon(text: str) -> Iterator[tuple[int, str]]:
     units = {"h": 3600, "m": 60, "s": 1, "ms": 1e-3, "us": 1e-6}
     for services in (mapping(document, "services") for document in manifests(text)):
         for node in (mapping(services, name) for name in services):
-            grace, needed = str(node.get("stop_grace_period", "10s")), str(mapping(node, "environment").get("GRACE_S"))
+            grace, needed = str(node.get("stop_grace_period", "10s")), str(environment(node).get("GRACE_S"))
             given = sum(
                 float(number) * units[unit] for number, unit in re.findall(r"(\d+(?:\.\d+)?)(h|ms|us|m|s)", grace)
             )
@@ -304,20 +360,19 @@ def service_as_endpoint(text: str) -> Iterator[tuple[int, str]]:
     """Find rendezvous endpoints that name a load-balanced Service instead of one pod."""
     documents = manifests(text)
     services = {
-        mapping(each, "metadata").get("name")
+        name_of(each)
         for each in documents
         if each.get("kind") == "Service" and mapping(each, "spec").get("clusterIP") != "None"
     }
     for match in re.finditer(r"(?:--rdzv[-_]endpoint=|RDZV_ENDPOINT\D+?value:\s*)[\"']?([\w.-]+)", text):
         if match[1].split(".")[0] in services:
             yield (
-                text.count("\n", 0, match.start()) + 1,
+                line_at(text, match.start()),
                 f"{match[1]} is a Service that spreads over all pods: each would meet itself or another; use a headless one and pod 0's name",
             )
 
 
 def trainer_missing(text: str) -> Iterator[tuple[int, str]]:
-    """Find TrainJobs without spec.trainer, which get no PET_ variables."""
     for document in manifests(text):
         if document.get("kind") == "TrainJob" and "trainer" not in mapping(document, "spec"):
             line = next((n for n, t in enumerate(text.splitlines(), 1) if t.startswith("kind: TrainJob")), 1)
