@@ -80,7 +80,7 @@ image: ## build the image muster:cpu with PyTorch's CPU wheels, and refuse one o
 	docker image inspect --format '{{.Size}}' muster:cpu | \
 	  awk '{ printf "muster:cpu has %.2f GB, at most $(MAX_GB)\n", $$1 / 1e9; exit $$1 > $(MAX_GB) * 1e9 }'
 
-bench: $(VENV)/.train ## compare the kit with a hand-written DDP loop, as ratios
+bench: $(VENV)/.test ## compare the kit with a hand-written DDP loop, as ratios
 	$(BIN)/python -m bench.loop $(ARGS)
 
 recovery: $(VENV)/.test ## measure seconds from a killed worker, node or store to the next step

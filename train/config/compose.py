@@ -38,10 +38,8 @@ OWN = "own"
 def run_each(job: Callable[[Config | ConfigError, Mapping[str, str]], int]) -> int:
     """Call `job` for each config that sys.argv describes, and return the highest exit code.
 
-    If a config is invalid, `job` gets its ConfigError instead. The second argument of `job` maps each swept key to its
-    value in this job of a sweep; it is empty without a sweep.
-
-    `job` is not called if the command line only requests help or a printed config.
+    If a config is invalid, `job` gets its ConfigError instead. The second argument of `job` maps each swept key to its value in
+    this job of a sweep; it is empty without a sweep. If the command line only asks for help or a printed config, there is no call.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors propagate: Hydra's own handler prints a traceback and exits 1
     if LOOKS & {*sys.argv} and os.environ.get("RANK", "0") != "0":
@@ -71,13 +69,12 @@ def run_each(job: Callable[[Config | ConfigError, Mapping[str, str]], int]) -> i
     except Exception as error:
         if not is_composing:
             raise
-        return job(error if isinstance(error, ConfigError) else explain(error), {})
+        codes.append(job(error if isinstance(error, ConfigError) else explain(error), {}))
     return max(codes, default=0)
 
 
 @contextlib.contextmanager
 def _shown_without_secrets() -> Iterator[None]:
-    """Capture Hydra's output and print it on exit, with the secrets of URLs redacted."""
     shown = io.StringIO()
     try:
         with contextlib.redirect_stdout(shown):
@@ -90,7 +87,7 @@ def _shown_without_secrets() -> Iterator[None]:
 def compose(overrides: list[str], *, config_dir: Path | None = None) -> Config:
     """Compose and check the config of one run from `overrides`, without a command line. Raises ConfigError.
 
-    config_dir: a folder of the user's own options, as `--config-dir` names it.
+    `config_dir`: a folder of the user's own options, as `--config-dir` names it.
     """
     register()
     overrides = [*overrides, *searched(config_dir)]
@@ -175,8 +172,7 @@ def only_what_was_given(
 ) -> DictConfig:
     """Drop an option's defaults when its `_target_` is overridden.
 
-    Such groups are composed again with the empty option, so that only values given for the new target remain, from YAML
-    or the command line.
+    Such groups are composed again with the empty option: only values given for the new target remain, from YAML or command line.
     """
     loader = GlobalHydra.instance().config_loader()
     replaced = [
@@ -206,7 +202,6 @@ def _again(override: Override, replaced: list[str]) -> list[str]:
 
 
 def _swept_values(swept: set[str]) -> dict[str, str]:
-    """Return this job's value of each swept key, without secrets."""
     each = {parsed([text])[0].key_or_group: redacted(text).partition("=")[2] for text in _task()} if swept else {}
     return {key: value for key, value in each.items() if key in swept}
 

@@ -45,7 +45,7 @@ class Fsdp(Stepping):
         reduce_dtype: dtype in which gradients are reduced over the ranks; None: fp32.
         reshard_after_forward: free a unit's parameters after forward and gather them again for backward. Those outside of
             units are needed at the end of forward and at the start of backward, so they are kept in between.
-        activation_checkpointing: store no activations within a unit; recompute them in backward.
+        activation_checkpointing: recompute the activations within a unit in backward.
         prefetch: how many units are gathered ahead of the one that computes, in the order of `units`, which is taken for that of
             the model's forward. 0: one, as soon as the code of the unit before it has run.
         cpu_offload: keep shards, gradients and optimizer state in host memory; CUDA only.
@@ -62,7 +62,6 @@ class Fsdp(Stepping):
     cpu_offload: Annotated[bool, FREE]
 
     def check(self, config: Config, world_size: int) -> None:
-        """Raise ConfigError for options that do not combine with sharding."""
         self.layout(world_size)
         if (chosen := self._dtypes()) and config.precision is Precision.fp16:
             raise ConfigError(
@@ -83,11 +82,7 @@ class Fsdp(Stepping):
             )
 
     def build(self, recipe: Recipe, world: World) -> None:
-        """Build the model on rank 0's host, shard its units and then the rest, and build the optimizer step. Collective.
-
-        Raises:
-            ConfigError: the model cannot be sharded as configured.
-        """
+        """Build the model on rank 0's host, shard its units and then the rest. Raises ConfigError: it cannot be sharded as configured."""
         first = FirstBuilds(recipe.build_model, world)  # on the host: no device ever holds the full model
         self.world, self.model = world, first.model
         refuse_sparse(self.model, "a strategy that shards")
@@ -121,7 +116,8 @@ class Fsdp(Stepping):
         whole = replace(policy, output_dtype=torch.float32) if self.param_dtype else policy  # fp32 outputs for the loss
         options["reshard_after_forward"] = None if self.reshard_after_forward else False  # None: all units but the root
         self.sharded = fully_shard(self.model, mp_policy=whole, **options)
-        for each, order in (("forward", units), ("backward", units[::-1])) if self.prefetch else ():
+        ahead = [each for each in self.model.modules() if each in units]  # `units` may have inner ones first
+        for each, order in (("forward", ahead), ("backward", ahead[::-1])) if self.prefetch else ():
             for number, unit in enumerate(order):
                 getattr(unit, f"set_modules_to_{each}_prefetch")(order[number + 1 : number + 1 + self.prefetch])
         shards = [*layout.sizes.values()][-1]
@@ -131,11 +127,9 @@ class Fsdp(Stepping):
         )
 
     def _dtypes(self) -> list[str]:
-        """The names of the options that reduce precision."""
         return [name for name in ("param_dtype", "reduce_dtype") if getattr(self, name)]
 
     def _refuse_model(self, units: Sequence[nn.Module]) -> None:
-        """Raise ConfigError for a model that torch cannot shard, or whose training would change."""
         name = type(self).__name__.lower()
         for unit in units if self.activation_checkpointing else ():
             if any(isinstance(module, _BatchNorm) for module in unit.modules()):
@@ -168,7 +162,7 @@ class Fsdp(Stepping):
 
 
 class ShardedStep(OptimizerStep):
-    """OptimizerStep for sharded units; a `lockstep` checks that all ranks reach the units in the same order."""
+    """OptimizerStep for sharded units. A `lockstep` raises ConfigError in a step or evaluation if ranks call different units."""
 
     def __init__(self, *args: Any, lockstep: Lockstep | None, **options: Any):
         super().__init__(*args, **options)
@@ -176,11 +170,6 @@ class ShardedStep(OptimizerStep):
         step_by_mesh(self.optimizer)
 
     def backward(self, step: int, batches: list[Batch]) -> Tensor:
-        """Accumulate the gradient; return this rank's share of the loss, []. Collective.
-
-        Raises:
-            ConfigError: ranks call different units.
-        """
         if self._lockstep:
             self._lockstep.begin()
         loss = super().backward(step, batches)
@@ -189,11 +178,6 @@ class ShardedStep(OptimizerStep):
         return loss
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
-        """Metrics of one micro-batch, summed over its samples. Collective.
-
-        Raises:
-            ConfigError: ranks call different units.
-        """
         measured = super().evaluate(batch)
         self._reshard()
         if self._lockstep:
@@ -207,10 +191,9 @@ class ShardedStep(OptimizerStep):
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """The elements of the model's Sequentials, ModuleLists and ModuleDicts, outermost only.
+    """The elements of the model's Sequentials, ModuleLists and ModuleDicts (layers, residual or transformer blocks), outermost only.
 
-    These are transformer blocks, residual blocks or layers. A module that shares a parameter with a module outside it
-    is left out.
+    A module that shares a parameter with a module outside it is left out.
     """
     return [unit for unit in _elements(model) if not _shares(unit, model)]
 
@@ -249,6 +232,5 @@ def _elements(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shares(unit: nn.Module, model: nn.Module) -> bool:
-    """Return True if a module outside `unit` directly holds one of its parameters."""
     inside, own = set(unit.modules()), set(unit.parameters())
     return any(own.intersection(module.parameters(recurse=False)) for module in model.modules() if module not in inside)
