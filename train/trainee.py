@@ -36,13 +36,9 @@ from muster.train.strategies.step.virtual_ranks import SlicedStep
 
 
 class Training(Trainee):
-    """A built strategy, the callbacks and the sums of the log.
+    """What the trainer trains. Only a built strategy with a replica on each rank can be followed.
 
-    Args:
-        strategy: built; only one with a replica on each rank can be followed.
-        data, plan: what is trained on, and which samples in which step.
-        reached: returns the progress at a checkpoint, or before the first step, and seeds the generators. Collective.
-        survival: how this rank survives the death of another; None: it does not.
+    `reached`: returns the progress at a checkpoint, or before the first step, and seeds the generators. Collective.
     """
 
     key = "dist.survive=true"
@@ -69,26 +65,21 @@ class Training(Trainee):
         """The step whose beginning `changes` has seen."""
 
     def state(self) -> dict[str, Any]:
-        """Return the flat state for a checkpoint. Collective."""
         return {**self.strategy.state(), **self.callbacks.state(), **self.means.state()}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Return the tensors to read the `saved` ones into. Collective."""
         return self.strategy.targets(saved) | self.callbacks.targets(saved)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a saved state. Collective."""
         self.callbacks.load(state)
         self.means.load(state)
         others = ("callbacks/", "loop/", f"{own_prefix(self.world.rank)}loop/")
         self.strategy.load({name: value for name, value in state.items() if not name.startswith(others)})
 
     def begin(self) -> None:
-        """Begin before the first step. Collective."""
         self.progress = self._reached(None)
 
     def resume(self, saved: Saved) -> None:
-        """Load a checkpoint, and go on at its step. Collective. Raises ConfigError, StorageError."""
         self.progress = self._reached(saved)
         restore(saved, self)
 
@@ -96,7 +87,6 @@ class Training(Trainee):
 
     @property
     def running(self) -> Attempt:
-        """The attempt, once it makes steps."""
         return self.run.running
 
     @property
@@ -105,7 +95,6 @@ class Training(Trainee):
         return self.strategy
 
     def follow(self) -> None:
-        """Note from now on what only this rank has of each step."""
         super().follow()
         strategy, step = self._replicas, self._replicas.optimizer_step
         self.changes = Changes(strategy.parameters().items(), [step.optimizer])
@@ -119,7 +108,6 @@ class Training(Trainee):
             self.refuse(f"each rank has its own extra state of the model: {extra}")
 
     def refuse(self, why: str) -> None:
-        """Do not survive any more, and record why."""
         super().refuse(why)
         self._replicas.optimizer_step.before_sum = self._replicas.optimizer_step.before_forward = None
 
@@ -153,7 +141,6 @@ class Training(Trainee):
             self.refuse("the model's buffers change outside of its forward pass")
 
     def _write(self, step: int, facts: dict[str, Any]) -> None:
-        """Note this rank's own part of a step."""
         buffers = self._replicas.optimizer_step.buffers
         own = {} if buffers.agree or buffers.none_here() else buffers.own
         self.note(step, {**facts, "drawn": self._replicas.draws.are_used()}, own)
@@ -161,22 +148,20 @@ class Training(Trainee):
     # Between two attempts.
 
     def changed(self) -> str:
-        """Return what the step that is not done has changed; empty if nothing, or if no step has begun."""
         return self.changes.changed() if self._begun == self.run.step else ""
 
     def is_whole(self, *, is_save_lost: bool) -> bool:
-        """Return True unless something of the step, such as a callback, has happened in part, or its best weights are lost."""
+        """Return False also if something of the step, such as a callback, has happened in part, or its best weights are lost."""
         progress = self.run.progress
         best = progress.best["step"] if progress.best and is_save_lost else 0
         is_best_lost = (self.running.checkpoints.newest_step or 0) < best < progress.step
         return progress.stage >= ENDED and not self.run.callbacks.are_cut_short and not is_best_lost
 
     def mark(self) -> list[int]:
-        """Return the step, what is done of it, and the last step that was evaluated."""
         return [self.run.step, self.run.progress.stage, self.run.progress.evaluated]
 
     def replica(self) -> dict[str, Any]:
-        """Return the state of the strategy and the callbacks, without communication; buffers are this rank's own."""
+        """Return the state of the strategy and the callbacks; buffers are this rank's own."""
         self._leave_evaluation()
         return {**self._replicas.optimizer_step.replica(), **self.callbacks.state()}
 
@@ -186,20 +171,20 @@ class Training(Trainee):
             self.run.callbacks.on_checkpoint(self.run)
 
     def facts(self) -> dict[str, Any]:
-        """Return the progress, and what the next log line and the next step need."""
         progress, step = self.run.progress, self._replicas.optimizer_step
         result = progress.result if progress.stage < LOGGED else None
         fields = [each.name for each in dataclasses.fields(progress) if each.name != "result"]
+        noted = (self.journal.read(self.run.step - 1) or ({"means": {}}, {}))[0]["means"]
         return {
             "progress": {name: getattr(progress, name) for name in fields},
             "norm": float(result.grad_norm) if result else None,
             "loss": float(step.loss) if isinstance(step, SlicedStep) else None,
-            "logged": self.means.journal()["logged"],
+            "logged": self.means.logged_since({} if progress.logged == self.run.step else noted),
             "frozen": [name for name, each in self.strategy.parameters().items() if not each.requires_grad],
         }
 
     def release(self) -> None:
-        """Note nothing any more. Let go of the group: its connections, for whose end other ranks wait, close once nothing holds it."""
+        """Also let go of the group: its connections, for whose end other ranks wait, close once nothing holds it."""
         super().release()
         self.run.progress.result = None
         step = self._replicas.optimizer_step
@@ -207,13 +192,8 @@ class Training(Trainee):
 
     # In the next attempt.
 
-    def take_over(self, state: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Load the state and the facts of another rank, and this rank's own from its journal. Collective.
-
-        Raises:
-            RankLost: a rank has no journal of the last step.
-            DataError: a rank has other data.
-        """
+    def take_over(self, state: dict[str, Any], facts: dict[str, Any], own: Mapping[str, Any]) -> None:
+        """Raises DataError also: a rank has other data."""
         remedy = "give every node the same data, see data.root"
         self.world.same("training data: fingerprint", self.data.fingerprint, remedy=remedy)
         self.progress = progress = Progress(**facts["progress"])
@@ -224,11 +204,11 @@ class Training(Trainee):
         for name, parameter in self.strategy.parameters().items():
             parameter.requires_grad_(name not in facts["frozen"])
         step.stand_at(progress.step)
-        self.world.together(self._restore_own(progress, facts))
+        self.world.together(self._restore_own(progress, facts, own))
         if progress.stage < LOGGED and facts["norm"] is not None:
             progress.result = StepResult(torch.zeros(()), torch.tensor(facts["norm"]))
 
-    def _restore_own(self, progress: Progress, of_all: dict[str, Any]) -> RankLost | None:
+    def _restore_own(self, progress: Progress, of_all: dict[str, Any], kept: Mapping[str, Any]) -> RankLost | None:
         """Restore this rank's own sums and buffers at the step of `progress`; return the failure to do so."""
         rank, step = self.world.rank, progress.step
         if not (noted := self.journal.read(step - 1)):
@@ -247,16 +227,15 @@ class Training(Trainee):
             add_to(self.means, result, samples=samples, seen=facts["seen"], is_first=rank == 0, measures=measures)
         if progress.logged == step:
             self.means.clear()
-        self.means.logged |= of_all["logged"]  # since the note or the line; rank 0's own, if it alone logs
+        self.means.logged |= of_all["logged"] | kept.get("logged", {})  # since the note; a survivor's own in any case
         return None
 
     # When another rank is lost for good.
 
     def has_common_buffers(self) -> bool:
-        """Return True if training goes on with this rank's buffers.
+        """Where each rank has buffers of its own, DDP broadcasts rank 0's in the next step, but not those of the objective.
 
-        Where each rank has its own, DDP broadcasts rank 0's in the next step, but not those of the objective. An
-        evaluation before that needs those of all, and so do the weights of a run that is over.
+        An evaluation before that needs those of all, and so do the weights of a run that is over.
         """
         run, buffers = self.run, self._replicas.optimizer_step.buffers
         if not run.step or self.journal.read(run.step - 1) is None:
@@ -267,10 +246,7 @@ class Training(Trainee):
         return run.world.is_first and are_broadcast and not run.is_over and not is_time_to_evaluate(run)
 
     def alone(self) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
-        """Return the state, the position and the last records of a checkpoint that this rank writes alone.
-
-        Buffers are those of the end of the step, which the next has changed. A line that was due at this step has no loss.
-        """
+        """Buffers are those of the end of the step, which the next has changed. A line that was due at this step has no loss."""
         run, best = self.run, self.run.progress.best
         if best and (self.running.checkpoints.newest_step or 0) < best["step"] < run.step:
             raise StorageError(f"the best checkpoint, of step {best['step']}, was still being written")

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Protocol
 
 from muster.attempt.failure_report import FailureReport
-from muster.errors import MusterError, Preempted, RankLost, final, say
+from muster.errors import CrashLoop, MusterError, Preempted, RankLost, final, say
 from muster.faults import agent
 from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import Agreement, Preemption
@@ -68,14 +68,12 @@ FOLLOWS = {
 
 
 class HasStep(Protocol):
-    """An object with the current step."""
-
     step: int
 
 
 @dataclass(frozen=True)
 class Ending:
-    """An end to which all ranks come together: the run is done, or `preempted` says at which step it has stopped."""
+    """An end that all ranks reach together: the run is done, or `preempted` says at which step it has stopped."""
 
     step: int = 0
     total_steps: int = 0
@@ -91,10 +89,7 @@ class Peers:
     agreement: Agreement
 
     def begin(self, phase: str, step: int) -> bool:
-        """Enter a phase of work that has a collective in it; return False if the ranks agreed to stop before it.
-
-        Collective: every rank must call it, and all get the same answer.
-        """
+        """Enter a phase of work that has a collective; return False, on all ranks, if they agreed to stop before it. Collective."""
         self.heartbeat.enter(phase, step)
         return self.agreement.proceed()
 
@@ -102,12 +97,7 @@ class Peers:
 class Lifecycle:
     """One attempt at a run. A context manager: an error in its block ends the attempt and is reported, not raised.
 
-    Args:
-        folder: the run's folder.
-        preemption: whether this process has received a stop request.
-        max_idle_attempts: failed starts in a row before CrashLoop; None: starts are not counted.
-        records: False if outcome.json is left alone, as by an evaluation.
-        survival: how this rank survives the death of another; None: it does not.
+    max_idle_attempts, records: see `FailureReport`. survival: None if the death of another rank ends this one.
     """
 
     def __init__(
@@ -159,13 +149,12 @@ class Lifecycle:
 
     @property
     def has_parted(self) -> bool:
-        """True if this process goes on in the next attempt."""
         return self.state == State.parted
 
     # The transitions.
 
     def meet(self, world: World, *, timeout_s: float) -> Heartbeat:
-        """started -> met: watch the other ranks of `world`. The heartbeat starts only with several ranks or under torchrun.
+        """started -> met: watch the other ranks. The heartbeat starts only with several ranks or under torchrun.
 
         Undone by leaving the group.
         """
@@ -188,11 +177,8 @@ class Lifecycle:
     def claim(self, options: RunOptions, *, opens: Callable[[RunOptions, World, Lease | None], RunFolder]) -> RunFolder:
         """met -> claimed: claim the run's folder, and return what `opens` finds in it. Collective.
 
-        outcome.json then has this attempt as the running one. Undone by giving up the claim, or by leaving it to the
-        restart that torchrun's agent is about to make, or to the next attempt of these ranks.
-
-        Raises:
-            MusterError: see `claim_folder` and `opens`.
+        outcome.json then has this attempt as the running one. Undone by giving up the claim, or by leaving it to torchrun's
+        restart or to the next attempt of these ranks. Raises MusterError: see `claim_folder` and `opens`.
         """
         assert self._world and self._heartbeat
         heartbeat = self._heartbeat
@@ -209,10 +195,7 @@ class Lifecycle:
         return opens(options, self._world, self._lease)
 
     def restored(self, progress: HasStep, *, report: Callable[[], None] | None) -> None:
-        """claimed -> restored: the run is at the step of `progress`, and `report` writes its report.
-
-        Undone by writing the report, unless the end has done so.
-        """
+        """claimed -> restored: the run is at the step of `progress`. Undone by `report`, which writes the report, unless `end` did."""
         self._enter(State.restored)
         self._progress, self._report = progress, report
         self.on_end(self._report_soon, failed=self._report_soon)
@@ -225,12 +208,9 @@ class Lifecycle:
         return Peers(self._world, self._heartbeat, self._agreement)
 
     def end(self, ending: Ending, *, report: bool = True) -> None:
-        """running -> ended: record the end that all ranks have come to. Collective.
+        """running -> ended: record the end that all ranks have reached. Collective.
 
-        report: False if the report is there already.
-
-        Raises:
-            StorageError: outcome.json cannot be written.
+        report: False if the report is there already. Raises StorageError: outcome.json cannot be written.
         """
         assert self._world
         if self._survival:
@@ -246,13 +226,17 @@ class Lifecycle:
         self._together = True
         self._enter(State.ended)
 
-    def lose(self, error: RankLost) -> None:
+    def lose(self, error: MusterError) -> None:
         """any state -> ended: a peer is lost, or the run itself. Called from a thread, and ends this process.
 
-        It returns if a peer that has stopped is ended and restarted in place meanwhile: the main thread then gets an error.
+        It returns if the stopped peer is ended and restarted in place meanwhile: the main thread then gets an error.
         """
-        if self._survival and self._world and self._survival.replaces(error, self._world):
-            return
+        if self._survival and self._world and isinstance(error, RankLost):
+            try:
+                if self._survival.replaces(error, self._world):
+                    return
+            except CrashLoop as again:
+                error = again
         if self._world and self._world.device.type == "cuda" and self.records:
             self._flight_recorder = flight_recorder.write(
                 self.folder, attempt=self._world.attempt, rank=self._world.rank
@@ -263,9 +247,9 @@ class Lifecycle:
             end(self.exit_code)
 
     def survives(self, error: BaseException) -> bool:
-        """any state -> parted: whether `error` comes from the death of a rank that is restarted in place.
+        """any state -> parted: return whether `error` comes from the death of a rank that is restarted in place.
 
-        Call it on the main thread. What then is undone leaves this process able to meet the others again.
+        Call it on the main thread. What is undone then leaves this process able to meet the others again.
         """
         if self.state == State.parted:
             return True
@@ -318,7 +302,7 @@ class Lifecycle:
     def _fail(self, error: BaseException) -> None:
         """Report `error` and undo everything; with other ranks, end this process.
 
-        The main thread or another one calls it, whichever is first; the other one waits until the process ends.
+        The first thread to call it does so; any other one waits until the process ends.
         """
         self._failing.acquire()
         self.exit_code = self._failure_report().because(error)
@@ -346,14 +330,13 @@ class Lifecycle:
         self.preemption.request()
 
     def _report_soon(self) -> None:
-        """Write the report while this attempt holds the run. Waits at most `REPORT_S`: the folder may be lost."""
+        """Write the report while this attempt holds the run. Wait at most `REPORT_S`: the folder may be lost."""
         if self._report and self._lease and self._lease.is_held():
             writer = threading.Thread(target=self._report, name="report", daemon=True)
             writer.start()
             writer.join(REPORT_S)
 
     def _release(self) -> None:
-        """Give up the claim on the folder, or leave it to torchrun's restart of the ranks."""
         if not self._lease:
             return
         is_stopped = self.exit_code == Preempted.exit_code and self.preemption.signalled
@@ -363,7 +346,6 @@ class Lifecycle:
             self._lease.let_go()
 
     def _hand_on(self) -> None:
-        """Leave the claim to the next attempt of these ranks."""
         if self._lease:
             self._lease.stop()
 
@@ -375,7 +357,7 @@ class Lifecycle:
             self._heartbeat.release()
 
     def _part(self) -> None:
-        """Close the group, which every rank does. Collective."""
+        """Close the group. Collective."""
         if self._world and self._heartbeat:
             self._heartbeat.close()
             self._heartbeat.join()

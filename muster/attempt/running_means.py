@@ -1,4 +1,4 @@
-"""Means over the steps since the last `train` record, whoever's loop it is."""
+"""Means over the steps since the last `train` record."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ class RunningMeans:
     A value on a GPU is read once per record. Each checkpoint contains the sums: each rank's own, for a resume at the same world size
     that adds in the same order, and the sum over all ranks, for other world sizes.
 
-    Args:
-        world: the ranks of this attempt.
-        slices: `virtual_world_size`; the name of a slice's sum then has its number, as GROUP/SLICE/NAME.
+    slices: `virtual_world_size`; the name of a slice's sum then has its number, as GROUP/SLICE/NAME.
     """
 
     def __init__(self, world: World, *, slices: int | None = None):
@@ -41,7 +39,7 @@ class RunningMeans:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, which a record has."""
+        """Forget everything: a record has it."""
         self._begin()
         self.logged: dict[str, Any] = {}
         """What is logged for the next record: numbers, or tensors [] on any device."""
@@ -52,10 +50,7 @@ class RunningMeans:
         self.samples, self._made = 0, False
 
     def takes(self, *, samples: int, is_skipped: bool = False) -> bool:
-        """Count a step of `samples` samples, and return whether its values are to be added.
-
-        Those of a step that the optimizer has skipped count only if all so far were skipped.
-        """
+        """Count a step of `samples` samples; return whether to add its values: a skipped step's only if all so far were skipped."""
         if self._made and is_skipped:
             return False
         if not self._made and not is_skipped:
@@ -65,7 +60,7 @@ class RunningMeans:
         return True
 
     def add(self, values: Mapping[str, Any], *, times: Any = 1.0) -> None:
-        """Add `values` to the sums, each `times` as often: numbers or tensors of one element."""
+        """Add `values`, numbers or tensors of one element, to the sums, each `times` times."""
         waits = self._world.device.type == "cpu"
         weight = number(times, waits=waits)
         for name, value in values.items():
@@ -75,11 +70,11 @@ class RunningMeans:
                 self._plain()
 
     def own(self, group: str = "") -> dict[str, float]:
-        """Return this rank's sums whose names begin with `group`, by the rest of their names. Waits for the device."""
+        """Return this rank's sums of `group`, by the rest of their names. Waits for the device."""
         return {name.removeprefix(group): value for name, value in self._plain().items() if name.startswith(group)}
 
     def take_logged(self) -> dict[str, float]:
-        """Return what is logged, and forget it. Waits for the device."""
+        """Return and forget what is logged. Waits for the device."""
         logged, self.logged = {name: float(value) for name, value in self.logged.items()}, {}
         return logged
 
@@ -96,12 +91,17 @@ class RunningMeans:
         logged = {name: float(value) for name, value in self.logged.items()}
         return {"samples": self.samples, "made": self._made, "sums": self._plain(), "logged": logged}
 
+    def logged_since(self, noted: Mapping[str, Any]) -> dict[str, float]:
+        """Return what is logged and not in `noted`, the `journal` of an earlier moment. Waits for the device."""
+        before = noted.get("logged", {})
+        return {name: value for name, value in self.journal()["logged"].items() if before.get(name) != value}
+
     def state_alone(self) -> dict[str, Any]:
-        """Return the state of a checkpoint that one rank writes alone: what is logged, without sums, which all ranks have."""
+        """Return the state of a checkpoint that one rank writes alone: what is logged. The sums need all ranks."""
         return {NAME: {"logged": self.journal()["logged"]}}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the saved state. A checkpoint without one leaves nothing."""
+        """Restore the saved state; clear it if the checkpoint has none."""
         own, shared = _found(state, own_prefix(self._world.rank)), _found(state, "") or {}
         here = {name: value for name, value in shared.get("sums", {}).items() if self._is_here(name)}
         self.put({**shared, "sums": here} if own is None else own)
@@ -118,7 +118,7 @@ class RunningMeans:
         self.samples, self._made = found.get("samples", 0), found.get("made", False)
 
     def _is_here(self, name: str) -> bool:
-        """Return True if this rank continues a sum over all ranks: with slices the slice's rank, else rank 0."""
+        """Return True if this rank continues a sum over all ranks: the slice's rank, or rank 0 without slices."""
         number = name.partition("/")[2].partition("/")[0]
         if self._slices and number.isdigit():
             return int(number) in leaves_of(self._world.rank, self._world.size, self._slices)
@@ -134,7 +134,6 @@ class RunningMeans:
 
 
 def _found(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any] | None:
-    """Return what a checkpoint has under `prefix`; None if nothing."""
     sums = state.get(f"{prefix}{JOBS}")
     return (
         state.get(f"{prefix}{NAME}") if sums is None else {"sums": {k.replace(WEIGHT, OF): v for k, v in sums.items()}}
@@ -142,7 +141,7 @@ def _found(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any] | None:
 
 
 def number(value: Any, *, waits: bool = True) -> Any:
-    """Return a number, or a tensor of one element that is not to be waited for, in float64: a product with a number of samples is exact."""
+    """Return a number; or without waiting a tensor [] float64: its product with a number of samples is exact."""
     if not isinstance(value, Tensor):
         return float(value)
     own = (value.full_tensor() if in_pieces(value) else value).detach()  # a DTensor may be a part of a sum
@@ -150,7 +149,7 @@ def number(value: Any, *, waits: bool = True) -> Any:
 
 
 def _numbers(values: list[Any]) -> list[float]:
-    """Return numbers and tensors of one element as numbers; tensors on one device are read together."""
+    """Return numbers, or tensors of one element, as numbers; tensors on one device are read together."""
     places = {value.device if isinstance(value, Tensor) else None for value in values}
     if len(places) == 1 and None not in places:
         numbers: list[float] = torch.stack(values).tolist()

@@ -43,10 +43,15 @@ def seed_generators(key: int, *, on_device: bool = False, only: Collection[str] 
 
 
 def seed_process(seed: int) -> None:
-    """Seed the global generators, on all devices, with `seed` as a script by hand does."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+def seed_if_drawn() -> int | None:
+    """Return the seed of torch's global generator if numbers were drawn from it, else None. A process begins with a random seed."""
+    unused = torch.Generator().manual_seed(seed := torch.initial_seed())
+    return None if torch.equal(unused.get_state(), torch.get_rng_state()) else seed
 
 
 def drawn_from(before: Mapping[str, str]) -> bool:
@@ -77,10 +82,10 @@ def _uses_cuda() -> bool:
 
 
 class Draws:
-    """Seeds the global generators in each step, so that what a rank draws in it is a function of seed, step and rank.
+    """Seeds the global generators in each step, so that a rank's draws are a function of seed, step and rank.
 
-    Those of Python and NumPy take 20 microseconds to seed, and few models draw from them: they have one state, of seed and
-    rank, until they are used for the first time, and are seeded in each step from then on. `used` says so.
+    Those of Python and NumPy take 20 microseconds to seed, and few models draw from them. Until they are first used (`used`),
+    they keep one state, of seed and rank; from then on they are seeded in each step.
     """
 
     def __init__(self) -> None:
@@ -102,12 +107,10 @@ class Draws:
             np.random.random()
 
     def are_used(self) -> bool:
-        """Return whether the generators of Python or NumPy have been used."""
         self.used = self.used or self._others.have_drawn()
         return self.used
 
     def seed(self, seed: int, step: int, rank: int) -> None:
-        """Seed the generators for this rank's part of a step."""
         key = (seed * 1_000_003 + rank) * 2**31 + step
         if self.are_used():
             other = key_of(key)

@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from muster.clock import SYSTEM, SystemClock
+from muster.code_location import is_own
 
 if TYPE_CHECKING:
     import torch
@@ -21,18 +23,17 @@ LONG_S = 1800.0  # a save to slow storage
 FIRST_S = 600.0  # the first phases of each kind compile and tune
 FIRST = 2
 WAITING = ("/torch/distributed/", "/torch/autograd/graph.py", "/muster/world/reduce/shared_memory.py")
-"""Files in which code waits for other ranks: in a collective, or in a backward pass, which is full of them."""
+"""Files in which code waits for other ranks: in a collective, or a backward pass, which is full of them."""
 USUAL = 3  # a phase may take this many times the longest one of its kind
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The current phase of a rank. Times are in seconds, on its own clock: since the phase began, and the most allowed.
+    """The current phase of a rank; times are on its own clock.
 
-    `number` counts the phases that the rank has entered. `waiting` is whether its code or its device waits for other
-    ranks: on CUDA the code only launches a collective, and then waits wherever it reads a value. `gradients` counts the
-    steps whose own gradients the rank's device has computed: a device that hangs has done one less than those that wait
-    for it. 0 on CPU.
+    `number` counts the phases that the rank has entered. `waiting`: its code or its device waits for other ranks; on CUDA the
+    code only launches a collective, and then waits wherever it reads a value. `gradients` counts the steps whose own gradients
+    the device has computed: a hanging device has one less than those that wait for it. 0 on CPU.
     """
 
     beat: int
@@ -47,13 +48,10 @@ class Phase:
 
     @property
     def overdue(self) -> bool:
-        """Whether the phase has taken longer than allowed."""
         return self.age_s >= self.limit_s
 
 
 class Phases:
-    """This rank's successive phases, and the longest duration of each kind."""
-
     def __init__(
         self,
         *,
@@ -69,14 +67,11 @@ class Phases:
         self._current = (0, "start-up", start_s, self.clock.monotonic())
 
     def count_gradients(self, computed: Callable[[], int]) -> None:
-        """Post what the method `computed` returns, the number of steps whose own gradients the device has computed.
-
-        Its object is not kept: it holds the process group, whose connections close only when nothing holds it any more.
-        """
+        """Post what the method `computed` returns. Its object is held weakly: it keeps the process group's connections open."""
         self._gradients = weakref.WeakMethod(computed)
 
     def enter(self, kind: str, step: int) -> None:
-        """Leave the current phase and enter the next: `step`, `evaluation`, `save`, `finish`, or `end` of a user's loop."""
+        """`step`, `evaluation` and `end` (of a user's loop) are limited by their longest one so far, any other kind by LONG_S."""
         number, label, _, since = self._current
         now, before = self.clock.monotonic(), label.split()[0]
         if self._entered[before] >= FIRST:
@@ -89,16 +84,14 @@ class Phases:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the current phase began."""
         return self.clock.monotonic() - self._current[3]
 
     @property
     def limit_s(self) -> float:
-        """Seconds that the current phase may take."""
         return self._current[2]
 
     def now(self, beat: int) -> Phase:
-        """Return the current phase to post. Looks up the code's position only after the phase has lasted a while."""
+        """Looks up the code's position only after the phase has lasted a while."""
         number, label, limit_s, since = self._current
         age_s = self.clock.monotonic() - since
         where, waiting = code_position() if age_s > self.timeout_s / 4 else ("", False)
@@ -109,9 +102,9 @@ class Phases:
 
 
 def cuda_is_busy(device: torch.device) -> bool:
-    """Whether a CUDA device has unfinished work, for example a collective that waits for other ranks.
+    """Whether a CUDA device has unfinished work, such as a collective that waits for other ranks.
 
-    A device with an error has none: the error is the main thread's to report, and must not end the heartbeat.
+    A device's error is the main thread's to report, and must not end the heartbeat.
     """
     import torch
 
@@ -122,7 +115,7 @@ def cuda_is_busy(device: torch.device) -> bool:
 
 
 def code_position() -> tuple[str, bool]:
-    """Return the main thread's position outside of torch, and whether it waits for other ranks there."""
+    """Return the main thread's place in user code, else outside of torch, and whether it waits for other ranks there."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     waiting, first = False, frame
     if frame:
@@ -130,8 +123,11 @@ def code_position() -> tuple[str, bool]:
         waiting = any(place in path for place in WAITING)
     while frame and "/torch/" in frame.f_code.co_filename:
         frame = frame.f_back
-    frame = frame or first
-    if not frame:
+    if not (frame := frame or first):
         return "unknown code", waiting
+    own: FrameType | None = frame
+    while own and not is_own(own.f_code.co_filename):
+        own = own.f_back
+    frame = own or frame
     source = Path(frame.f_code.co_filename)
     return f"{source.parent.name}/{source.name}:{frame.f_lineno} ({frame.f_code.co_name})", waiting

@@ -1,9 +1,10 @@
-"""What happens between two steps of a loop of a user's own: log, save and stop; and at its end."""
+"""What happens between two steps of a user's loop, and at its end: log, save and stop."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -20,6 +21,7 @@ from muster.attempt.lifecycle import Ending
 from muster.attempt.records import open_records, report
 from muster.attempt.running_means import RunningMeans
 from muster.checkpoint.commit import Saved
+from muster.checkpoint.tensor_versions import Changes
 from muster.checkpoint.trained import own_prefix, plain
 from muster.checkpoint.weights import write_weights
 from muster.data.fingerprint import fingerprint, hash_of, look, note_of
@@ -29,6 +31,7 @@ from muster.files import replace_file
 from muster.job import built_options
 from muster.job.batch_source import BatchSource, LoaderSource, moved_on
 from muster.job.bootstrap import Bootstrap
+from muster.job.carried_state import carried
 from muster.job.end_barrier import end_alike
 from muster.job.options import JobOptions, as_yaml, loggers_of, run_options_of
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
@@ -55,10 +58,19 @@ NO_OPTIMIZER = (
     "no optimizer is tracked: what the loop itself keeps for its updates, such as a rate in a variable, is in no checkpoint, and a resume, or the "
     "death of a rank, begins it anew; follow it from job.steps_done, or track an object that holds it"
 )
+DRAWN = (
+    "before the job, random numbers were drawn from another seed than in the attempt before ({now}, and {before}): what is made of them is not the "
+    "same; begin with torch.manual_seed(0), or draw them in the function that the job calls"
+)
+CARRIED = (
+    "{name} goes from batch to batch in a variable of the loop ({line}), which is in no checkpoint: a resume, or the death of a rank, begins it anew, "
+    "and other weights may follow; keep it in a buffer of a tracked module, if training reads it"
+)
 BUFFERS = (
     "{name} was another on each of the {before} ranks that saved it, and here are {now}: all go on with rank 0's, so what follows from it is not as "
     "in an undisturbed run; resume with {before} ranks if it holds samples of each rank"
 )
+LOOKS = 10
 BODY_S = 10.0
 """How long an evaluation in a loop's body goes on after the ranks agreed to stop; launchers kill after 30 s."""
 GONE_S = 2.0
@@ -90,7 +102,7 @@ TRAIN_ALIKE = "wrap the model in DistributedDataParallel, or average gradients o
 
 
 class AgreedStop(SystemExit):
-    """Leaves a loop whose ranks have stopped after the same step and saved it."""
+    """Leaves a loop whose ranks have agreed to stop after the same step."""
 
     def __init__(self, ending: Ending):
         super().__init__(Preempted.exit_code)
@@ -100,13 +112,7 @@ class AgreedStop(SystemExit):
 class LoopServices:
     """An attempt at a run, from the restored state to its end. Collective: every rank must create it.
 
-    Args:
-        options: the job's settings.
-        bootstrap: the group, and the claimed folder.
-        tracked: what the loop trains.
-
-    Raises:
-        ConfigError: the checkpoint is of other tracked objects. StorageError: it cannot be read.
+    Raises ConfigError: the checkpoint is of other tracked objects. Raises StorageError: it cannot be read.
     """
 
     def __init__(self, options: JobOptions, bootstrap: Bootstrap, tracked: Tracked):
@@ -134,6 +140,9 @@ class LoopServices:
         """The optimizers that have made a step, tracked or not."""
         self._latest = 0.0
         self._has_looked = False
+        self._looks = 0 if tracked.optimizers or tracked.others else LOOKS
+        """The steps after which a loop without an optimizer is still asked whether it trains."""
+        self._at_first = Changes(tracked.named.items() if self._looks else ())
         if (
             self.world.again
         ):  # of a pass that a death has cut short, if the modules outlive the function that trains them
@@ -171,7 +180,7 @@ class LoopServices:
 
     @property
     def is_left(self) -> bool:
-        """True if the loop has left these batches before their end, in an earlier attempt that is done."""
+        """True if an earlier attempt is done, whose loop has left these batches before their end."""
         before, saved, here = self.folder.before, self.start.saved, (self.reached.step, self.total_steps)
         if before.outcome == outcome.DONE and (before.step, before.total_steps) == here:
             return True  # also by the record alone: the step may have been saved before the loop was left
@@ -186,10 +195,8 @@ class LoopServices:
     def open(self, batch_source: BatchSource | None) -> None:
         """Open records and checkpoints. Collective.
 
-        batch_source: the batches of the loop; None if it has batches of its own.
-
-        Raises:
-            ConfigError, DataError: the batches differ between ranks, or from those of the checkpoint.
+        batch_source: None if the loop has batches of its own.
+        Raises ConfigError, DataError: the batches differ between ranks, or from those of the checkpoint.
         """
         self.batch_source, facts, known = batch_source, dict[str, Any](), dict[str, Any]()
         if batch_source:
@@ -218,11 +225,11 @@ class LoopServices:
         self.is_open = True
         self.start.tell(running, notes, save=self.save, total_steps=self.total_steps, **known)
         self._see_optimizers()
+        self._at_first.look()
         self.bootstrap.kept.follow(self.trainee, self.folder)
         running.start()
 
     def _notes(self, fingerprint: str) -> Iterator[str]:
-        """Yield what the records tell of a loop that begins, or resumes."""
         if text := note_of(fingerprint):
             yield text
         for name, state in hooks_with_state(self.tracked.modules.values()) if self.world.size > 1 else ():
@@ -237,15 +244,18 @@ class LoopServices:
             and (name := self.tracked.buffer_of_rank_0(saved.index()["tensors"]))
         ):
             yield BUFFERS.format(name=name, before=before, now=now)
+        drawn = self.bootstrap.kept.drawn, saved.manifest.get("drawn") if saved else None
+        if None not in drawn and drawn[0] != drawn[1]:
+            yield DRAWN.format(now=drawn[0], before=drawn[1])
         if self.world.is_borrowed and (text := external_group.why_restart_may_hang()):
             yield text
         if why := self.bootstrap.why_no_survival:
             yield WHY_NOT.format(key=self.trainee.key, why=why)
 
     def _see_optimizers(self) -> None:
-        """Note an optimizer that steps parameters of tracked modules, or its schedule, that is not tracked: a resume begins it anew.
+        """Note an untracked optimizer that steps tracked parameters, or an untracked schedule of one: a resume begins it anew.
 
-        So does a rank that is restarted in place: an optimizer's state is nobody's else then, so no death is survived.
+        So does a rank that is restarted in place; with an untracked optimizer, no death is survived.
         """
         seen, trained = self._stepped, {id(each) for each in self.tracked.parameters()}
 
@@ -268,10 +278,9 @@ class LoopServices:
         self.bootstrap.life.on_end(handle.remove, failed=handle.remove, parted=handle.remove)
 
     def _note_untracked(self) -> None:
-        """Note that the loop trains by a rule of its own, if it has no optimizer."""
-        if self.tracked.optimizers or self.tracked.others or self._stepped:
-            return
-        if any(each.grad is not None for each in self.tracked.parameters()):
+        """Note that a loop without an optimizer trains by a rule of its own."""
+        if not self._stepped and (self._at_first.changed() or self._at_first.changed_unseen()):
+            self._looks = 0
             self.tell_once("no optimizer", NO_OPTIMIZER)
 
     def _run(self, records: Metrics, facts: dict[str, Any]) -> Attempt:
@@ -280,6 +289,7 @@ class LoopServices:
             "built": self.built,
             "batches": facts,
             "total_steps": self.total_steps,
+            "drawn": self.bootstrap.kept.drawn,
         }
         options, keep = run_options_of(self.options), self.options.keep
         return Attempt(
@@ -315,22 +325,22 @@ class LoopServices:
         self.reached.step += 1
         self.reached.samples += samples
         self.running.records.advance(self.reached.step)
-        self._note_untracked()
         if self.is_time_to_log():
             self.log()
 
     def is_time_to_log(self) -> bool:
-        """Return True if a `train` record is due after this step."""
         return self.is_over or self.intervals.is_due("line", self.reached)
 
     def end_step(self) -> None:
         """Save at the interval, after the body of the loop has ended. Collective."""
         is_due = self.intervals.is_due("save", self.reached) and not self.is_over
         self.owes_save, self._is_asked_to_save = is_due or self._is_asked_to_save, False
-        if not self._has_looked and self.world.is_first:
+        if self._looks:
+            self._looks -= 1
+            self._note_untracked()
+        if not self._has_looked:
             self._has_looked = True
-            if name := self.tracked.frozen_again():
-                self.running.records.event("note", text=FROZEN.format(name=name))
+            self._look_once()
         self.tracked.accumulation.end_step()
         self.trainee.end_step()
         self.is_within = False
@@ -338,6 +348,14 @@ class LoopServices:
             self.save()
             self.owes_save = False
         self._seed_step()
+
+    def _look_once(self) -> None:
+        """Note, after the first step, what the loop does that a checkpoint cannot know."""
+        if self.world.is_first and (name := self.tracked.frozen_again()):
+            self.running.records.event("note", text=FROZEN.format(name=name))
+        if found := carried(sys._getframe(), {*map(id, self.tracked.parameters())}):
+            name, line = found
+            self.tell_once(f"carried {name}", CARRIED.format(name=name, line=line))
 
     def _seed_step(self) -> None:
         if self.bootstrap.seeds_steps:
@@ -366,9 +384,9 @@ class LoopServices:
         self.running.log([], lambda _: {**known, "more": means})
 
     def refuse_no_step(self) -> NoReturn:
-        """Raise ConfigError, as no step() came for a batch; RankLost if a rank has died: then the loop has caught torch's error.
+        """Raise ConfigError: no step() came for a batch; or RankLost: a rank has died, and the loop has caught torch's error.
 
-        A death is told by a replacement, or where none follows by another rank, by its heartbeat, or by the launcher's signal.
+        A death shows by a replacement, or else by another rank's report, a missing heartbeat, or the launcher's signal.
         """
         lost = RankLost("a rank has died, and the loop has caught the error of torch.distributed that tells of it")
         if self.world.size > 1 and (self.bootstrap.life.survives(lost) or self._is_one_gone()):
@@ -379,7 +397,7 @@ class LoopServices:
         )
 
     def _is_one_gone(self) -> bool:
-        """Whether a rank is silent, or leaves for another reason than a mistake, or the launcher ends this one."""
+        """True if a rank is silent, or leaves for another reason than a mistake, or the launcher ends this one."""
         heartbeat, deadline = self.peers.heartbeat, time.monotonic() + GONE_S
         heartbeat.watch()
 
@@ -395,7 +413,7 @@ class LoopServices:
 
     @property
     def _owes_body(self) -> bool:
-        """Whether the rest of the loop's body is still to come, and belongs to the last step."""
+        """True if the rest of the loop's body is still to come: it belongs to the last step."""
         return self.is_within and not self.has_left
 
     def ask_to_save(self) -> None:
@@ -406,9 +424,9 @@ class LoopServices:
             self.save()
 
     def see_left(self) -> None:
-        """Take notice that the loop was left by `break`, and so its last body has ended. Collective.
+        """Note that the loop was left by `break`, so that its last body has ended. Collective.
 
-        An error closes the iterator, too; but then nothing more is asked of the job.
+        An error closes the iterator, too; but then the job is asked nothing more.
         """
         if not self.is_closed:
             return
@@ -416,7 +434,7 @@ class LoopServices:
         self.save_as_asked()
 
     def save_as_asked(self) -> bool:
-        """Make the save that the loop has asked for in a body that it then left; return False if there is none. Collective."""
+        """Save if the loop has asked for it in a body that it then left; return whether it has. Collective."""
         is_asked, self._is_asked_to_save = self._is_asked_to_save, False
         if is_asked:
             self.save()
@@ -433,14 +451,14 @@ class LoopServices:
         self.running.save(self.trainee.state, self.position())
 
     def position(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint's manifest about the progress."""
+        """Return the progress for a checkpoint's manifest."""
         left = {"left": True} if self.has_left and not (self.is_told_to_stop or self.is_over) else {}
         return {"epoch": self.epoch, "samples": self.reached.samples, **left}
 
     def goes_on(self, phase: str) -> bool:
-        """Enter a phase of the body; return False if the ranks agreed to stop, and it is not to be finished. Collective.
+        """Enter a phase of the body; return False if the ranks agreed to stop and must not finish it. Collective.
 
-        The body of a step that is counted has a few seconds to end, after which the step can be saved.
+        The body of a counted step has `BODY_S` to end, so that the step can be saved.
         """
         if self.peers.begin(phase, self.reached.step):
             return True
@@ -457,7 +475,7 @@ class LoopServices:
         raise AgreedStop(self.running.stopped(is_saved=not self._owes_body))
 
     def end_stopped(self, stop: AgreedStop) -> None:
-        """Record the end of an attempt that has stopped. Collective."""
+        """Collective."""
         self.bootstrap.life.end(stop.ending)
 
     def end_done(self) -> None:
@@ -480,12 +498,11 @@ class LoopServices:
         self.bootstrap.life.end(ending)
 
     def settle(self) -> None:
-        """Wait a while for the checkpoint that is being written, before the run ends for another reason."""
         if self.is_open:
             self.running.settle()
 
     def _write_model(self) -> MusterError | None:
-        """Write model.pt, if one of the modules is the model: it has this name, or there is only one."""
+        """Write model.pt if there is a model: the module of this name, or the only one."""
         modules = self.tracked.modules
         model = modules.get("model") or (next(iter(modules.values())) if len(modules) == 1 else None)
         if model is None:
@@ -504,7 +521,6 @@ class LoopServices:
         replace_file(self.folder.path / "config.yaml", lambda draft: draft.write_text(text, encoding="utf-8"))
 
     def _refuse_data(self, facts: Mapping[str, Any]) -> None:
-        """Raise if the batches differ between ranks, or from those of the checkpoint."""
         fixed = ", ".join(f"{name}={value}" for name, value in facts.items())
         self.world.same("batches()", fixed, remedy="give every rank the same arguments and data", error=ConfigError)
         for name, value in facts.items():
@@ -527,7 +543,7 @@ class LoopServices:
         self.world.together(ConfigError(WHOLE.format(**told)) if told else None)
 
     def _refuse_moved_on(self, batch_source: BatchSource) -> None:
-        """Raise RankLost if what is read in this process since an earlier attempt keeps a position of its own."""
+        """Raise RankLost if a source that this process has read since an earlier attempt keeps a position of its own."""
         kinds = self.world.gather(moved_on(batch_source.source) if self.bootstrap.kept.survival else "")
         rank = next((rank for rank, kind in enumerate(kinds) if kind), None)
         if rank is not None:
@@ -540,7 +556,7 @@ class LoopServices:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Let nobody take the modules' buffers for this rank's own in this context: an evaluation is by rank 0's."""
+        """Do not journal the modules' buffers as this rank's own in this context: an evaluation uses rank 0's."""
         self.is_evaluating = True
         try:
             yield
@@ -549,7 +565,7 @@ class LoopServices:
             self.trainee.note_buffers()
 
     def see_batch(self, batch: Any) -> None:
-        """Note the first batch of a loader of the loop's own if all ranks have the same. Collective."""
+        """Record a note if the first batch of the loop's own loader is the same on all ranks. Collective."""
         if self._has_seen_batch or self.world.size == 1 or not isinstance(self.batch_source, LoaderSource):
             return
         self._has_seen_batch, digests = True, self.world.gather(hash_of(look(batch)))
@@ -557,7 +573,7 @@ class LoopServices:
             self.tell_once("alike", ALIKE.format(ranks=self.world.size))
 
     def tell_once(self, what: str, text: str) -> None:
-        """Record a note, unless an attempt before this one, which a rank's death has ended, has recorded it."""
+        """Record a note, unless an earlier attempt, which a rank's death has ended, has recorded it."""
         if what not in self.bootstrap.kept.told:
             self.bootstrap.kept.told.add(what)
             self.running.records.event("note", text=text)
@@ -571,7 +587,7 @@ class LoopServices:
         return kept.built
 
     def _refuse_built(self, saved: Saved) -> None:
-        """Raise ConfigError for an optimizer or a schedule built otherwise than before; at another world size, note it."""
+        """Raise ConfigError for an optimizer or a schedule with other options than before; at another world size, note it."""
         changed, failure = [*built_options.differences(self.built, self._here)], None
         if changed and self.world.is_first and not self.world.again:
             text = built_options.told(saved.path, changed)
@@ -588,7 +604,7 @@ class LoopServices:
         self.world.together(failure)
 
     def _refuse_of_ranks(self, saved: Saved) -> None:
-        """Raise ConfigError for a state beside parameters and buffers that each rank has of its own, if there were other ranks."""
+        """Raise ConfigError for a rank's own state beside parameters and buffers, saved at another world size."""
         others = {name for name in saved.index()["tensors"] if name.startswith(own_prefix(1))}
         extra = next((name for name in self.tracked.beside if f"{own_prefix(1)}{name}" in others), "")
         if extra and saved.manifest["world_size"] != self.world.size:
@@ -598,7 +614,7 @@ class LoopServices:
             )
 
     def _refuse_rates(self) -> None:
-        """Raise ConfigError if the ranks' optimizers have other options, as after a schedule that follows a rank's own loss."""
+        """Raise ConfigError if the ranks' optimizers differ in options, as after a schedule that follows a rank's own loss."""
         own, failure = self.tracked.rates(), None
         first: dict[str, float] = self.world.broadcast(own)
         if apart := [name for name in own.keys() & first.keys() if repr(own[name]) != repr(first[name])]:
@@ -607,7 +623,7 @@ class LoopServices:
         self.world.together(failure)
 
     def _refuse_length(self) -> None:
-        """Raise ConfigError for a schedule of another length in a run of another length: this follows from no number of ranks."""
+        """Raise ConfigError if both a schedule and the run have another length: that does not follow from the number of ranks."""
         saved, failure = self.start.saved, None
         if self._is_other_length and saved and saved.manifest.get("total_steps") != self.total_steps:
             lengths = f"total_steps={saved.manifest.get('total_steps')}, and this is total_steps={self.total_steps}"
@@ -615,7 +631,7 @@ class LoopServices:
         self.world.together(failure)
 
     def _refuse_draws(self) -> None:
-        """Raise if the script has drawn random numbers since `track`, which a resumed attempt would draw otherwise."""
+        """Raise ConfigError if the script has drawn random numbers since `track`: a resumed attempt would draw others."""
         failure = ConfigError(
             "random numbers were drawn between track() and batches(), where a resume draws others: draw them before "
             "track(), or from a generator of their own"
@@ -623,7 +639,7 @@ class LoopServices:
         self.world.together(failure if drawn_from(self._generators) else None)
 
     def _refuse(self, name: str, value: Any, remedy: str, *, within: str | None = None) -> None:
-        """Raise unless the checkpoint has this value, or none."""
+        """Raise ConfigError or DataError unless the checkpoint has this value, or none."""
         saved = self.start.saved
         manifest = saved.manifest if saved else {}
         before = (manifest.get(within) or {}).get(name) if within else manifest.get(name)

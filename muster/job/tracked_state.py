@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils import _pytree as pytree
 
 from muster.checkpoint.optimizer_state import empty_state, keep_types
@@ -42,8 +43,6 @@ UNSAVED = "buffers"
 """Below it are the buffers that training has changed and that no module saves (`persistent=False`)."""
 STATISTICS = "running_mean", "running_var", "num_batches_tracked"
 """Buffers of batch norm."""
-REPLICATED = LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler
-"""Kinds of tracked objects beside modules and optimizers whose state is equal on all ranks."""
 RESERVED = ("loop", "callbacks", GRADIENTS, ZEROED, FROZEN, UNSAVED)
 """Names that checkpoints have for other entries."""
 ELSEWHERE = (Tensor, nn.Module, LRScheduler, str, bytes, type, FunctionType, ModuleType)
@@ -62,14 +61,9 @@ class Built:
 
 
 class Tracked:
-    """The tracked objects of a job, whose state is in its checkpoints.
+    """The tracked objects of a job, by name.
 
-    Args:
-        things: name -> object with `state_dict()` and `load_state_dict()`.
-        world: the ranks.
-
-    Raises:
-        ConfigError: an object has no state, or one that no checkpoint can hold.
+    Raises ConfigError: an object has no `state_dict()` and `load_state_dict()`, or a state that no checkpoint can hold.
     """
 
     def __init__(self, things: Mapping[str, Any], world: World):
@@ -101,18 +95,17 @@ class Tracked:
 
     @property
     def names(self) -> list[str]:
-        """The tracked names, sorted."""
         return sorted([*self.modules, *self.optimizers, *self.others])
 
     @property
     def lr(self) -> float | None:
-        """The learning rate of the first group of the first optimizer, in its last step if it has made one; None without one."""
+        """The learning rate of the first optimizer's first group, in its last step if it has made one; None without a rate."""
         groups = next((optimizer.param_groups for optimizer in self.optimizers.values()), [])
         used = groups[0].get("lr") if self._used_lr is None and groups else self._used_lr
         return None if used is None else float(used)
 
     def _note_lr(self, optimizer: Optimizer, *_: object) -> None:
-        """Remember the rate that a step uses: a schedule has set the next one before the loop counts the step."""
+        """Remember the rate that a step uses: a schedule sets the next one before the loop counts the step."""
         rate = optimizer.param_groups[0].get("lr")
         self._used_lr = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
@@ -141,14 +134,13 @@ class Tracked:
         return {name: parameter for parameter, name in self._names.items()}
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters of all modules."""
         return [parameter for module in self.modules.values() for parameter in module.parameters()]
 
     def saves(self, optimizer: Optimizer) -> bool:
         """Return whether the state of `optimizer`, which has made a step, is saved: by itself or by an object that holds it.
 
-        A wrapper's `state_dict()` has the tensors of what it wraps; that of an object which only reads it, as a schedule
-        does, has not. If there is no tensor in the state, as for plain SGD, holding it is enough.
+        The `state_dict()` of a wrapper has the optimizer's tensors; that of an object which only reads it, as a schedule, has not.
+        For a state without tensors, as plain SGD's, holding the optimizer is enough.
         """
         if any(each is optimizer for each in self.optimizers.values()):
             return True
@@ -164,13 +156,13 @@ class Tracked:
         return own <= {id(leaf) for leaf in saved}
 
     def holds(self, thing: object) -> bool:
-        """Return whether an object that is neither a module nor an optimizer holds `thing`, and so may save it."""
+        """Return whether a tracked object, neither a module nor an optimizer, holds `thing` and so may save it."""
         return any(_holds(each, lambda part: part is thing) for each in self.others.values())
 
     def untracked_schedules(self, optimizer: Optimizer) -> list[LRScheduler]:
         """Return the learning rate schedulers of `optimizer` that are not tracked, by themselves or in an object that is.
 
-        They are found among all objects of the process, which takes a tenth of a second.
+        It searches all objects of the process, which takes a tenth of a second.
         """
 
         saved: list[LRScheduler] = []
@@ -207,11 +199,11 @@ class Tracked:
         return found | self._of_optimizers() | pieces | kept_buffers(buffers, self.world) | others
 
     def replica(self) -> dict[str, Any]:
-        """Return this rank's state of modules and optimizers, without communication; buffers are its own."""
+        """Return this rank's state of modules and optimizers, with its own buffers; no communication."""
         return self._of_modules() | self._of_optimizers()
 
     def plain(self) -> dict[str, Any]:
-        """Return copies of the options of all optimizers' groups, and of the state of the objects that are no modules."""
+        """Return copies of the options of all optimizers' groups, and of the state of the other objects."""
         groups = {
             f"{name}/{GROUPS}": [
                 {key: names if key == "params" else host_copy(value) for key, value in group.items()}
@@ -222,12 +214,11 @@ class Tracked:
         return groups | {name: host_copy(other.state_dict()) for name, other in self.others.items()}
 
     def of_optimizers(self) -> dict[str, Tensor]:
-        """Return the tensors of the optimizers' state by name."""
         return {name: value for name, value in self._of_optimizers().items() if isinstance(value, Tensor)}
 
     @property
     def extra(self) -> str:
-        """The first entry of a module's state that is neither a parameter nor a buffer (`get_extra_state`); empty if there is none."""
+        """The first entry of a module's state that is neither a parameter nor a buffer (`get_extra_state`); empty if none."""
         found, beside = self._of_modules().items(), self.beside
         return next((name for name, each in found if not isinstance(each, Tensor) or name in beside), "")
 
@@ -238,7 +229,7 @@ class Tracked:
         return [name for name in self._buffers() if name not in known]
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the replicated buffers that checkpoints hold, as they are now: a module may have assigned others."""
+        """Return the replicated buffers that checkpoints hold, as they are now: a module may assign new ones."""
         saved = {
             full: buffer
             for name, module in self.modules.items()
@@ -248,15 +239,22 @@ class Tracked:
         return saved | self._changed()
 
     def buffer_of_rank_0(self, saved: Collection[str]) -> str:
-        """Return a buffer of which each rank has `saved` its own, and that a world of another size has from rank 0; empty if there is none.
+        """Return a buffer that each rank has `saved` as its own, and that a world of another size takes from rank 0; empty if none.
 
-        A model in DistributedDataParallel has rank 0's in any world, unless `broadcast_buffers=False` says otherwise; and with one rank
-        nobody knows in what it was: so batch norm's statistics do not count.
+        A model in DistributedDataParallel has rank 0's at any size, unless `broadcast_buffers=False`. With one rank, it is unknown whether
+        the model was in it: so batch norm's statistics do not count.
         """
         broadcast = [each.module for each in wrappers([*self.modules.values()]) if each.broadcast_buffers]
         kept = {name for name, module in self.modules.items() if module not in broadcast}
         found = (name.removeprefix(own_prefix(1)) for name in saved if name.startswith(own_prefix(1)))
-        own = (name for name in found if name.rpartition("/")[2].rpartition(".")[2] not in STATISTICS)
+        norms = {
+            f"{name}/{plain(f'{at}.{each}'.lstrip('.'))}"
+            for name, module in self.modules.items()
+            for at, part in module.named_modules()
+            if isinstance(part, _NormBase)
+            for each in STATISTICS
+        }
+        own = (name for name in found if name not in norms)
         return next((name for name in own if name.removeprefix(f"{UNSAVED}/").partition("/")[0] in kept), "")
 
     @property
@@ -265,7 +263,7 @@ class Tracked:
         return bool(self._saved_buffers or self._places())
 
     def _changed(self) -> dict[str, Tensor]:
-        """Return the buffers that no module saves and that are not as they were built; others follow from the script alone."""
+        """Return the buffers that no module saves and that are not as they were built: the script alone gives the others."""
         unsaved = dict(self._unsaved_buffers())
         for name in unsaved.keys() - self._changed_buffers:
             before, buffer = self._built_buffers.get(name), unsaved[name]
@@ -280,7 +278,7 @@ class Tracked:
                 yield name, buffer.detach()
 
     def _places(self) -> dict[str, tuple[dict[str, Tensor | None], str]]:
-        """Return where modules hold the buffers that they do not save, by name below `UNSAVED`."""
+        """Return the place in a module of each buffer that it does not save, by name below `UNSAVED`."""
         return {
             f"{UNSAVED}/{name}/{plain(f'{path}.{key}' if path else key)}": (module._buffers, key)
             for name, root in self.modules.items()
@@ -290,23 +288,17 @@ class Tracked:
         }
 
     def frozen_again(self) -> str:
-        """Return the first parameter that was trained when the state was saved, and is frozen since; empty if there is none."""
+        """Return the first parameter that was trained when the state was saved, and is frozen now; empty if none."""
         return next((name for name in self._frozen_again if not self.named[name].requires_grad), "")
 
     def frozen(self) -> list[str]:
-        """Return the names of the parameters that are not trained."""
         return [name for name, parameter in self.named.items() if not parameter.requires_grad]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the modules' parameters and buffers by name."""
         return {name: value for name, value in self._of_modules().items() if isinstance(value, Tensor)}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Return the tensors to read the `saved` ones into, in this rank's layout.
-
-        Raises:
-            ConfigError: a tracked module has other names or shapes than the saved one.
-        """
+        """See `Trained.targets`. Raises ConfigError: a tracked module has other names or shapes than the saved one."""
         here = {name: value for name, value in self._of_modules().items() if isinstance(value, Tensor)}
         there = {name: facts for name, facts in saved.items() if name.partition("/")[0] in self.modules}
         for name in sorted(here.keys() ^ there.keys()):
@@ -315,15 +307,12 @@ class Tracked:
         for name, tensor in here.items():
             if tensor.shape != there[name].size:
                 both = f"{list(there[name].size)} in the checkpoint and {list(tensor.shape)} here"
-                raise ConfigError(f"the checkpoint does not fit: {name} is {both}; track the same model")
+                more = ", on as many ranks if this is of a rank's own samples" if name in self._saved_buffers else ""
+                raise ConfigError(f"the checkpoint does not fit: {name} is {both}; track the same model{more}")
         return here | self._buffer_targets(saved) | dict(self._optimizer_targets(saved))
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state: the filled `targets` and plain values.
-
-        Raises:
-            ConfigError: the state does not fit, or is of each rank and was saved at another world size.
-        """
+        """See `Trained.load`. Raises ConfigError: the state does not fit, or is each rank's own and of another world size."""
         own = below(state, own_prefix(self.world.rank).removesuffix("/"))
         try:
             for name, module in self.modules.items():
@@ -343,7 +332,7 @@ class Tracked:
         self.accumulation.restore(gradients, own.get(ZEROED, state.get(ZEROED, ())))
 
     def _put_unsaved(self, values: Mapping[str, Any]) -> None:
-        """Set buffers that no module saves, in place where the shape is the same; those that are not here are ignored."""
+        """Set the buffers that no module saves, in place where shape and dtype are the same; ignore those not here."""
         for name, (buffers, key) in self._places().items():
             if (value := values.get(name.removeprefix(f"{UNSAVED}/"))) is None:
                 continue
@@ -369,7 +358,6 @@ class Tracked:
                 yield parameter, f"{name}/{plain(inner)}"
 
     def _refuse_unnamed(self, name: str, optimizer: Optimizer) -> None:
-        """Raise ConfigError for a parameter or a state that no tracked module names."""
         unknown = [each for group in optimizer.param_groups for each in group["params"] if each not in self._names]
         if unknown:
             raise ConfigError(
@@ -387,7 +375,7 @@ class Tracked:
     def _buffers(self) -> list[str]:
         """Return the names of the replicated tensors that the modules save beside their parameters, in order.
 
-        They are buffers, and what a module's own `state_dict` adds, as a metric of torchmetrics does: each rank has its own.
+        They are buffers, and what a module's own `state_dict` adds, as a torchmetrics metric does: each rank has its own.
         """
         known = self._names_of_parameters()
         found = {name: value for name, value in self._of_modules().items() if isinstance(value, Tensor)}
@@ -401,7 +389,7 @@ class Tracked:
         }
 
     def _buffer_targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Return tensors for buffers that no module saves, and for this rank's own; none of its own at another world size."""
+        """Return tensors for buffers that no module saves, and at the same world size for this rank's own."""
         own, last, beyond = (own_prefix(rank) for rank in (self.world.rank, self.world.size - 1, self.world.size))
         unsaved = [name for name in saved if name.startswith(f"{UNSAVED}/")]
         owned = [
@@ -435,9 +423,9 @@ class Tracked:
             yield group, [self._names[parameter] for parameter in group["params"]]
 
     def _of_others(self, gradients: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the state of the other objects, and what is no tensor of a module or an optimizer; by rank where it differs.
+        """Return the state of the other objects, whole gradients, and the names of zeroed and frozen parameters. Collective.
 
-        Collective.
+        What differs between ranks has their prefix; frozen names are then left out.
         """
         values = {name: host_copy(self.others[name].state_dict()) for name in sorted(self.others)}
         values[GRADIENTS] = {name: host_copy(packed(each)) for name, each in gradients.items() if not in_pieces(each)}
@@ -478,7 +466,7 @@ class Tracked:
         keep_types(optimizer, values)
 
     def _add_groups(self, optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
-        """Add the last groups that the saved state has beyond those of a loop that adds some in its course."""
+        """Add the saved state's further groups, for a loop that adds groups in its course."""
         for group in saved[len(optimizer.param_groups) :]:
             optimizer.add_param_group({**group, "params": [self.named[name] for name in group["params"]]})
 
@@ -495,7 +483,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _is_compiled(thing: Any) -> bool:
-    """Return True for a module that torch.compile has made, perhaps within DistributedDataParallel."""
     return isinstance(thing, nn.Module) and any(type(each).__name__ == COMPILED for each in thing.modules())
 
 
@@ -512,7 +499,6 @@ def below(state: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _refuse(name: str, thing: Any) -> None:
-    """Raise ConfigError for a name or an object that cannot be tracked."""
     if name in RESERVED:
         raise ConfigError(f"track({name}=...): checkpoints use the name {name} themselves: choose another")
     if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):

@@ -1,9 +1,9 @@
-"""What a job whose loop is a user's own keeps from one attempt to the next when a rank dies: see hand_over.py.
+"""What a job keeps from one attempt to the next when a rank dies: see hand_over.py.
 
 Between two steps the state of a rank is whole: the optimizer's step is counted, and the loop's body has ended. A survivor
 keeps its state if it has changed no parameter since then, as in a backward pass, which waits for the sum of the gradients. A
-rank's journal has its own sums of the log, between two steps, and its own buffers, also after each forward pass: so before
-its part of the step's sum leaves it.
+rank's journal has its own sums of the log, between two steps, and its own buffers, also at the first gradient of a backward
+pass: so before its part of the step's sum leaves it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
 from muster.attempt.attempt import Attempt
@@ -25,10 +26,10 @@ from muster.checkpoint.state import host_copy
 from muster.checkpoint.tensor_versions import Changes, Place, place
 from muster.checkpoint.trained import SavedTensor
 from muster.data.fingerprint import hash_of, look
-from muster.data.generators import key_of, seed_generators
+from muster.data.generators import key_of, seed_generators, seed_if_drawn
 from muster.errors import RankLost
 from muster.job.replicas import first_apart, hooks_with_state
-from muster.job.tracked_state import FROZEN, GRADIENTS, REPLICATED, ZEROED, Tracked
+from muster.job.tracked_state import FROZEN, GRADIENTS, ZEROED, Tracked
 from muster.recovery.emergency_checkpoint import check_finite
 from muster.recovery.hand_over import HandOver
 from muster.recovery.survival import Survival
@@ -43,6 +44,9 @@ FIRST = 2
 SAMPLED = 3
 """Number of elements of each of three parameters that are compared, between ranks and with the end of the step."""
 
+REPLICATED = LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler
+"""Kinds of tracked objects beside modules and optimizers whose state is equal on all ranks."""
+
 
 @dataclass
 class Reached:
@@ -54,7 +58,7 @@ class Reached:
 
 
 class Loop(Protocol):
-    """A loop of a user's own, as its services know it (loop_services.py)."""
+    """A user's loop, as its services know it (loop_services.py)."""
 
     world: World
     tracked: Tracked
@@ -81,6 +85,8 @@ class JobHandOver(HandOver):
         """True if this process has begun to make steps: what it has outside of the tracked objects may remember them."""
         self.built: dict[str, Any] | None = None
         """The options with which the loop has built what it tracks, when this process called it first."""
+        self.drawn = seed_if_drawn()
+        """The seed of what the script has drawn before the job; None if it has drawn nothing."""
         self.told: set[str] = set()
         """What the records tell once for all incarnations."""
         self.habits: dict[str, bool] = {}
@@ -88,11 +94,7 @@ class JobHandOver(HandOver):
 
 
 class JobTrainee(Trainee):
-    """What the loop of `services` trains, with the sums of its log.
-
-    Args:
-        kept: what this rank keeps between attempts.
-    """
+    """What the loop of `services` trains, with the sums of its log."""
 
     key = "survive=True"
 
@@ -107,29 +109,24 @@ class JobTrainee(Trainee):
         self._hooks: list[RemovableHandle] = []
         self._plain: dict[str, Any] = {}
         self._with_gradients: list[str] = []
-        self._has_buffers = self._is_handed = self._is_lost = self._is_unfinished = False
+        self._has_buffers = self._is_handed = self._is_lost = self._is_unfinished = self._is_in_backward = False
         self._told: list[str] = []
 
     def state(self) -> dict[str, Any]:
-        """Return the flat state for a checkpoint. Collective."""
         return {**self._tracked.state(), **self._services.means.state()}
 
     def targets(self, saved: Mapping[str, SavedTensor]) -> dict[str, Tensor]:
-        """Return the tensors to read the `saved` ones into. Raises ConfigError."""
         return self._tracked.targets(saved)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a saved state. Raises ConfigError."""
         self._services.means.load(state)
         self._tracked.load(state)
 
     def begin(self) -> None:
-        """Begin before the first step. Collective. Raises ConfigError: the ranks' parameters differ."""
         self._kept.told = set()
         self._services.refuse_unequal()
 
     def resume(self, saved: Saved) -> None:
-        """Load a checkpoint. Collective. Raises ConfigError: it is of other tracked objects. StorageError."""
         self._kept.told = set()
         self._services.refuse_others(saved)
         restore(saved, self)
@@ -139,11 +136,9 @@ class JobTrainee(Trainee):
 
     @property
     def running(self) -> Attempt:
-        """The attempt, once it makes steps."""
         return self._services.running
 
     def follow(self) -> None:
-        """Note from now on what only this rank knows. Collective."""
         super().follow()
         self._say_lost()
         self.running.records.repeat_body(self._told)
@@ -158,36 +153,30 @@ class JobTrainee(Trainee):
         self._common = [*map(place, buffers.values())] if len({digest for _, digest in told}) == 1 else []
         self.changes = Changes(self._tracked.named.items(), self._tracked.optimizers.values())
         if self._has_buffers:
-            self._hooks = [each.register_forward_hook(self.note_buffers) for each in self._tracked.modules.values()]
+            trained = (each for each in self._tracked.parameters() if each.requires_grad)
+            self._hooks = [each.register_hook(self._see_gradient) for each in trained]  # type: ignore[no-untyped-call]
         self._note()
 
     def _say_lost(self) -> None:
-        """Record what is lost with a rank that has died within the body of the last step, if the state was handed over. Collective."""
+        """Record what is lost if the state was handed over and a rank has died in the body of its last step. Collective."""
         if not self._is_handed:
             return
         step = self._services.reached.step
-        if (rank := self.world.lowest(self._is_lost)) is not None:
-            text = (
-                f"rank {rank} has died before it could report its loss of step {step}: the next train line is without it; what it has logged "
-                "there, or had still to do, such as writing a file, is lost"
-            )
-        elif (rank := self.world.lowest(self._is_unfinished)) is not None:
-            text = f"rank {rank} has died before the end of the loop's body of step {step}: what it had still to do there, such as writing a file, is not done"
-        else:
-            return
-        self.running.records.event("note", step=step, text=text)
+        told = self.world.gather([self._is_unfinished, self._is_lost])
+        dead = " and ".join(f"rank {rank}" for rank, (is_unfinished, _) in enumerate(told) if is_unfinished)
+        if dead:
+            loss = any(is_lost for _, is_lost in told)
+            more = ": the next train line is without its loss of this step, and" if loss else ":"
+            text = f"{dead} died before the end of the loop's body of step {step}{more} what it logged or did there after the step, such as writing a file, may be lost"
+            self.running.records.event("note", step=step, text=text)
 
     def release(self) -> None:
-        """Remove the hooks of the modules, which may outlive the attempt."""
         super().release()
         for hook in self._hooks:
             hook.remove()
 
     def end_step(self) -> None:
-        """Note that a step and the loop's body have ended: the state is whole, until a parameter changes.
-
-        Collective.
-        """
+        """Note that a step and the loop's body have ended: the state is whole until a parameter changes. Collective."""
         if self._left_to_compare:  # also on a rank that has refused by itself: the others wait for it
             self._left_to_compare -= 1
             for what, named in (
@@ -206,13 +195,26 @@ class JobTrainee(Trainee):
 
     def _note(self) -> None:
         services, step = self._services, self._services.reached.step
-        self._whole, self.journal.whole = 2 * step, step
+        self._whole, self.journal.whole, self._is_in_backward = 2 * step, step, False
         self.changes.look()
         self._plain, self._point = self._tracked.plain(), _point(self._tracked.parameters())
         self._with_gradients = self._tracked.accumulation.with_gradients()
         self._write(self._whole, {"means": services.means.journal(), "point": self._point})
 
-    def note_buffers(self, *_: Any) -> None:
+    def _see_gradient(self, _: Tensor) -> None:
+        """Note the buffers before the first gradient of a backward pass is there: no part of the step's sum has left this rank.
+
+        Hooks are on parameters: `copy.deepcopy`, `torch.save` and torch.compile leave them out, and would take a module's along.
+        """
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)
+            self.note_buffers()
+
+    def _leave_backward(self) -> None:
+        self._is_in_backward = False
+
+    def note_buffers(self) -> None:
         """Note this rank's own buffers if they have changed, unless an evaluation uses rank 0's."""
         if (
             self.is_followed
@@ -228,23 +230,23 @@ class JobTrainee(Trainee):
 
     @property
     def owes_save(self) -> bool:
-        """True if a checkpoint of this step is due and not begun."""
         return self._services.owes_save
 
+    def is_past_update(self) -> bool:
+        return self._services.is_within
+
     def changed(self) -> str:
-        """Return what this rank has changed since the step ended; empty if nothing, or if the step's body has not ended."""
+        """See `Trainee.changed`; empty also in the body of a counted step."""
         if self._services.is_within:
             return ""
         return self.changes.changed() or ("a parameter" if self._point != _point(self._tracked.parameters()) else "")
 
     def is_whole(self, *, is_save_lost: bool) -> bool:
-        """Return True if the state is that of the end of a step."""
         accumulation = self._tracked.accumulation
         has_gradients = any(map(accumulation.needs, self._with_gradients))
         return not (self._services.is_within or accumulation.is_within() or has_gradients)
 
     def mark(self) -> list[int]:
-        """Return the step."""
         return [self._services.reached.step]
 
     def replica(self) -> dict[str, Any]:
@@ -253,7 +255,7 @@ class JobTrainee(Trainee):
         return {**host_copy(self._tracked.replica()), **self._plain, **of_gradients}
 
     def facts(self) -> dict[str, Any]:
-        """Return the progress, and some of the parameters after this step and the one before."""
+        """See `Trainee.facts`. points: some of the parameters after this step and the one before."""
         services, step = self._services, self._services.reached.step
         noted = [self.journal.read(number) for number in (2 * step, 2 * step - 2)]
         return {
@@ -261,7 +263,7 @@ class JobTrainee(Trainee):
             "is_logged": services.is_time_to_log(),
             "habits": self._habits,
             "said": sorted(self._kept.told),
-            "logged": services.means.journal()["logged"],
+            "logged": services.means.logged_since(noted[0][0]["means"] if noted[0] else {}),
             "built": services.built,
             "left_to_compare": self._left_to_compare,
             "evaluations": [*self.running.records.of_body, *self.running.records.told],
@@ -270,12 +272,8 @@ class JobTrainee(Trainee):
 
     # In the next attempt.
 
-    def take_over(self, state: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Load the state of the furthest rank, and this rank's own from its journal. Collective.
-
-        Raises:
-            RankLost: a rank has not noted what only it knew, or has parameters of its own.
-        """
+    def take_over(self, state: dict[str, Any], facts: dict[str, Any], own: Mapping[str, Any]) -> None:
+        """See `Trainee.take_over`. Raises RankLost also: a rank has parameters of its own, or its buffers after the step are unknown."""
         services, reached = self._services, self._services.reached
         reached.step, reached.samples = facts["reached"]
         self._habits.update(facts["habits"])
@@ -285,14 +283,14 @@ class JobTrainee(Trainee):
         noted = self._own(reached.step, is_logged=facts["is_logged"])
         self._check(reached.step, noted, facts["points"])
         assert noted
-        own, buffers = noted
+        journaled, buffers = noted
         self._tracked.load({**state, **buffers})
-        services.means.put(own["means"])
-        services.means.logged |= facts["logged"]  # some after the note, in a loop that has batches of its own
+        services.means.put(journaled["means"])
+        services.means.logged |= facts["logged"] | own.get("logged", {})  # since the note; a survivor's own in any case
         self._is_handed, self._told = True, facts["evaluations"]
 
     def _own(self, step: int, *, is_logged: bool) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Return this rank's own sums and buffers after `step`; None if it has not noted them."""
+        """Return this rank's own sums and buffers after `step`; None if its journal lacks them."""
         if whole := self.journal.read(2 * step):
             return whole
         self._is_unfinished = True
@@ -304,14 +302,16 @@ class JobTrainee(Trainee):
         return own, late[1] if late else before[1]  # there is no later note if no buffer has changed
 
     def _check(self, step: int, own: Any, points: list[Any]) -> None:
-        """Raise RankLost on all ranks if the state of one cannot be put together."""
+        """Raise RankLost on all ranks if the state of one cannot be restored."""
         whole, before = self.journal.read(2 * step), self.journal.read(2 * step - 2)
         late = self.journal.read(2 * step - 1) or before
         own_points = [noted[0]["point"] if noted else None for noted in (whole, before)]
         both = [pair for pair in zip(own_points, points, strict=True) if None not in pair]
         is_apart = any(one != other for one, other in both)
         is_changed_late = bool(whole and late and any(_differ(whole[1][name], late[1].get(name)) for name in whole[1]))
-        told = self.world.gather([own is None, is_apart, is_changed_late, whole is None])
+        has_late = self.journal.read(2 * step - 1) is not None
+        told = self.world.gather([own is None, is_apart, is_changed_late, whole is None, has_late])
+        is_unlike = len({each[4] for each in told}) > 1  # a rank has made no backward pass
         missing, apart, changed, unfinished = ([rank for rank, each in enumerate(told) if each[n]] for n in range(4))
         if missing:
             raise RankLost(f"rank {missing[0]} left no journal of step {step}: all ranks restart", rank=missing[0])
@@ -319,20 +319,18 @@ class JobTrainee(Trainee):
             raise RankLost(
                 f"rank {apart[0]} had parameters of its own, which nobody else has: all ranks restart", rank=apart[0]
             )
-        if changed and unfinished:
+        if unfinished and (changed or is_unlike):
             raise RankLost(
-                f"rank {unfinished[0]} died in step {step}, whose buffers change after the forward pass: all ranks restart",
+                f"rank {unfinished[0]} died in step {step}, whose buffers change after the backward pass has begun, or without one: all ranks restart",
                 rank=unfinished[0],
             )
 
     # When another rank is lost for good.
 
     def has_common_buffers(self) -> bool:
-        """Return True if this rank's buffers are those of all ranks: they have not changed in this attempt."""
         return self._common == [*map(place, self._tracked.buffers().values())]
 
     def alone(self) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
-        """Return the state, the position and the last records of a checkpoint that this rank writes alone."""
         check_finite(self._tracked.parameters(), self.running.step)
         unlogged = self._services.reached.samples - self.running.records.since_last()[0]
         return (
@@ -360,7 +358,7 @@ def _why_not(tracked: Tracked) -> str:
 
 
 def _point(parameters: Sequence[Tensor]) -> list[float]:
-    """Return some elements, which differ between ranks of which each trains by itself, and after any change."""
+    """Return some elements: they differ between ranks that train by themselves, and after any change."""
     some = list[Tensor]()
     for is_trained in (True, False):
         kind = [each for each in parameters if each.requires_grad == is_trained and each.numel()]
@@ -373,5 +371,5 @@ def _differ(one: Tensor, other: Tensor | None) -> bool:
 
 
 def seed_step(seed: int, world: World, step: int) -> None:
-    """Seed the generators for this rank's part of a step: so a rank that is restarted in place draws alike."""
+    """Seed the generators for this rank's part of a step, so that a rank that is restarted in place draws alike."""
     seed_generators(key_of(seed, world.rank, step, "step"), on_device=True)

@@ -12,10 +12,7 @@ from muster.loggers.jsonl import begins
 
 
 def console(wanted: str, *, step: int, total_steps: int, earlier: Sequence[dict[str, Any]] = ()) -> Logger:
-    """Return the logger `wanted`: `bar`, `plain`, `none`, or `auto`, a bar in a terminal and lines elsewhere.
-
-    total_steps: 0 if unknown. earlier: the records that the run has.
-    """
+    """`wanted`: `bar`, `plain`, `none`, or `auto`, a bar in a terminal and lines elsewhere. `total_steps`: 0 if unknown."""
     if wanted == "none":
         return Logger()
     if wanted == "bar" or (wanted == "auto" and sys.stdout.isatty() and total_steps):
@@ -24,8 +21,6 @@ def console(wanted: str, *, step: int, total_steps: int, earlier: Sequence[dict[
 
 
 class Lines(Logger):
-    """Prints one line per record."""
-
     def __init__(self, total_steps: int):
         self.total_steps = total_steps
 
@@ -34,10 +29,7 @@ class Lines(Logger):
 
 
 class Bar(Logger):
-    """A rich progress bar, with the lines of other records above it.
-
-    earlier: the records that the run has, of which it counts attempts and deaths.
-    """
+    """A rich progress bar, with the lines of other records above it. It counts the attempts and deaths in `earlier` records."""
 
     def __init__(self, *, step: int, total_steps: int, earlier: Sequence[dict[str, Any]] = ()):
         from rich.control import Control
@@ -59,7 +51,6 @@ class Bar(Logger):
 
     @property
     def ranks(self) -> str:
-        """The number of ranks, and what happened to them."""
         known = [several(self.size, "rank")] if self.size else []
         known += [several(self.attempts - 1, "restart")] if self.attempts > 1 else []
         return ", ".join([*known, *([f"{several(self.deaths, 'death')} survived"] if self.deaths else [])])
@@ -87,18 +78,17 @@ class Bar(Logger):
 
 
 def speeds(record: Mapping[str, Any]) -> list[str]:
-    """Return the entries of a `train` record that a bar shows beside the loss; of text, tokens in place of samples."""
+    """Return the entries that a bar shows beside the loss; of text, tokens in place of samples."""
     speed = "tokens_per_s" if record.get("tokens_per_s") else "samples_per_s"
     return [name for name in (speed, "mfu", "peak_memory_gib") if record.get(name)]
 
 
 def several(number: int, what: str) -> str:
-    """Return `1 rank`, `2 ranks`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 MANY = 3
-"""The number of deaths of ranks on one host from which on the host is suspected."""
+"""Deaths of ranks on one host from which on the host is suspected."""
 OFTEN = "; {} deaths of ranks on this host so far: see its memory and its log"
 OF_A_STEP = {
     "step": "step {}",
@@ -111,14 +101,13 @@ OF_A_STEP = {
     "mfu": "MFU {:.1%}",
     "peak_memory_gib": "{:.1f} GiB",
 }
-"""How the values of a `train` record are shown, in order."""
 
 
 SURVIVED = "survived: rank {rank} died on {host} ({cause}) and is restarted in place after {seconds:.2f} s, at step {step}; no step is lost"
 
 
 def describe(record: dict[str, Any], total_steps: int) -> str:
-    """Format a record as one readable line. total_steps: 0 if unknown; values that are None are left out."""
+    """Format a record as one line. `total_steps`: 0 if unknown; values that are None are left out."""
     fields = {name: value for name, value in record.items() if name != "kind" and value is not None}
     if not fields.get("samples_per_s"):  # a loop of a user's own that does not count samples
         fields.pop("samples_per_s", None)
@@ -136,6 +125,7 @@ def describe(record: dict[str, Any], total_steps: int) -> str:
     if fields["event"] == "survived":
         facts = {"host": "?", "cause": "?", "seconds": 0.0, "rank": "?", "step": "?"} | fields
         often = fields.get("deaths_on_host", 0)
-        return SURVIVED.format(**facts) + (OFTEN.format(often) if often >= MANY else "")
+        is_suspect = often >= MANY and not str(facts["cause"]).startswith("hang")
+        return SURVIVED.format(**facts) + (OFTEN.format(often) if is_suspect else "")
     details = "  ".join(f"{name}={value}" for name, value in fields.items() if name not in ("event", "time"))
     return f"{fields['event']}: {details}" if details else str(fields["event"])

@@ -40,15 +40,11 @@ CHUNK_BYTES = 64 << 20
 RECENT = 8
 """The number of last records that are handed on: rank 0 dies before it has written at most those of one step."""
 Mark = list[int]
-"""How far a rank has come: its step, and what it has done of it. Marks are compared in this order."""
+"""See `Trainee.mark`."""
 
 
 class HandOver:
-    """The state of one rank between two attempts.
-
-    Args:
-        survival: how this rank survives the death of another; None: it does not, and nothing is handed on.
-    """
+    """The state of one rank between two attempts. survival: None if nothing is handed on: another's death ends this rank."""
 
     def __init__(self, survival: Survival | None):
         self.survival = survival
@@ -58,11 +54,11 @@ class HandOver:
         """The rank whose state is handed on in this attempt."""
         self.mark: Mark | None = None
         self.why_lost = ""
-        """What keeps a state from being handed on: this rank's, and after `furthest` any rank's if none has one."""
+        """Why this rank's state is not handed on; after `furthest`, why no rank's is."""
         self.state: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self._handed: dict[str, Any] = {}
-        """The facts of rank `source`. This rank's own stay with its state: that rank may die while it hands on its own."""
+        """The facts of rank `source`. This rank's own stay with its state: `source` may die while it hands on its own."""
         self.records: Metrics | None = None
         """The records of the attempt, or of the one before: as long as its state is handed on, they stay open."""
         self._closing: tuple[int, Times] = 0, Times()
@@ -75,20 +71,21 @@ class HandOver:
     # In an attempt.
 
     def follow(self, trainee: Trainee, folder: RunFolder) -> None:
-        """Take notice that this rank makes steps: what was kept of the attempt before is over. Collective."""
+        """Note that this rank makes steps, and drop what it kept of the attempt before. Collective."""
         if self.survival is None:
             return
         trainee.follow()
         self.mark, self.state, self.why_lost = None, {}, ""
         self._trainee, self._folder = trainee, folder
+        self.survival.is_past_update = trainee.is_past_update
 
     def open_records(self, opened: Callable[[], Metrics]) -> Metrics:
-        """Return the records of the attempt before, or if there are none, those that `opened` returns."""
+        """Return the records of the attempt before; if there are none, those of `opened`."""
         self.records = self.records or opened()
         return self.records
 
     def close_records(self) -> None:
-        """Close the records of the attempt before, if there are some: its state is not handed on."""
+        """Close the records of the attempt before: its state is not handed on."""
         if self.records:
             self.records.close(*self._closing)
         self.records = None
@@ -96,7 +93,7 @@ class HandOver:
     # Between two attempts.
 
     def part(self, error: BaseException, survives: Callable[[BaseException], bool]) -> None:
-        """Keep the state if the attempt `survives` the error of a rank's death; save it if that rank is lost for good."""
+        """Keep the state if the attempt `survives` a rank's death; save it if that rank is lost for good."""
         with without_sigchld():
             if survives(error):
                 self.keep()
@@ -104,10 +101,7 @@ class HandOver:
                 self.save_last_step()
 
     def keep(self) -> None:
-        """Keep the state of the attempt, one of whose other ranks has died; no communication.
-
-        Before the first step, what this rank has from the attempt before stays: its own state, or one that was handed on.
-        """
+        """Keep the state of the attempt, without communication; before its first step, keep that of the attempt before."""
         if self._trainee and self._trainee.is_followed:
             self._keep(self._trainee)
         self.release()
@@ -116,6 +110,8 @@ class HandOver:
         """Let go of what the attempt trains, whose modules may outlive it."""
         trainee, self._trainee = self._trainee, None
         if trainee:
+            if self.survival:
+                self.survival.is_past_update = None
             trainee.release()
 
     def _keep(self, trainee: Trainee) -> None:
@@ -161,7 +157,7 @@ class HandOver:
     ) -> World:
         """Meet the other ranks. Collective. Raises MusterError.
 
-        prepare: is called before, while the others wait, if this rank has met them in this launch.
+        prepare: called before, while the others wait, if this rank has met them in this launch.
         """
         survival = self.survival
         if survival is None:
@@ -198,8 +194,7 @@ class HandOver:
     def hand_on(self, trainee: Trainee) -> None:
         """Load the state of the furthest rank into `trainee`, and this rank's own from its journal. Collective.
 
-        Raises:
-            RankLost: a rank has no journal of the last step. DataError: a rank has other data.
+        Raises RankLost: a rank has no journal of the last step. Raises DataError: a rank has other data.
         """
         assert self.source is not None
         self._handed = trainee.world.broadcast(self.facts, source=self.source)
@@ -209,7 +204,7 @@ class HandOver:
         with torch.no_grad():
             for name, target in filled.items():
                 target.copy_(found[name])
-        trainee.take_over(found | filled, self._handed)
+        trainee.take_over(found | filled, self._handed, self.facts if self.mark else {})
         self.newest_step = self._handed["newest_step"]
         if self.mark is None:  # the others may die before this rank makes a step
             self.mark, self.state, self.facts = self._furthest, found, self._handed
@@ -226,7 +221,6 @@ class HandOver:
             self.owes_save = False
 
     def _make_up_records(self, world: World, records: Metrics, folder: Path) -> None:
-        """Write the last records that rank 0 has not written."""
         known, recent = [*records.recent], self._handed["recent"]
         if world.is_first and not known:  # this process has just opened them
             _, known = tail(folder / NAME, until=partial(is_same, recent[0]) if recent else bool)
@@ -235,12 +229,12 @@ class HandOver:
         records.go_on(*self._handed["since_last"])
 
     def have_told(self) -> None:
-        """Take notice that `deaths` are recorded: they are told no more."""
+        """Note that `deaths` are recorded: it leaves them out from now on."""
         if self.survival:
             self.survival.told = True
 
     def deaths(self, world: World) -> list[dict[str, Any]]:
-        """Return which ranks have died since `have_told`, and how often ranks of the same host have. Collective."""
+        """Return the ranks that have died since `have_told`, with the deaths on their hosts. Collective."""
         if self.survival is None or not world.again:
             return []
         own, died = self.survival.incarnation, None
@@ -264,7 +258,7 @@ class HandOver:
 
 
 def _changed(trainee: Trainee) -> str:
-    """Return why a state that is neither that before a step nor that after it must not be handed on; empty if it may."""
+    """Return why the state, neither that before a step nor that after it, must not be handed on; empty if it may."""
     name = trainee.changed()
     return f"rank {trainee.world.rank} had changed {name} since step {trainee.running.step}" if name else ""
 
@@ -277,7 +271,7 @@ def _save_alone(trainee: Trainee) -> None:
 
 
 def spread(state: Mapping[str, Any], world: World, source: int) -> dict[str, Any]:
-    """Return the flat state of rank `source`: its tensors and plain values by name. Collective."""
+    """Return the flat state of rank `source`, tensors and plain values by name. Collective."""
     is_source = world.rank == source
     tensors = {name: each.detach() for name, each in state.items() if isinstance(each, Tensor)} if is_source else {}
     blob = io.BytesIO()

@@ -19,18 +19,11 @@ SLOT_BYTES = 64 << 20
 HEAD_BYTES = 24  # three words: 1 if what follows is complete, step, bytes of the facts
 ALIGN = 64
 BASE = 4096
-OVER, LAUNCH, WHOLE = 0, 8, 64  # offsets in the first page
+OVER, LAUNCH, WHOLE, HANG, END = 0, 8, 64, 128, 640  # offsets in the first page
 
 
 class StepJournal:
-    """One rank's journal. Pages that are never touched cost no memory.
-
-    Args:
-        last: the number of last steps that are kept.
-
-    Raises:
-        OSError: the system does not give the memory.
-    """
+    """One rank's journal of the `last` steps. Untouched pages cost no memory. Raises OSError: the system has no memory for it."""
 
     def __init__(self, *, last: int = 2) -> None:
         self._last = last
@@ -54,24 +47,28 @@ class StepJournal:
         return self._memory[OVER] == 1
 
     def end(self) -> None:
-        """Note that the ranks are about to end together."""
         self._memory[OVER] = 1
 
     @property
     def whole(self) -> int:
-        """The steps that are done, as far as this rank has them: by it the supervisor knows whether a rank dies at one step again."""
+        """The steps that this rank has done. The supervisor compares it: has a rank died twice at one step?"""
         return self._words[WHOLE // 8]
 
     @whole.setter
     def whole(self, steps: int) -> None:
         self._words[WHOLE // 8] = steps
 
-    def write(self, step: int, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Note `facts` (JSON values) and `tensors` (on the CPU) of `step`.
+    @property
+    def hang(self) -> str:
+        """Where the rank's code stood when it ended itself for a hang; empty if it has not, or if its supervisor knows."""
+        return bytes(self._memory[HANG:END]).rstrip(b"\0").decode(errors="ignore")
 
-        Raises:
-            ValueError: they are larger than `SLOT_BYTES`.
-        """
+    @hang.setter
+    def hang(self, place: str) -> None:
+        self._memory[HANG:END] = place.encode()[: END - HANG].ljust(END - HANG, b"\0")
+
+    def write(self, step: int, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Note `facts` (JSON values) and `tensors` (on the CPU) of `step`. Raises ValueError: they are larger than `SLOT_BYTES`."""
         shapes = [(name, str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in tensors.items()]
         values: Any = (facts, shapes)
         text = marshal.dumps(values)  # the reader is a fork of the same process
@@ -110,7 +107,7 @@ class StepJournal:
         return facts, tensors
 
     def is_torn(self, step: int) -> bool:
-        """Return whether the note of `step` was begun, and not ended."""
+        """Return whether the note of `step` was begun and not finished."""
         at = self._at(step) // 8
         return not self._words[at] and self._words[at + 1] == step
 

@@ -1,12 +1,12 @@
 """The supervisor of a rank: torchrun's worker, whose child is the rank. A rank that dies by a signal is restarted in place.
 
 A supervisor has the imports behind it and holds nothing else, so a new rank is there in some 40 ms, and torchrun sees no
-failure. It does nothing but wait for the rank's end, so it hears of it at once: what the rank imports later, each new one
-imports again. It forks, so it has no threads: it may run no parallel operation of torch, and touch no GPU.
+failure. It only waits for the rank's end, so it notices it at once. What a rank imports later, each new one imports again.
+A supervisor forks, so it has no threads: it may run no parallel operation of torch, and touch no GPU.
 The rank dies with its supervisor, the supervisor with torchrun's agent. Signals are passed on, and so is the exit code.
 
 A rank is not restarted in place if it ends by itself, if it had not met the others, if it dies twice at one step, or if it has
-died `most_per_hour` times within an hour: then its supervisor ends as it did, and torchrun restarts all ranks.
+been restarted `most_per_hour` times within an hour: then its supervisor ends as it did, and torchrun restarts all ranks.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Incarnation:
-    """One process of a rank: its number, from 0, the rank's journal, and how and when (monotonic clock) the last one ended."""
+    """One process of a rank: its number, from 0, how and when (monotonic clock) the last one ended, and where earlier ones hung."""
 
     number: int
     journal: StepJournal
     died_of: str = ""
     died_at: float = 0.0
+    hangs: frozenset[str] = frozenset()
 
     @property
     def is_first(self) -> bool:
-        """True in the process that the launcher's start has made."""
         return self.number == 0
 
 
@@ -63,19 +63,15 @@ def supervise(
     most_per_hour: int,
     store: Callable[[], None] | None = None,
 ) -> Incarnation | int:
-    """Go on as a rank in a child, and again in a new child if that dies by a signal.
+    """Fork the rank, and fork it again if it dies by a signal. Return the incarnation in a child; here, the exit code of the last one.
 
-    Returns the incarnation in a child, and the exit code of the last child in this process. If that has died by a signal, this
-    process dies by the same one.
+    If the last child has died by a signal, this process dies by the same one.
 
-    Args:
-        journal: the rank's journal.
-        preemption: whether this process has received a stop request; a child begins with the same answer.
-        most_per_hour: the most times that the rank is restarted in place within an hour.
-        store: hosts the rendezvous store, in a child of its own, if it has to outlive the rank.
+    preemption: a child begins with this process's stop request, if there is one.
+    store: hosts the rendezvous store, in a child of its own, if it has to outlive the rank.
     """
     restarts, died_of, died_at, died_in = deque[float](maxlen=max(1, most_per_hour)), "", 0.0, -2
-    launcher, supervisor, number, ended = os.getppid(), os.getpid(), 0, 0
+    launcher, supervisor, number, ended, hangs = os.getppid(), os.getpid(), 0, 0, frozenset[str]()
     if store:
         _start(store, supervisor)
         port.give_away()
@@ -95,7 +91,7 @@ def supervise(
                 raise
             if not child:
                 _become(supervisor, launcher, preemption, is_first=not number)
-                return Incarnation(number, journal, died_of, died_at)
+                return Incarnation(number, journal, died_of, died_at, hangs)
             process.become_supervisor()
             _pass_on(child, preemption)
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -105,6 +101,8 @@ def supervise(
         with contextlib.suppress(OSError):
             os.killpg(child, signal.SIGKILL)  # what the rank has started and is not gone, as loader workers
         died_of, died_at, step = signal.Signals(-ended).name, time.monotonic(), journal.whole
+        if hang := journal.hang:
+            died_of, journal.hang, hangs = f"hang in {hang}", "", hangs | {hang}
         is_again = died_in == step and not journal.is_over  # a lower one: all ranks went back to a checkpoint
         if is_again:
             say(f"muster: rank {os.environ.get('RANK')} has died twice at one step, {step + 1}: all ranks restart")
@@ -113,7 +111,7 @@ def supervise(
         if not most_per_hour or (len(restarts) == most_per_hour and died_at - restarts[0] < HOUR_S):
             say(
                 f"muster: rank {os.environ.get('RANK')} has died {len(restarts) + 1} times within an hour "
-                f"(dist.max_survivals_per_hour={most_per_hour}): all ranks restart; see what kills it on this host"
+                f"(max_survivals_per_hour={most_per_hour}): all ranks restart; see what kills it on this host"
             )
             _die(-ended)
         restarts.append(died_at)
@@ -143,7 +141,7 @@ def _held_back() -> Iterator[None]:
 
 
 def _become(supervisor: int, launcher: int, preemption: Preemption, *, is_first: bool) -> None:
-    """Make this process, just forked, a rank: in a group of its own, so that it gets each signal once, from its supervisor."""
+    """Make the forked process a rank, in a process group of its own: it gets each signal once, from its supervisor."""
     os.setpgid(0, 0)
     process.call_it(f"muster-rank{os.environ.get('RANK', '')}")
     process.become_supervised(launcher, is_first=is_first)
@@ -162,10 +160,10 @@ def _pass_on(child: int, preemption: Preemption) -> None:
 
 
 def why_no_fork() -> str:
-    """Return why a child of this process would not work: what it has is not there, or it is shared, in a child; else "".
+    """Return why this process must not fork (a thread, a process or a connection is open); else "".
 
-    The threads of OpenBLAS, which `import numpy` starts if OMP_NUM_THREADS allows it, are stopped before each fork: they
-    are told from others by a fork.
+    OpenBLAS, which `import numpy` starts if OMP_NUM_THREADS allows it, stops its threads before each fork: so a fork tells them
+    from others.
     """
     _stop_monitor()
     if threading.active_count() > 1:
@@ -182,7 +180,7 @@ def why_no_fork() -> str:
 
 
 def _stop_monitor() -> None:
-    """End the threads by which tqdm refreshes slow bars: a later bar starts one again."""
+    """End the threads by which tqdm refreshes slow bars: a later bar starts a new one."""
     for thread in threading.enumerate():
         if bar := getattr(thread, "tqdm_cls", None):
             thread.exit()  # type: ignore[attr-defined]
@@ -204,7 +202,6 @@ def _has_connection() -> bool:
 
 
 def _die(number: int) -> None:
-    """End this process by a signal, as its child has ended."""
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

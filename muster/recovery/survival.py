@@ -19,13 +19,15 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from muster.errors import RankLost
+from muster.errors import CrashLoop, RankLost
+from muster.faults.phase import code_position
 from muster.process import handle_of
 from muster.recovery.supervisor import Incarnation
 from muster.world.environment import Environment
@@ -38,6 +40,10 @@ from muster.world.store_keys import Incarnations, StoreKeys
 if TYPE_CHECKING:
     from muster.world.group import World
 
+HANGS_AGAIN = (
+    "rank {rank} on {host} hangs again in {place}, after the update of a step, in a collective that not all ranks have called: call it on all of "
+    "them, or on none; then run the same command again"
+)
 REPLACEMENT_S = 2.5
 """The longest wait for a replacement after an error that may come from a death. Without one, all ranks restart."""
 WHY_NOT = "a rank that dies ends all ranks ({key} does not apply: {why})"
@@ -48,16 +54,14 @@ SILENT_S = 0.5
 
 
 class Survival:
-    """The survival of one rank, in one process of it.
-
-    Args:
-        incarnation: which process of its rank this is.
-    """
+    """The survival of one rank, in one process of it."""
 
     def __init__(self, incarnation: Incarnation):
         self.incarnation, self.journal = incarnation, incarnation.journal
         self.told = False
         """True once the death before this incarnation is recorded."""
+        self.is_past_update: Callable[[], bool] | None = None
+        """Returns whether the step is counted, and the loop still does what follows it."""
         self._is_off = False
         self._is_lost_for_good = False
         self._store_keys: StoreKeys | None = None
@@ -65,44 +69,43 @@ class Survival:
 
     @property
     def membership(self) -> Membership:
-        """Which process of its rank this is, for the meeting with the other ranks."""
+        """This process's incarnation, for the meeting with the other ranks."""
         return Membership(self.incarnation.number, self.journal.launch, self._connections)
 
     @property
     def is_again(self) -> bool:
-        """True if the rank has met the others before, in this process or in an earlier one of its rank."""
+        """True if the rank has met the others before, in this process or in an earlier one."""
         return bool(self.journal.launch)
 
     def announce(self, environment: Environment, *, timeout_s: float, stopping: Callable[[], bool]) -> None:
-        """Tell the other ranks that this one has died and is restarted in place, for which they wait.
+        """Tell the other ranks, which wait for it, that this one has died and is restarted in place.
 
-        Raises:
-            MusterError: the rendezvous store does not answer, or `stopping` became true.
+        Raises MusterError: the rendezvous store does not answer, or `stopping` became true.
         """
         if self.incarnation.number and self._connections is None:
             self._connections = Connections(connect(environment, timeout_s=timeout_s, stopping=stopping))
             Incarnations(self._connections.first, self.journal.launch).announce()
 
     def meet(self, store_keys: StoreKeys) -> None:
-        """Take notice that the ranks have met in the attempt of `store_keys`, and form their group."""
+        """Note that the ranks have met in the attempt of `store_keys`, and form their group."""
         self._store_keys, self._is_lost_for_good = store_keys, False
 
     def met(self, world: World) -> None:
-        """Take notice that the ranks have met: from now on this rank is restarted in place if it dies."""
+        """Note that the group is formed: from now on this rank is restarted in place if it dies."""
         if incarnations := world.store_keys.incarnations:
             self.journal.launch, self._connections = incarnations.launch, world.store_keys.connections
 
     def end(self) -> None:
-        """Take notice that the ranks are about to end together: from now on this rank is not restarted in place."""
+        """Note that the ranks are about to end together: from now on this rank is not restarted in place."""
         self.journal.end()
 
     def refuse(self) -> None:
-        """Do not survive: the death of a rank restarts all. Every rank must call it."""
+        """Let the death of a rank restart all from now on. Every rank must call it."""
         self._is_off = True
         self.journal.end()
 
     def covers(self, error: BaseException, world: World | None) -> bool:
-        """Return whether `error` comes from the death of a rank that is restarted in place. Waits for the replacement, up to `REPLACEMENT_S`.
+        """Return whether `error` comes from the death of a rank that is restarted in place. Waits up to `REPLACEMENT_S` for that.
 
         Also after a stop request: only together can the ranks save the step at which they stop.
         """
@@ -114,19 +117,27 @@ class Survival:
         return not self._is_lost_for_good
 
     def replaces(self, error: RankLost, world: World) -> bool:
-        """Return whether a rank that hangs is restarted in place; if it is this one, end this process by SIGKILL for it."""
+        """Return whether a rank that hangs is restarted in place; if it is this one, end this process by SIGKILL for it.
+
+        Raises CrashLoop: this rank hangs again at the same place, in a collective of the loop's own after the update. What the loop had
+        still to do in that step is not done again, so the hang would return at each step.
+        """
         if self._is_off or not world.store_keys.incarnations or error.rank is None:
             return False
         if error.rank == world.rank:
+            place, is_waiting = code_position()
+            if is_waiting and self.is_past_update and self.is_past_update() and place in self.incarnation.hangs:
+                raise CrashLoop(HANGS_AGAIN.format(rank=world.rank, host=socket.gethostname(), place=place))
+            self.journal.hang = place
             sys.stderr.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         return _is_one_lost_within(REPLACED_S, world.store_keys)
 
 
 def _is_one_lost_within(seconds: float, store_keys: StoreKeys, *, or_failed: bool = False) -> bool:
-    """Return whether a rank has died and is restarted in place within `seconds`; the store may be silent, or gone.
+    """Return whether a rank is restarted in place within `seconds`; the store may be silent, or gone.
 
-    or_failed: do not wait if a rank has posted why it leaves.
+    or_failed: stop waiting once a rank has posted why it leaves.
     """
     found: list[bool] = []
 
@@ -156,14 +167,14 @@ def is_of_peer(error: BaseException) -> bool:
 
 
 def why_no_survival() -> str:
-    """Return why a rank of this process's launch cannot be restarted in place; empty if it can."""
+    """Return why this launch's ranks cannot be restarted in place; empty if they can."""
     if sys.platform != "linux":
         return "it needs Linux"
     return why_no_child() if "TORCHELASTIC_RUN_ID" in os.environ else "ranks are not started by torchrun"
 
 
 def why_no_child() -> str:
-    """Return why no child of this process can be a rank; empty if one can."""
+    """Return why a child of this process cannot be a rank; empty if it can."""
     if sys.platform != "linux":
         return "it needs Linux"
     try:

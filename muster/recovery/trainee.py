@@ -42,12 +42,7 @@ class Steps(Protocol):
 
 
 class Trainee(Trained):
-    """What one rank trains in one attempt.
-
-    Args:
-        world: the ranks.
-        survival: how this rank survives the death of another; None: it does not.
-    """
+    """What one rank trains in one attempt. survival: None if the death of another rank ends this one."""
 
     key: ClassVar[str]
     """The setting that asks for survival."""
@@ -55,7 +50,7 @@ class Trainee(Trained):
     def __init__(self, world: World, survival: Survival | None = None):
         self.world, self._survival = world, survival
         self.is_followed = False
-        """True while this rank notes what only it has, so that another may go on in its place."""
+        """True while this rank notes what only it has, so that a replacement can go on in its place."""
         self.changes = Changes([])
         """Tells what has changed since the step began, or the one before it ended."""
         self.noted: list[Place] = []
@@ -77,14 +72,14 @@ class Trainee(Trained):
         self.is_followed = True
 
     def refuse(self, why: str) -> None:
-        """Do not survive any more, and record why: the death of a rank restarts all."""
+        """Record why the death of a rank restarts all from now on."""
         if self.is_followed and self._survival:
             self.is_followed = False
             self._survival.refuse()
             self.running.records.event("note", text=WHY_NOT.format(key=self.key, why=why))
 
     def note(self, number: int, facts: dict[str, Any], buffers: Mapping[str, Tensor]) -> None:
-        """Note facts and buffers that only this rank has, under the number of a step, or a part of it."""
+        """Journal facts and buffers that only this rank has, under the number of a step or of a part of it."""
         try:
             self.journal.write(number, facts, buffers)
             self.noted = [*map(place, buffers.values())]
@@ -92,7 +87,7 @@ class Trainee(Trained):
             self.refuse(f"a rank's own buffers cannot be noted: {one_line(error)}")
 
     def release(self) -> None:
-        """Note nothing any more, and let go of what `follow` has set up."""
+        """Stop noting, and remove what `follow` has set up."""
         self.is_followed = False
 
     @abstractmethod
@@ -106,6 +101,10 @@ class Trainee(Trained):
     @property
     def owes_save(self) -> bool:
         """True if a checkpoint of this step is due and not begun."""
+        return False
+
+    def is_past_update(self) -> bool:
+        """Return True if the step is counted, and the loop still does what follows it."""
         return False
 
     @abstractmethod
@@ -129,11 +128,10 @@ class Trainee(Trained):
         """Return what the others need beside the replica, as JSON values."""
 
     @abstractmethod
-    def take_over(self, state: dict[str, Any], facts: dict[str, Any]) -> None:
+    def take_over(self, state: dict[str, Any], facts: dict[str, Any], own: Mapping[str, Any]) -> None:
         """Load the replica and the facts of another rank, and from the journal what only this rank has. Collective.
 
-        Raises:
-            RankLost: a rank has no journal of the last step.
+        own: this rank's facts; empty if it has died. Raises RankLost: a rank has no journal of the last step.
         """
 
     # The emergency checkpoint, when a rank is lost for good: see emergency_checkpoint.py.

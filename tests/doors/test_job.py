@@ -1438,9 +1438,30 @@ for steps in (4, 8):
     assert [line["lr"] for line in again.lines("train")] == [0.1 * 0.5**step for step in range(8)]
 
 
-def test_a_loop_without_an_optimizer_is_told_what_it_may_lose(place):
-    [note] = run(place("rule"), "rule", script="carried").events("note")
-    assert "no optimizer is tracked" in note["text"]
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (
+            "rule",
+            ["no optimizer is tracked", "hidden goes from batch to batch in a variable of the loop (carried.py:48)"],
+        ),
+        ("iterated", ["hidden goes from batch to batch in a variable of the loop (carried.py:48)"]),
+        ("reset", []),
+    ],
+)
+def test_what_a_loop_keeps_in_variables_is_noted(place, how, says):
+    notes = run(place(how), how, script="carried").events("note")
+    assert [note["text"][: len(text)] for note, text in zip(notes, says, strict=True)] == says
+
+
+def test_numbers_that_were_drawn_before_the_job_from_another_seed_are_noted(place):
+    folder = place("drawn")
+    for _ in range(2):
+        run(folder, "buffer", script="carried", DRAWS="1")
+        shutil.rmtree(folder / "run/checkpoints/step-00000008")
+        (folder / "run/outcome.json").unlink()
+    [note] = run(folder, "buffer", script="carried", DRAWS="2").events("note")
+    assert "random numbers were drawn from another seed than in the attempt before (2, and 1)" in note["text"]
 
 
 def test_buffers_of_each_rank_are_noted_where_there_are_others(place):

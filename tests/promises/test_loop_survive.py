@@ -79,6 +79,15 @@ def test_a_loop_that_goes_on_after_torch_s_error_in_a_block_is_no_mistake_of_the
     assert killed.sha256 == whole.sha256
 
 
+def test_a_mistake_of_the_loop_that_hangs_again_after_the_update_ends_the_run(tmp_path):
+    """Rank 0 alone calls a collective there: each time the rest of its body was left out, and the run went on to its end."""
+    done = trained(tmp_path / "job", 2, script="alone", code=1)
+    [survived] = done.events("survived")
+    assert re.search(r"hang in job/alone.py:\d+ \(main\)", survived["cause"]) and survived["step"] == 4
+    assert (done.outcome["exit_code"], done.outcome["step"]) == (7, 8)
+    assert "rank 0" in done.outcome["error"] and "hangs again in job/alone.py" in done.outcome["error"]
+
+
 def test_what_shows_the_progress_goes_on_after_a_death(tmp_path, undisturbed):
     """The page of metrics keeps its port, and the speed is of all steps since the last line, not of those since the death."""
     result = trained(tmp_path / "job", 2, "forward@29:1", EVERY="30", PORT=str(free_port()))
@@ -161,7 +170,7 @@ def test_a_rank_that_dies_after_its_sum_costs_its_part_of_one_loss_at_most(tmp_p
     result, whole = trained(tmp_path / "job", 2, AFTER_ITS_SUM), undisturbed(2)
     assert len(result.events("survived")) == 4 and not result.events("restart"), result.out
     assert result.sha256 == whole.sha256
-    noted = [line["step"] for line in result.events("note") if "before it could report its loss" in line["text"]]
+    noted = [line["step"] for line in result.events("note") if "without its loss of this step" in line["text"]]
     assert noted == [5, 13, 16, 24], "a line says what it lacks"
     steps = [(line["kind"], line["step"]) for line in result.numbers]
     assert steps == [(line["kind"], line["step"]) for line in whole.numbers], "each step is there once"

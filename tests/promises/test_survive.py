@@ -492,7 +492,7 @@ def test_after_too_many_deaths_within_an_hour_all_ranks_restart(tmp_path):
     kill = "backward@13:1,backward@16:1"
     result = trained(tmp_path / "run", "memory", "dist.max_survivals_per_hour=1", kill=kill)
     assert len(result.events("survived")) == 1 and result.events("restart")
-    assert "rank 1 has died 2 times within an hour (dist.max_survivals_per_hour=1)" in result.out
+    assert "rank 1 has died 2 times within an hour (max_survivals_per_hour=1)" in result.out
 
 
 @pytest.mark.unit
@@ -681,7 +681,7 @@ def handed_on_by_one_that_dies():
     kept.mark, kept.state, kept.facts = [step], {"model": torch.full((2,), float(step))}, {"newest_step": step}
     seen = []
 
-    def take_over(state, facts):
+    def take_over(state, facts, own):
         seen.append([state["model"].tolist(), facts["newest_step"]])
         if len(seen) == 1:
             raise DistBackendError("rank 0 dies")

@@ -1,8 +1,10 @@
 """A recurrent model whose hidden state goes from batch to batch: `python carried.py FOLDER HOW` keeps it as HOW says.
 
-buffer: in a buffer of each rank. rule: in a variable, which has the rate, too.
+buffer: in a buffer of each rank. rule: in a variable, which has the rate, too. iterated: in a variable of a loop with batches of its own.
+reset: each batch begins anew. With DRAWS=N it has drawn a number before the job, of the seed N.
 """
 
+import os
 import sys
 
 import torch
@@ -11,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import muster
 
+if "DRAWS" in os.environ:
+    torch.manual_seed(int(os.environ["DRAWS"]))
+    torch.rand(1)
 DATA = torch.randn(96, 5, 3, generator=torch.Generator().manual_seed(0))
 
 
@@ -40,9 +45,12 @@ def main(job, how):
     model = DistributedDataParallel(net, broadcast_buffers=False) if job.world_size > 1 else net
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     job.track(model=model, **({} if how == "rule" else {"optimizer": optimizer}))
-    for x in job.batches(DATA, batch_size=12, epochs=1, shuffle=False):
+    for x in DATA.split(12) if how == "iterated" else job.batches(DATA, batch_size=12, epochs=1, shuffle=False):
         optimizer.zero_grad()
-        y, hidden = model(x, hidden)
+        if how == "reset":
+            y, _ = model(x, None)
+        else:
+            y, hidden = model(x, hidden)
         hidden = hidden and tuple(each.detach() for each in hidden)
         loss = y.pow(2).mean()
         loss.backward()

@@ -1,0 +1,27 @@
+"""A loop whose rank 0 calls a collective after every fourth step, which rank 1 does not: `python alone.py FOLDER`."""
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import muster
+
+DATA = torch.utils.data.TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)))
+
+
+def main(job):
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    job.track(model=model, optimizer=optimizer)
+    for (x,) in job.batches(DATA, batch_size=4, epochs=1):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        job.step()
+        if job.steps_done % 4 == 0 and job.is_first:
+            job.sum(1.0)
+
+
+muster.Job(sys.argv[1], tensorboard=False, timeout_s=3).run(main)
