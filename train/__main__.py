@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from muster.errors import ConfigError
-    from muster.recovery.journal import StepJournal
     from muster.train.config.keys import Config
 
 
@@ -69,9 +68,10 @@ def run_attempt(config: Config | ConfigError, preemption: Preemption, *, is_swep
     if isinstance(config, ConfigError) and "RANK" not in os.environ:
         tell(config)
         return config.exit_code
+    from muster.recovery.supervisor import journal_for
     from muster.train.run import attempt  # imports torch, which --help does without
 
-    journal = "" if isinstance(config, ConfigError) else journal_of(config)
+    journal = "" if isinstance(config, ConfigError) else journal_for(lambda: why_not_asked(config))
     if isinstance(journal, str) and not (is_swept and may_fork(config)):
         return attempt(config, preemption, why_no_survival=journal)
     from muster.errors import say, traceback_of
@@ -145,27 +145,17 @@ def meets_by_port(config: Config | ConfigError) -> bool:
     return isinstance(config, ConfigError) or config.dist.init_method == "env://"
 
 
-def journal_of(config: Config) -> StepJournal | str:
-    """Return memory for the journal of a rank that is restarted in place if it dies; why not, if it is not; empty if it was not to be."""
-    from muster.errors import ConfigError
+def why_not_asked(config: Config) -> str | None:
+    """Return why a rank that dies is not restarted in place; empty if it is, and None if the config does not ask for it."""
     from muster.loggers.tensorboard import import_writer
-    from muster.recovery.journal import StepJournal
-    from muster.recovery.supervisor import why_no_fork
     from muster.train.in_process_restart import why_not
     from muster.world.environment import Environment
 
-    try:
-        if not config.dist.survive or Environment.from_env(config.dist.init_method).world_size == 1:
-            return ""
-        if why := why_not(config):
-            return why
-        if config.log.tensorboard and os.environ["RANK"] == "0":
-            import_writer()
-        return why_no_fork() or StepJournal()
-    except OSError:
-        return "the system gives no memory for its journal"
-    except ConfigError:  # which the attempt reports
-        return ""
+    if not config.dist.survive or Environment.from_env(config.dist.init_method).world_size == 1:
+        return None
+    if not (why := why_not(config)) and config.log.tensorboard and os.environ["RANK"] == "0":
+        import_writer()
+    return why
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ def is_slip(name: str, other: str) -> bool:
     if name.count("-") != other.count("-") or len(words) != 1:
         return False
     one, two = (re.sub(r"\d", "", word) for word in words[0])
-    return one != two and min(len(one), len(two)) > 2 and SequenceMatcher(None, one, two).ratio() >= 0.8
+    is_alike = sorted(one) == sorted(two) or SequenceMatcher(None, one, two).ratio() >= 0.8
+    return one != two and min(len(one), len(two)) > 2 and is_alike
 
 
 def pods(document: dict[str, Any], claim: str) -> int:
@@ -135,7 +136,7 @@ def directive(text: str, name: str) -> re.Match[str] | None:
 
 
 def processors_lost(text: str) -> Iterator[tuple[int, str]]:
-    if not re.search(r"^#SBATCH\s+(?:--cpus-per-task|-c)\b", text, re.M) or "SRUN_CPUS_PER_TASK" in text:
+    if not re.search(r"^#SBATCH(?:\s[^#\n]*)?\s(?:--cpus-per-task|-c)\b", text, re.M) or "SRUN_CPUS_PER_TASK" in text:
         return
     for number, line in commands(text):
         if re.match(r"\s*(?:exec\s+)?srun\b", line) and not re.search(r"--cpus-per-task|\s-c[\s=]*[\d$]", line):

@@ -8,10 +8,10 @@ import importlib
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from muster.errors import ConfigError
 from muster.faults import agent, lost_output
 from muster.faults.preemption import Preemption
 from muster.job.bootstrap import Bootstrap, Parted
@@ -20,7 +20,7 @@ from muster.job.trainee import NOTES, JobHandOver
 from muster.loggers.tensorboard import import_writer
 from muster.process import STOP_SIGNALS, collect_garbage, end, is_supervised
 from muster.recovery.journal import StepJournal
-from muster.recovery.supervisor import supervise, why_no_fork
+from muster.recovery.supervisor import journal_for, supervise
 from muster.recovery.survival import Survival, why_no_survival
 from muster.world import external_group
 from muster.world.environment import Environment, leave_store
@@ -37,7 +37,7 @@ def run(job: J, enter: Callable[[J, Bootstrap], object]) -> None:
     enter: takes part in an attempt by that bootstrap; it may get a copy of `job`.
     Raises SystemExit: the run is not done.
     """
-    journal = _journal_of(job)
+    journal = journal_for(partial(_why_not, job), last=NOTES)
     if not isinstance(journal, StepJournal):
         enter(job, Bootstrap(job, seeds_steps=True, why_no_survival=journal))
         return
@@ -79,25 +79,18 @@ def _live(job: J, enter: Callable[[J, Bootstrap], object], kept: JobHandOver, pr
         collect_garbage()  # until the block has ended, the frames of the error held their functions, which may close over the model
 
 
-def _journal_of(options: JobOptions) -> StepJournal | str:
-    """Return the journal of a rank that is restarted in place if it dies; else why it is not."""
-    try:
-        if not options.survive or Environment.from_env().world_size == 1:
-            return ""
-        if external_group.exists():
-            return "the process group is not the job's own"
-        if options.device_type != "cpu" and (options.device_type == "cuda" or Path("/dev/nvidiactl").exists()):
-            return "it trains on GPUs"
-        if is_supervised():
-            return "the script has run another job before, whose threads are left"
-        if why := why_no_survival():
-            return why
+def _why_not(options: JobOptions) -> str | None:
+    if not options.survive or Environment.from_env().world_size == 1:
+        return None
+    if external_group.exists():
+        return "the process group is not the job's own"
+    if options.device_type != "cpu" and (options.device_type == "cuda" or Path("/dev/nvidiactl").exists()):
+        return "it trains on GPUs"
+    if is_supervised():
+        return "the script has run another job before, whose threads are left"
+    if not (why := why_no_survival()):
         # as torch's optimizers and DistributedDataParallel do: here, once for all incarnations
         importlib.import_module("torch._dynamo")
         if options.tensorboard and os.environ["RANK"] == "0":
             import_writer()
-        return why_no_fork() or StepJournal(last=NOTES)
-    except OSError:
-        return "the system gives no memory for its journal"
-    except ConfigError:  # which the attempt reports
-        return ""
+    return why

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from muster import process
-from muster.errors import say
+from muster.errors import ConfigError, say
 from muster.faults.preemption import Preemption
 from muster.recovery.journal import StepJournal
 from muster.world.rendezvous import port
@@ -116,6 +116,20 @@ def supervise(
             _die(-ended)
         restarts.append(died_at)
         died_in, number = step, number + 1
+
+
+def journal_for(why_not: Callable[[], str | None], *, last: int = 2) -> StepJournal | str:
+    """Return memory for the journal of a rank that is restarted in place if it dies; why not, if it is not.
+
+    why_not: returns that, empty if nothing is in the way, or None if nobody has asked for it. last: see `StepJournal`.
+    """
+    try:
+        why = why_not()
+        return "" if why is None else why or why_no_fork() or StepJournal(last=last)
+    except OSError:
+        return "the system gives no memory for its journal"
+    except ConfigError:  # which the attempt reports
+        return ""
 
 
 def _start(store: Callable[[], None], supervisor: int) -> None:

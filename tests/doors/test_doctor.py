@@ -300,6 +300,59 @@ def test_mistakes_in_a_manifest(tmp_path, change, says):
     assert len(found) == 1 and says in found[0], found
 
 
+CLAIM = """\
+kind: PersistentVolumeClaim
+metadata: {name: team-a-runs}
+spec: {accessModes: [ReadWriteOnce]}
+---
+kind: PyTorchJob
+spec:
+  pytorchReplicaSpecs:
+    Master: {restartPolicy: ExitCode, template: {volumes: [{persistentVolumeClaim: {claimName: team-a-runs}}]}}
+    Worker: {replicas: 3, restartPolicy: ExitCode}
+"""
+CONTINUED = """\
+#!/bin/bash
+#SBATCH --nodes=2 --cpus-per-task=8
+  # a comment
+#SBATCH --signal=B:USR1@120
+cat > other.sbatch <<EOF
+#SBATCH --nodes=3
+EOF
+srun \\
+  --cpus-per-task=8 torchrun train.py
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("one-pod.yaml", CLAIM, None),
+        ("more-pods.yaml", CLAIM.replace("Master: {", "Master: {replicas: 2, "), "write ReadWriteMany"),
+        ("another.yaml", CLAIM.replace("claimName: team-a-", "claimName: team-b-"), None),
+        ("another.yaml", CLAIM.replace("claimName: team-a-runs", "claimName: team-a-runs-2"), None),
+        ("slip.yaml", CLAIM.replace("claimName: team-a-runs", "claimName: team-a-rnus"), "do you mean team-a-runs?"),
+        ("list.yaml", "kind: Service\nmetadata: {name: [a]}\nspec: {}\n", None),
+        ("itself.yaml", f"{CLAIM}  more: &more {{again: *more}}\n", None),
+        ("tag.yaml", "a: !!timestamp x\n", "not valid YAML"),
+        ("etcd.yaml", "kind: Deployment\nspec: {terminationGracePeriodSeconds: 5}\n", None),
+        ("used.yaml", "kind: TrainJob\nspec: {trainer: {command: [torchrun, --nnodes=$(PET_NNODES)]}}\n", None),
+        ("continued.sbatch", CONTINUED, None),
+        ("lost.sbatch", CONTINUED.replace("--cpus-per-task=8 torchrun", "bash -c torchrun"), "does not inherit"),
+        (
+            "kit.sbatch",
+            CONTINUED.replace("cat >", 'source "$(dirname "$0")/slurm/job.sh"\ncat >').replace("B:", ""),
+            "write B:USR1",
+        ),
+    ],
+)
+@pytest.mark.unit
+def test_a_file_as_people_write_it(tmp_path, name, text, says):
+    (tmp_path / name).write_text(text)
+    found = lint([tmp_path])
+    assert len(found) == bool(says) and (not says or says in found[0]), found
+
+
 @pytest.mark.parametrize(
     "path, change, line, says",
     [

@@ -57,10 +57,11 @@ def test_a_rank_that_dies_after_an_evaluation_keeps_its_own_statistics(tmp_path)
     """And an evaluation that the body repeats stands there once; and a loop that goes on after torch's error learns of the death."""
     whole, killed = (
         trained(tmp_path / name, 2, kill, script="evaluated")
-        for name, kill in (("whole", ""), ("killed", "before-sum@3:1,evaluated@5:1"))
+        for name, kill in (("whole", ""), ("killed", "before-sum@3:1,evaluated@5:1,before-sum@6:0"))
     )
-    assert [line["step"] for line in killed.events("survived")] == [3, 5], killed.out
+    assert [line["step"] for line in killed.events("survived")] == [3, 5, 6], killed.out
     assert killed.lines("eval") == whole.lines("eval")
+    assert [line["own"] for line in killed.lines("train")] == [0], "what rank 0 has logged"
     told = [
         sorted(re.findall(r"statistics of rank \d: \[.*?\]", each.out)) for each in (whole, killed)
     ]  # perhaps in one line

@@ -58,6 +58,7 @@ def main(job, how):
             with torch.no_grad():
                 for each in model.parameters():
                     each -= rate * each.grad
+            model.zero_grad()
         else:
             optimizer.step()
         job.step(loss=loss)
