@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 LONG_S = 1800.0  # a save to slow storage
+STORING = "/torch/distributed/checkpoint/"
+"""Of these the files in which code does not wait, but for its storage."""
 FIRST_S = 600.0  # the first phases of each kind compile and tune
 FIRST = 2
 WAITING = ("/torch/distributed/", "/torch/autograd/graph.py", "/muster/world/reduce/shared_memory.py")
@@ -120,7 +122,7 @@ def code_position() -> tuple[str, bool]:
     waiting, first = False, frame
     if frame:
         path = frame.f_code.co_filename
-        waiting = any(place in path for place in WAITING)
+        waiting = any(place in path for place in WAITING) and STORING not in path
     while frame and "/torch/" in frame.f_code.co_filename:
         frame = frame.f_back
     if not (frame := frame or first):

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from muster.code_location import SourceLine, is_own
 
 Loop = ast.For | ast.While
+BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
 def carried(frame: FrameType | None, tracked: Collection[int]) -> tuple[str, SourceLine] | None:
@@ -50,35 +51,47 @@ def _loop(frame: FrameType) -> tuple[Loop, int] | None:
 
 
 def _names(loop: Loop) -> list[str]:
-    """Return the names that the body of `loop` assigns, and may read before that: the previous iteration's values."""
+    """Return the names that the body of `loop` assigns, and may read before: in an iteration, what the one before has left.
+
+    A batch that was read ahead, by `next(...)` or a method of this name, is not counted.
+    """
     own = {*_assigned([loop.target])} if isinstance(loop, ast.For) else set[str]()
     read = list[str]()
     if isinstance(loop, ast.While):
         read += _read(loop.test, own)
     _follow(loop.body, own, read)
-    assigned = {*_assigned(loop.body)}
+    ahead = {*_assigned([each for part in loop.body for each in ast.walk(part) if _is_read_ahead(each)])}
+    assigned = {*_assigned(loop.body)} - ahead
     return [*dict.fromkeys(name for name in read if name in assigned)]
+
+
+def _is_read_ahead(node: ast.AST) -> bool:
+    call = node.value if isinstance(node, ast.Assign) else None
+    function = call.func if isinstance(call, ast.Call) else None
+    return "next" in (getattr(function, "id", ""), getattr(function, "attr", ""))
 
 
 def _follow(body: Sequence[ast.stmt], known: set[str], read: list[str]) -> set[str]:
     """Add to `read` the names that `body` may read before it assigns them; return `known` and those that it assigns."""
     for each in body:
-        blocks = [value for _, value in ast.iter_fields(each) if isinstance(value, list) and _is_block(value)]
-        blocks += [handler.body for handler in getattr(each, "handlers", [])]
-        blocks += [case.body for case in getattr(each, "cases", [])]
         if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             read += _read(each, known | {*_assigned([each])})
             known = known | {each.name}
-        elif blocks:
-            for value in _own_parts(each):
-                read += _read(value, known)
-            known = known | {*_assigned(_own_parts(each))}
-            ends = [_follow(block, known, read) for block in blocks]
-            if isinstance(each, ast.If | ast.Match):
-                known = ends[0] & ends[1] if isinstance(each, ast.If) and each.orelse else known
-            else:  # a loop or a `try` is taken for one that runs to its end
-                known = ends[0]
+        elif isinstance(each, ast.If | ast.Match):
+            blocks = [each.body, each.orelse] if isinstance(each, ast.If) else [case.body for case in each.cases]
+            known = known | _follow_parts(each, known, read)
+            ends = [_follow(block, known, read) for block in blocks if not _leaves(block)]
+            for block in filter(_leaves, blocks):
+                _follow(block, known, read)
+            known = set.intersection(*ends) if ends and isinstance(each, ast.If) else known
+        elif blocks := [getattr(each, name) for name in ("body", "orelse", "finalbody") if getattr(each, name, None)]:
+            known = known | _follow_parts(each, known, read)
+            for handler in getattr(each, "handlers", []):
+                _follow(handler.body, known, read)
+            for block in blocks:  # a loop or a `try` is taken for one that runs to its end
+                known = _follow(block, known, read)
         else:
+            known = known | {*_assigned([each for each in ast.walk(each) if isinstance(each, ast.NamedExpr)])}
             read += _read(each, known)
             if isinstance(each, ast.AugAssign) and isinstance(each.target, ast.Name) and each.target.id not in known:
                 read.append(each.target.id)
@@ -86,13 +99,16 @@ def _follow(body: Sequence[ast.stmt], known: set[str], read: list[str]) -> set[s
     return known
 
 
-def _is_block(value: Sequence[object]) -> bool:
-    return bool(value) and all(isinstance(each, ast.stmt) for each in value)
+def _follow_parts(statement: ast.stmt, known: set[str], read: list[str]) -> set[str]:
+    """Do the same for what a compound statement has outside of its blocks, such as a condition; return what that assigns."""
+    parts = [each for each in ast.iter_child_nodes(statement) if not isinstance(each, BLOCKS)]
+    for part in parts:
+        read += _read(part, known)
+    return {*_assigned(parts)}
 
 
-def _own_parts(statement: ast.stmt) -> list[ast.AST]:
-    """Return what a compound statement has outside of its blocks, such as a condition."""
-    return [each for each in ast.iter_child_nodes(statement) if not isinstance(each, ast.stmt | ast.ExceptHandler)]
+def _leaves(block: Sequence[ast.stmt]) -> bool:
+    return bool(block) and isinstance(block[-1], ast.Raise | ast.Continue | ast.Break | ast.Return)
 
 
 def _read(node: ast.AST, known: Collection[str]) -> Iterator[str]:
@@ -123,8 +139,9 @@ def _values(frame: FrameType, names: Sequence[str]) -> dict[str, object]:
         return {}
     there = frame.f_locals
     found = {name: there[name] for name in names if name in there}
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
-        there.clear()  # a copy, which the frame keeps: with it, all tensors of this batch
+    is_copy = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13)
+    if is_copy and sys.getrefcount(there) <= 3:  # nobody but the frame keeps it, and with it all tensors of this batch
+        there.clear()
     return found
 
 

@@ -70,7 +70,7 @@ BUFFERS = (
     "{name} was another on each of the {before} ranks that saved it, and here are {now}: all go on with rank 0's, so what follows from it is not as "
     "in an undisturbed run; resume with {before} ranks if it holds samples of each rank"
 )
-LOOKS = 10
+LOOKS = 100
 BODY_S = 10.0
 """How long an evaluation in a loop's body goes on after the ranks agreed to stop; launchers kill after 30 s."""
 GONE_S = 2.0

@@ -103,13 +103,14 @@ class JobTrainee(Trainee):
         self._services: Loop = weakref.proxy(services)  # which holds this object, and goes with the group
         self._tracked, self._kept, self._habits = services.tracked, kept, kept.habits
         self._whole = self._left_to_compare = 0
+        self._backward = -1
         self._common: list[Place] = []
         """The buffers as they were when the attempt began, if they were equal on all ranks."""
         self._point: list[float] = []
         self._hooks: list[RemovableHandle] = []
         self._plain: dict[str, Any] = {}
         self._with_gradients: list[str] = []
-        self._has_buffers = self._is_handed = self._is_lost = self._is_unfinished = self._is_in_backward = False
+        self._has_buffers = self._is_handed = self._is_lost = self._is_unfinished = False
         self._told: list[str] = []
 
     def state(self) -> dict[str, Any]:
@@ -188,6 +189,8 @@ class JobTrainee(Trainee):
         if not self.is_followed:
             return
         is_seen = bool(self.changes.changed())
+        if self._has_buffers and self._are_changed():
+            self.journal.note_late_change()
         self.running.records.end_body()
         self._note()
         if not self._tracked.optimizers and not is_seen:
@@ -195,7 +198,7 @@ class JobTrainee(Trainee):
 
     def _note(self) -> None:
         services, step = self._services, self._services.reached.step
-        self._whole, self.journal.whole, self._is_in_backward = 2 * step, step, False
+        self._whole, self.journal.whole = 2 * step, step
         self.changes.look()
         self._plain, self._point = self._tracked.plain(), _point(self._tracked.parameters())
         self._with_gradients = self._tracked.accumulation.with_gradients()
@@ -206,22 +209,17 @@ class JobTrainee(Trainee):
 
         Hooks are on parameters: `copy.deepcopy`, `torch.save` and torch.compile leave them out, and would take a module's along.
         """
-        if not self._is_in_backward:
-            self._is_in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)
+        if (backward := torch._C._current_graph_task_id()) != self._backward:
+            self._backward = backward
             self.note_buffers()
-
-    def _leave_backward(self) -> None:
-        self._is_in_backward = False
 
     def note_buffers(self) -> None:
         """Note this rank's own buffers if they have changed, unless an evaluation uses rank 0's."""
-        if (
-            self.is_followed
-            and not self._services.is_evaluating
-            and [*map(place, self._tracked.buffers().values())] != self.noted
-        ):
+        if self.is_followed and not self._services.is_evaluating and self._are_changed():
             self._write(self._whole + 1, {})
+
+    def _are_changed(self) -> bool:
+        return [*map(place, self._tracked.buffers().values())] != self.noted
 
     def _write(self, number: int, facts: dict[str, Any]) -> None:
         self.note(number, facts, self._tracked.buffers() if self._has_buffers else {})
@@ -310,6 +308,7 @@ class JobTrainee(Trainee):
         is_apart = any(one != other for one, other in both)
         is_changed_late = bool(whole and late and any(_differ(whole[1][name], late[1].get(name)) for name in whole[1]))
         has_late = self.journal.read(2 * step - 1) is not None
+        is_changed_late |= whole is None and self.journal.changes_late
         told = self.world.gather([own is None, is_apart, is_changed_late, whole is None, has_late])
         is_unlike = len({each[4] for each in told}) > 1  # a rank has made no backward pass
         missing, apart, changed, unfinished = ([rank for rank, each in enumerate(told) if each[n]] for n in range(4))

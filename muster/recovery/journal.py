@@ -19,7 +19,7 @@ SLOT_BYTES = 64 << 20
 HEAD_BYTES = 24  # three words: 1 if what follows is complete, step, bytes of the facts
 ALIGN = 64
 BASE = 4096
-OVER, LAUNCH, WHOLE, HANG, END = 0, 8, 64, 128, 640  # offsets in the first page
+OVER, LAUNCH, WHOLE, LATE, HANG, END = 0, 8, 64, 72, 128, 640  # offsets in the first page
 
 
 class StepJournal:
@@ -57,6 +57,14 @@ class StepJournal:
     @whole.setter
     def whole(self, steps: int) -> None:
         self._words[WHOLE // 8] = steps
+
+    @property
+    def changes_late(self) -> bool:
+        """Whether the rank has ever changed its buffers between the last note in a step and the end of that step."""
+        return self._memory[LATE] == 1
+
+    def note_late_change(self) -> None:
+        self._memory[LATE] = 1
 
     @property
     def hang(self) -> str:

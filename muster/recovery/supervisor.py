@@ -39,6 +39,7 @@ DEADLY = {
 }
 """Signals after which a rank is restarted in place."""
 HOUR_S = 3600.0
+DAY_S = 24 * HOUR_S
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Incarnation:
     journal: StepJournal
     died_of: str = ""
     died_at: float = 0.0
-    hangs: frozenset[str] = frozenset()
+    hangs: tuple[str, ...] = ()
+    """Within the last day, once for each time."""
 
     @property
     def is_first(self) -> bool:
@@ -71,7 +73,7 @@ def supervise(
     store: hosts the rendezvous store, in a child of its own, if it has to outlive the rank.
     """
     restarts, died_of, died_at, died_in = deque[float](maxlen=max(1, most_per_hour)), "", 0.0, -2
-    launcher, supervisor, number, ended, hangs = os.getppid(), os.getpid(), 0, 0, frozenset[str]()
+    launcher, supervisor, number, ended, hung = os.getppid(), os.getpid(), 0, 0, list[tuple[str, float]]()
     if store:
         _start(store, supervisor)
         port.give_away()
@@ -91,6 +93,7 @@ def supervise(
                 raise
             if not child:
                 _become(supervisor, launcher, preemption, is_first=not number)
+                hangs = tuple(place for place, at in hung if died_at - at < DAY_S)
                 return Incarnation(number, journal, died_of, died_at, hangs)
             process.become_supervisor()
             _pass_on(child, preemption)
@@ -102,7 +105,8 @@ def supervise(
             os.killpg(child, signal.SIGKILL)  # what the rank has started and is not gone, as loader workers
         died_of, died_at, step = signal.Signals(-ended).name, time.monotonic(), journal.whole
         if hang := journal.hang:
-            died_of, journal.hang, hangs = f"hang in {hang}", "", hangs | {hang}
+            died_of, journal.hang = f"hang in {hang}", ""
+            hung.append((hang, died_at))
         is_again = died_in == step and not journal.is_over  # a lower one: all ranks went back to a checkpoint
         if is_again:
             say(f"muster: rank {os.environ.get('RANK')} has died twice at one step, {step + 1}: all ranks restart")

@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from muster.world.group import World
 
 HANGS_AGAIN = (
-    "rank {rank} on {host} hangs again in {place}, after the update of a step, in a collective that not all ranks have called: call it on all of "
-    "them, or on none; then run the same command again"
+    "rank {rank} on {host} hangs for the third time within a day in {place}, after the update of a step, in a collective: call it on all ranks, "
+    "or on none; if all do, the network loses data; then run the same command again"
 )
+HANGS = 2
+"""The hangs at one place after which the next one ends the run."""
 REPLACEMENT_S = 2.5
 """The longest wait for a replacement after an error that may come from a death. Without one, all ranks restart."""
 WHY_NOT = "a rank that dies ends all ranks ({key} does not apply: {why})"
@@ -126,7 +128,12 @@ class Survival:
             return False
         if error.rank == world.rank:
             place, is_waiting = code_position()
-            if is_waiting and self.is_past_update and self.is_past_update() and place in self.incarnation.hangs:
+            if (
+                is_waiting
+                and self.is_past_update
+                and self.is_past_update()
+                and self.incarnation.hangs.count(place) >= HANGS
+            ):
                 raise CrashLoop(HANGS_AGAIN.format(rank=world.rank, host=socket.gethostname(), place=place))
             self.journal.hang = place
             sys.stderr.flush()
