@@ -168,7 +168,7 @@ class JobTrainee(Trainee):
         if dead:
             loss = any(is_lost for _, is_lost in told)
             more = ": the next train line is without its loss of this step, and" if loss else ":"
-            text = f"{dead} died before the end of the loop's body of step {step}{more} what it logged or did there after the step, such as writing a file, may be lost"
+            text = f"{dead} died before the end of the loop's body of step {step}{more} what it logged or did there after the step, such as writing a file or changing a buffer, may be lost"
             self.running.records.event("note", step=step, text=text)
 
     def release(self) -> None:
@@ -189,8 +189,8 @@ class JobTrainee(Trainee):
         if not self.is_followed:
             return
         is_seen = bool(self.changes.changed())
-        if self._has_buffers and self._are_changed():
-            self.journal.note_late_change()
+        if self._has_buffers and not self.journal.changes_late and self._are_changed():
+            self._see_late_change()
         self.running.records.end_body()
         self._note()
         if not self._tracked.optimizers and not is_seen:
@@ -217,6 +217,12 @@ class JobTrainee(Trainee):
         """Note this rank's own buffers if they have changed, unless an evaluation uses rank 0's."""
         if self.is_followed and not self._services.is_evaluating and self._are_changed():
             self._write(self._whole + 1, {})
+
+    def _see_late_change(self) -> None:
+        """Remember if buffers have other values than in the step's last note: a body may swap weights and put them back."""
+        noted = self.journal.read(self._whole + 1) or self.journal.read(self._whole)
+        if noted is None or any(_differ(each, noted[1].get(name)) for name, each in self._tracked.buffers().items()):
+            self.journal.note_late_change()
 
     def _are_changed(self) -> bool:
         return [*map(place, self._tracked.buffers().values())] != self.noted
