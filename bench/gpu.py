@@ -47,7 +47,7 @@ from muster.train import loop
 from muster.train.config.compose import compose
 from muster.train.config.parts import build
 from muster.train.run import join, open_run
-from muster.train.throughput.figures import throughput
+from muster.train.throughput import throughput
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = int(os.environ.get("ROUNDS", "5"))

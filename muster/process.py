@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from muster.errors import say
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a run to stop."""
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -90,6 +92,14 @@ def _end_deaf_children() -> None:
             ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
             if each.daemon and ignored >> (signal.SIGTERM - 1) & 1:
                 each.kill()
+
+
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state (R, S, T, Z...) on; empty if the process is gone. See proc_pid_stat(5)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def flush_files() -> None:
@@ -276,3 +286,47 @@ def forget_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+class Watchdog:
+    """A POSIX timer that kills this process, in state T, too, unless re-armed in time. Does nothing outside Linux.
+
+    torchrun waits 30 s for a stopped process.
+
+    Source: timer_create(2).
+    """
+
+    class _Event(ctypes.Structure):
+        _fields_ = (
+            ("value", ctypes.c_void_p),
+            ("signo", ctypes.c_int),
+            ("notify", ctypes.c_int),
+            ("pad", ctypes.c_char * 48),
+        )
+
+    class _Spec(ctypes.Structure):
+        _fields_ = tuple((name, ctypes.c_long) for name in ("interval_s", "interval_ns", "value_s", "value_ns"))
+
+    def __init__(self) -> None:
+        self._timer = ctypes.c_void_p()
+        self._libc: ctypes.CDLL | None = None
+        if sys.platform == "linux":
+            event = self._Event(None, 9, 0, b"")  # SIGKILL, SIGEV_SIGNAL
+            for library in (None, "librt.so.1"):  # its library before glibc 2.34
+                with contextlib.suppress(AttributeError, OSError):
+                    libc = ctypes.CDLL(library)
+                    if libc.timer_create(1, ctypes.byref(event), ctypes.byref(self._timer)) == 0:  # CLOCK_MONOTONIC
+                        self._libc = libc
+                        return
+            say("muster: this system has no timer_create: a stopped rank is detected, but only torchrun can end it")
+
+    def delete(self) -> None:
+        if self._libc:
+            self._libc.timer_delete(self._timer)
+            self._libc = None
+
+    def wind(self, seconds: float) -> None:
+        """Kill this process `seconds` from now, unless called again before; 0 stops the timer."""
+        if self._libc:
+            spec = self._Spec(0, 0, int(seconds), int(seconds % 1 * 1e9))
+            self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)

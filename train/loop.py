@@ -30,7 +30,7 @@ from muster.train.progress import ENDED, EVALUATED, LOGGED, SAVED, Course, Progr
 from muster.train.strategies.base import StepResult, Strategy
 from muster.train.strategies.step.counts import Counts
 from muster.train.strategies.step.optimizer_step import Stepping
-from muster.train.throughput.figures import OF_LINES, peak_memory
+from muster.train.throughput import OF_LINES, peak_memory
 from muster.world.counts import OF
 from muster.world.group import World
 

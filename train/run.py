@@ -46,7 +46,7 @@ from muster.train.strategies.recipe import recipe
 from muster.train.strategies.step.optimizer_step import Stepping
 from muster.train.strategies.step.skip_dynamo import stay_eager
 from muster.train.strategies.supported_keys import check_honoured
-from muster.train.throughput.figures import throughput
+from muster.train.throughput import throughput
 from muster.train.trainee import Training
 from muster.world.environment import Environment
 from muster.world.group import World

@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.scale.job import Machine, ScaledJob, Workload
 from bench.scale.strategies import CostedStep, ddp
-from muster.collectives.command_line import Parser, become_torchrun
+from muster.collectives.__main__ import Parser, become_torchrun
+from muster.collectives.algorithm import Network, fit
 from muster.collectives.link import Link, written_bytes
 from muster.collectives.measure import Bench
-from muster.collectives.model import Network, fit
 from muster.collectives.table import WIDTH, write_json
 from muster.errors import ConfigError, MusterError, say, tell
 from muster.faults import agent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from muster.collectives.model import Network
+from muster.collectives.algorithm import Network
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.scale.job import Machine, ScaledJob, transformer
-from muster.collectives.command_line import Parser
-from muster.collectives.model import Network
+from muster.collectives.__main__ import Parser
+from muster.collectives.algorithm import Network
 from muster.errors import ConfigError
 
 WORLD_SIZES = [2**power for power in range(3, 15)]

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from bench.scale.job import ScaledJob
 from bench.scale.strategies import CostedStep
-from muster.collectives.model import Network
+from muster.collectives.algorithm import Network
 from muster.collectives.table import WIDTH
 from muster.files import replace_file
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.collectives.algorithm import Network, fit
 from muster.collectives.collective import Collective, collectives
 from muster.collectives.link import Link, written_bytes
-from muster.collectives.model import Network, fit
 from muster.errors import MusterError
 from muster.process import usable_processors
 from muster.timing.timing_file import processor

@@ -1,4 +1,4 @@
-"""Tables of the figures for the terminal."""
+"""The figures as tables for the terminal, as JSON, and as a plot."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ByteSize
 from rich.console import Console
 from rich.table import Table
@@ -92,3 +93,85 @@ def write_json(path: Path, figures: dict[str, Any]) -> None:
 
 
 THEORY = {each.name: partial(_in_theory, each) for each in ALGORITHMS}
+
+
+COLOURS = dict(zip((each.name for each in ALGORITHMS), ("#d55e00", "#009e73", "#0072b2", "#cc79a7"), strict=True))
+MARKS = dict(zip((each.name for each in ALGORITHMS), "sDo^", strict=True))
+LINES = dict(
+    zip((each.name for each in ALGORITHMS), ("-", "--", "-", "--"), strict=True)
+)  # dashed, to show lines that coincide
+
+
+def draw(figures: Figures, path: Path) -> None:
+    """Write a PNG: the fit of single messages, then all-reduces, one panel per world size. Raises StorageError."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    world_sizes = list(dict.fromkeys(each.world_size for each in figures.measured))
+    columns = 2 if len(world_sizes) <= 3 else 3
+    rows = -(-(1 + len(world_sizes)) // columns)
+    picture, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.7 * rows + 0.8), squeeze=False)
+    axes = grid.ravel()
+    for axis in axes[1 + len(world_sizes) :]:
+        axis.remove()
+    sizes = [nbytes for nbytes, _ in figures.ping_pong]
+    draw_fit(axes[0], figures)
+    for axis, world_size in zip(axes[1:], world_sizes, strict=False):
+        draw_world(axis, figures, world_size)
+    for axis in axes[: 1 + len(world_sizes)]:
+        dress(axis, sizes)
+    picture.suptitle(
+        f"Points: measured with {figures.backend} on {figures.setting}\n"
+        "Lines: the alpha-beta model, fitted to the points of the first panel",
+        fontsize=10,
+    )
+    handles, labels = axes[1].get_legend_handles_labels()
+    picture.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
+    picture.tight_layout(rect=(0, 0.06, 1, 1))
+    replace_file(path, lambda draft: picture.savefig(draft, format="png", dpi=110))
+    plt.close(picture)
+
+
+def draw_fit(axis: Any, figures: Figures) -> None:
+    sizes, seconds = np.array(figures.ping_pong).T
+    along = np.geomspace(sizes[0], sizes[-1], 100)
+    network = figures.network
+    axis.plot(sizes, seconds * 1e3, "o", color="0.2")
+    axis.plot(along, (network.alpha_s + network.beta_s * along) * 1e3, color="0.2", lw=1.2)
+    axis.set_title("one message, from rank 0 to rank 1")
+    text = f"alpha = {network.alpha_s * 1e6:.1f} us\nbeta = {network.beta_s * 1e9:.3f} ns/B"
+    axis.text(0.05, 0.93, text, transform=axis.transAxes, va="top")
+
+
+def draw_world(axis: Any, figures: Figures, world_size: int) -> None:
+    here = [each for each in figures.measured if each.world_size == world_size]
+    for algorithm in ALGORITHMS:
+        mine = [each for each in here if each.name == algorithm.name]
+        colour = COLOURS[algorithm.name]
+        sizes = np.array([each.nbytes for each in mine])
+        along = np.geomspace(sizes[0], sizes[-1], 100)
+        model = [figures.network.seconds(algorithm.cost(world_size, nbytes)) * 1e3 for nbytes in along]
+        axis.plot(along, model, LINES[algorithm.name], color=colour, lw=1.3)
+        points = [each.seconds * 1e3 for each in mine]
+        axis.plot(sizes, points, MARKS[algorithm.name], color=colour, ms=5, label=algorithm.name)
+    own = [each for each in here if each.name == f"{figures.backend} all_reduce"]
+    axis.plot(
+        [each.nbytes for each in own], [each.seconds * 1e3 for each in own],
+        "x:", color="black", ms=6, lw=1, label=own[0].name,
+    )  # fmt: skip
+    axis.set_title(f"all-reduce among {world_size} ranks")
+
+
+def dress(axis: Any, sizes: list[int]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    shown = sizes[:: -max(1, len(sizes) // 4)]
+    axis.set_xticks(shown, [in_words(nbytes) for nbytes in shown])
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlabel("size of the tensor")
+    axis.set_ylabel("milliseconds")
+    axis.grid(alpha=0.3)

@@ -72,7 +72,7 @@ def ratio(count: Any, total: Any) -> Any:
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """How samples are fetched. Only `share` changes which samples a rank gets.
+    """How samples are fetched. `share` says which of them are a rank's.
 
     num_workers: processes that load samples; None: none on the CPU and for a stream, else `by_default`.
     max_bad: number of unreadable samples to tolerate; None: none. replaces_bad: whether the next one takes the place of each, or none.

@@ -106,11 +106,8 @@ def _is_there() -> bool:
 
 
 def _state(pid: int) -> tuple[str, int]:
-    """Return a process's state (R, S, T, Z...) and its parent's pid; ("", 0) if it is gone. See proc_pid_stat(5)."""
-    try:
-        state, parent = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
-    except OSError:
-        return "", 0
+    """Return a process's state and its parent's pid; ("", 0) if it is gone."""
+    state, parent, *_ = process.stat_of(pid) or ("", "0")
     return state, int(parent)
 
 

@@ -31,10 +31,9 @@ from typing import TYPE_CHECKING
 from muster.clock import SYSTEM, SystemClock
 from muster.errors import RankLost, say, traceback_of
 from muster.faults.heartbeat_summary import Echo, Eye, Survey
-from muster.faults.kernel_timer import Watchdog
-from muster.faults.main_thread import Stillness
-from muster.faults.phase import Phase, Phases, code_position, cuda_is_busy
+from muster.faults.phase import Phase, Phases, Stillness, code_position, cuda_is_busy
 from muster.faults.rank_at_fault import fault, silence
+from muster.process import Watchdog
 from muster.world.environment import Environment, store_is_agents
 
 if TYPE_CHECKING:

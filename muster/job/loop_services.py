@@ -30,9 +30,8 @@ from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempt
 from muster.files import replace_file
 from muster.job import built_options
 from muster.job.batch_source import BatchSource, LoaderSource, moved_on
-from muster.job.bootstrap import Bootstrap
+from muster.job.bootstrap import Bootstrap, end_alike
 from muster.job.carried_state import carried
-from muster.job.end_barrier import end_alike
 from muster.job.options import JobOptions, as_yaml, loggers_of, run_options_of
 from muster.job.replicas import TOLERANCE, check_replicas, hooks_with_state
 from muster.job.tracked_state import Tracked

@@ -29,8 +29,7 @@ from muster.errors import ConfigError, Held, nearest, one_line, say
 from muster.faults import lost_output
 from muster.files import replace_file
 from muster.launcher import bad_nodes, execute, slurm
-from muster.launcher.answer import give
-from muster.launcher.check import check, check_apart
+from muster.launcher.answer import check, check_apart, give
 from muster.launcher.script import Script, script_of
 from muster.launcher.spec import (
     Dynamic,

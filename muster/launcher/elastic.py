@@ -15,7 +15,7 @@ from typing import Any
 
 from muster import outcome, process
 from muster.faults import lost_output
-from muster.launcher.check import answer
+from muster.launcher.answer import answer
 from muster.launcher.spec import Dynamic, Spec
 from muster.launcher.torchrun import take_signals_between_looks
 from muster.launcher.verdict import identity

@@ -13,8 +13,7 @@ It writes a rank's error to the file CAUSE.
 After a failure the agent ends the node's other ranks by SIGTERM. Their exit codes do not count: a script that always fails
 and saves on SIGTERM would be run again for ever.
 
-torchrun.py loads this file by its path, because the working folder may have its own `train`; so this file imports
-nothing of the kit.
+torchrun.py loads this file by its path; so it imports nothing of the kit, either.
 """
 
 from __future__ import annotations

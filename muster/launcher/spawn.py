@@ -135,7 +135,7 @@ def _packed(function: Any, args: tuple[Any, ...]) -> bytes:
 def _run_agent(spec: Spec, folder: Path) -> tuple[int, list[int]]:
     """Return the agent's exit code as in a shell, and the signals that came meanwhile."""
     line = [sys.executable, "-P", "-m", "muster.launcher.elastic", str(folder), str(os.getpid())]
-    paths = [*(os.path.abspath(path or ".") for path in sys.path), os.getcwd()]  # `-P`: find no other `train`
+    paths = [*(os.path.abspath(path or ".") for path in sys.path), os.getcwd()]  # `-P`: find no other `muster`
     own = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONUNBUFFERED": "1", SPAWNED: "1"}
     shown_here = sys.stdout is not sys.__stdout__  # in a notebook or a test: processes inherit another file
     with _passing_on() as signals:

@@ -7,7 +7,7 @@ window by the reader's clock. So an agent whose clock is a minute behind is remo
 removes all others. Here an agent counts as lost when its entry has not changed for the window's length of elapsed time.
 
 Agents write the same entries as torch's own: both may join one job. The launcher starts this file by its path,
-because the working folder may have its own `train`; so this file imports nothing of the kit.
+because the working folder may have modules of the kit's names; so this file imports nothing of the kit.
 """
 
 from __future__ import annotations

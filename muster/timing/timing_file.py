@@ -26,10 +26,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from muster.errors import say, storage_error
-from muster.process import beginning_pid, command_line
+from muster.process import beginning_pid, command_line, stat_of
 from muster.redact import redacted
-from muster.timing.clock import Times
-from muster.timing.straggler import Late, Stragglers
+from muster.timing.clock import Late, Stragglers, Times
 
 NAME = "timing.jsonl"
 
@@ -136,7 +135,7 @@ def began() -> float:
     if sys.platform != "linux":
         return time.time()
     try:
-        ticks = int(Path(f"/proc/{beginning_pid()}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+        ticks = int(stat_of(beginning_pid())[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
         return max(_ended, time.time() - age)
     except (OSError, AttributeError, ValueError, IndexError):

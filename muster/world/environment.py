@@ -134,12 +134,9 @@ def _began(pid: int) -> str:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """Return a process's state (R, S, T...) and start time; empty if it is gone or a zombie. See proc_pid_stat(5)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return ("", "") if fields[0] == "Z" else (fields[0], fields[19])
+    """Return a process's state (R, S, T...) and start time; empty if it is gone or a zombie."""
+    fields = process.stat_of(pid)
+    return (fields[0], fields[19]) if fields and fields[0] != "Z" else ("", "")
 
 
 def _pid_namespace() -> str:

@@ -26,12 +26,12 @@ from muster.world.group_options import GroupOptions
 from muster.world.node_memory import node_memory
 from muster.world.reduce.hierarchical import Hosts, find_hosts
 from muster.world.reduce.shared_memory import POST, SharedMemory, share_memory
-from muster.world.rendezvous.connectivity import closed
 from muster.world.rendezvous.meeting import Membership, meet
 from muster.world.rendezvous.network import (
     check_descriptors,
     check_interface,
     choose_interface,
+    closed,
     read_addresses_at_once,
 )
 from muster.world.rendezvous.shared_file import SharedFile

@@ -21,7 +21,7 @@ from muster.world.node_memory import FIRST, LOST, POSTED, STOP, LastTimes, NodeM
 from muster.world.store_client import Client, Connections
 
 CLIENTS = 4
-"""Store connections of each rank: one for the process group, two for `StoreKeys`, one for the meeting."""
+"""The most store connections of a rank: one for the process group, two for `StoreKeys`, one for the meeting."""
 ANSWER_S = 1.0
 BYE_S = 10.0
 POLL_S = 0.02

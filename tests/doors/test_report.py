@@ -30,8 +30,7 @@ from muster.report.history import History
 from muster.report.page import spans, write_report
 from muster.report.watch import _how_well
 from muster.timing import clock as clock_module
-from muster.timing.clock import Clock, Times, gathered, spread
-from muster.timing.straggler import WINDOWS, Stragglers
+from muster.timing.clock import WINDOWS, Clock, Stragglers, Times, gathered, spread
 
 SEEN = ("log.report=true", "log.every_steps=5")
 LATE = ("model._target_=kit.parts.own.Late", "max_steps=200", *SEEN)

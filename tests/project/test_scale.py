@@ -24,7 +24,7 @@ from bench.scale.strategies import (
     tensor_parallel,
     zero,
 )
-from muster.collectives.model import Network
+from muster.collectives.algorithm import Network
 
 RANKS = st.sampled_from([2**power for power in range(1, 15)])
 OUTER, INNER = Network(1e-5, 2e-11), Network(2e-6, 2e-12)

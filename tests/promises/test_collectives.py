@@ -13,11 +13,10 @@ from kit.ranks import on_ranks
 
 from bench.scale.check import job, measure, stepper
 from bench.scale.strategies import ddp
-from muster.collectives.__main__ import main
+from muster.collectives.__main__ import main, parse, world_sizes
+from muster.collectives.algorithm import Network, fit
 from muster.collectives.collective import ALGORITHMS, Collective, collectives, sum_of
-from muster.collectives.command_line import parse, world_sizes
 from muster.collectives.measure import Bench
-from muster.collectives.model import Network, fit
 from muster.errors import ConfigError, MusterError
 
 COUNTS = (1, 3, 7, 64, 1001)

@@ -16,8 +16,7 @@ from torch.distributed import TCPStore
 from muster.clock import SYSTEM
 from muster.faults.heartbeat import DESERTED_S, EMERGENCY, HEARD_S, Heartbeat, period_s
 from muster.faults.heartbeat_summary import Echo, Survey
-from muster.faults.main_thread import Stillness, main_thread
-from muster.faults.phase import FIRST_S, LONG_S, Phase, Phases, cuda_is_busy
+from muster.faults.phase import FIRST_S, LONG_S, Phase, Phases, Stillness, cuda_is_busy, main_thread
 from muster.faults.preemption import Preemption
 from muster.faults.rank_at_fault import NAMED, Outlook, fault, last, outlook, silence
 from muster.process import STOP_SIGNALS

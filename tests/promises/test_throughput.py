@@ -14,8 +14,7 @@ from muster.report.watch import _how_well
 from muster.train.config.compose import compose
 from muster.train.config.parts import build
 from muster.train.data.load import Data
-from muster.train.throughput.figures import PEAKS, Throughput, multiplied, peak_flops
-from muster.train.throughput.flops import flops_per_sample
+from muster.train.throughput import PEAKS, Throughput, flops_per_sample, multiplied, peak_flops
 
 GPT = ("data=text", "model=gpt", "objective=language_modeling")
 

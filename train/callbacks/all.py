@@ -11,7 +11,6 @@ from muster.checkpoint.trained import SavedTensor
 from muster.data.stream import Stream
 from muster.errors import ConfigError
 from muster.train.callbacks.base import Callback
-from muster.train.callbacks.stream import Position
 from muster.train.config.keys import Config
 from muster.train.config.parts import build
 from muster.train.data.load import Data
@@ -19,6 +18,23 @@ from muster.train.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from muster.train.loop import Run
+
+
+class Position(Callback):
+    """Saves a data stream's own state, so that a resume does not reread samples.
+
+    The state of any rank will do: no rank has read past the end of the global batch.
+    """
+
+    def __init__(self, stream: Stream):
+        self.stream = stream
+
+    def state(self) -> dict[str, Any]:
+        state = self.stream.state()
+        return {"state": state} if state else {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.stream.load(state["state"])
 
 
 class Callbacks:

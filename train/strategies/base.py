@@ -67,9 +67,9 @@ class StepResult:
     """Result of one optimizer step.
 
     loss: [] this rank's share of the global batch's mean loss; the shares of all ranks sum to the mean.
-    norm: [] L2 norm of the global gradient before clipping, the same on every rank. If the step itself did not need the
-        norm, a function that computes it, valid until the next step begins. Collective.
-    skipped: True if the gradient was not finite; the step then changed nothing.
+    norm: [] L2 norm of the global gradient before clipping, the same on every rank; of a step that a rank takes alone, of its own.
+        If the step itself did not need the norm, a function that computes it, valid until the next step begins. Collective.
+    skipped: True if an update was left out, because a gradient or an average of parameters was not finite.
     metrics: this rank's sums of the objective's metrics, if the recipe sets `train_metrics`.
     """
 

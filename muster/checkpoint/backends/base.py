@@ -38,7 +38,7 @@ class Backend(ABC):
     """
 
     root: str
-    """Location of the storage, for display."""
+    """Location of the storage, as given: by it two storages are compared, and messages name it."""
 
     @abstractmethod
     def prepare(self) -> None:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future as Job
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from muster.data.loader import Batch
@@ -25,7 +29,7 @@ from muster.train.strategies.step.optimizer_step import OptimizerStep, Stepping,
 from muster.train.strategies.step.skip_dynamo import answered_for_dynamo
 from muster.train.strategies.step.virtual_ranks import SlicedStep
 from muster.world.group import World
-from muster.world.reduce.overlap import Overlap
+from muster.world.reduce.shared_memory import SharedMemory
 
 
 class Replicas(Stepping):
@@ -162,3 +166,33 @@ class ConfiguredReplicas(Replicas):
     def ddp_options(self) -> Mapping[str, Any]:
         names = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
         return {name: getattr(self, name) for name in names}
+
+
+class Overlap:
+    """DDP communication hook that averages buckets in shared memory while backward computes the next gradients.
+
+    A thread reduces all buckets of a step but the last, for which no computation is left to overlap: the caller reduces it.
+
+    Source: torch.distributed.algorithms.ddp_comm_hooks, "DDP Communication Hooks" in PyTorch's documentation.
+    """
+
+    def __init__(self, memory: SharedMemory):
+        self._memory = memory
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reduction")  # keeps bucket order
+        self._begun: list[Job[None]] = []
+
+    def __call__(self, bucket: GradBucket) -> Future[Tensor]:
+        """Return a future of the bucket's mean. A step's last bucket raises DistBackendError if a rank has ended."""
+        mean: Future[Tensor] = Future()
+        if not bucket.is_last():
+            self._begun.append(self._thread.submit(self._average, bucket.buffer(), mean))
+            return mean
+        begun, self._begun = self._begun, []
+        for job in begun:
+            job.result()
+        self._average(bucket.buffer(), mean)
+        return mean
+
+    def _average(self, gradients: Tensor, mean: Future[Tensor]) -> None:
+        self._memory.add_up(gradients, scale=1 / self._memory.size)
+        mean.set_result(gradients)

@@ -1,1 +1,0 @@
-"""How fast a run is, in the terms of its field: tokens per second, utilization of the device, its memory."""
