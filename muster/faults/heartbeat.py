@@ -4,10 +4,10 @@ When one rank hangs in a collective, all wait, and the collective's own timeout 
 its phase (phase.py) to the store. Rank 0 alone reads all, and posts its assessment (rank_at_fault.py) with its own phase. A rank
 that stands still for longer than its phase allows reads that post: the ranks that hang print where their code stands and leave,
 the others leave after them, and the launcher restarts all. If rank 0 posts nothing new, rank 0 is lost. A stopped process is
-ended by its watchdog timer (kernel_timer.py), which must be re-armed regularly.
+ended by its watchdog timer, which must be re-armed regularly.
 
 A failed rank tells the others, and a launcher sends SIGTERM. A main thread that waits in C, as on NCCL, hears neither, and
-torchrun kills it 30 s later. So a rank whose main thread stands still (main_thread.py) leaves a few seconds after the store says
+torchrun kills it 30 s later. So a rank whose main thread stands still leaves a few seconds after the store says
 that another one has failed, or if another one is silent after a SIGTERM. On a GPU neither may come: with a static rendezvous, the
 other nodes' launchers go on, and the store ends with its node. There it also leaves if the store is gone, or another rank is
 silent for longer.
@@ -262,7 +262,7 @@ class Heartbeat:
 
     def _deserted(self, mine: Phase) -> RankLost | None:
         """Return why this rank must leave although its main thread stands still and has not heard of it."""
-        still_s = self.stillness.seconds(mine.number)
+        still_s = self.phases.still_s = self.stillness.seconds(mine.number)
         self._is_still = still_s >= STILL_S and mine.label.split()[0] != EMERGENCY
         if not self._is_still:
             return None

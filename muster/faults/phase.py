@@ -25,8 +25,13 @@ STORING = "/torch/distributed/checkpoint/"
 """Of these the files in which code does not wait, but for its storage."""
 FIRST_S = 600.0  # the first phases of each kind compile and tune
 FIRST = 2
-WAITING = ("/torch/distributed/", "/torch/autograd/graph.py", "/muster/world/reduce/shared_memory.py")
-"""Files in which code waits for other ranks: in a collective, or a backward pass, which is full of them."""
+COLLECTIVE, BACKWARD = "collective", "backward pass"
+WAITING = {
+    "/torch/distributed/": COLLECTIVE,
+    "/muster/world/reduce/shared_memory.py": COLLECTIVE,
+    "/torch/autograd/graph.py": BACKWARD,  # full of collectives
+}
+"""Files in which code waits for other ranks."""
 USUAL = 3  # a phase may take this many times the longest one of its kind
 
 
@@ -68,6 +73,8 @@ class Phases:
         self._longest: dict[str, float] = {}
         self._gradients: Callable[[], Callable[[], int] | None] = lambda: None
         self._current = (0, "start-up", start_s, self.clock.monotonic())
+        self.still_s = 0.0
+        """Seconds that the main thread has been stuck at one instruction."""
 
     def count_gradients(self, computed: Callable[[], int]) -> None:
         """Post what the method `computed` returns. Its object is held weakly: it keeps the process group's connections open."""
@@ -94,11 +101,16 @@ class Phases:
         return self._current[2]
 
     def now(self, beat: int) -> Phase:
-        """Looks up the code's position only after the phase has lasted a while."""
+        """Looks up the code's position only after the phase has lasted a while.
+
+        A collective that the code is stuck in compiles nothing: also in a first phase it may take `timeout_s`, and no more.
+        """
         number, label, limit_s, since = self._current
         age_s = self.clock.monotonic() - since
-        where, waiting = code_position() if age_s > self.timeout_s / 4 else ("", False)
-        waiting = waiting or bool(where and self.device_is_busy())
+        where, waits_in = code_position() if age_s > self.timeout_s / 4 else ("", "")
+        if waits_in == COLLECTIVE and limit_s == FIRST_S and self.still_s >= self.timeout_s:
+            limit_s = self.timeout_s
+        waiting = bool(waits_in or (where and self.device_is_busy()))
         count = self._gradients()
         gradients = count() if count else 0
         return Phase(beat, number, label, age_s, limit_s, waiting, where, socket.gethostname(), gradients)
@@ -117,13 +129,12 @@ def cuda_is_busy(device: torch.device) -> bool:
         return False
 
 
-def code_position() -> tuple[str, bool]:
-    """Return the main thread's place in user code, else outside of torch, and whether it waits for other ranks there."""
+def code_position() -> tuple[str, str]:
+    """Return the main thread's place in user code, else outside of torch, and in what it waits for other ranks there, or ""."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    waiting, first = False, frame
-    if frame:
-        path = frame.f_code.co_filename
-        waiting = any(place in path for place in WAITING) and STORING not in path
+    waiting, first = "", frame
+    if frame and STORING not in (path := frame.f_code.co_filename):
+        waiting = next((what for place, what in WAITING.items() if place in path), "")
     while frame and "/torch/" in frame.f_code.co_filename:
         frame = frame.f_back
     if not (frame := frame or first):

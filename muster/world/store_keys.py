@@ -83,7 +83,7 @@ class StoreKeys:
     def exchange_address(self, address: str) -> str:
         return self._quick.exchange_address(address, of=self.size)
 
-    # Reachability, if no process group could be formed (connectivity.py)
+    # Reachability, if no process group could be formed (rendezvous/network.py)
 
     def post_reach(self, text: str) -> None:
         self._patient.set(f"reach/{self.rank}", text)
@@ -210,7 +210,7 @@ class StoreKeys:
             time.sleep(POLL_S)
         return self._patient.wait(key, ANSWER_S)
 
-    # The end of a user's loop (job/end_barrier.py)
+    # The end of a user's loop (job/bootstrap.py)
 
     def post_end(self, step: int) -> None:
         self._quick.set(f"end/{self.rank}", str(step))

@@ -16,7 +16,17 @@ from torch.distributed import TCPStore
 from muster.clock import SYSTEM
 from muster.faults.heartbeat import DESERTED_S, EMERGENCY, HEARD_S, Heartbeat, period_s
 from muster.faults.heartbeat_summary import Echo, Survey
-from muster.faults.phase import FIRST_S, LONG_S, Phase, Phases, Stillness, cuda_is_busy, main_thread
+from muster.faults.phase import (
+    BACKWARD,
+    COLLECTIVE,
+    FIRST_S,
+    LONG_S,
+    Phase,
+    Phases,
+    Stillness,
+    cuda_is_busy,
+    main_thread,
+)
 from muster.faults.preemption import Preemption
 from muster.faults.rank_at_fault import NAMED, Outlook, fault, last, outlook, silence
 from muster.process import STOP_SIGNALS
@@ -60,6 +70,17 @@ def test_a_phase_may_take_longer_while_nothing_is_known_of_it(clock):
     assert limits(own, clock, [100, 1, 1, 1, 4, 1]) == [FIRST_S, FIRST_S, 5.0, 5.0, 5.0, 12.0]
     own.enter("save", 6)
     assert own.limit_s == LONG_S
+
+
+@pytest.mark.parametrize("waits_in", [COLLECTIVE, BACKWARD, ""])
+def test_a_first_phase_may_compile_and_not_wait_in_one_collective(clock, monkeypatch, waits_in):
+    monkeypatch.setattr("muster.faults.phase.code_position", lambda: ("mine.py:3 (main)", waits_in))
+    own = Phases(timeout_s=5.0, start_s=9.0, clock=clock)
+    own.enter("step", 0)
+    clock.sleep(300.0)
+    assert own.now(1).limit_s == FIRST_S, "it has been elsewhere until now"
+    own.still_s = 5.0
+    assert own.now(2).limit_s == (5.0 if waits_in == COLLECTIVE else FIRST_S)
 
 
 @pytest.mark.parametrize("busy", [True, False])

@@ -90,6 +90,12 @@ def test_a_mistake_of_the_loop_that_hangs_again_after_the_update_ends_the_run(tm
     assert "rank 0" in done.outcome["error"] and "in job/alone.py" in done.outcome["error"], done.outcome
 
 
+def test_a_first_step_that_hangs_in_a_collective_does_not_wait_as_long_as_one_that_compiles(tmp_path):
+    done = trained(tmp_path / "job", 2, script="alone", code=1, restarts=0, AT="1")
+    assert re.search(r"rank 0 on \S+ \(step 0\) is in job/alone.py:\d+ \(main\)", done.outcome["error"]), done.outcome
+    assert done.events("failed")[0]["time"] - done.events("start")[0]["time"] < 60.0
+
+
 def test_what_shows_the_progress_goes_on_after_a_death(tmp_path, undisturbed):
     """The page of metrics keeps its port, and the speed is of all steps since the last line, not of those since the death."""
     result = trained(tmp_path / "job", 2, "forward@29:1", EVERY="30", PORT=str(free_port()))
