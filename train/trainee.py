@@ -228,6 +228,7 @@ class Training(Trainee):
         if progress.logged == step:
             self.means.clear()
         self.means.logged |= of_all["logged"] | kept.get("logged", {})  # since the note; a survivor's own in any case
+        self.unsure = [] if kept else sorted(self.means.logged)
         return None
 
     # When another rank is lost for good.

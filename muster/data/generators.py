@@ -13,6 +13,9 @@ import torch
 
 from muster.data.draw_detection import ALL, NUMPY, PYTHON, TORCH, Others, Watch
 
+FRESH: tuple[int, ...] = (623, 624)
+"""Places of NumPy's generator in its words before the first draw, without a seed and with one."""
+
 
 @contextlib.contextmanager
 def kept_generators(*, on_device: bool = False) -> Iterator[None]:
@@ -48,10 +51,17 @@ def seed_process(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def seed_if_drawn() -> int | None:
-    """Return the seed of torch's global generator if numbers were drawn from it, else None. A process begins with a random seed."""
+def drawn_so_far() -> dict[str, Any]:
+    """Return what stands for the numbers drawn in this process, of torch its seed and of NumPy a digest; nothing for a generator not drawn from.
+
+    A process begins with random seeds. Python's generator is left out: some libraries draw from it when they are imported.
+    """
     unused = torch.Generator().manual_seed(seed := torch.initial_seed())
-    return None if torch.equal(unused.get_state(), torch.get_rng_state()) else seed
+    drawn: dict[str, Any] = {} if torch.equal(unused.get_state(), torch.get_rng_state()) else {"torch": seed}
+    _, _, place, *_ = np.random.get_state(legacy=True)
+    if place not in FRESH:
+        drawn |= {"NumPy": state_of_generators()["numpy"]}
+    return drawn
 
 
 def drawn_from(before: Mapping[str, str]) -> bool:

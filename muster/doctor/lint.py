@@ -101,7 +101,7 @@ def pods(document: dict[str, Any], claim: str) -> int:
 
 def blank_in_directive(text: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(text.splitlines(), 1):
-        if re.match(r"#\s+SBATCH\b|##+\s*SBATCH\b", line):
+        if re.match(r"#\s+SBATCH\s+-", line):  # ##SBATCH is how a directive is switched off
             yield number, "Slurm takes this for a comment: write #SBATCH without a blank"
 
 
@@ -115,8 +115,8 @@ def directive_too_late(text: str) -> Iterator[tuple[int, str]]:
 
 def commands(text: str) -> Iterator[tuple[int, str]]:
     """Yield the lines of a script with their numbers: continued lines as one, and none of a here-document."""
-    ends, begin, joined = "", 0, ""
-    for number, line in enumerate(text.splitlines(), 1):
+    ends, begin, joined, lines = "", 0, "", text.splitlines()
+    for number, line in enumerate(lines, 1):
         if ends:
             ends = "" if line.strip() == ends else ends
             continue
@@ -124,7 +124,8 @@ def commands(text: str) -> Iterator[tuple[int, str]]:
         if line.endswith("\\") and not line.startswith("#"):
             joined = joined[:-1] + " "
             continue
-        if here := re.search(r"<<-?\s*[\"']?(\w+)", joined):
+        here = re.search(r"<<-?\s*[\"']?([\w-]+)", joined)
+        if here and here[1] in map(str.strip, lines[number:]):  # else it is a shift, a here-string or a comment
             ends = here[1]
         yield begin, joined
         begin, joined = 0, ""
@@ -136,10 +137,12 @@ def directive(text: str, name: str) -> re.Match[str] | None:
 
 
 def processors_lost(text: str) -> Iterator[tuple[int, str]]:
-    if not re.search(r"^#SBATCH(?:\s[^#\n]*)?\s(?:--cpus-per-task|-c)\b", text, re.M) or "SRUN_CPUS_PER_TASK" in text:
+    is_given = re.search(r"^#SBATCH(?:\s[^#\n]*)?\s(?:--cpus-per-task\b|-c\s*\d)", text, re.M)
+    if not is_given or re.search(r"^[^#\n]*SRUN_CPUS_PER_TASK", text, re.M):
         return
     for number, line in commands(text):
-        if re.match(r"\s*(?:exec\s+)?srun\b", line) and not re.search(r"--cpus-per-task|\s-c[\s=]*[\d$]", line):
+        is_srun = re.match(r"\s*(?:\w+=\S*\s+)*(?:(?:exec|time)\s+)?srun\b(?!\s+\$)", line)  # whose variable may say it
+        if is_srun and not re.search(r"--cpus-per-task|\s-c[\s=]*[\"']?[\d$]", line):
             yield number, "srun does not inherit --cpus-per-task: pass it here as well, or export SRUN_CPUS_PER_TASK"
 
 
@@ -174,7 +177,7 @@ def line_ends_of_windows(text: str) -> Iterator[tuple[int, str]]:
 
 def flag_over_variable(text: str) -> Iterator[tuple[int, str]]:
     """Find torchrun flags that override a PET_ variable set in the same file."""
-    is_set = re.sub(r"\$[({]?PET_\w+", "", text)
+    is_set = re.sub(r"\$[({]?PET_\w+|\bunset\s.*|#.*", "", text)
     for number, line in enumerate(text.splitlines(), 1):
         for flag, variable in (
             ("nnodes", "NNODES"),
@@ -277,7 +280,7 @@ def not_by_exit_code(text: str) -> Iterator[tuple[int, str]]:
             policy = each.get("restartPolicy", "OnFailure") if isinstance(each, dict) else "ExitCode"
             if policy != "ExitCode":
                 yield (
-                    line_of(text, rf"restartPolicy:\s*[\"']?{policy}\b"),
+                    line_of(text, rf"restartPolicy:\s*[\"']?{re.escape(str(policy))}"),
                     f"restartPolicy {policy}: "
                     + (
                         "a preempted pod is not restarted"

@@ -14,6 +14,7 @@ from torch.distributed import DistBackendError
 
 from muster.attempt.lifecycle import Lifecycle, State
 from muster.attempt.start import Fresh, Start, begin
+from muster.data.generators import drawn_so_far
 from muster.errors import ConfigError, RankLost
 from muster.faults import agent, lost_output
 from muster.faults.heartbeat import Heartbeat
@@ -87,6 +88,8 @@ class Bootstrap:
                 "`with` block first"
             )
         _entered.append(self)
+        if self.kept.drawn is None:
+            self.kept.drawn = drawn_so_far()
         self._install()
         try:
             check_options(self.options)

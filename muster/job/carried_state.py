@@ -10,6 +10,7 @@ import ast
 import inspect
 import sys
 import textwrap
+import tokenize
 from collections.abc import Collection, Iterator, Sequence
 from types import FrameType
 
@@ -42,7 +43,7 @@ def _loop(frame: FrameType) -> tuple[Loop, int] | None:
     try:
         lines, first = inspect.getsourcelines(frame.f_code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, TypeError, SyntaxError):
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # the file may have been edited meanwhile
         return None
     first = max(first, 1)  # 0 for a module
     at = frame.f_lineno - first + 1

@@ -58,8 +58,8 @@ NO_OPTIMIZER = (
     "death of a rank, begins it anew; follow it from job.steps_done, or track an object that holds it"
 )
 DRAWN = (
-    "before the job, random numbers were drawn from another seed than in the attempt before ({now}, and {before}): what is made of them is not the "
-    "same; begin with torch.manual_seed(0), or draw them in the function that the job calls"
+    "before the job, random numbers were drawn from another state of {names} than in the attempt before: what is made of them, but for tracked "
+    "weights, is not the same; begin with a seed (torch.manual_seed(0), np.random.seed(0)), or draw them in the function that the job calls"
 )
 CARRIED = (
     "{name} goes from batch to batch in a variable of the loop ({line}), which is in no checkpoint: a resume, or the death of a rank, begins it anew, "
@@ -243,9 +243,11 @@ class LoopServices:
             and (name := self.tracked.buffer_of_rank_0(saved.index()["tensors"]))
         ):
             yield BUFFERS.format(name=name, before=before, now=now)
-        drawn = self.bootstrap.kept.drawn, saved.manifest.get("drawn") if saved else None
-        if None not in drawn and drawn[0] != drawn[1]:
-            yield DRAWN.format(now=drawn[0], before=drawn[1])
+        drawn, of_before = self.bootstrap.kept.drawn or {}, saved.manifest.get("drawn") if saved else None
+        if isinstance(of_before, dict):  # a number, of torch alone, until 2026-11-29
+            names = [f"{name}'s generator" for name in sorted(drawn) if of_before.get(name, drawn[name]) != drawn[name]]
+            if names:
+                yield DRAWN.format(names=" and ".join(names))
         if self.world.is_borrowed and (text := external_group.why_restart_may_hang()):
             yield text
         if why := self.bootstrap.why_no_survival:
@@ -288,7 +290,7 @@ class LoopServices:
             "built": self.built,
             "batches": facts,
             "total_steps": self.total_steps,
-            "drawn": self.bootstrap.kept.drawn,
+            "drawn": self.world.broadcast(self.bootstrap.kept.drawn),
         }
         options, keep = run_options_of(self.options), self.options.keep
         return Attempt(
@@ -561,7 +563,8 @@ class LoopServices:
             yield
         finally:
             self.is_evaluating = False
-            self.trainee.note_buffers()
+            if not self.is_within:  # a body may evaluate with other weights, and put its own back
+                self.trainee.note_buffers()
 
     def see_batch(self, batch: Any) -> None:
         """Record a note if the first batch of the loop's own loader is the same on all ranks. Collective."""

@@ -26,7 +26,7 @@ from muster.checkpoint.state import host_copy
 from muster.checkpoint.tensor_versions import Changes, Place, place
 from muster.checkpoint.trained import SavedTensor
 from muster.data.fingerprint import hash_of, look
-from muster.data.generators import key_of, seed_generators, seed_if_drawn
+from muster.data.generators import key_of, seed_generators
 from muster.errors import RankLost
 from muster.job.replicas import first_apart, hooks_with_state
 from muster.job.tracked_state import FROZEN, GRADIENTS, ZEROED, Tracked
@@ -85,8 +85,8 @@ class JobHandOver(HandOver):
         """True if this process has begun to make steps: what it has outside of the tracked objects may remember them."""
         self.built: dict[str, Any] | None = None
         """The options with which the loop has built what it tracks, when this process called it first."""
-        self.drawn = seed_if_drawn()
-        """The seed of what the script has drawn before the job; None if it has drawn nothing."""
+        self.drawn: dict[str, Any] | None = None
+        """What stands for the numbers that the script has drawn before it entered the job: see `drawn_so_far`."""
         self.told: set[str] = set()
         """What the records tell once for all incarnations."""
         self.habits: dict[str, bool] = {}
@@ -168,7 +168,7 @@ class JobTrainee(Trainee):
         if dead:
             loss = any(is_lost for _, is_lost in told)
             more = ": the next train line is without its loss of this step, and" if loss else ":"
-            text = f"{dead} died before the end of the loop's body of step {step}{more} what it logged or did there after the step, such as writing a file or changing a buffer, may be lost"
+            text = f"{dead} died before the end of the loop's body of step {step}{more} what it logged or did there after the step, such as writing a file, may be lost, and so may what it changed in buffers since its backward pass: if training reads them, other weights follow"
             self.running.records.event("note", step=step, text=text)
 
     def release(self) -> None:
@@ -268,6 +268,9 @@ class JobTrainee(Trainee):
             "habits": self._habits,
             "said": sorted(self._kept.told),
             "logged": services.means.logged_since(noted[0][0]["means"] if noted[0] else {}),
+            "logged_in_step": services.means.logged_since(
+                noted[1][0]["means"] if noted[1] and not services.is_time_to_log() else {}
+            ),
             "built": services.built,
             "left_to_compare": self._left_to_compare,
             "evaluations": [*self.running.records.of_body, *self.running.records.told],
@@ -290,7 +293,10 @@ class JobTrainee(Trainee):
         journaled, buffers = noted
         self._tracked.load({**state, **buffers})
         services.means.put(journaled["means"])
-        services.means.logged |= facts["logged"] | own.get("logged", {})  # since the note; a survivor's own in any case
+        if self._is_unfinished:  # else it has noted all that is not repeated
+            services.means.logged |= facts["logged_in_step"]
+        services.means.logged |= own.get("logged", {})  # a survivor's own in any case
+        self.unsure = sorted(services.means.logged) if self._is_unfinished and not own else []
         self._is_handed, self._told = True, facts["evaluations"]
 
     def _own(self, step: int, *, is_logged: bool) -> tuple[dict[str, Any], dict[str, Tensor]] | None:

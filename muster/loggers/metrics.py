@@ -134,12 +134,13 @@ class Metrics:
                 self._surely(logger, logger.close)
             self._loggers = []  # a checkpoint writer may still report after the end of the run
 
-    def make_up(self, records: Iterable[dict[str, Any]], *, known: Iterable[dict[str, Any]]) -> None:
-        """Log those of another rank's `recent` records that are not `known`."""
+    def make_up(self, records: Iterable[dict[str, Any]], *, known: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Log, and return, those of another rank's `recent` records that are not `known`."""
         seen = {_identity(record) for record in known}
-        for record in records:
-            if _identity(record) not in seen:
-                self._log(**record)
+        missing = [record for record in records if _identity(record) not in seen]
+        for record in missing:
+            self._log(**record)
+        return missing
 
     def _log(self, kind: str, **fields: Any) -> None:
         with self._lock:

@@ -77,7 +77,7 @@ def make_up(running: Steps, folder: RunFolder) -> None:
             "note",
             step=running.step,
             text=f"a rank was lost after step {running.step}, with its part of the loss of the last {samples} samples: no "
-            "train line has it",
+            "train line has it; what was logged since the line before is that of the rank that has saved",
         )
 
 

@@ -61,6 +61,8 @@ class HandOver:
         """The facts of rank `source`. This rank's own stay with its state: `source` may die while it hands on its own."""
         self.records: Metrics | None = None
         """The records of the attempt, or of the one before: as long as its state is handed on, they stay open."""
+        self._unsure: list[str] = []
+        """See `Trainee.unsure`."""
         self._closing: tuple[int, Times] = 0, Times()
         """The step of the attempt before, and the times since its last line, with which its records are closed."""
         self._trainee: Trainee | None = None
@@ -205,28 +207,38 @@ class HandOver:
             for name, target in filled.items():
                 target.copy_(found[name])
         trainee.take_over(found | filled, self._handed, self.facts if self.mark else {})
-        self.newest_step = self._handed["newest_step"]
+        self.newest_step, self._unsure = self._handed["newest_step"], trainee.unsure
         if self.mark is None:  # the others may die before this rank makes a step
             self.mark, self.state, self.facts = self._furthest, found, self._handed
 
     def go_on(self, running: Steps, folder: Path, *, save: Callable[[], object]) -> None:
         """Bring the records up to date, and repeat a save that was cut short on any rank. Collective."""
         world, records = running.world, running.records
-        self._make_up_records(world, records, folder)
+        made_up = self._make_up_records(world, records, folder)
         for facts in self.deaths(world):
             records.event("survived", step=running.step, **facts)
         self.have_told()
+        unsure, made_up = world.broadcast([self._unsure, made_up])
+        lines = [f"the train line of step {step}" for step in made_up]
+        if unsure or lines:
+            of = [f"{', '.join(unsure)} in the next train line"] if unsure else []
+            text = (
+                f"rank 0 has died: what was logged for {' and '.join(lines + of)} may be rank {self.source}'s, or older"
+            )
+            records.event("note", step=running.step, text=text)
         if world.sum([float(self.owes_save)])[0]:
             save()
             self.owes_save = False
 
-    def _make_up_records(self, world: World, records: Metrics, folder: Path) -> None:
+    def _make_up_records(self, world: World, records: Metrics, folder: Path) -> list[int]:
+        """Return the steps of the `train` records that are now another rank's; empty except on rank 0."""
         known, recent = [*records.recent], self._handed["recent"]
         if world.is_first and not known:  # this process has just opened them
             _, known = tail(folder / NAME, until=partial(is_same, recent[0]) if recent else bool)
             records.recent.extend(known)
-        records.make_up(recent, known=known)
+        made_up = records.make_up(recent, known=known)
         records.go_on(*self._handed["since_last"])
+        return [record["step"] for record in made_up if record["kind"] == "train" and world.is_first]
 
     def have_told(self) -> None:
         """Note that `deaths` are recorded: it leaves them out from now on."""

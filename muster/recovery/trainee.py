@@ -55,6 +55,8 @@ class Trainee(Trained):
         """Tells what has changed since the step began, or the one before it ended."""
         self.noted: list[Place] = []
         """The buffers as they were when they were noted."""
+        self.unsure: list[str] = []
+        """What is logged for the next record and may be another rank's value, or an older one, as this rank has died."""
 
     @property
     @abstractmethod

@@ -57,11 +57,16 @@ def test_a_rank_that_dies_after_an_evaluation_keeps_its_own_statistics(tmp_path)
     """And an evaluation that the body repeats stands there once; and a loop that goes on after torch's error learns of the death."""
     whole, killed = (
         trained(tmp_path / name, 2, kill, script="evaluated")
-        for name, kill in (("whole", ""), ("killed", "before-sum@3:1,evaluated@5:1,before-sum@6:0"))
+        for name, kill in (("whole", ""), ("killed", "before-sum@1:0,before-sum@3:1,evaluated@5:1,evaluated@7:0"))
     )
-    assert [line["step"] for line in killed.events("survived")] == [3, 5, 6], killed.out
+    assert [line["step"] for line in killed.events("survived")] == [1, 3, 5, 7], killed.out
     assert killed.lines("eval") == whole.lines("eval")
-    assert [line["own"] for line in killed.lines("train")] == [0], "what rank 0 has logged"
+    for each in (whole, killed):
+        assert [[line["own"], line["last"]] for line in each.lines("train")] == [[0, 7]], (
+            "what rank 0 has logged, and nothing older"
+        )
+    unsure = [line["text"] for line in killed.events("note") if line["text"].startswith("rank 0 has died")]
+    assert unsure == ["rank 0 has died: what was logged for last, own in the next train line may be rank 1's, or older"]
     told = [
         sorted(re.findall(r"statistics of rank \d: \[.*?\]", each.out)) for each in (whole, killed)
     ]  # perhaps in one line

@@ -1,12 +1,13 @@
 """A recurrent model whose hidden state goes from batch to batch: `python carried.py FOLDER HOW` keeps it as HOW says.
 
 buffer: in a buffer of each rank. rule: in a variable, which has the rate, too. iterated: in a variable of a loop with batches of its own.
-reset: each batch begins anew. With DRAWS=N it has drawn a number before the job, of the seed N.
+reset: each batch begins anew. With DRAWS=N it has drawn numbers before the job, of the seed N.
 """
 
 import os
 import sys
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +16,8 @@ import muster
 
 if "DRAWS" in os.environ:
     torch.manual_seed(int(os.environ["DRAWS"]))
-    torch.rand(1)
+    np.random.seed(int(os.environ["DRAWS"]))
+    torch.rand(1), np.random.rand(1)
 DATA = torch.randn(96, 5, 3, generator=torch.Generator().manual_seed(0))
 
 
