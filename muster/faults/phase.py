@@ -28,10 +28,13 @@ FIRST = 2
 COLLECTIVE, BACKWARD = "collective", "backward pass"
 WAITING = {
     "/torch/distributed/": COLLECTIVE,
+    "/torch/nn/parallel/distributed.py": COLLECTIVE,  # DDP's forward pass broadcasts buffers
     "/muster/world/reduce/shared_memory.py": COLLECTIVE,
     "/torch/autograd/graph.py": BACKWARD,  # full of collectives
 }
 """Files in which code waits for other ranks."""
+CALLS = "/torch/_ops.py"
+"""A file through which functional collectives are called: their own is the next one."""
 USUAL = 3  # a phase may take this many times the longest one of its kind
 
 
@@ -132,6 +135,8 @@ def cuda_is_busy(device: torch.device) -> bool:
 def code_position() -> tuple[str, str]:
     """Return the main thread's place in user code, else outside of torch, and in what it waits for other ranks there, or ""."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame and CALLS in frame.f_code.co_filename and frame.f_back:
+        frame = frame.f_back
     waiting, first = "", frame
     if frame and STORING not in (path := frame.f_code.co_filename):
         waiting = next((what for place, what in WAITING.items() if place in path), "")

@@ -85,17 +85,22 @@ EXAMPLE_RUN = "runs/my-loop"
 BEGINS_ANEW = "run one\nagain to resume: a script that saves nothing begins anew"
 IMAGES = """\
 Images: the first is the kit's, built once from the wheel of Muster that you have installed, or in a clone of Muster by
-`docker build -f docker/Dockerfile --target cpu -t {kit} .`. The second is this project's; compose builds it by itself. Push it to
-where the nodes of Kubernetes pull from, with its full name as `image:` in `k8s/`, and give each build a tag of its own: a node keeps an
-image that it has.
+`docker build -f docker/Dockerfile --target cpu -t {kit} .`. The second is this project's{by_itself}.{push}
 ```
 cp PATH/TO/torch_muster-*.whl docker/ && docker build -f docker/wheel.Dockerfile -t {kit} docker
 docker build -f docker/Dockerfile -t {image} .
 ```
-Data: an image has none, as `.dockerignore` leaves `data/` out, and a container writes to `runs/` and `/tmp` alone. Mount a data set: in
-`docker/compose.yaml` add `"../data:/job/data:ro"` to the volumes of `x-sandbox`, in `k8s/` a volume of your own at `/job/data`.
+Data: an image has none, as `.dockerignore` leaves `data/` out, and a container writes to `runs/` and `/tmp` alone. Mount a data set:
+{mounts}.
 
 """
+PUSH = """ Push it to
+where the nodes of Kubernetes pull from, with its full name as `image:` in `k8s/`, and give each build a tag of its own: a node keeps an
+image that it has."""
+MOUNTS = {
+    "docker": 'in `docker/compose.yaml` add `"../data:/job/data:ro"` to the volumes of `x-sandbox`',
+    "k8s": "in `k8s/` a volume of your own at `/job/data`",
+}
 OPERATOR = """\
 `k8s/` itself needs Kubeflow's Training Operator; `k8s/indexed-job/` needs none, and `k8s/trainjob/` Kubeflow Trainer (both: apply
 `k8s/volume.yaml` and `k8s/network-policy.yaml` first). `k8s/volume.yaml` needs a storage class with ReadWriteMany.
@@ -291,6 +296,13 @@ def quoted(word: str) -> str:
     return word if re.fullmatch(r"[\w.]+=[\w./-]+", word) else json.dumps(word)
 
 
+def images_of(given: Project, substrates: Sequence[str]) -> str:
+    by_itself = "; compose builds it by itself" if "docker" in substrates else ""
+    mounts = ", ".join(said for name, said in MOUNTS.items() if name in substrates)
+    push = PUSH if "k8s" in substrates else ""
+    return IMAGES.format(kit=KIT_IMAGE, image=given.image, by_itself=by_itself, push=push, mounts=mounts)
+
+
 def readme(given: Project, substrates: Sequence[str]) -> str:
     words = shlex.join(given.named)
     script = script_of(given.words)
@@ -305,6 +317,6 @@ def readme(given: Project, substrates: Sequence[str]) -> str:
         local=shlex.join(script.words) if script else f"-m muster {words}",
         again="run one again to resume" if given.example or not script else BEGINS_ANEW,
         rows=rows,
-        images=IMAGES.format(kit=KIT_IMAGE, image=given.image) if has_image(substrates) else "",
+        images=images_of(given, substrates) if has_image(substrates) else "",
         operator=OPERATOR if "k8s" in substrates else "",
     )

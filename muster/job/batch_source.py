@@ -5,7 +5,9 @@ Both resume in the middle of an epoch from the number of steps done alone.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import count, islice
@@ -24,6 +26,7 @@ from torch.utils.data import (
     Subset,
     WeightedRandomSampler,
 )
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from muster.data.fingerprint import fingerprint, hash_of, look
 from muster.data.generators import kept_generators, key_of, seed_generators
@@ -119,6 +122,24 @@ class PlannedSource:
                 yield Portion(each.inputs, each.count, each.total, begins=number == 0, ends=number == last)
 
 
+def is_undivided(batch_sampler: Any) -> bool:
+    """Return whether a DataLoader's `batch_sampler` leaves no samples to other ranks, as far as can be seen."""
+    kinds = (RandomSampler, SequentialSampler, WeightedRandomSampler)
+    return type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in kinds
+
+
+def read_now() -> Any:
+    """Return the batch sampler of a DataLoader that is being read in this process; None if there is none."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]
+    return next((each._index_sampler for each in found if _is_within(each)), None)
+
+
+def _is_within(iterator: _BaseDataLoaderIter) -> bool:
+    with contextlib.suppress(TypeError):  # a stream has no length
+        return iterator._num_yielded < len(iterator)
+    return True
+
+
 class LoaderSource:
     """Batches of a DataLoader, exact after a resume with as many ranks as before.
 
@@ -136,13 +157,15 @@ class LoaderSource:
     @property
     def is_whole(self) -> bool:
         """True if no sampler leaves samples to other ranks, as far as can be seen."""
-        batches = getattr(self.loader, "batch_sampler", None)
-        is_part = isinstance(getattr(self.loader, "dataset", None), Subset)  # perhaps this rank's
-        return (
-            type(batches) is BatchSampler
-            and type(batches.sampler) in (RandomSampler, SequentialSampler, WeightedRandomSampler)
-            and not is_part
-        )
+        return is_undivided(getattr(self.loader, "batch_sampler", None))
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the loader's data set; of a Subset, which may be this rank's part, with its indices."""
+        dataset, parts = self.loader.dataset, list[bytes]()
+        while isinstance(dataset, Subset):
+            parts.append(repr([*dataset.indices]).encode())
+            dataset = dataset.dataset
+        return f"{fingerprint(self.loader.dataset)}:{hash_of(parts)}"
 
     @property
     def sampler(self) -> str:

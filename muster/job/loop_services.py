@@ -24,12 +24,12 @@ from muster.checkpoint.commit import Saved
 from muster.checkpoint.tensor_versions import Changes
 from muster.checkpoint.trained import own_prefix, plain
 from muster.checkpoint.weights import write_weights
-from muster.data.fingerprint import fingerprint, hash_of, look, note_of
+from muster.data.fingerprint import hash_of, look, note_of
 from muster.data.generators import drawn_from, key_of, seed_generators, state_of_generators
 from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted, RankLost, final
 from muster.files import replace_file
 from muster.job import built_options
-from muster.job.batch_source import BatchSource, LoaderSource, moved_on
+from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, moved_on, read_now
 from muster.job.bootstrap import Bootstrap, end_alike
 from muster.job.carried_state import carried
 from muster.job.options import JobOptions, as_yaml, loggers_of, run_options_of
@@ -65,6 +65,11 @@ CARRIED = (
     "{name} goes from batch to batch in a variable of the loop ({line}), which is in no checkpoint: a resume, or the death of a rank, begins it anew, "
     "and other weights may follow; keep it in a buffer of a tracked module, if training reads it"
 )
+OWN_LOADER = (
+    "the loop reads a DataLoader by itself: after a resume, or the death of a rank, it begins with the loader's first batch again, unless your code goes "
+    "on from job.steps_done{more}; give the loader to job.batches(), which goes on with the next batch"
+)
+UNDIVIDED = ", and its {sampler} does not divide the samples among the ranks"
 BUFFERS = (
     "{name} was another on each of the {before} ranks that saved it, and here are {now}: all go on with rank 0's, so what follows from it is not as "
     "in an undisturbed run; resume with {before} ranks if it holds samples of each rank"
@@ -357,6 +362,11 @@ class LoopServices:
         if found := carried(sys._getframe(), {*map(id, self.tracked.parameters())}):
             name, line = found
             self.tell_once(f"carried {name}", CARRIED.format(name=name, line=line))
+        is_tracked = any(hasattr(each, "__iter__") for each in self.tracked.others.values())
+        if self.batch_source is None and not is_tracked and (batches := read_now()) is not None:
+            apart = self.world.size > 1 and is_undivided(batches)
+            more = UNDIVIDED.format(sampler=type(batches.sampler).__name__) if apart else ""
+            self.tell_once("own loader", OWN_LOADER.format(more=more))
 
     def _seed_step(self) -> None:
         if self.bootstrap.seeds_steps:
@@ -532,9 +542,7 @@ class LoopServices:
         """Raise ConfigError for a loader that gives all ranks the same samples. A data set of each rank's own is divided already."""
         if self.world.size == 1 or not isinstance(batch_source, LoaderSource):
             return
-        found = self.world.gather(
-            [batch_source.is_whole, fingerprint(batch_source.loader.dataset) if batch_source.is_whole else ""]
-        )
+        found = self.world.gather([batch_source.is_whole, batch_source.fingerprint() if batch_source.is_whole else ""])
         is_alike = batch_source.is_whole and all(each == found[0] for each in found)
         told = (
             {"sampler": batch_source.sampler, "ranks": self.world.size, "line": batch_source.line(self.world.size)}

@@ -290,7 +290,7 @@ def test_a_dataloader_of_ones_own_resumes_in_the_middle_of_an_epoch(place, ranks
 ALIKE = """
 import os, torch, muster
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset, WeightedRandomSampler, random_split
 
 class Stream(IterableDataset):
     def __len__(self):
@@ -308,8 +308,12 @@ def main(job):
         "weighted": lambda: DataLoader(data, batch_sampler=weighted),
         "of-each-rank": lambda: DataLoader(TensorDataset(data.tensors[0] + job.rank), 5, shuffle=True),
         "stream": lambda: DataLoader(Stream(), 5),
+        "subset": lambda: DataLoader(random_split(data, [30, 10], torch.Generator().manual_seed(0))[0], 5, shuffle=True),
+        "parts": lambda: DataLoader(Subset(data, range(job.rank, 40, 2)), 5, shuffle=True),
+        "own": lambda: DataLoader(data, 5, shuffle=True),
+        "divided": lambda: DataLoader(data, 5, sampler=DistributedSampler(data)),
     }[os.environ["FORM"]]()
-    for _ in job.batches(loader, max_steps=2):
+    for _ in loader if os.environ["FORM"] in ("own", "divided") else job.batches(loader, max_steps=2):
         job.step()
 muster.Job("run", tensorboard=False).run(main)
 """
@@ -324,9 +328,14 @@ def test_a_loader_that_gives_all_ranks_the_same_samples_is_refused_or_noted(plac
     [said] = alike("weighted").said
     assert "WeightedRandomSampler does not divide the samples" in said
     assert "write job.batches(dataset, batch_size=10, weights=sampler.weights, ...)" in said
-    assert not alike("of-each-rank").events("note")
+    [said] = alike("subset").said
+    assert "RandomSampler does not divide the samples" in said
+    assert not alike("of-each-rank").events("note") and not alike("parts").events("note")
     [note] = alike("stream").events("note")
     assert "the first batch of the loader is the same on all 2 ranks" in note["text"]
+    for form, more in (("own", ", and its RandomSampler does not divide the samples among the ranks"), ("divided", "")):
+        [note] = alike(form).events("note")
+        assert "the loop reads a DataLoader by itself" in note["text"] and f"job.steps_done{more}; give" in note["text"]
 
 
 APART = """

@@ -295,7 +295,7 @@ def test_optimizers_with_a_state_of_each_rank_are_refused_at_the_first_save(tmp_
 @pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_leaves_the_loop_alone_is_told_in_one_line(tmp_path, rank):
-    """Early stopping by a loss of a rank's own: the other ranks wait in the next step's sum."""
+    """Early stopping by a loss of a rank's own: the other ranks wait in the next step's broadcast of buffers."""
     result = trained(tmp_path / "job", 2, FORM=f"leaves-{rank}", script="odd", code=1)
     assert result.outcome["exit_code"] == 2 and not result.events("survived"), result.out
     said = [line for line in result.said if "the loop has ended after step 7 on rank" in line]

@@ -18,11 +18,12 @@ FORM = os.environ["FORM"]
 
 class Net(nn.Module):
     """zeroed: a layer takes part in even steps only. extra: the forward pass counts, in an extra state; unsaved: in a buffer that
-    the first one makes, and that is in no state dict; taught: a layer that is not trained follows by .data."""
+    the first one makes, and that is in no state dict; taught: a layer that is not trained follows by .data; leaves: its forward pass broadcasts statistics."""
 
     def __init__(self, job):
         super().__init__()
         self.net, self.now_and_then, self.job = nn.Linear(8, 2), nn.Linear(8, 2), job
+        self.norm = nn.BatchNorm1d(8) if FORM.startswith("leaves") else nn.Identity()
         self.scale = 1.0
         if FORM == "unsaved":
             del self.scale
@@ -38,7 +39,7 @@ class Net(nn.Module):
         if FORM == "taught" and self.training:
             for own, other in zip(self.now_and_then.parameters(), self.net.parameters(), strict=True):
                 own.data.mul_(0.9).add_(other.data, alpha=0.1)
-        found = self.net(x) * self.scale
+        found = self.net(self.norm(x)) * self.scale
         return found if FORM == "zeroed" and self.job.steps_done % 2 else found + self.now_and_then(x)
 
 
