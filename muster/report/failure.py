@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
-
 from muster import outcome
 from muster.report.history import History
 
@@ -32,18 +30,3 @@ def resumes(history: History) -> str:
     saves = history.of_event("checkpoint")
     point = f"the checkpoint of step {saves[-1]['step']}" if saves else "the beginning: there is no checkpoint"
     return f"The same command resumes the run from {point}{': ' if command(history) else '.'}"
-
-
-def shown(history: History) -> list[str]:
-    """Return the failure's HTML; empty without one."""
-    if not has_failed(history):
-        return []
-    again = command(history)
-    trace = history.outcome.get("traceback")
-    return [
-        f'<p class="cause">{escape(str(history.outcome.get("error") or "no cause is recorded"))}</p>',
-        f"<p>{escape(where(history))}, exit code {escape(str(history.outcome.get('exit_code', '?')))}. "
-        f"{escape(resumes(history))}</p>",
-        f'<pre class="command">{escape(again)}</pre>' if again else "",
-        f"<details><summary>Traceback</summary><pre>{escape(str(trace))}</pre></details>" if trace else "",
-    ]

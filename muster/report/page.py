@@ -11,11 +11,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
-from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 import yaml
@@ -27,6 +25,10 @@ from muster.report import failure, figures
 from muster.report.figures import Figure, duration
 from muster.report.history import History, differing, ranked
 from muster.report.results import Result, metric_of
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from markupsafe import Markup
 
 NAME = "report.html"
 LAST = 200
@@ -40,18 +42,22 @@ def write_report(folder: Path) -> Path:
 
 def write_page(histories: Sequence[History], path: Path) -> Path:
     """Raises OSError, StorageError."""
-    page = Page()
-    if len(histories) == 1:
-        title = f"Run {histories[0].name}"
-        body = one(histories[0], page, links(histories[0], path.parent))
-    else:
-        title = f"{len(histories)} runs"
-        body = compared(ranked(histories), page, path.parent)
-    text = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8")).substitute(
-        title=escape(title), body="\n".join(body), figures=_json(page.figures), script=plotly()
-    )
+    is_one = len(histories) == 1
+    title = f"Run {histories[0].name}" if is_one else f"{len(histories)} runs"
+    values = one(histories[0], path.parent) if is_one else compared(ranked(histories), path.parent)
+    text = template().render(title=title, page=Page(), script=plotly(), **values)
     replace_file(path, lambda draft: draft.write_text(text, encoding="utf-8"))
     return path
+
+
+@cache
+def template() -> Template:
+    """Return the page's template, which escapes every value."""
+    from jinja2 import Environment  # here: a run needs it at its end only
+
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals.update(failure=failure, figures=figures, is_number=is_number, as_yaml=as_yaml)
+    return environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
 @cache
@@ -79,16 +85,28 @@ FILES = (
 )
 
 
-def links(history: History, start: Path) -> str:
-    """Return HTML links to a run's files and logs, relative to the page's folder `start`."""
+class Link(NamedTuple):
+    href: str
+    words: str
+
+
+class Plot(NamedTuple):
+    """A figure's place on the page. span: of 12 columns. steps: whether its x axis is steps."""
+
+    number: int
+    title: str
+    span: int
+    steps: bool
+
+
+def links(history: History, start: Path) -> list[Link]:
+    """Return links to a run's files and logs, relative to the page's folder `start`."""
     there = [_link(history.folder / name, start, name) for name in FILES if (history.folder / name).exists()]
-    there += [_link(log, start, log.name) for log in history.logs if log.is_file()]
-    return f'<p class="dim">{" · ".join(there)}</p>'
+    return there + [_link(log, start, log.name) for log in history.logs if log.is_file()]
 
 
-def _link(path: Path, start: Path, words: str) -> str:
-    target = quote(Path(os.path.relpath(path.absolute(), start.absolute())).as_posix())
-    return f'<a href="{escape(target)}">{escape(words)}</a>'
+def _link(path: Path, start: Path, words: str) -> Link:
+    return Link(quote(Path(os.path.relpath(path.absolute(), start.absolute())).as_posix()), words)
 
 
 class Page:
@@ -97,19 +115,23 @@ class Page:
     def __init__(self) -> None:
         self.figures: list[Figure] = []
 
-    def plots(self, wanted: Iterable[Figure | None]) -> str:
-        """Add figures, and return their HTML."""
+    def plots(self, wanted: Iterable[Figure | None]) -> list[Plot]:
+        """Add figures, and return their places."""
         known = [figure for figure in wanted if figure]
         narrow = iter(spans(sum(not figure.get("wide") for figure in known)))
-        each = [self._plot(figure, 12 if figure.get("wide") else next(narrow)) for figure in known]
-        return f'<div class="plots">{"".join(each)}</div>'
+        self.figures += known
+        first = len(self.figures) - len(known)
+        return [
+            Plot(number, figure["title"], 12 if figure.get("wide") else next(narrow), bool(figure.get("steps")))
+            for number, figure in enumerate(known, first)
+        ]
 
-    def _plot(self, figure: Figure, span: int) -> str:
-        number = len(self.figures)
-        self.figures.append(figure)
-        log = f'<button data-log="{number}"></button>' if figure.get("steps") else ""
-        title = escape(figure["title"])
-        return f'<figure class="span{span}"><figcaption>{title}{log}</figcaption><div id="plot{number}"></div></figure>'
+    def json(self) -> Markup:
+        """Return the figures for a script element, which `</` could end."""
+        from markupsafe import Markup
+
+        text = json.dumps(self.figures, allow_nan=False, separators=(",", ":"))
+        return Markup(text.replace("</", "<\\/"))
 
 
 def spans(number: int) -> list[int]:
@@ -118,8 +140,8 @@ def spans(number: int) -> list[int]:
     return [12] if number == 1 else [4] * (number - 2 * pairs) + [6] * (2 * pairs)
 
 
-def one(history: History, page: Page, files: str = "") -> list[str]:
-    """Return the body about one run. `files`: HTML of links to its files."""
+def one(history: History, start: Path) -> dict[str, Any]:
+    """Return the template's values for one run. start: the page's folder."""
     facts = {
         "steps": f"{history.step:,}" + (f" of {history.total_steps:,}" if history.total_steps else ""),
         "duration": duration(history.seconds),
@@ -142,44 +164,29 @@ def one(history: History, page: Page, files: str = "") -> list[str]:
         if saves
         else "none"
     )
-    return [
-        f'<h1>{escape(history.name)} <span class="state {_class(history)}">{escape(history.state.replace("_", " "))}</span></h1>',
-        f'<p class="dim">{escape(_when(history))}</p>',
-        files,
-        *failure.shown(history),
-        _facts(facts),
-        CURVES,
-        page.plots(figures.curves([history])),
-        _marks(figures.marks(history)),
-        "<h2>Time</h2>",
-        page.plots([figures.where_time_went([history]), figures.ranks(history), figures.checkpoints(history)]),
-        _table(
-            ("", "seconds", "share", "what it is"),
-            [
-                (part, f"{seconds:.1f}", _percent(seconds / history.seconds), MEANINGS[part])
-                for part, seconds in history.spent.items()
-                if history.seconds and seconds > 0.0005 * history.seconds
-            ],
-        ),
-        "<h2>What is kept, and what was seen</h2>",
-        _table(
-            (),
-            [
-                ("checkpoints", saved),
-                ("samples", ("" if fits is None else "✓ " if fits else "✗ ") + ledger),
-                *((f"best {line}", str(value)) for line, value in _best(history).items()),
-            ],
-        ),
-        "<h2>What happened</h2>",
-        _events(history),
-        "<details><summary>Environment</summary>",
-        _table((), sorted((str(name), str(value)) for name, value in _environment(history).items())),
-        "</details><details><summary>Configuration</summary>",
-        f"<pre>{escape(yaml.safe_dump(history.config, sort_keys=False))}</pre></details>",
-    ]
+    told = [line for line in history.events if line["event"] != "checkpoint"]
+    return {
+        "history": history,
+        "when": _when(history),
+        "links": links(history, start),
+        "facts": facts,
+        "marks": figures.marks(history),
+        "times": [
+            (part, f"{seconds:.1f}", _percent(seconds / history.seconds), MEANINGS[part])
+            for part, seconds in history.spent.items()
+            if history.seconds and seconds > 0.0005 * history.seconds
+        ],
+        "kept": [
+            ("checkpoints", saved),
+            ("samples", ("" if fits is None else "✓ " if fits else "✗ ") + ledger),
+            *((f"best {line}", str(value)) for line, value in _best(history).items()),
+        ],
+        "events": [_event(line) for line in told[-LAST:]],
+        "more_events": len(told) - LAST,
+        "environment": sorted((str(name), str(value)) for name, value in _environment(history).items()),
+    }
 
 
-CURVES = '<h2>Curves <button id="over"></button> <button id="smooth"></button></h2>'
 MEANINGS = {
     "steps": "training steps that count, with the waits of ranks for each other",
     "down": "between the end of an attempt and the start of the next process",
@@ -205,27 +212,16 @@ def _memory(history: History) -> dict[str, str]:
     return peaks | ({"GPU": str(environment["gpu"])} if environment.get("gpu") else {})
 
 
-def _marks(marks: Sequence[dict[str, Any]]) -> str:
-    """Explain the numbers above the curves' dotted lines."""
-    told = " · ".join(f"<b>{n}</b> {escape(mark['what'])} (step {mark['step']:,})" for n, mark in enumerate(marks, 1))
-    return f'<p class="dim">{told}</p>' if marks else ""
-
-
-def _class(history: History) -> str:
-    return "bad" if failure.has_failed(history) else escape(history.state)
-
-
-def compared(histories: Sequence[History], page: Page, start: Path) -> list[str]:
-    """Return the body about several runs, best first. `start`: the page's folder."""
+def compared(histories: Sequence[History], start: Path) -> dict[str, Any]:
+    """Return the template's values for several runs, best first. start: the page's folder."""
     differs, found = differing(list(histories)), [Result.of(history.folder, history.lines) for history in histories]
     key = metric_of(found)
     values = list(dict.fromkeys(name for result in found for name in result.values))
-    head = ("run", "", *differs, "step", *values, "samples/s", "duration", "goodput")
     rows = [
         (
             _named(history, start),
-            escape(history.state.replace("_", " ")),
-            *(escape(str(column[number])) if history.config else "" for column in differs.values()),
+            history.state.replace("_", " "),
+            *(str(column[number]) if history.config else "" for column in differs.values()),
             f"{history.step:,}",
             *(
                 f"{found[number].value(name):.4g}" if math.isfinite(found[number].value(name)) else ""
@@ -237,47 +233,24 @@ def compared(histories: Sequence[History], page: Page, start: Path) -> list[str]
         )
         for number, history in enumerate(histories)
     ]
-    is_known = math.isfinite(found[0].value(key))
     which = f"best {key} {'that checkpoint.best kept' if found[0].metric == key else 'of a last evaluation'}"
-    return [
-        f"<h1>{len(histories)} runs</h1>",
-        f'<p class="dim">The {escape(which)} comes first.</p>' if is_known else "",
-        _table(head, rows, best=is_known, escaped=True),
-        *(
-            f"<p><b>{escape(history.name)}</b>: {escape(str(history.outcome.get('error')))}</p>"
-            for history in histories
-            if failure.has_failed(history)
-        ),
-        page.plots([figures.parallel(histories)]),
-        CURVES,
-        page.plots(figures.curves(histories)),
-        "<h2>Time</h2>",
-        page.plots([figures.where_time_went(histories)]),
-        "<details><summary>Configurations</summary>",
-        *(
-            f"<h3>{escape(h.name)}</h3><pre>{escape(yaml.safe_dump(h.config, sort_keys=False))}</pre>"
-            for h in histories
-        ),
-        "</details>",
-    ]
+    return {
+        "histories": histories,
+        "head": ("run", "", *differs, "step", *values, "samples/s", "duration", "goodput"),
+        "rows": rows,
+        "which": which if math.isfinite(found[0].value(key)) else "",
+    }
 
 
-def _named(history: History, start: Path) -> str:
+def _named(history: History, start: Path) -> Link | str:
     there = (history.folder / NAME).exists()
-    return _link(history.folder / NAME, start, history.name) if there else escape(history.name)
+    return _link(history.folder / NAME, start, history.name) if there else history.name
 
 
-def _events(history: History) -> str:
-    told = [line for line in history.events if line["event"] != "checkpoint"]
-    rows = [
-        (
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"])) if "time" in line else "",
-            line["event"],
-            ", ".join(f"{name} {value}" for name, value in line.items() if name not in ("kind", "event", "time")),
-        )
-        for line in told[-LAST:]
-    ]
-    return _table((), rows) + (f'<p class="dim">and {len(told) - LAST} before</p>' if len(told) > LAST else "")
+def _event(line: dict[str, Any]) -> tuple[str, str, str]:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"])) if "time" in line else ""
+    known = (f"{name} {value}" for name, value in line.items() if name not in ("kind", "event", "time"))
+    return when, line["event"], ", ".join(known)
 
 
 def _environment(history: History) -> dict[str, Any]:
@@ -331,26 +304,12 @@ def _percent(share: float | None) -> str:
     return "?" if share is None else f"{100 * share:.1f} %"
 
 
-def _facts(facts: dict[str, str]) -> str:
-    return f'<div class="facts">{"".join(f"<div><span>{escape(name)}</span><b>{escape(value)}</b></div>" for name, value in facts.items())}</div>'
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, best: bool = False, escaped: bool = False) -> str:
-    """`best`: mark the first row. `escaped`: the cells are HTML already."""
-    top = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>" if head else ""
-    body = "".join(
-        f"<tr{' class=best' if best and not number else ''}>"
-        f"{''.join(_cell(cell if escaped else escape(cell)) for cell in row)}</tr>"
-        for number, row in enumerate(rows)
+def is_number(cell: Any) -> bool:
+    return (
+        isinstance(cell, str)
+        and cell.replace(",", "").replace(".", "", 1).replace(" %", "").removeprefix("-").isdigit()
     )
-    return f'<div class="scroll"><table>{top}{body}</table></div>'
 
 
-def _cell(html: str) -> str:
-    number = html.replace(",", "").replace(".", "", 1).replace(" %", "").removeprefix("-").isdigit()
-    return f"<td{' class=n' if number else ''}>{html}</td>"
-
-
-def _json(value: Any) -> str:
-    """For a script element, which `</` could end."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
+def as_yaml(config: Any) -> str:
+    return str(yaml.safe_dump(config, sort_keys=False))
