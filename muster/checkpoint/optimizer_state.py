@@ -1,8 +1,8 @@
-"""The state of optimizers, as it is read from checkpoints and loaded."""
+"""The state of optimizers under flat names, PREFIX/PARAMETER/KEY, and as it is read from checkpoints and loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,46 @@ from muster.checkpoint.trained import SavedTensor
 
 STEP = "step"
 """Key of torch's count of steps of a parameter."""
+
+
+def flat_state(optimizer: Optimizer, names: Mapping[Any, str], prefix: str) -> dict[str, Any]:
+    """Return `prefix/PARAMETER/KEY` for the state of each parameter that has a name in `names`."""
+    return {
+        f"{prefix}/{names[parameter]}/{key}": value
+        for parameter, values in optimizer.state.items()
+        if parameter in names
+        for key, value in values.items()
+    }
+
+
+def empty_states(
+    saved: Mapping[str, SavedTensor], parameters: Mapping[str, Tensor], prefix: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the `saved` names below `prefix` that are of the state of one of the `parameters`, and tensors to read them into."""
+    for name, facts in saved.items():
+        kind, _, rest = name.partition("/")
+        parameter, _, key = rest.rpartition("/")
+        if kind == prefix and parameter in parameters:
+            yield name, empty_state(key, facts, parameters[parameter])
+
+
+def nested_state(
+    values: Mapping[str, Any], names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the state dict of an optimizer with these `groups`, and in each the parameters of these `names`.
+
+    values: PARAMETER/KEY -> value; those of parameters that are not in `names` are left out: another rank holds them.
+    """
+    index = {name: number for number, name in enumerate(name for of_group in names for name in of_group)}
+    state: dict[Any, dict[str, Any]] = {}
+    for path, value in values.items():
+        name, _, key = path.rpartition("/")
+        if name in index:
+            state.setdefault(index[name], {})[key] = value
+    numbered = [
+        {**group, "params": [index[name] for name in of_group]} for group, of_group in zip(groups, names, strict=True)
+    ]
+    return {"state": state, "param_groups": numbered}
 
 
 def empty_state(key: str, facts: SavedTensor, parameter: Tensor) -> Tensor:

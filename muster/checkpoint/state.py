@@ -226,6 +226,17 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.itemsize == 2 else None).isfinite())
 
 
+def is_plain(value: Any) -> bool:
+    """Return whether torch.load reads `value` with `weights_only=True`, once it is saved."""
+    blob = io.BytesIO()
+    try:
+        torch.save(value, blob)
+        torch.load(io.BytesIO(blob.getvalue()), weights_only=True)
+    except Exception:
+        return False
+    return True
+
+
 def as_bytes(tensor: Tensor) -> Any:
     """Return the elements of a tensor in host memory as a buffer, in row-major order."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy() if tensor.numel() else b""

@@ -9,7 +9,6 @@ any other object is one value: stored once if it is equal on all ranks, else by 
 from __future__ import annotations
 
 import gc
-import io
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils import _pytree as pytree
 
-from muster.checkpoint.optimizer_state import empty_state, keep_types
-from muster.checkpoint.state import host_copy, is_finite
+from muster.checkpoint.optimizer_state import empty_state, empty_states, flat_state, keep_types, nested_state
+from muster.checkpoint.state import host_copy, is_finite, is_plain
 from muster.checkpoint.trained import COMPILED, SavedTensor, own_prefix, plain
 from muster.data.fingerprint import hash_of, look
 from muster.errors import ConfigError
@@ -411,11 +410,7 @@ class Tracked:
             raise ConfigError(
                 f"{name} keeps state by {type(strange).__name__}, which no checkpoint can name: keep it by parameter"
             )
-        flat = {
-            f"{name}/{self._names[parameter]}/{key}": value
-            for parameter, values in optimizer.state.items()
-            for key, value in values.items()
-        }
+        flat = flat_state(optimizer, self._names, name)
         return {**flat, f"{name}/{GROUPS}": [{**group, "params": names} for group, names in self._groups(optimizer)]}
 
     def _groups(self, optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], list[str]]]:
@@ -441,13 +436,11 @@ class Tracked:
 
     def _optimizer_targets(self, saved: Mapping[str, SavedTensor]) -> Iterator[tuple[str, Tensor]]:
         parameters = self.named
-        for name, facts in saved.items():
-            kind, _, rest = name.partition("/")
-            parameter = parameters.get(rest.rpartition("/")[0])
-            if kind in self.optimizers and parameter is not None:
-                yield name, empty_state(rest.rpartition("/")[2], facts, parameter)
-            if kind == GRADIENTS and rest in parameters:
-                yield name, empty_state("", facts, parameters[rest])
+        for each in self.optimizers:
+            yield from empty_states(saved, parameters, each)
+        for name, facts in below(saved, GRADIENTS).items():
+            if name in parameters:
+                yield f"{GRADIENTS}/{name}", empty_state("", facts, parameters[name])
 
     def _load_optimizer(self, name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         saved = state[GROUPS]
@@ -455,15 +448,9 @@ class Tracked:
         groups = [names for _, names in self._groups(optimizer)]
         if [group["params"] for group in saved] != groups:
             raise ValueError(f"{name} had other parameters, or in other groups")
-        number = {each: index for index, each in enumerate(each for names in groups for each in names)}
-        values: dict[int, dict[str, Any]] = {}
-        for key, value in state.items():
-            if key != GROUPS:
-                parameter, _, what = key.rpartition("/")
-                values.setdefault(number[parameter], {})[what] = value
-        numbered = [{**group, "params": [number[each] for each in group["params"]]} for group in saved]
-        optimizer.load_state_dict({"state": values, "param_groups": numbered})
-        keep_types(optimizer, values)
+        nested = nested_state({key: value for key, value in state.items() if key != GROUPS}, groups, saved)
+        optimizer.load_state_dict(nested)
+        keep_types(optimizer, nested["state"])
 
     def _add_groups(self, optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
         """Add the saved state's further groups, for a loop that adds groups in its course."""
@@ -533,15 +520,11 @@ def _check_plain(name: str, state: Any) -> None:
     """Raise ConfigError for a state that torch.load does not read with `weights_only=True`."""
     if any(in_pieces(leaf) for leaf in pytree.tree_leaves(state)):
         raise ConfigError(f"{name} holds DTensors outside of a module and an optimizer: track those")
-    blob = io.BytesIO()
-    try:
-        torch.save(state, blob)
-        torch.load(io.BytesIO(blob.getvalue()), weights_only=True)
-    except Exception:
+    if not is_plain(state):
         raise ConfigError(
             f"the state of {name} has what torch.load reads with weights_only=False alone: give tensors, "
             "numbers and texts, in lists and dicts"
-        ) from None
+        )
 
 
 def _shape(value: Any) -> list[int] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Set
 from functools import partial
 from typing import Any
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from muster.checkpoint.optimizer_state import empty_state, keep_types
+from muster.checkpoint.optimizer_state import empty_states, flat_state, keep_types, nested_state
+from muster.checkpoint.state import is_plain
 from muster.checkpoint.trained import SavedTensor
 from muster.errors import ConfigError
 
@@ -29,17 +29,11 @@ def of_model(weights: Mapping[str, Any]) -> dict[str, Any]:
 def check_plain(weights: Mapping[str, Any]) -> None:
     """Raise ConfigError for extra state of a module that cannot be loaded with `weights_only=True`."""
     for name, value in weights.items():
-        if isinstance(value, Tensor) or callable(value):
-            continue
-        blob = io.BytesIO()
-        try:
-            torch.save(value, blob)
-            torch.load(io.BytesIO(blob.getvalue()), weights_only=True)
-        except Exception:
+        if not (isinstance(value, Tensor) or callable(value) or is_plain(value)):
             raise ConfigError(
                 f"{name.removesuffix('_extra_state')}get_extra_state gives a {type(value).__name__} that torch.load reads with "
                 "weights_only=False alone: give tensors, numbers and texts, in lists and dicts"
-            ) from None
+            )
 
 
 def refuse_extra_state(model: nn.Module, strategy: str) -> None:
@@ -67,12 +61,7 @@ def of_optimizer(
     Raises ConfigError: the optimizer has state that belongs neither to a parameter nor to a name.
     """
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
-    flat: dict[str, Any] = {
-        f"optimizer/{names[parameter]}/{key}": value
-        for parameter, values in optimizer.state.items()
-        if parameter in names
-        for key, value in values.items()
-    }
+    flat = flat_state(optimizer, names, "optimizer")
     if others := {key: value for key, value in optimizer.state.items() if key not in names}:
         if strange := next((key for key in others if not isinstance(key, str)), None):
             raise ConfigError(
@@ -106,13 +95,7 @@ def targets(
         if size != saved[name].size:
             both = f"{list(saved[name].size)} in the checkpoint and {list(size)} in this model"
             raise ConfigError(f"the checkpoint does not fit this model: {name[6:]} is {both}; give the same model")
-    parameters = dict(model.named_parameters())
-    for name, facts in saved.items():
-        kind, _, rest = name.partition("/")
-        parameter = parameters.get(rest.rpartition("/")[0]) if kind == "optimizer" else None
-        if parameter is not None:
-            here[name] = empty_state(rest.rpartition("/")[2], facts, parameter)
-    return here
+    return here | dict(empty_states(saved, dict(model.named_parameters()), "optimizer"))
 
 
 def load(
@@ -184,19 +167,13 @@ def _nested(
     state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """The optimizer's state dict, with torch's parameter indices: consecutive over all `groups` in order."""
-    params = groups_of(optimizer, model)
-    index = {name: number for number, name in enumerate(name for group in params for name in group)}
-    values: dict[int | str, Any] = {}
+    values = {
+        name.removeprefix("optimizer/"): value
+        for name, value in state.items()
+        if name.startswith("optimizer/") and name not in (GROUPS, OTHERS)
+    }
+    nested = nested_state(values, groups_of(optimizer, model), groups)
     for key, (value, device) in state.get(OTHERS, {}).items():
         near = next(model.parameters()).device if device != "cpu" else torch.device("cpu")
-        values[key] = tree_map_only(Tensor, partial(torch.Tensor.to, device=near), value)
-    for key, value in state.items():
-        if key.startswith("optimizer/") and key not in (GROUPS, OTHERS):
-            name, _, what = key.removeprefix("optimizer/").rpartition("/")
-            if name in index:  # otherwise another rank holds it
-                values.setdefault(index[name], {})[what] = value
-    numbered = [[index[name] for name in group] for group in params]
-    return {
-        "state": values,
-        "param_groups": [{**group, "params": numbers} for group, numbers in zip(groups, numbered, strict=True)],
-    }
+        nested["state"][key] = tree_map_only(Tensor, partial(torch.Tensor.to, device=near), value)
+    return nested
