@@ -566,12 +566,12 @@ class LoopServices:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Do not journal the modules' buffers as this rank's own in this context: an evaluation uses rank 0's."""
-        self.is_evaluating = True
+        self.is_evaluating, are_own = True, not (self.is_within and self.trainee.are_changed())
         try:
             yield
         finally:
             self.is_evaluating = False
-            if not self.is_within:  # a body may evaluate with other weights, and put its own back
+            if are_own:  # else a body has put in others, and puts its own back
                 self.trainee.note_buffers()
 
     def see_batch(self, batch: Any) -> None:

@@ -189,7 +189,7 @@ class JobTrainee(Trainee):
         if not self.is_followed:
             return
         is_seen = bool(self.changes.changed())
-        if self._has_buffers and not self.journal.changes_late and self._are_changed():
+        if self._has_buffers and not self.journal.changes_late and self.are_changed():
             self._see_late_change()
         self.running.records.end_body()
         self._note()
@@ -215,7 +215,7 @@ class JobTrainee(Trainee):
 
     def note_buffers(self) -> None:
         """Note this rank's own buffers if they have changed, unless an evaluation uses rank 0's."""
-        if self.is_followed and not self._services.is_evaluating and self._are_changed():
+        if self.is_followed and not self._services.is_evaluating and self.are_changed():
             self._write(self._whole + 1, {})
 
     def _see_late_change(self) -> None:
@@ -224,7 +224,8 @@ class JobTrainee(Trainee):
         if noted is None or any(_differ(each, noted[1].get(name)) for name, each in self._tracked.buffers().items()):
             self.journal.note_late_change()
 
-    def _are_changed(self) -> bool:
+    def are_changed(self) -> bool:
+        """Return whether buffers have been changed or replaced since they were noted."""
         return [*map(place, self._tracked.buffers().values())] != self.noted
 
     def _write(self, number: int, facts: dict[str, Any]) -> None:

@@ -686,7 +686,7 @@ def handed_on_by_one_that_dies():
         if len(seen) == 1:
             raise DistBackendError("rank 0 dies")
 
-    trainee = SimpleNamespace(world=here, targets=lambda saved: {}, take_over=take_over)
+    trainee = SimpleNamespace(world=here, targets=lambda saved: {}, take_over=take_over, unsure=[])
     assert kept.furthest(here) == 0
     with pytest.raises(DistBackendError):
         kept.hand_on(trainee)
