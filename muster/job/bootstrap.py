@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import signal
 import socket
@@ -131,9 +132,10 @@ class Bootstrap:
         if self.life.has_parted:
             return True
         if self.life.exit_code:
-            self._ignore_signals()
+            _ignore_signals()
             forget_frames(error)  # they may hold a DataLoader, for whose workers Python would wait at its exit for ever
             raise SystemExit(self.life.exit_code) from error
+        atexit.register(_ignore_signals)  # a script that is done is not stopped
         if self._before:
             self.preemption.uninstall()
         for number, handler in self._before.items():
@@ -163,11 +165,6 @@ class Bootstrap:
             before: dict[int, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
             self.preemption.install()
             self._before = before
-
-    def _ignore_signals(self) -> None:
-        """A launcher's signal during interpreter teardown would hide the exit code."""
-        with contextlib.suppress(ValueError):
-            ignore(*STOP_SIGNALS)
 
 
 LEAVE_ALIKE = "all ranks must leave the loop after the same step"
@@ -203,3 +200,9 @@ def end_alike(world: World, heartbeat: Heartbeat, step: int) -> None:
             raise ConfigError(
                 f"the loop has ended after step {end} on rank {rank}, and after step {ends[0]} on rank 0: {LEAVE_ALIKE}"
             )
+
+
+def _ignore_signals() -> None:
+    """A launcher's signal during interpreter teardown would hide the exit code."""
+    with contextlib.suppress(ValueError):
+        ignore(*STOP_SIGNALS)

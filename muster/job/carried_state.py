@@ -1,4 +1,4 @@
-"""Tensors that a variable of a user's loop carries from one batch to the next, as a hidden state: they are in no checkpoint.
+"""What a variable of a user's loop carries from one batch to the next and no checkpoint has: a hidden state, or a best value.
 
 A name is carried if the loop's body may read it before it assigns it. Only the source and the values of such names are
 looked at, once: nothing is attached to the user's objects.
@@ -23,20 +23,22 @@ Loop = ast.For | ast.While
 BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
-def carried(frame: FrameType | None, tracked: Collection[int]) -> tuple[str, SourceLine] | None:
-    """Return a variable of a loop around `frame` that carries a tensor of several elements, and the loop's line; None if there is none.
+def carried(frame: FrameType | None, tracked: Collection[int]) -> Iterator[tuple[str, SourceLine, bool]]:
+    """Yield variables of loops around `frame` that carry something, the loop's line, and whether that is a tensor of several elements.
 
-    It looks at the innermost loop of each calling function whose source is available.
+    Else it is a number that the loop compares, and does not count up, as a best accuracy. It looks at the innermost loop of each
+    calling function whose source is available.
     frame: the frame that asks for the next batch, or one that it has called. tracked: ids of tensors to ignore.
     """
     while frame:
         if is_own(frame.f_code.co_filename) and (found := _loop(frame)):
             loop, line = found
+            compared = _compared(loop)
             for name, value in _values(frame, _names(loop)).items():
-                if _is_state(value, tracked):
-                    return name, SourceLine(frame.f_code.co_filename, line)
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if (is_state := _is_state(value, tracked)) or (is_number and name in compared):
+                    yield name, SourceLine(frame.f_code.co_filename, line), is_state
         frame = frame.f_back
-    return None
 
 
 def _loop(frame: FrameType) -> tuple[Loop, int] | None:
@@ -64,6 +66,22 @@ def _names(loop: Loop) -> list[str]:
     ahead = {*_assigned([each for part in loop.body for each in ast.walk(part) if _is_read_ahead(each)])}
     assigned = {*_assigned(loop.body)} - ahead
     return [*dict.fromkeys(name for name in read if name in assigned)]
+
+
+def _compared(loop: Loop) -> set[str]:
+    """Return the names that the body of `loop` compares by themselves, also by `max` and `min`, and does not add to in place."""
+    parts = [part for statement in loop.body for part in ast.walk(statement)]
+    found, counted = set[str](), set[str]()
+    for part in parts:
+        operands: list[ast.expr] = []
+        if isinstance(part, ast.Compare):
+            operands = [part.left, *part.comparators]
+        elif isinstance(part, ast.Call) and getattr(part.func, "id", "") in ("max", "min"):
+            operands = part.args
+        elif isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
+            counted.add(part.target.id)
+        found |= {each.id for each in operands if isinstance(each, ast.Name)}
+    return found - counted
 
 
 def _is_read_ahead(node: ast.AST) -> bool:

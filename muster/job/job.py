@@ -18,7 +18,7 @@ from muster.data.fetch import unsplit
 from muster.data.generators import key_of, seed_generators
 from muster.data.loader import LoaderConfig
 from muster.errors import ConfigError, Diverged, MusterError
-from muster.job.batch_source import BatchSource, PlannedSource, Portion, batch_source, counted
+from muster.job.batch_source import BatchSource, PlannedSource, Portion, batch_source, counted, is_loader
 from muster.job.bootstrap import Bootstrap
 from muster.job.evaluation import Measure, evaluate
 from muster.job.in_process_restart import run
@@ -84,8 +84,12 @@ class Job(JobOptions):
             self._services.settle()
         if error is None or _is_done(error):
             services = self._opened("the end of the `with` block")
-            stop = self._stop_of(services)
-            services.end_stopped(stop) if stop else services.end_done()
+            if stop := self._stop_of(services):
+                services.end_stopped(stop)
+            elif services.is_untrained:
+                services.end_untrained()
+            else:
+                services.end_done()
             return None
         if isinstance(error, SystemExit) and self._services and self._services.save_as_asked():
             self._services.settle()
@@ -302,6 +306,8 @@ class Job(JobOptions):
         """
         services = self._between_steps("evaluate()")
         services.tracked.accumulation.refuse("evaluate()")
+        if not is_loader(dataset):  # which is refused
+            services.refuse_other_samples(dataset)
 
         def measured() -> dict[str, float] | None:
             with services.evaluating():
@@ -381,9 +387,9 @@ class Job(JobOptions):
 
     @property
     def ends_epoch(self) -> bool:
-        """True after the `step` of the last batch of an epoch of `batches`."""
-        made, is_done = self._tracked("ends_epoch").batch_source, self.ends_step and not self._is_owed
-        return bool(made and is_done and self.steps_done and self.steps_done % made.steps_per_epoch == 0)
+        """True for the last batch of an epoch of `batches`, before and after its `step`."""
+        made, done = self._tracked("ends_epoch").batch_source, self.steps_done + self._is_owed
+        return bool(made and self.ends_step and done and done % made.steps_per_epoch == 0)
 
     @property
     def ends_step(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -24,12 +25,12 @@ from muster.checkpoint.commit import Saved
 from muster.checkpoint.tensor_versions import Changes
 from muster.checkpoint.trained import own_prefix, plain
 from muster.checkpoint.weights import write_weights
-from muster.data.fingerprint import hash_of, look, note_of
+from muster.data.fingerprint import fingerprint, hash_of, look, note_of
 from muster.data.generators import drawn_from, key_of, seed_generators, state_of_generators
 from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted, RankLost, final
 from muster.files import replace_file
 from muster.job import built_options
-from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, moved_on, read_now
+from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, moved_on, read_now, with_length
 from muster.job.bootstrap import Bootstrap, end_alike
 from muster.job.carried_state import carried
 from muster.job.options import JobOptions, as_yaml, loggers_of, run_options_of
@@ -61,9 +62,10 @@ DRAWN = (
     "before the job, random numbers were drawn from another state of {names} than in the attempt before: what is made of them, but for tracked "
     "weights, is not the same; begin with a seed (torch.manual_seed(0), np.random.seed(0)), or draw them in the function that the job calls"
 )
-CARRIED = (
-    "{name} goes from batch to batch in a variable of the loop ({line}), which is in no checkpoint: a resume, or the death of a rank, begins it anew, "
-    "and other weights may follow; keep it in a buffer of a tracked module, if training reads it"
+CARRIED = "{name} goes from batch to batch in a variable of the loop ({line}), which is in no checkpoint: a resume, or the death of a rank, begins it anew"
+IF_STATE = ", and other weights may follow; keep it in a buffer of a tracked module, if training reads it"
+IF_BEST = (
+    "; take a best value from the records (docs/your-own-loop.md: the best weights), or follow it from job.steps_done"
 )
 OWN_LOADER = (
     "the loop reads a DataLoader by itself: after a resume, or the death of a rank, it begins with the loader's first batch again, unless your code goes "
@@ -75,6 +77,7 @@ BUFFERS = (
     "in an undisturbed run; resume with {before} ranks if it holds samples of each rank"
 )
 LOOKS = 100
+EVALUATED = 8
 BODY_S = 10.0
 """How long an evaluation in a loop's body goes on after the ranks agreed to stop; launchers kill after 30 s."""
 GONE_S = 2.0
@@ -140,6 +143,8 @@ class LoopServices:
         self._is_other_length = False
         """True on rank 0 if a checkpoint of another number of ranks has a schedule for another number of steps."""
         self._has_seen_batch = False
+        self._evaluated = deque[Any](maxlen=EVALUATED)
+        """The data sets of the last evaluations."""
         self._stepped = set[int]()
         """The optimizers that have made a step, tracked or not."""
         self._latest = 0.0
@@ -359,9 +364,9 @@ class LoopServices:
         """Note, after the first step, what the loop does that a checkpoint cannot know."""
         if self.world.is_first and (name := self.tracked.frozen_again()):
             self.running.records.event("note", text=FROZEN.format(name=name))
-        if found := carried(sys._getframe(), {*map(id, self.tracked.parameters())}):
-            name, line = found
-            self.tell_once(f"carried {name}", CARRIED.format(name=name, line=line))
+        for name, line, is_state in [*carried(sys._getframe(), {*map(id, self.tracked.parameters())})]:
+            text = CARRIED + (IF_STATE if is_state else IF_BEST)
+            self.tell_once(f"carried {name}", text.format(name=name, line=line))
         is_tracked = any(hasattr(each, "__iter__") for each in self.tracked.others.values())
         if self.batch_source is None and not is_tracked and (batches := read_now()) is not None:
             apart = self.world.size > 1 and is_undivided(batches)
@@ -455,11 +460,15 @@ class LoopServices:
         """Start to write a checkpoint of this step. Collective. Raises Diverged, StorageError."""
         if not self.tracked.is_finite():
             raise self._diverged("a weight is")
+        self.refuse_apart()
+        self._refuse_rates()
+        self.running.save(self.trainee.state, self.position())
+
+    def refuse_apart(self) -> None:
+        """Raise ConfigError if parameters or optimizers' states differ between ranks by more than rounding. Collective."""
         check_replicas(self.tracked.named, self.world, tolerance=TOLERANCE, what="the parameter", remedy=TRAIN_ALIKE)
         state = self.tracked.of_optimizers()  # whose parts come with a layer that is thawed
         check_replicas(state, self.world, tolerance=TOLERANCE, what="the optimizer's", remedy=STEP_ALIKE)
-        self._refuse_rates()
-        self.running.save(self.trainee.state, self.position())
 
     def position(self) -> dict[str, Any]:
         """Return the progress for a checkpoint's manifest."""
@@ -507,6 +516,21 @@ class LoopServices:
         running.records.event_once("done", step=step, output_dir=str(self.folder.path))
         running.close()  # before the report, which has the last window
         self.bootstrap.life.end(ending)
+
+    @property
+    def is_untrained(self) -> bool:
+        """True if an attempt at a run whose batches are not at their end has not asked for them: it may have evaluated."""
+        saved = self.start.saved
+        total = (saved.manifest.get("total_steps") or 0) if saved else 0
+        return bool(saved and self.batch_source is None and self.reached.step == saved.step < total)
+
+    def end_untrained(self) -> None:
+        """Leave the run at its step. Collective."""
+        step, total = self.reached.step, self.start.saved.manifest["total_steps"] if self.start.saved else 0
+        end_alike(self.world, self.peers.heartbeat, step)
+        said = f"this attempt has asked for no batches, and leaves the run at step {step} of {total}"
+        self.bootstrap.life.end(Ending(step, total, preempted=said))
+        self.bootstrap.life.exit_code = 0
 
     def settle(self) -> None:
         if self.is_open:
@@ -562,6 +586,15 @@ class LoopServices:
                 f"restart; build it in the function that run() calls",
                 rank=rank,
             )
+
+    def refuse_other_samples(self, dataset: Any) -> None:
+        """Raise DataError unless all ranks evaluate on the same samples, as far as some of them show. Collective."""
+        is_new = not any(each is dataset for each in self._evaluated)
+        if self.world.size == 1 or self.world.lowest(is_new) is None:
+            return
+        self._evaluated.append(dataset)
+        remedy = "give all ranks the same samples, in the same order"
+        self.world.same("evaluate(): the data set", fingerprint(with_length(dataset, "evaluate")), remedy=remedy)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

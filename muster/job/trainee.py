@@ -39,6 +39,10 @@ from muster.world.group import World
 
 NOTES = 4
 """The last entries of the journal that are needed: at the end of a step, in the middle of it, at its beginning, and one that is being written."""
+LATE = (
+    "the loop's body changes the buffer {name} after the step's backward pass: where a rank dies before the body has ended, all restart from the "
+    "last checkpoint"
+)
 FIRST = 2
 """The steps after which parameters are compared in any case: a loop that averages them does not do so after each step."""
 SAMPLED = 3
@@ -74,6 +78,8 @@ class Loop(Protocol):
     def position(self) -> dict[str, Any]: ...
     def refuse_unequal(self) -> None: ...
     def refuse_others(self, saved: Saved) -> None: ...
+    def refuse_apart(self) -> None: ...
+    def tell_once(self, what: str, text: str) -> None: ...
 
 
 class JobHandOver(HandOver):
@@ -185,6 +191,7 @@ class JobTrainee(Trainee):
                 ("optimizers' states", self._tracked.of_optimizers()),
             ):
                 if self.world.lowest(bool(first_apart(named, self.world))) is not None:
+                    self._services.refuse_apart()
                     self.refuse(f"{what} differ between ranks, so no rank has those of another")
         if not self.is_followed:
             return
@@ -220,9 +227,10 @@ class JobTrainee(Trainee):
 
     def _see_late_change(self) -> None:
         """Remember if buffers have other values than in the step's last note: a body may swap weights and put them back."""
-        noted = self.journal.read(self._whole + 1) or self.journal.read(self._whole)
-        if noted is None or any(_differ(each, noted[1].get(name)) for name, each in self._tracked.buffers().items()):
+        _, noted = self.journal.read(self._whole + 1) or self.journal.read(self._whole) or ({}, {})
+        if found := [name for name, each in self._tracked.buffers().items() if _differ(each, noted.get(name))]:
             self.journal.note_late_change()
+            self._services.tell_once("late", LATE.format(name=found[0]))
 
     def are_changed(self) -> bool:
         """Return whether buffers have been changed or replaced since they were noted."""

@@ -76,12 +76,15 @@ def main() -> int:
     told = False
     try:
         run.main()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return 0
     except SignalException:
         told = True
     except ChildFailedError:
         pass
     except Exception:
+        if ScriptAgent.newest and ScriptAgent.newest.is_done():
+            return 0
         traceback.print_exc()
         return UNMET
     finally:
@@ -138,6 +141,10 @@ class ScriptAgent(LocalElasticAgent):
     def ranks(self) -> list[Rank]:
         """Return this node's ranks, ended ones included."""
         return [*getattr(self._pcontext, "subprocess_handlers", {}).values()]
+
+    def is_done(self) -> bool:
+        """Return whether all ranks of this node have ended with 0."""
+        return bool(self.ranks()) and all(each.proc.poll() == 0 for each in self.ranks())
 
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
         self._choose_interface(worker_group)

@@ -338,6 +338,65 @@ def test_a_loader_that_gives_all_ranks_the_same_samples_is_refused_or_noted(plac
         assert "the loop reads a DataLoader by itself" in note["text"] and f"job.steps_done{more}; give" in note["text"]
 
 
+LEFT_OUT = """
+import os, torch, muster
+from torch import nn
+from torch.utils.data import TensorDataset
+FORM = os.environ["FORM"]
+data = TensorDataset(torch.arange(32.0).reshape(32, 1) / 32)
+def main(job):
+    net = nn.Linear(1, 1)
+    model = nn.parallel.DistributedDataParallel(net) if job.world_size > 1 else net
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    job.track(model=model, optimizer=optimizer, schedule=schedule)
+    own = TensorDataset(data.tensors[0] + (job.rank if FORM == "samples" else 0))
+    measure = lambda batch: {"mean": net(batch[0])[:, 0]}
+    if FORM == "evaluates":
+        return job.evaluate(own, measure)
+    best, seen = 100.0, 0
+    for (x,) in job.batches(data, batch_size=8, epochs=2):
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if job.ends_epoch:
+            schedule.step()
+        job.step()
+        seen += 1
+        if job.ends_epoch:
+            mean = job.evaluate(own, measure)["mean"]
+            best = mean if mean < best and seen < 100 else best
+        if FORM == "stops" and job.steps_done == 5:
+            job.save()
+            raise SystemExit(75)
+muster.Job("run", tensorboard=False).run(main)
+"""
+
+
+def test_what_a_port_leaves_out_is_told_or_done_as_meant(place):
+    folder = place("left-out")
+    (folder / "left_out.py").write_text(LEFT_OUT)
+
+    def left_out(form, *, code=0, ranks=None):
+        return run(folder, script="left_out", to="", ranks=ranks, code=code, FORM=form)
+
+    [said] = left_out("samples", code=1, ranks=2).said
+    assert "evaluate(): the data set" in said and "give all ranks the same samples" in said
+    shutil.rmtree(folder / "run")
+    stopped = left_out("stops", code=75)
+    assert [line["step"] for line in stopped.lines("eval")] == [4]
+    evaluated = left_out("evaluates")
+    assert evaluated.outcome["outcome"] == "preempted" and not (folder / "run/model.pt").exists(), evaluated.out
+    assert "leaves the run at step 5 of 8" in evaluated.out and len(evaluated.lines("eval")) == 2
+    done = left_out("")
+    assert (done.outcome["outcome"], done.outcome["step"]) == ("done", 8)
+    assert [line["lr"] for line in done.lines("train")] == [pytest.approx(0.01)], (
+        "ends_epoch is true before step(), too"
+    )
+    best = [line["text"] for line in done.events("note") if line["text"].startswith("best goes from batch to batch")]
+    assert best and "take a best value from the records" in best[0] and "seen" not in "".join(best)
+
+
 APART = """
 import os, torch, muster
 from torch import nn
@@ -1452,9 +1511,9 @@ for steps in (4, 8):
     [
         (
             "rule",
-            ["no optimizer is tracked", "hidden goes from batch to batch in a variable of the loop (carried.py:48)"],
+            ["no optimizer is tracked", "hidden goes from batch to batch in a variable of the loop (carried.py:50)"],
         ),
-        ("iterated", ["hidden goes from batch to batch in a variable of the loop (carried.py:48)"]),
+        ("iterated", ["hidden goes from batch to batch in a variable of the loop (carried.py:50)"]),
         ("reset", []),
     ],
 )
