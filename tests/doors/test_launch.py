@@ -526,7 +526,7 @@ def test_a_store_outlives_the_end_of_a_job_within_a_script(tmp_path):
             each.communicate()
 
 
-@pytest.mark.parametrize("module", ["__main__", "execute", "substrate", "store", "check", "script"])
+@pytest.mark.parametrize("module", ["__main__", "execute", "substrate", "store", "answer", "script"])
 def test_a_launcher_starts_without_torch(module):
     code = f"import sys, muster.launcher.{module}; sys.exit(any(name in sys.modules for name in ('torch', 'hydra')))"
     assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
