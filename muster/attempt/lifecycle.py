@@ -29,7 +29,7 @@ from muster.faults import agent
 from muster.faults.heartbeat import Heartbeat
 from muster.faults.preemption import Agreement, Preemption
 from muster.lease.folder_lease import Lease
-from muster.lease.open_folder import RunFolder, RunOptions, claim_folder, note_end
+from muster.lease.open_folder import RunFolder, RunOptions, claim_folder, note_end, note_left
 from muster.process import end, forget_frames, is_supervised, without_sigchld
 from muster.recovery.survival import Survival, is_of_peer
 from muster.world import flight_recorder
@@ -73,11 +73,15 @@ class HasStep(Protocol):
 
 @dataclass(frozen=True)
 class Ending:
-    """An end that all ranks reach together: the run is done, or `preempted` says at which step it has stopped."""
+    """An end that all ranks reach together: the run is done, or `preempted` says at which step it has stopped.
+
+    is_left: the attempt has not trained, and leaves the run to be continued.
+    """
 
     step: int = 0
     total_steps: int = 0
     preempted: str | None = None
+    is_left: bool = False
 
 
 @dataclass(frozen=True)
@@ -319,7 +323,8 @@ class Lifecycle:
         if not self._lease:
             return None
         try:
-            note_end(self.folder, step=ending.step, total_steps=ending.total_steps)
+            note = note_left if ending.is_left else note_end
+            note(self.folder, step=ending.step, total_steps=ending.total_steps)
         except MusterError as error:
             return error
         return None

@@ -28,12 +28,15 @@ def note_of(fingerprint: str) -> str:
     return OWN_DRAWS if fingerprint.endswith(DRAWN) else ""
 
 
-def fingerprint(dataset: Any) -> str:
-    """Return the dataset's own `fingerprint()`, or its length and a hash of a few samples. The global generators are unchanged."""
+def fingerprint(dataset: Any, *, most: int = LOOKED_AT, texts: bool = True) -> str:
+    """Return the dataset's own `fingerprint()`, or its length and a hash of a few samples. The global generators are unchanged.
+
+    most: number of samples, 2 or more. texts: False leaves texts in samples out, as paths on a node.
+    """
     if hasattr(dataset, "fingerprint"):
         return str(dataset.fingerprint())
     count = len(dataset)
-    chosen = [*dict.fromkeys(position * (count - 1) // (LOOKED_AT - 1) for position in range(LOOKED_AT))]
+    chosen = [*dict.fromkeys(position * (count - 1) // (most - 1) for position in range(most))]
     own = OwnGenerators(dataset)
     before = own.states()
     with kept_generators():
@@ -43,7 +46,13 @@ def fingerprint(dataset: Any) -> str:
         if first != second and not key:  # the first sample may have created the generator
             first, _ = zip(*(_look(dataset, index, own) for index in chosen), strict=True)
     own.restore(before)
-    return f"{count}:{hash_of(first) if first == second else DRAWN}"
+    if first != second:
+        return f"{count}:{DRAWN}"
+    return f"{count}:{hash_of(first if texts else _without_texts(first))}"
+
+
+def _without_texts(samples: Iterable[Iterable[Any]]) -> list[list[Any]]:
+    return [[part for part in sample if not isinstance(part, str)] for sample in samples]
 
 
 def _look(dataset: Any, index: int, own: OwnGenerators, *, key: int = 0) -> tuple[Any, bool]:

@@ -135,7 +135,7 @@ def read_now() -> Any:
 
 
 def _is_within(iterator: _BaseDataLoaderIter) -> bool:
-    with contextlib.suppress(TypeError):  # a stream has no length
+    with contextlib.suppress(Exception):  # a stream has no length, nor have some samplers
         return iterator._num_yielded < len(iterator)
     return True
 

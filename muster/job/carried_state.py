@@ -43,7 +43,7 @@ def carried(frame: FrameType | None, tracked: Collection[int]) -> Iterator[tuple
 
 def _loop(frame: FrameType) -> tuple[Loop, int] | None:
     try:
-        lines, first = inspect.getsourcelines(frame.f_code)
+        lines, first = inspect.getsourcelines(frame)
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # the file may have been edited meanwhile
         return None
@@ -69,13 +69,17 @@ def _names(loop: Loop) -> list[str]:
 
 
 def _compared(loop: Loop) -> set[str]:
-    """Return the names that the body of `loop` compares by themselves, also by `max` and `min`, and does not add to in place."""
+    """Return the names that the body of `loop` orders by themselves, also by `max` and `min`, and does not count up or take from a clock."""
     parts = [part for statement in loop.body for part in ast.walk(statement)]
     found, counted = set[str](), set[str]()
     for part in parts:
         operands: list[ast.expr] = []
-        if isinstance(part, ast.Compare):
+        if isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE):
             operands = [part.left, *part.comparators]
+        elif isinstance(part, ast.Assign) and len(part.targets) == 1 and isinstance(part.targets[0], ast.Name):
+            inside = {each.id for each in ast.walk(part.value) if isinstance(each, ast.Name)}
+            if "time" in inside or (isinstance(part.value, ast.BinOp) and part.targets[0].id in inside):
+                counted.add(part.targets[0].id)
         elif isinstance(part, ast.Call) and getattr(part.func, "id", "") in ("max", "min"):
             operands = part.args
         elif isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):

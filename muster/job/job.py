@@ -389,7 +389,8 @@ class Job(JobOptions):
     def ends_epoch(self) -> bool:
         """True for the last batch of an epoch of `batches`, before and after its `step`."""
         made, done = self._tracked("ends_epoch").batch_source, self.steps_done + self._is_owed
-        return bool(made and self.ends_step and done and done % made.steps_per_epoch == 0)
+        is_there = self._is_owed or self._portion.batch is not None
+        return bool(made and is_there and self.ends_step and done and done % made.steps_per_epoch == 0)
 
     @property
     def ends_step(self) -> bool:

@@ -6,10 +6,10 @@ import contextlib
 import math
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
+from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,7 +27,7 @@ from muster.checkpoint.trained import own_prefix, plain
 from muster.checkpoint.weights import write_weights
 from muster.data.fingerprint import fingerprint, hash_of, look, note_of
 from muster.data.generators import drawn_from, key_of, seed_generators, state_of_generators
-from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted, RankLost, final
+from muster.errors import ConfigError, DataError, Diverged, MusterError, Preempted, RankLost, final, say
 from muster.files import replace_file
 from muster.job import built_options
 from muster.job.batch_source import BatchSource, LoaderSource, is_undivided, moved_on, read_now, with_length
@@ -105,7 +105,10 @@ RATES = (
     "what all ranks have, as job.sum(loss) / job.world_size or a value of job.evaluate"
 )
 SINCE = ", or at one since the `train` record before (log_every=1 names the step)"
-TRAIN_ALIKE = "wrap the model in DistributedDataParallel, or average gradients over the ranks before optimizer.step()"
+TRAIN_ALIKE = (
+    "wrap the model in DistributedDataParallel, or average gradients over the ranks before optimizer.step(); ranks that train apart for some steps "
+    "do so in a `with` block in place of run(), and average before each save"
+)
 
 
 class AgreedStop(SystemExit):
@@ -143,8 +146,8 @@ class LoopServices:
         self._is_other_length = False
         """True on rank 0 if a checkpoint of another number of ranks has a schedule for another number of steps."""
         self._has_seen_batch = False
-        self._evaluated = deque[Any](maxlen=EVALUATED)
-        """The data sets of the last evaluations."""
+        self._evaluated: list[Callable[[], Any]] = []
+        """The data sets of the first evaluations, held weakly."""
         self._stepped = set[int]()
         """The optimizers that have made a step, tracked or not."""
         self._latest = 0.0
@@ -160,6 +163,7 @@ class LoopServices:
         self.trainee = JobTrainee(self, bootstrap.kept)
         self._here, self.loaded_instead = built_options.options_of(tracked), ""
         self.built = self._built()
+        self.unfinished = self._unfinished()
         self.start.restore(self.trainee)
         self._seed_step()
         self._generators = state_of_generators()
@@ -517,20 +521,27 @@ class LoopServices:
         running.close()  # before the report, which has the last window
         self.bootstrap.life.end(ending)
 
+    def _unfinished(self) -> list[int]:
+        """Return the run's step and number of steps, if its own checkpoint says that it is not done; else an empty list."""
+        saved, before = self.start.saved, self.folder.before
+        if saved is None or saved.storage.root != run_options_of(self.options).checkpoints.root:
+            return []
+        total = saved.manifest.get("total_steps") or 0
+        is_done = before.outcome == outcome.DONE or saved.manifest.get("left") or saved.step >= total
+        return [] if is_done else [saved.step, total]
+
     @property
     def is_untrained(self) -> bool:
         """True if an attempt at a run whose batches are not at their end has not asked for them: it may have evaluated."""
-        saved = self.start.saved
-        total = (saved.manifest.get("total_steps") or 0) if saved else 0
-        return bool(saved and self.batch_source is None and self.reached.step == saved.step < total)
+        return self.batch_source is None and self.unfinished[:1] == [self.reached.step]
 
     def end_untrained(self) -> None:
         """Leave the run at its step. Collective."""
-        step, total = self.reached.step, self.start.saved.manifest["total_steps"] if self.start.saved else 0
+        step, total = self.unfinished
         end_alike(self.world, self.peers.heartbeat, step)
-        said = f"this attempt has asked for no batches, and leaves the run at step {step} of {total}"
-        self.bootstrap.life.end(Ending(step, total, preempted=said))
-        self.bootstrap.life.exit_code = 0
+        if self.world.is_first:
+            say(f"muster: this attempt has asked for no batches, and leaves the run at step {step} of {total}")
+        self.bootstrap.life.end(Ending(step, total, is_left=True), report=False)
 
     def settle(self) -> None:
         if self.is_open:
@@ -589,12 +600,19 @@ class LoopServices:
 
     def refuse_other_samples(self, dataset: Any) -> None:
         """Raise DataError unless all ranks evaluate on the same samples, as far as some of them show. Collective."""
-        is_new = not any(each is dataset for each in self._evaluated)
+        is_new = len(self._evaluated) < EVALUATED and not any(each() is dataset for each in self._evaluated)
         if self.world.size == 1 or self.world.lowest(is_new) is None:
             return
-        self._evaluated.append(dataset)
-        remedy = "give all ranks the same samples, in the same order"
-        self.world.same("evaluate(): the data set", fingerprint(with_length(dataset, "evaluate")), remedy=remedy)
+        self.peers.heartbeat.enter("evaluation", self.reached.step)
+        try:
+            self._evaluated.append(ref(dataset))
+        except TypeError:  # a list, for example
+            self._evaluated.append(lambda: dataset)
+        remedy = (
+            "give all ranks the same samples, in the same order; the first and the last one are compared, without texts"
+        )
+        seen = fingerprint(with_length(dataset, "evaluate"), most=2, texts=False)
+        self.world.same("evaluate(): the data set", seen, remedy=remedy)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

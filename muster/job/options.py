@@ -39,7 +39,8 @@ class JobOptions:
         storage: folder or fsspec URL for the checkpoints of this run alone; None: `checkpoints/` in `folder`.
         resume: `auto` resumes from the newest valid checkpoint; `never` starts over at each launch and moves the old
             run to `previous-N/`; a path or URL: the checkpoint to start from while the run has none of its own.
-        timeout_s: seconds without progress after which a rank is reported as hung and ended.
+        timeout_s: seconds without progress after which a rank is reported as hung and ended, as in one collective; what may compile,
+            the first steps and evaluations, has 600.
         start_timeout_s: seconds within which all ranks must join.
         keep_memory: keep the host's memory that a step frees for the next one, in place of giving it back to the system; an evaluation gives
             it back (glibc).

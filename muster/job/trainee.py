@@ -73,6 +73,7 @@ class Loop(Protocol):
     is_within: bool
     is_evaluating: bool
     owes_save: bool
+    unfinished: list[int]
 
     def is_time_to_log(self) -> bool: ...
     def position(self) -> dict[str, Any]: ...
@@ -281,6 +282,7 @@ class JobTrainee(Trainee):
                 noted[1][0]["means"] if noted[1] and not services.is_time_to_log() else {}
             ),
             "built": services.built,
+            "unfinished": services.unfinished,
             "left_to_compare": self._left_to_compare,
             "evaluations": [*self.running.records.of_body, *self.running.records.told],
             "points": [each[0]["point"] if each else None for each in noted],
@@ -295,6 +297,7 @@ class JobTrainee(Trainee):
         self._habits.update(facts["habits"])
         self._kept.told = set(facts["said"])
         services.built = self._kept.built = facts["built"]
+        services.unfinished = facts["unfinished"]
         self._left_to_compare = facts["left_to_compare"]
         noted = self._own(reached.step, is_logged=facts["is_logged"])
         self._check(reached.step, noted, facts["points"])

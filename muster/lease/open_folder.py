@@ -262,6 +262,14 @@ def _set_aside(path: Path, options: RunOptions) -> None:
     options.checkpoints.prepare()
 
 
+def note_left(folder: Path, *, step: int, total_steps: int) -> None:
+    """Record that an attempt leaves the run to be continued, and does not count. Rank 0 only. Raises StorageError."""
+    now = outcome.last(folder)
+    stops = max(0, now.idle_preemptions - 1)
+    left = replace(now, outcome=outcome.PREEMPTED, exit_code=0, step=step, total_steps=total_steps)
+    outcome.write(folder, replace(left, idle_preemptions=stops))
+
+
 def note_end(folder: Path, *, step: int, total_steps: int) -> None:
     """Record that the run is done. Rank 0 only. Raises StorageError."""
     now = outcome.last(folder)
