@@ -85,7 +85,7 @@ FILES = (
 )
 
 
-class Link(NamedTuple):
+class Anchor(NamedTuple):
     href: str
     words: str
 
@@ -99,14 +99,14 @@ class Plot(NamedTuple):
     steps: bool
 
 
-def links(history: History, start: Path) -> list[Link]:
+def links(history: History, start: Path) -> list[Anchor]:
     """Return links to a run's files and logs, relative to the page's folder `start`."""
     there = [_link(history.folder / name, start, name) for name in FILES if (history.folder / name).exists()]
     return there + [_link(log, start, log.name) for log in history.logs if log.is_file()]
 
 
-def _link(path: Path, start: Path, words: str) -> Link:
-    return Link(quote(Path(os.path.relpath(path.absolute(), start.absolute())).as_posix()), words)
+def _link(path: Path, start: Path, words: str) -> Anchor:
+    return Anchor(quote(Path(os.path.relpath(path.absolute(), start.absolute())).as_posix()), words)
 
 
 class Page:
@@ -242,7 +242,7 @@ def compared(histories: Sequence[History], start: Path) -> dict[str, Any]:
     }
 
 
-def _named(history: History, start: Path) -> Link | str:
+def _named(history: History, start: Path) -> Anchor | str:
     there = (history.folder / NAME).exists()
     return _link(history.folder / NAME, start, history.name) if there else history.name
 
